@@ -1,0 +1,75 @@
+"""Sums and means over the tokens of a padded batch, with the normalizers of the whole mini-batch.
+
+A mini-batch is computed in micro-batches, so no loss may divide by what it happens to see: every mean is
+a sum over the micro-batch divided by a count taken over the mini-batch (`Totals`). Micro-batch losses then
+add up to the mini-batch's loss, however it was cut or padded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"]
+
+EPSILON = 1e-8
+"""Added to counts where the published code does: no tokens, mean 0."""
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What a mini-batch counts in all: unmasked response tokens, and trajectories that have at least one."""
+
+    tokens: int
+    sequences: int
+
+    @classmethod
+    def of(cls, mask: Float[Tensor, "batch response"]) -> Totals:
+        return cls(tokens=int(mask.sum().item()), sequences=int((mask.sum(-1) > 0).sum().item()))
+
+
+def masked_mean(
+    x: Float[Tensor, "batch response"], mask: Float[Tensor, "batch response"], totals: Totals
+) -> Float[Tensor, ""]:
+    """This micro-batch's share of the mean over the mini-batch's unmasked tokens; 0 where there are none."""
+    return x.where(mask > 0, 0.0).sum() / (totals.tokens + EPSILON)
+
+
+def aggregate(
+    loss: Float[Tensor, "batch response"],
+    mask: Float[Tensor, "batch response"],
+    how: Aggregation,
+    totals: Totals,
+) -> Float[Tensor, ""]:
+    """One number from per-token losses.
+
+    - ``token-mean``: every token weighs the same (DAPO, arXiv 2503.14476).
+    - ``token-sum``: the plain sum.
+    - ``seq-mean-token-sum``: tokens are summed, trajectories averaged (Dr. GRPO, arXiv 2503.20783).
+    - ``seq-mean-token-mean``: each trajectory's mean, averaged (GRPO, arXiv 2402.03300).
+
+    Masked positions never count, whatever they hold; a trajectory with no unmasked token counts nowhere.
+    """
+    loss = loss.where(mask > 0, 0.0)
+    if how == "token-mean":
+        return loss.sum() / max(totals.tokens, 1)
+    if how == "token-sum":
+        return loss.sum()
+    per_sequence = loss.sum(-1)
+    if how == "seq-mean-token-mean":
+        per_sequence = per_sequence / (mask.sum(-1) + EPSILON)
+    return per_sequence.sum() / max(totals.sequences, 1)
+
+
+def whiten(
+    x: Float[Tensor, "batch response"], mask: Float[Tensor, "batch response"]
+) -> Float[Tensor, "batch response"]:
+    """Shift and scale to zero mean and unit variance over unmasked positions (Bessel-corrected variance)."""
+    count = mask.sum()
+    mean = (x * mask).sum() / count.clamp(min=1.0)
+    variance = ((x - mean) ** 2 * mask).sum() / (count - 1.0).clamp(min=1.0)
+    return (x - mean) * (variance + 1e-8).rsqrt() * mask

@@ -1,0 +1,98 @@
+"""What an update minimizes: the whole objective of the actor and of the critic, for any train engine.
+
+An objective names the columns it reads and turns one micro-batch into a loss and metrics. Both are shares of the
+mini-batch's (see `masked`), so an engine only has to add them up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from rlhf.algorithms import KLPenalty, PolicyLoss
+from rlhf.algorithms.kl import kl_divergence
+from rlhf.algorithms.masked import Totals, aggregate, masked_mean
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from jaxtyping import Float
+    from torch import Tensor
+
+    Outputs = Mapping[str, Float[Tensor, "batch response"]]
+    Share = tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]
+
+
+class Objective(Protocol):
+    columns: tuple[str, ...]
+    """Per-token columns of the batch that the objective reads, `loss_mask` among them."""
+    outputs: tuple[str, ...]
+    """What it asks of the model's forward pass: `log_probs`, `entropy` or `values`."""
+
+    def __call__(self, outputs: Outputs, batch: Outputs, totals: Totals) -> Share: ...
+
+
+@dataclass(frozen=True)
+class ActorObjective:
+    r""":math:`L_{policy} - c_H H + \beta KL(\pi\|\pi_{ref})`, each aggregated as the policy loss says.
+
+    With `on_policy` the batch holds no old log-probs: one pass over one mini-batch has not moved the actor yet, so
+    the ratio is 1 and only its gradient matters.
+    """
+
+    policy_loss: PolicyLoss
+    kl: KLPenalty
+    entropy_coef: float
+    on_policy: bool
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        old = () if self.on_policy else ("old_log_probs",)
+        return ("loss_mask", "advantages", *old, *(("ref_log_probs",) if self.kl.in_loss is not None else ()))
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return ("log_probs", "entropy") if self.entropy_coef else ("log_probs",)
+
+    def __call__(self, outputs: Outputs, batch: Outputs, totals: Totals) -> Share:
+        mask, log_probs = batch["loss_mask"], outputs["log_probs"]
+        old = log_probs.detach() if self.on_policy else batch["old_log_probs"]
+        loss, metrics = self.policy_loss(log_probs, old, batch["advantages"], mask, totals)
+        metrics = {f"actor/{name}": value for name, value in metrics.items()} | {"actor/pg_loss": loss}
+        if self.entropy_coef:
+            entropy = aggregate(outputs["entropy"], mask, self.policy_loss.aggregate, totals)
+            metrics["actor/entropy_loss"] = entropy
+            loss = loss - self.entropy_coef * entropy
+        if self.kl.in_loss is not None:
+            kl = kl_divergence(log_probs, batch["ref_log_probs"], self.kl.estimator)
+            metrics["actor/kl_loss"] = aggregate(kl, mask, self.policy_loss.aggregate, totals)
+            loss = loss + self.kl.in_loss * metrics["actor/kl_loss"]
+        return loss, metrics
+
+
+@dataclass(frozen=True)
+class CriticObjective:
+    r"""The clipped value loss (PPO's reference code, arXiv 1707.06347; arXiv 2005.12729 measures it):
+
+    .. math:: \tfrac12 \max\left((V - R)^2, (\operatorname{clip}(V, V_{old} - \epsilon, V_{old} + \epsilon) - R)^2\right)
+
+    `cliprange_value` None leaves the clipping out.
+    """
+
+    cliprange_value: float | None
+    aggregate: Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"
+    columns: tuple[str, ...] = ("loss_mask", "returns", "values")
+    outputs: tuple[str, ...] = ("values",)
+
+    def __call__(self, outputs: Outputs, batch: Outputs, totals: Totals) -> Share:
+        mask, predicted = batch["loss_mask"], outputs["values"]
+        error = squared = (predicted - batch["returns"]).square()
+        if self.cliprange_value is not None:
+            low, high = batch["values"] - self.cliprange_value, batch["values"] + self.cliprange_value
+            error = squared.maximum((predicted.clamp(low, high) - batch["returns"]).square())
+        loss = 0.5 * aggregate(error, mask, self.aggregate, totals)
+        return loss, {
+            "critic/vf_loss": loss,
+            "critic/vf_clipfrac": masked_mean((error > squared).to(loss.dtype), mask, totals),
+            "critic/vpred_mean": masked_mean(predicted, mask, totals),
+        }

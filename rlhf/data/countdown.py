@@ -1,0 +1,272 @@
+"""Countdown problems: reach a target from given numbers, using each exactly once.
+
+A problem is a sorted multiset of numbers with a target that can be reached. Problems, their prompts and their
+sample solutions are pure functions of a seed: every draw goes through `random.Random(text).random()`, the one stream
+that Python promises to keep, so the same seed gives the same bytes on every machine.
+"""
+
+import json
+import random
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from functools import lru_cache
+from math import comb
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+DATA_SOURCE = "countdown"
+PROMPT = (
+    "Using the numbers {numbers}, write an expression that equals {target}. Use each number exactly once, "
+    "and only + - * / and parentheses. Put the expression in <answer></answer>."
+)
+
+Value = int | Fraction
+
+_LEVEL = {"+": 1, "-": 1, "*": 2, "/": 2}
+_ATOM = 3
+
+
+class Problem(NamedTuple):
+    numbers: tuple[int, ...]
+    target: int
+
+
+class _Expression(NamedTuple):
+    """The text of an expression, and how tightly its outermost operator binds."""
+
+    text: str
+    level: int
+
+    def within(self, level: int) -> str:
+        return self.text if self.level >= level else f"({self.text})"
+
+
+def problems(
+    seed: int,
+    count: int,
+    operands: int = 3,
+    low: int = 1,
+    high: int = 20,
+    max_target: int = 100,
+    operators: str = "+-*",
+) -> list[Problem]:
+    """The first `count` problems, in the order of `seed`, with targets from 1 to `max_target`.
+
+    They are distinct and drawn uniformly, and a larger `count` only adds to the end.
+    """
+    _check_operators(operators)
+    if count < 0 or operands < 1 or not 0 <= low <= high or max_target < 1:
+        raise ValueError("count must be >= 0, operands and max_target >= 1, and 0 <= low <= high")
+    multisets = comb(high - low + operands, operands)
+    rng = _rng("problems", seed)
+    found: list[Problem] = []
+    if count == 0:
+        return found
+    for cell in _permutation(multisets * max_target, rng):
+        index, target = divmod(cell, max_target)
+        problem = Problem(_multiset(index, operands, low), target + 1)
+        if _expressions(problem.numbers, problem.target, operators):
+            found.append(problem)
+            if len(found) == count:
+                return found
+    raise ValueError(f"{count} problems were asked for, but only {len(found)} exist")
+
+
+def split(problems: Sequence[Problem], test: int) -> tuple[list[Problem], list[Problem]]:
+    """Train and test problems: the first `test` are held out, so that more training data never moves them."""
+    if len(set(problems)) != len(problems):
+        raise ValueError("the problems to split are not distinct")
+    if not 0 <= test <= len(problems):
+        raise ValueError(f"{test} test problems were asked for, but {len(problems)} exist")
+    return list(problems[test:]), list(problems[:test])
+
+
+def solutions(numbers: Sequence[int], target: int, operators: str = "+-*") -> list[str]:
+    """Every expression over the numbers that equals the target exactly, sorted, without spaces or signs.
+
+    Parentheses stand only where leaving them out would change the expression: `1-(2-3)`, but `1+2-3`.
+    """
+    _check_operators(operators)
+    return sorted(expression.text for expression in _expressions(tuple(sorted(numbers)), target, operators))
+
+
+def prompt(problem: Problem, seed: int) -> str:
+    """The question, with its numbers in an order that depends only on the seed and the problem."""
+    rng = _rng("prompt", seed, problem)
+    numbers = [str(problem.numbers[i]) for i in _permutation(len(problem.numbers), rng)]
+    listed = " and ".join(filter(None, [", ".join(numbers[:-1]), numbers[-1]]))
+    return PROMPT.format(numbers=listed, target=problem.target)
+
+
+def rows(problems: Sequence[Problem], split: str = "train", seed: int = 0) -> "pa.Table":
+    """The problems as the columns of a verl prompt data set."""
+    import pyarrow as pa
+
+    schema = pa.schema(
+        {
+            "data_source": pa.string(),
+            "prompt": _messages_type(),
+            "ability": pa.string(),
+            "reward_model": pa.struct({"style": pa.string(), "ground_truth": pa.string()}),
+            "extra_info": pa.struct({"split": pa.string(), "index": pa.int64()}),
+        }
+    )
+    return pa.Table.from_pylist(
+        [
+            {
+                "data_source": DATA_SOURCE,
+                "prompt": _messages(problem, seed),
+                "ability": "math",
+                "reward_model": {"style": "rule", "ground_truth": ground_truth(problem)},
+                "extra_info": {"split": split, "index": index},
+            }
+            for index, problem in enumerate(problems)
+        ],
+        schema,
+    )
+
+
+def sft_rows(
+    problems: Sequence[Problem], seed: int = 0, per_problem: int = 1, operators: str = "+-*"
+) -> "pa.Table":
+    """Worked examples: `per_problem` independent, uniform draws from the solutions of each problem."""
+    import pyarrow as pa
+
+    examples = []
+    for problem in problems:
+        correct = solutions(problem.numbers, problem.target, operators)
+        if not correct:
+            raise ValueError(f"{problem} has no solution with {operators}")
+        rng = _rng("solutions", seed, problem)
+        for _ in range(per_problem):
+            response = f"<answer>{correct[_below(len(correct), rng)]}</answer>"
+            examples.append({"prompt": _messages(problem, seed), "response": response})
+    return pa.Table.from_pylist(examples, pa.schema({"prompt": _messages_type(), "response": pa.string()}))
+
+
+def ground_truth(problem: Problem) -> str:
+    """What the reward needs to know, as JSON text."""
+    return json.dumps({"target": problem.target, "numbers": list(problem.numbers)})
+
+
+def _messages(problem: Problem, seed: int) -> list[dict[str, str]]:
+    return [{"role": "user", "content": prompt(problem, seed)}]
+
+
+def _messages_type() -> "pa.DataType":
+    import pyarrow as pa
+
+    return pa.list_(pa.struct({"role": pa.string(), "content": pa.string()}))
+
+
+def _check_operators(operators: str) -> None:
+    if not operators or set(operators) - set(_LEVEL):
+        raise ValueError(f"operators must be some of + - * /, not {operators!r}")
+
+
+def _rng(purpose: str, seed: int, problem: Problem | None = None) -> random.Random:
+    return random.Random(f"{purpose}:{seed}:{problem and (list(problem.numbers), problem.target)}")
+
+
+def _below(n: int, rng: random.Random) -> int:
+    return int(rng.random() * n)
+
+
+def _permutation(n: int, rng: random.Random) -> Iterator[int]:
+    """The integers below `n` in random order: Fisher-Yates, remembering only the places it has touched."""
+    moved: dict[int, int] = {}
+    for i in range(n):
+        j = i + _below(n - i, rng)
+        first = moved.pop(i, i)
+        yield first if i == j else moved.get(j, j)
+        if i != j:
+            moved[j] = first
+
+
+def _multiset(index: int, size: int, low: int) -> tuple[int, ...]:
+    """The multiset of `size` integers from `low` up that has this rank in the combinatorial number system."""
+    numbers = []
+    for k in range(size, 0, -1):
+        place = bisect_right(range(index + k), index, key=lambda c: comb(c, k)) - 1
+        index -= comb(place, k)
+        numbers.append(low + place - (k - 1))
+    return tuple(reversed(numbers))
+
+
+@lru_cache(maxsize=2**15)
+def _splits(numbers: tuple[int, ...]) -> frozenset[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The distinct ways to deal sorted numbers into a left and a right hand, neither empty."""
+    hands = range(len(numbers))
+    return frozenset(
+        (
+            tuple(numbers[i] for i in hands if mask >> i & 1),
+            tuple(numbers[i] for i in hands if not mask >> i & 1),
+        )
+        for mask in range(1, 2 ** len(numbers) - 1)
+    )
+
+
+def _quotient(left: Value, right: Value) -> Value:
+    return Fraction(left) / right if left % right else int(left // right)
+
+
+def _results(a: Value, b: Value, operators: str) -> Iterator[Value]:
+    if "+" in operators:
+        yield a + b
+    if "-" in operators:
+        yield a - b
+    if "*" in operators:
+        yield a * b
+    if "/" in operators and b:
+        yield _quotient(a, b)
+
+
+def _partners(a: Value, operator: str, target: Value, candidates: frozenset[Value]) -> frozenset[Value]:
+    """The candidates `b` for which `a operator b` is the target."""
+    if operator == "+":
+        b = target - a
+    elif operator == "-":
+        b = a - target
+    elif operator == "*" and a:
+        b = _quotient(target, a)
+    elif operator == "/" and a and target:
+        b = _quotient(a, target)
+    elif a or target:
+        return frozenset()
+    else:
+        return candidates if operator == "*" else candidates - {0}
+    return frozenset([b]) if b in candidates else frozenset()
+
+
+@lru_cache(maxsize=2**15)
+def _values(numbers: tuple[int, ...], operators: str) -> frozenset[Value]:
+    """Everything that sorted numbers can reach."""
+    if len(numbers) == 1:
+        return frozenset(numbers)
+    return frozenset(
+        value
+        for left, right in _splits(numbers)
+        for a in _values(left, operators)
+        for b in _values(right, operators)
+        for value in _results(a, b, operators)
+    )
+
+
+@lru_cache(maxsize=2**16)
+def _expressions(numbers: tuple[int, ...], target: Value, operators: str) -> frozenset[_Expression]:
+    """The ways to write `target` with sorted numbers, found from the outermost operator inward."""
+    if len(numbers) == 1:
+        return frozenset([_Expression(str(numbers[0]), _ATOM)] if numbers[0] == target else [])
+    return frozenset(
+        _Expression(f"{x.within(level)}{operator}{y.within(level + (operator in '-/'))}", level)
+        for left, right in _splits(numbers)
+        for a in _values(left, operators)
+        for operator in operators
+        for b in _partners(a, operator, target, _values(right, operators))
+        for level in [_LEVEL[operator]]
+        for x in _expressions(left, a, operators)
+        for y in _expressions(right, b, operators)
+    )
