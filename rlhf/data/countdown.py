@@ -1,18 +1,20 @@
 """Countdown problems: reach a target from given numbers, using each exactly once.
 
-A problem is a sorted multiset of numbers with a target that can be reached. Problems, their prompts and their
-sample solutions are pure functions of a seed: every draw goes through `random.Random(text).random()`, the one stream
-that Python promises to keep, so the same seed gives the same bytes on every machine.
+A problem is a sorted multiset of numbers with a target that can be reached. Problems, their prompts and
+their sample solutions are pure functions of a seed: every draw goes through `random.Random(text).random()`,
+the one stream that Python promises to keep, so the same seed gives the same bytes on every machine.
 """
 
 import json
+import operator
 import random
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
+from itertools import product, starmap
 from math import comb
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -68,7 +70,7 @@ def problems(
     for cell in _permutation(multisets * max_target, rng):
         index, target = divmod(cell, max_target)
         problem = Problem(_multiset(index, operands, low), target + 1)
-        if _expressions(problem.numbers, problem.target, operators):
+        if problem.target in _values(problem.numbers, operators):
             found.append(problem)
             if len(found) == count:
                 return found
@@ -213,31 +215,28 @@ def _quotient(left: Value, right: Value) -> Value:
     return Fraction(left) / right if left % right else int(left // right)
 
 
-def _results(a: Value, b: Value, operators: str) -> Iterator[Value]:
-    if "+" in operators:
-        yield a + b
-    if "-" in operators:
-        yield a - b
-    if "*" in operators:
-        yield a * b
-    if "/" in operators and b:
-        yield _quotient(a, b)
+_OPERATIONS: Mapping[str, Callable[[Any, Any], Value]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": _quotient,
+}
 
 
-def _partners(a: Value, operator: str, target: Value, candidates: frozenset[Value]) -> frozenset[Value]:
-    """The candidates `b` for which `a operator b` is the target."""
-    if operator == "+":
+def _partners(a: Value, symbol: str, target: Value, candidates: frozenset[Value]) -> frozenset[Value]:
+    """The candidates `b` for which `a symbol b` is the target."""
+    if symbol == "+":
         b = target - a
-    elif operator == "-":
+    elif symbol == "-":
         b = a - target
-    elif operator == "*" and a:
+    elif symbol == "*" and a:
         b = _quotient(target, a)
-    elif operator == "/" and a and target:
+    elif symbol == "/" and a and target:
         b = _quotient(a, target)
     elif a or target:
         return frozenset()
     else:
-        return candidates if operator == "*" else candidates - {0}
+        return candidates if symbol == "*" else candidates - {0}
     return frozenset([b]) if b in candidates else frozenset()
 
 
@@ -246,13 +245,13 @@ def _values(numbers: tuple[int, ...], operators: str) -> frozenset[Value]:
     """Everything that sorted numbers can reach."""
     if len(numbers) == 1:
         return frozenset(numbers)
-    return frozenset(
-        value
-        for left, right in _splits(numbers)
-        for a in _values(left, operators)
-        for b in _values(right, operators)
-        for value in _results(a, b, operators)
-    )
+    reached: set[Value] = set()
+    for left, right in _splits(numbers):
+        pairs = list(product(_values(left, operators), _values(right, operators)))
+        for symbol in operators:
+            defined = [(a, b) for a, b in pairs if b] if symbol == "/" else pairs
+            reached.update(starmap(_OPERATIONS[symbol], defined))
+    return frozenset(reached)
 
 
 @lru_cache(maxsize=2**16)
@@ -261,12 +260,12 @@ def _expressions(numbers: tuple[int, ...], target: Value, operators: str) -> fro
     if len(numbers) == 1:
         return frozenset([_Expression(str(numbers[0]), _ATOM)] if numbers[0] == target else [])
     return frozenset(
-        _Expression(f"{x.within(level)}{operator}{y.within(level + (operator in '-/'))}", level)
+        _Expression(f"{x.within(level)}{symbol}{y.within(level + (symbol in '-/'))}", level)
         for left, right in _splits(numbers)
         for a in _values(left, operators)
-        for operator in operators
-        for b in _partners(a, operator, target, _values(right, operators))
-        for level in [_LEVEL[operator]]
+        for symbol in operators
+        for b in _partners(a, symbol, target, _values(right, operators))
+        for level in [_LEVEL[symbol]]
         for x in _expressions(left, a, operators)
         for y in _expressions(right, b, operators)
     )

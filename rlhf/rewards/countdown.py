@@ -9,8 +9,8 @@ The last complete `<answer>...</answer>` of the response is read with this gramm
     sign    := "+" | "-"
     integer := one or more of the digits 0-9
 
-ASCII white space may stand between tokens. Arithmetic is exact. Nothing is ever evaluated as code, and the length,
-the depth and the digits of an answer are bounded, so hostile text is refused at once.
+ASCII white space may stand between tokens. Arithmetic is exact. Nothing is ever evaluated as code, and the
+length, the depth and the digits of an answer are bounded, so hostile text is refused at once.
 """
 
 import json
@@ -18,7 +18,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 MAX_LENGTH = 512
 MAX_DEPTH = 32
@@ -167,19 +167,21 @@ def _problem(ground_truth: Mapping[str, Any] | str) -> tuple[int, Sequence[int]]
             ground_truth = json.loads(ground_truth)
         except ValueError as error:
             raise ValueError(f"ground_truth is not JSON: {error}") from error
-    if not isinstance(ground_truth, Mapping):
-        raise ValueError(f"ground_truth must be an object with target and numbers, not {ground_truth!r}")
-    target, numbers = ground_truth.get("target"), ground_truth.get("numbers")
+    try:
+        target, numbers = (ground_truth.get(key) for key in ("target", "numbers"))
+    except AttributeError as error:
+        message = f"ground_truth must be an object with target and numbers, not {ground_truth!r}"
+        raise ValueError(message) from error
     if not _is_integer(target):
         raise ValueError(f"ground_truth['target'] must be an integer, not {target!r}")
     if (
         not isinstance(numbers, list | tuple)
         or not numbers
-        or not all(_is_integer(number) and number >= 0 for number in numbers)
+        or not all(_is_integer(n) and n >= 0 for n in numbers)
     ):
         raise ValueError(f"ground_truth['numbers'] must be a list of integers from 0 up, not {numbers!r}")
     return target, numbers
 
 
-def _is_integer(value: object) -> bool:
+def _is_integer(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)

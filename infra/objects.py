@@ -1,0 +1,220 @@
+"""Bytes under keys, on any fsspec URL, with the one primitive a commit needs: create-if-absent.
+
+`Backend` is the raw store: an operation either does what it says, answers that the key exists (`FileExistsError`) or
+does not (`FileNotFoundError`), or raises anything else, and then *may or may not have happened*. `Objects` adds the
+retries: reading, overwriting and deleting may be repeated at will; creating is left to the caller, who can tell its
+own object from another's.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+import threading
+import uuid
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import fsspec
+from tenacity import Retrying, retry_if_exception, stop_after_delay
+
+from rlhf.errors import RatchetError, UserError
+
+T = TypeVar("T")
+
+
+class StoreUnavailable(RatchetError):
+    """The store did not answer within the deadline; what was being written may or may not be there."""
+
+
+class Backend(Protocol):
+    """Raw operations on keys; `delete` does not mind absent ones."""
+
+    def create(self, key: str, data: bytes) -> None: ...
+    def put(self, key: str, data: bytes) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def delete(self, keys: list[str]) -> None: ...
+    def list(self, prefix: str) -> list[str]: ...
+
+
+class LocalBackend:
+    """A folder. An object appears whole or not at all, and is on the disk before it appears."""
+
+    def __init__(self, root: str) -> None:
+        self.root = Path(root)
+
+    def create(self, key: str, data: bytes) -> None:
+        path = self.root / key
+        temporary = self._write_beside(path, data)
+        try:
+            os.link(temporary, path)
+        finally:
+            os.unlink(temporary)
+        self._sync_folder(path.parent)
+
+    def put(self, key: str, data: bytes) -> None:
+        path = self.root / key
+        os.replace(self._write_beside(path, data), path)
+        self._sync_folder(path.parent)
+
+    def get(self, key: str) -> bytes:
+        return (self.root / key).read_bytes()
+
+    def delete(self, keys: list[str]) -> None:
+        for key in keys:
+            (self.root / key).unlink(missing_ok=True)
+
+    def list(self, prefix: str) -> list[str]:
+        folder = self.root / prefix
+        found = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
+        return sorted(path.relative_to(self.root).as_posix() for path in found)
+
+    def _write_beside(self, path: Path, data: bytes) -> str:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(handle)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+        return temporary
+
+    @staticmethod
+    def _sync_folder(folder: Path) -> None:
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+class FsspecBackend:
+    """Any other fsspec file system; object stores honour create-if-absent by conditional writes."""
+
+    _memory_lock = threading.Lock()
+
+    def __init__(self, url: str) -> None:
+        self.fs, self.root = fsspec.core.url_to_fs(url, use_listings_cache=False)
+        self.root = self.root.rstrip("/")
+
+    def create(self, key: str, data: bytes) -> None:
+        if self.fs.protocol == "memory":  # threads of one process: a lock is its create-if-absent
+            with self._memory_lock:
+                if self.fs.exists(self._path(key)):
+                    raise FileExistsError(key)
+                self.fs.pipe_file(self._path(key), data)
+        else:
+            self.fs.pipe_file(self._path(key), data, mode="create")
+
+    def put(self, key: str, data: bytes) -> None:
+        self.fs.pipe_file(self._path(key), data)
+
+    def get(self, key: str) -> bytes:
+        return bytes(self.fs.cat_file(self._path(key)))
+
+    def delete(self, keys: list[str]) -> None:
+        if "s3" in self.fs.protocol:  # one request for a thousand keys, absent ones included
+            self.fs.rm([self._path(key) for key in keys])
+            return
+        for key in keys:
+            try:
+                self.fs.rm_file(self._path(key))
+            except FileNotFoundError:
+                pass
+
+    def list(self, prefix: str) -> list[str]:
+        found = self.fs.find(self._path(prefix))
+        return sorted(path.removeprefix(self.root).lstrip("/") for path in found)
+
+    def _path(self, key: str) -> str:
+        return f"{self.root}/{key}"
+
+
+def backend_for(url: str) -> Backend:
+    try:
+        fs, root = fsspec.core.url_to_fs(url)
+    except (ValueError, ImportError) as error:
+        raise UserError(f"cannot use the store {url}: {error}") from None
+    return LocalBackend(root) if "file" in fs.protocol else FsspecBackend(url)
+
+
+class Objects:
+    """A folder of objects, with bounded retries."""
+
+    def __init__(self, url: str, backend: Backend | None = None, *, deadline_s: float = 60.0) -> None:
+        self.url = url.rstrip("/")
+        self.backend = backend_for(url) if backend is None else backend
+        self.deadline_s = deadline_s
+
+    def create(self, key: str, data: bytes) -> None:
+        """Write `key` if it is absent, once. `FileExistsError` if it is there; any other error: unknown."""
+        self.backend.create(key, data)
+
+    def put(self, key: str, data: bytes) -> None:
+        self.retry(f"write {key}", lambda: self.backend.put(key, data))
+
+    def get(self, key: str) -> bytes:
+        """The object's bytes; `FileNotFoundError` if it is absent."""
+        return self.retry(f"read {key}", lambda: self.backend.get(key))
+
+    def get_if_there(self, key: str) -> bytes | None:
+        try:
+            return self.get(key)
+        except FileNotFoundError:
+            return None
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete what is there of `keys`."""
+        doomed = list(keys)
+        if doomed:
+            self.retry(f"delete {doomed[0]}", lambda: self.backend.delete(doomed))
+
+    def list(self, prefix: str) -> list[str]:
+        return self.retry(f"list {prefix}", lambda: self.backend.list(prefix))
+
+    def pause(self, attempt: int) -> float:
+        """Seconds to wait after a failed attempt: growing, bounded, and random so that writers do not meet again."""
+        return random.uniform(0, min(0.05 * 2**attempt, 5.0, self.deadline_s / 2))
+
+    def honours_create(self) -> bool:
+        """Try create-if-absent on a throw-away object: does the second writer learn that it came second?"""
+        key = f".probe-{uuid.uuid4().hex}"
+        self.retry("write", lambda: self.backend.put(key, b"first"))
+        try:
+            self.retry("probe", lambda: self.backend.create(key, b"second"))
+            return False
+        except FileExistsError:
+            return True
+        finally:
+            self.delete([key])
+
+    def retry(self, what: str, operation: Callable[[], T]) -> T:
+        """Run an operation that may be repeated until it answers; `StoreUnavailable` after the deadline."""
+        attempts: Any = Retrying(
+            retry=retry_if_exception(is_transient),
+            wait=lambda state: self.pause(state.attempt_number),
+            stop=stop_after_delay(self.deadline_s),
+            reraise=True,
+        )
+        try:
+            return attempts(operation)  # type: ignore[no-any-return]
+        except Exception as error:
+            if isinstance(error, FileExistsError | FileNotFoundError):
+                raise
+            if isinstance(error, PermissionError):
+                raise UserError(f"the store {self.url} refuses to {what}: {error}") from error
+            raise StoreUnavailable(f"could not {what} in {self.url} within {self.deadline_s:.0f} s: {error}") from error
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether trying again may help: anything but a plain answer, and never a programming error."""
+    answers = (FileExistsError, FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+    mistakes = (TypeError, AttributeError, NameError, AssertionError)
+    if isinstance(error, (*answers, *mistakes)):
+        return False
+    return isinstance(error, Exception)

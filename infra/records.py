@@ -1,0 +1,236 @@
+"""What the commit log says, and the state of a run that follows from it.
+
+A record is one object of the log. It carries commits; applying records in order to an empty `RunState` gives the
+state of the run, and nothing else does. `apply` is pure bookkeeping: no input or output here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from datetime import datetime
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+SCHEMA_VERSION = 1
+PAGE = 64
+"""Closed iterations a page of the history holds: finding one takes at most two reads."""
+
+
+class Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ObjectRef(Frozen):
+    """An immutable object, and the digest of its bytes."""
+
+    key: str
+    sha256: str
+
+
+class ShardRef(Frozen):
+    """An immutable committed data file. It is its own manifest: the record that names it commits it."""
+
+    key: str
+    rows: int
+    bytes: int
+    sha256: str
+
+
+class Weights(Frozen):
+    """The state of a trainable role after `version` updates: a digest over weights and optimizer."""
+
+    version: int
+    digest: str
+
+
+class Claim(Frozen):
+    """A driver takes the run: every older epoch is fenced from here on."""
+
+    kind: Literal["claim"] = "claim"
+    config: dict[str, Any]
+    code: str
+    packages: dict[str, str]
+    threads: int
+    host: str
+    shards: int
+    """The most shards that this driver writes in one stage."""
+    initial: dict[str, Weights]
+    """Weights that roles start from, by digest of the model's files."""
+
+
+class Shard(Frozen):
+    kind: Literal["shard"] = "shard"
+    iteration: int
+    stage: str
+    shard: int
+    data: ShardRef
+    fingerprint: str
+    metrics: dict[str, float] = {}
+    seconds: float
+
+
+class Stage(Frozen):
+    """A stage is complete; `manifest` says what it read, wrote and depended on."""
+
+    kind: Literal["stage"] = "stage"
+    iteration: int
+    stage: str
+    manifest: ObjectRef
+    fingerprint: str
+    role: str | None = None
+    weights: Weights | None = None
+    """Set by an update: what the role's weights are from here on."""
+    cursor: int | None = None
+    """Set by generate: prompts drawn since the run began."""
+    controllers: dict[str, float] | None = None
+    """Set by advantages: the coefficients of the next iteration."""
+
+
+class Skip(Frozen):
+    """An update that does not happen in this iteration: the role's weights pass through unchanged."""
+
+    kind: Literal["skip"] = "skip"
+    iteration: int
+    stage: str
+    role: str
+    weights: Weights
+    reason: str
+
+
+class Snapshot(Frozen):
+    """The full state after `version` iterations is durable; a checkpoint manifest for each role."""
+
+    kind: Literal["snapshot"] = "snapshot"
+    version: int
+    roles: dict[str, ObjectRef]
+
+
+class Diverged(Frozen):
+    """Replaying a committed update gave other weights."""
+
+    kind: Literal["diverged"] = "diverged"
+    iteration: int
+    stage: str
+    role: str
+    committed: str
+    replayed: str
+
+
+class Retire(Frozen):
+    """A snapshot is no longer needed; its files may be deleted."""
+
+    kind: Literal["retire"] = "retire"
+    version: int
+
+
+class Close(Frozen):
+    """An iteration is complete; `index` sums up everything before this record."""
+
+    kind: Literal["close"] = "close"
+    iteration: int
+    index: ObjectRef
+    metrics: ShardRef
+
+
+Commit = Annotated[
+    Claim | Shard | Stage | Skip | Snapshot | Diverged | Retire | Close, Field(discriminator="kind")
+]
+
+
+class Record(Frozen):
+    """One slot of the log."""
+
+    schema_version: int = SCHEMA_VERSION
+    uuid: str
+    slot: int
+    epoch: int
+    previous: str
+    """sha256 of the record before this one; empty for the first."""
+    at: datetime
+    commits: tuple[Commit, ...]
+    index: ObjectRef | None
+    """The newest index before this record, so that any record leads to a summary."""
+
+    def to_bytes(self) -> bytes:
+        return self.model_dump_json().encode()
+
+
+class RunState(BaseModel):
+    """What a run is at one slot of its log: bounded in size, however long the run."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    schema_version: int = SCHEMA_VERSION
+    slot: int = -1
+    sha256: str = ""
+    epoch: int = 0
+    claim: Claim | None = None
+    iteration: int = 0
+    """The open iteration; all before it are closed."""
+    cursor: int = 0
+    weights: dict[str, Weights] = {}
+    controllers: dict[str, float] = {}
+    snapshots: dict[int, dict[str, ObjectRef]] = {}
+    shards: dict[str, dict[int, Shard]] = {}
+    """Committed shards of the open iteration, by stage."""
+    stages: dict[str, Stage | Skip] = {}
+    """Committed stages of the open iteration."""
+    metrics: ShardRef | None = None
+    """In an index: the metrics file of the iteration it closes."""
+    open_epochs: dict[int, int] = {}
+    """Epochs that worked on the open iteration, and the most shards each may have written in a stage."""
+    index: ObjectRef | None = None
+    recent: list[ObjectRef] = []
+    """Indexes of the closed iterations of the last, unfinished page."""
+    pages: list[ObjectRef] = []
+    """The last index of every full page of closed iterations; each holds the others of its page in `recent`."""
+
+    def apply(self, record: Record, sha256: str) -> None:
+        """Move to the record's slot. `sha256` is that of the record's bytes."""
+        if record.slot != self.slot + 1 or record.previous != self.sha256:
+            raise ValueError(f"log record {record.slot} does not follow record {self.slot}: the log was tampered with")
+        self.slot, self.sha256 = record.slot, sha256
+        for commit in record.commits:
+            self._apply(commit, record.epoch)
+
+    def _apply(self, commit: Commit, epoch: int) -> None:
+        match commit:
+            case Claim():
+                self.epoch, self.claim = epoch, commit
+                self.open_epochs[epoch] = commit.shards
+                for role, weights in commit.initial.items():
+                    self.weights.setdefault(role, weights)
+            case Shard():
+                self.shards.setdefault(commit.stage, {})[commit.shard] = commit
+            case Stage():
+                self.stages[commit.stage] = commit
+                if commit.weights is not None and commit.role is not None:
+                    self.weights[commit.role] = commit.weights
+                if commit.cursor is not None:
+                    self.cursor = commit.cursor
+                if commit.controllers is not None:
+                    self.controllers.update(commit.controllers)
+            case Skip():
+                self.stages[commit.stage] = commit
+                self.weights[commit.role] = commit.weights
+            case Snapshot():
+                self.snapshots[commit.version] = dict(commit.roles)
+            case Diverged():
+                pass
+            case Retire():
+                self.snapshots.pop(commit.version, None)
+            case Close():
+                self.index = commit.index
+                self.recent.append(commit.index)
+                if len(self.recent) == PAGE:
+                    self.pages.append(commit.index)
+                    self.recent = []
+                self.iteration = commit.iteration + 1
+                self.shards, self.stages, self.metrics = {}, {}, None
+                assert self.claim is not None
+                self.open_epochs = {epoch: self.claim.shards}
+
+
+def sha256_of(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

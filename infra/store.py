@@ -1,0 +1,213 @@
+"""A run's folder: data files, manifests, checkpoints, metrics and the log that makes them exist.
+
+Everything but the log is immutable and uniquely named, and is written before the record that commits it. A name holds
+the epoch and the attempt, so that a writer never meets another's file.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterable, Mapping, Sequence
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from infra.log import Corrupt, RunLog, check_version, read_verified
+from infra.manifest import Checkpoint, File, Manifest
+from infra.objects import Objects
+from infra.records import (
+    PAGE,
+    Close,
+    Commit,
+    ObjectRef,
+    RunState,
+    Shard,
+    ShardRef,
+    Skip,
+    Stage,
+    Weights,
+    sha256_of,
+)
+
+MAX_ATTEMPTS = 4
+"""A stage is tried at most so often by one driver; the sweep relies on it."""
+
+
+class RunStore:
+    """One run in one folder; reading needs no claim."""
+
+    def __init__(self, objects: Objects) -> None:
+        self.objects = objects
+        self.log = RunLog(objects)
+        self._attempts: dict[tuple[int, str], int] = {}
+
+    @classmethod
+    def at(cls, url: str) -> RunStore:
+        return cls(Objects(url))
+
+    @property
+    def state(self) -> RunState:
+        return self.log.state
+
+    @property
+    def url(self) -> str:
+        return self.objects.url
+
+    # Stages.
+
+    def begin_attempt(self, iteration: int, stage: str) -> int:
+        """A new number for this driver's next try at a stage."""
+        attempt = self._attempts.get((iteration, stage), -1) + 1
+        if attempt >= MAX_ATTEMPTS:
+            raise Corrupt(f"{stage} of iteration {iteration} failed {MAX_ATTEMPTS} times in this driver")
+        self._attempts[iteration, stage] = attempt
+        return attempt
+
+    def write_shard(self, iteration: int, stage: str, attempt: int, shard: int, table: pa.Table) -> ShardRef:
+        return self._write_table(_shard_key(iteration, stage, self._tag(attempt), shard), table)
+
+    def write_manifest(self, manifest: Manifest) -> ObjectRef:
+        key = f"manifests/iteration={manifest.iteration:06d}/{manifest.stage}.{self._tag(manifest.attempt)}.json"
+        return self._write(key, manifest.model_dump_json().encode())
+
+    def commit(self, *commits: Commit) -> None:
+        self.log.append(*commits)
+
+    def committed_shards(self, stage: str) -> dict[int, Shard]:
+        """Shards of the open iteration, whether or not their stage is complete."""
+        return self.state.shards.get(stage, {})
+
+    def committed_stage(self, iteration: int, stage: str) -> Stage | Skip | None:
+        return self.iteration_state(iteration).stages.get(stage)
+
+    def manifest(self, stage: Stage) -> Manifest:
+        data = read_verified(self.objects, stage.manifest)
+        check_version(json.loads(data), stage.manifest.key)
+        return Manifest.model_validate_json(data)
+
+    def manifests(self, iteration: int) -> dict[str, Manifest]:
+        """Every stage that an iteration has committed with a manifest."""
+        stages = self.iteration_state(iteration).stages
+        return {name: self.manifest(stage) for name, stage in stages.items() if isinstance(stage, Stage)}
+
+    def read_shard(self, ref: ShardRef, columns: Sequence[str] | None = None) -> pa.Table:
+        data = read_verified(self.objects, ObjectRef(key=ref.key, sha256=ref.sha256))
+        return pq.read_table(pa.BufferReader(data), columns=None if columns is None else list(columns))
+
+    # Iterations.
+
+    def iteration_state(self, iteration: int) -> RunState:
+        """The state in which an iteration's stages and shards stand: the open one's, or that of a closed one's index."""
+        state = self.state
+        if iteration >= state.iteration:
+            return state if iteration == state.iteration else RunState()
+        page, place = divmod(iteration, PAGE)
+        if page >= len(state.pages):
+            return self.log.load_index(state.recent[place])
+        last = self.log.load_index(state.pages[page])
+        return last if place == PAGE - 1 else self.log.load_index(last.recent[place])
+
+    def close(self, metrics: Mapping[str, float], *also: Commit) -> None:
+        """Close the open iteration, together with other commits, in one record."""
+        state = self.state
+        iteration, tag = state.iteration, self._tag(0)
+        row = pa.table({"iteration": [iteration], **{name: [float(value)] for name, value in metrics.items()}})
+        metrics_ref = self._write_table(_metrics_key(iteration, tag), row)
+        summary = state.model_copy(update={"metrics": metrics_ref})
+        index = self._write(f"index/{iteration:06d}.{tag}.json", summary.model_dump_json().encode())
+        self.commit(Close(iteration=iteration, index=index, metrics=metrics_ref), *also)
+        self.log.write_tail(index)
+        self._attempts.clear()
+
+    def sweep(self, stages: Iterable[str]) -> None:
+        """Delete what drivers of older epochs wrote into the open iteration and never committed.
+
+        Nothing is listed: a file's name follows from stage, epoch, attempt and shard, so every name that an older
+        driver may have used is deleted, but for those that a record commits.
+        """
+        state = self.state
+        kept = {shard.data.key for shards in state.shards.values() for shard in shards.values()}
+        older = {epoch: shards for epoch, shards in state.open_epochs.items() if epoch < self.log.epoch}
+        names = [
+            _shard_key(state.iteration, stage, f"{epoch}-{attempt}", shard)
+            for epoch, shards in older.items()
+            for stage in stages
+            for attempt in range(MAX_ATTEMPTS)
+            for shard in range(shards)
+        ]
+        names += [_metrics_key(state.iteration, f"{epoch}-0") for epoch in older]
+        self.objects.delete(name for name in names if name not in kept)
+
+    # Checkpoints.
+
+    def write_checkpoint(self, role: str, checkpoint_files: Mapping[str, bytes], weights: Weights) -> ObjectRef:
+        """Write a role's full state; it exists once a `Snapshot` names the manifest returned."""
+        folder = f"checkpoints/{role}/{weights.version:06d}.{self._tag(0)}"
+        files = {}
+        for name, data in checkpoint_files.items():
+            ref = self._write(f"{folder}/{name}", data)
+            files[name] = File(key=ref.key, bytes=len(data), sha256=ref.sha256)
+        manifest = Checkpoint(role=role, weights=weights, files=files)
+        return self._write(f"{folder}/manifest.json", manifest.model_dump_json().encode())
+
+    def checkpoint(self, ref: ObjectRef) -> Checkpoint:
+        data = read_verified(self.objects, ref)
+        check_version(json.loads(data), ref.key)
+        return Checkpoint.model_validate_json(data)
+
+    def read_checkpoint(self, checkpoint: Checkpoint, names: Iterable[str] | None = None) -> dict[str, bytes]:
+        """Files of a checkpoint, verified."""
+        wanted = checkpoint.files if names is None else names
+        return {
+            name: read_verified(
+                self.objects, ObjectRef(key=checkpoint.files[name].key, sha256=checkpoint.files[name].sha256)
+            )
+            for name in wanted
+        }
+
+    def snapshot_at_or_before(self, version: int) -> int | None:
+        return max((found for found in self.state.snapshots if found <= version), default=None)
+
+    def delete_retired(self, retired: Mapping[int, Mapping[str, ObjectRef]]) -> None:
+        """Delete the files of snapshots whose retirement is committed."""
+        for roles in retired.values():
+            for ref in roles.values():
+                checkpoint = self.checkpoint(ref)
+                self.objects.delete([*(file.key for file in checkpoint.files.values()), ref.key])
+
+    # Writing immutable objects.
+
+    def _tag(self, attempt: int) -> str:
+        return f"{self.log.epoch}-{attempt}"
+
+    def _write(self, key: str, data: bytes) -> ObjectRef:
+        self.objects.put(key, data)
+        return ObjectRef(key=key, sha256=sha256_of(data))
+
+    def _write_table(self, key: str, table: pa.Table) -> ShardRef:
+        data = parquet_bytes(table)
+        ref = self._write(key, data)
+        return ShardRef(key=ref.key, rows=table.num_rows, bytes=len(data), sha256=ref.sha256)
+
+
+def _shard_key(iteration: int, stage: str, tag: str, shard: int) -> str:
+    return f"trajectories/{stage}/iteration={iteration:06d}/{tag}-part-{shard:05d}.parquet"
+
+
+def _metrics_key(iteration: int, tag: str) -> str:
+    return f"metrics/iteration={iteration:06d}.{tag}.parquet"
+
+
+def parquet_bytes(table: pa.Table) -> bytes:
+    """Parquet with zstd; per-token floats are split by byte, which is what makes log-probs compress."""
+    split = [
+        f"{field.name}.list.element"
+        for field in table.schema
+        if pa.types.is_list(field.type) and pa.types.is_floating(field.type.value_type)
+    ]
+    plain = [field.name for field in table.schema if not pa.types.is_nested(field.type)]
+    sink = io.BytesIO()
+    pq.write_table(
+        table, sink, compression="zstd", compression_level=1, use_dictionary=plain, use_byte_stream_split=split
+    )
+    return sink.getvalue()

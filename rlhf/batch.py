@@ -1,0 +1,107 @@
+"""Trajectories in memory: typed columns that turn into padded tensors and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from rlhf.schema import TRAJECTORY
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+
+class TrajectoryBatch:
+    """Named, typed columns, one row a trajectory (our DataProto, with a schema).
+
+    It holds only the columns that it was given: asking for another raises `KeyError`, so that a stage cannot read
+    what its spec does not name.
+    """
+
+    def __init__(self, table: pa.Table) -> None:
+        self.table = table.combine_chunks()
+
+    @classmethod
+    def of(cls, columns: Mapping[str, Any]) -> TrajectoryBatch:
+        """From Python lists, numpy arrays or Arrow arrays; types are those of the schema."""
+        arrays = [
+            column if isinstance(column, pa.Array) else pa.array(column, type=TRAJECTORY[name].type)
+            for name, column in columns.items()
+        ]
+        return cls(pa.Table.from_arrays(arrays, schema=TRAJECTORY.arrow(tuple(columns))))
+
+    @classmethod
+    def concat(cls, batches: Sequence[TrajectoryBatch]) -> TrajectoryBatch:
+        return cls(pa.concat_tables([batch.table for batch in batches]))
+
+    @classmethod
+    def join(cls, batches: Sequence[TrajectoryBatch]) -> TrajectoryBatch:
+        """Columns side by side; every batch holds the same trajectories in the same order."""
+        table = batches[0].table
+        for batch in batches[1:]:
+            assert batch.table["trajectory_id"].equals(table["trajectory_id"]), "stages list other trajectories"
+            for name in batch.columns:
+                if name not in table.column_names:
+                    table = table.append_column(batch.table.field(name), batch.table[name])
+        return cls(table)
+
+    @property
+    def columns(self) -> list[str]:
+        return list(self.table.column_names)
+
+    def __len__(self) -> int:
+        return int(self.table.num_rows)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.table.column_names
+
+    def array(self, name: str) -> pa.Array:
+        if name not in self:
+            raise KeyError(f"column {name} is not among those read here: {', '.join(self.columns)}")
+        column = self.table[name]
+        return column.chunk(0) if column.num_chunks == 1 else pa.array([], column.type)
+
+    def list(self, name: str) -> list[Any]:
+        return list(self.array(name).to_pylist())
+
+    def numpy(self, name: str) -> np.ndarray:
+        return np.asarray(self.array(name).to_numpy(zero_copy_only=False))
+
+    def flat(self, name: str) -> np.ndarray:
+        """A per-token column's values, trajectory after trajectory, without padding."""
+        return np.asarray(self.array(name).flatten().to_numpy(zero_copy_only=False))
+
+    def lengths(self, name: str) -> np.ndarray:
+        """Tokens of each trajectory."""
+        offsets = self.array(name).offsets.to_numpy()
+        return np.diff(offsets)
+
+    def take(self, rows: Iterable[int]) -> TrajectoryBatch:
+        return TrajectoryBatch(self.table.take(pa.array(np.fromiter(rows, dtype=np.int64))))
+
+    def padded(self, name: str, width: int | None = None) -> Float[Tensor, "batch time"]:
+        """A per-token column as one tensor, zeros after each row's end; integers stay integers."""
+        import torch
+
+        lengths = self.lengths(name)
+        values = self.flat(name)
+        out = np.zeros((len(self), int(lengths.max(initial=0)) if width is None else width), dtype=values.dtype)
+        out[np.arange(out.shape[1])[None, :] < lengths[:, None]] = values
+        return torch.from_numpy(out)
+
+
+def ragged(values: np.ndarray, lengths: np.ndarray) -> pa.Array:
+    """A per-token column from flat values: the inverse of `TrajectoryBatch.flat`."""
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    kind = pa.int8() if values.dtype == np.int8 else pa.int32() if values.dtype.kind == "i" else pa.float32()
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values, type=kind))
+
+
+def unpadded(padded: Float[Tensor, "batch time"], lengths: np.ndarray) -> pa.Array:
+    """A per-token column from a padded tensor."""
+    array = padded.detach().float().cpu().numpy()
+    return ragged(array[np.arange(array.shape[1])[None, :] < lengths[:, None]], lengths)

@@ -1,0 +1,353 @@
+"""The configuration of a run: one frozen tree, the same for YAML files, overrides and Prefect's forms.
+
+Every size says its unit in its name. Reading and validating a config imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from rlhf.algorithms import GAE, Advantage, KLPenalty, PolicyLoss, PPOClip
+from rlhf.errors import UserError
+
+RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+
+class Run(Section):
+    name: str = Field("run", pattern=RUN_NAME, description="the run's name in the store")
+    store: str = Field("file://./runs", description="folder of runs: any fsspec URL (file://, s3://, memory://)")
+    seed: int = Field(0, ge=0, description="all randomness of the run derives from it")
+    single_writer: bool = Field(
+        False, description="you promise that one driver writes: allows a store that ignores create-if-absent"
+    )
+
+
+class Model(Section):
+    path: str = Field(description="a Hugging Face model: a folder, or a name on the hub")
+    dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="type of the weights and the computation")
+    trust_remote_code: bool = Field(False, description="run Python code that the model's repository brings")
+
+
+class Data(Section):
+    train: tuple[str, ...] = Field(min_length=1, description="prompt files (Parquet or JSON lines), in order")
+    prompts_per_iteration: int = Field(64, gt=0, description="prompts each iteration draws")
+    max_prompt_tokens: int = Field(512, gt=0, description="longest prompt, in tokens, chat template included")
+    truncation: Literal["error", "left", "right"] = Field("error", description="what happens to a longer prompt")
+
+
+class Rollout(Section):
+    engine: Literal["hf"] = Field("hf", description="what generates: hf (transformers, in this process)")
+    n: int = Field(4, gt=0, description="trajectories per prompt")
+    temperature: float = Field(1.0, gt=0, description="sampling temperature; log-probs everywhere are scaled by it")
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling: smallest set of tokens of this probability")
+    max_response_tokens: int = Field(512, gt=0, description="longest response, in tokens")
+    ignore_eos: bool = Field(False, description="never stop at end-of-sequence (for benchmarks)")
+    prompts_per_shard: int = Field(16, gt=0, description="prompts a shard holds: what a crash can lose at most")
+
+
+class Reward(Section):
+    function: str = Field("countdown", description="a built-in reward, or package.module:function")
+
+
+class Algorithm(Section):
+    advantage: Advantage = Field(GAE(), description="the advantage estimator")
+    loss: PolicyLoss = Field(PPOClip(), description="the policy loss")
+    kl: KLPenalty = Field(KLPenalty(), description="the KL term against the reference")
+    entropy_coef: float = Field(0.0, description="weight of the entropy bonus in the actor's loss")
+
+
+class LRSchedule(Section):
+    type: Literal["constant", "linear", "cosine"] = Field("constant", description="how the rate decays after warm-up")
+    warmup_iterations: int = Field(0, ge=0, description="iterations over which the rate rises from 0")
+    decay_iterations: int | None = Field(None, gt=0, description="iterations from the first to the smallest rate")
+    min_ratio: float = Field(0.0, ge=0, le=1, description="smallest rate, as a share of lr")
+
+    @model_validator(mode="after")
+    def _decay_has_a_length(self) -> Self:
+        if self.type != "constant" and self.decay_iterations is None:
+            raise ValueError(f"a {self.type} schedule needs decay_iterations")
+        return self
+
+
+class Trainer(Section):
+    """How a model is updated; sizes are of the whole run, not of one device."""
+
+    engine: Literal["torch"] = Field("torch", description="what trains: torch (one process, CPU or GPU)")
+    lr: float = Field(gt=0, description="learning rate of AdamW")
+    lr_schedule: LRSchedule = Field(LRSchedule(), description="learning rate over the iterations")
+    betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's betas")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay")
+    ppo_epochs: int = Field(1, gt=0, description="passes over an iteration's trajectories")
+    mini_batch_trajectories: int = Field(64, gt=0, description="trajectories an optimizer step learns from")
+    micro_batch_tokens: int = Field(16384, gt=0, description="tokens computed at once, padding included")
+    grad_clip: float | None = Field(1.0, gt=0, description="largest norm of the gradient; null: not limited")
+    gradient_checkpointing: bool = Field(False, description="recompute activations: less memory, more time")
+
+
+class Actor(Trainer):
+    lr: float = Field(1e-6, gt=0, description="learning rate of AdamW")
+
+
+class Critic(Trainer):
+    model: Model | None = Field(None, description="the backbone the critic starts from; null: the actor's model")
+    lr: float = Field(1e-5, gt=0, description="learning rate of AdamW")
+    warmup_iterations: int = Field(0, ge=0, description="first iterations in which only the critic learns")
+    cliprange_value: float | None = Field(0.5, gt=0, description="how far a value may move; null: not limited")
+
+
+class Reference(Section):
+    model: Model | None = Field(None, description="the frozen reference; null: the actor's first weights")
+
+
+class Keep(Section):
+    last: int = Field(3, ge=1, description="newest snapshots that are kept")
+    every: int | None = Field(10, gt=0, description="snapshots of every so many iterations are kept too; null: none")
+
+
+class Checkpoint(Section):
+    every: int = Field(1, gt=0, description="iterations between snapshots; the updates in between are replayed")
+    keep: Keep = Field(Keep(), description="which snapshots stay")
+    on_replay_mismatch: Literal["auto", "stop", "continue"] = Field(
+        "auto", description="a replayed update whose weights differ: auto stops on CPU and goes on elsewhere"
+    )
+
+
+class Validation(Section):
+    data: str | None = Field(None, description="prompt file to validate on; null: no validation")
+    every: int = Field(0, ge=0, description="iterations between validations; 0: only before the first and after the last")
+    n: int = Field(1, gt=0, description="trajectories per prompt")
+    temperature: float = Field(1.0, ge=0, description="sampling temperature; 0: greedy")
+
+
+class Train(Section):
+    iterations: int = Field(30, gt=0, description="iterations in all; raise it to go on with a finished run")
+
+
+class RunConfig(Section):
+    """Everything a run is made of."""
+
+    run: Run = Field(Run(), description="the run's name, place and seed")
+    model: Model = Field(description="the actor's model; critic and reference default to it")
+    data: Data = Field(description="the prompts")
+    rollout: Rollout = Field(Rollout(), description="how responses are generated")
+    reward: Reward = Field(Reward(), description="how responses are scored")
+    algorithm: Algorithm = Field(Algorithm(), description="advantages, loss and KL")
+    actor: Actor = Field(Actor(), description="how the actor is updated")
+    critic: Critic | None = Field(Critic(), description="how the critic is updated; null: no critic")
+    reference: Reference = Field(Reference(), description="the reference model")
+    checkpoint: Checkpoint = Field(Checkpoint(), description="snapshots")
+    validation: Validation = Field(Validation(), description="held-out prompts")
+    tracking: tuple[Literal["tensorboard", "wandb"], ...] = Field((), description="where metrics go besides the store")
+    train: Train = Field(Train(), description="how long")
+
+    @property
+    def trajectories_per_iteration(self) -> int:
+        return self.data.prompts_per_iteration * self.rollout.n
+
+    @property
+    def needs_critic(self) -> bool:
+        return "values" in self.algorithm.advantage.needs
+
+    @property
+    def on_policy(self) -> bool:
+        """One pass over one mini-batch: the actor that learns is the one that generated, and every ratio is 1."""
+        return self.actor.ppo_epochs == 1 and self.actor.mini_batch_trajectories == self.trajectories_per_iteration
+
+    @property
+    def needs_old_log_probs(self) -> bool:
+        return not self.on_policy or self.algorithm.kl.in_reward is not None
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.algorithm.kl.needs_reference
+
+    @model_validator(mode="after")
+    def _combinations(self) -> Self:
+        total = self.trajectories_per_iteration
+        sizes = f"data.prompts_per_iteration {self.data.prompts_per_iteration} x rollout.n {self.rollout.n} = {total}"
+        trainers: list[tuple[str, Trainer]] = [("actor", self.actor)]
+        if self.needs_critic:
+            if self.critic is None:
+                raise ValueError(
+                    f"critic is null, but algorithm.advantage {self.algorithm.advantage.type} needs values: leave "
+                    "critic out to get the default one, or choose an advantage without a critic (grpo)"
+                )
+            trainers.append(("critic", self.critic))
+        for role, trainer in trainers:
+            size = trainer.mini_batch_trajectories
+            if size > total:
+                raise ValueError(f"{role}.mini_batch_trajectories is {size}, more than an iteration has ({sizes}): lower it")
+            if total % size:
+                raise ValueError(f"{role}.mini_batch_trajectories is {size}, which does not divide {total} ({sizes})")
+            longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
+            if trainer.micro_batch_tokens < longest:
+                raise ValueError(
+                    f"{role}.micro_batch_tokens is {trainer.micro_batch_tokens}, less than one trajectory may have "
+                    f"(data.max_prompt_tokens + rollout.max_response_tokens = {longest}): raise it"
+                )
+        if self.critic is not None and self.critic.warmup_iterations and not self.needs_critic:
+            raise ValueError(
+                f"critic.warmup_iterations is set, but algorithm.advantage {self.algorithm.advantage.type} has no "
+                "critic: remove it, or choose an advantage with a critic (gae)"
+            )
+        if "groups" in self.algorithm.advantage.needs and self.rollout.n == 1:
+            raise ValueError(
+                f"algorithm.advantage {self.algorithm.advantage.type} compares the trajectories of a prompt, but "
+                "rollout.n is 1: raise rollout.n"
+            )
+        if self.validation.every and self.validation.data is None:
+            raise ValueError("validation.every is set without validation.data: name a prompt file, or remove it")
+        return self
+
+    def value(self, key: str) -> Any:
+        """The JSON value at a dotted key: a scalar, or a whole section."""
+        found: Any = self.model_dump(mode="json")
+        for part in key.split("."):
+            found = found[part]
+        return found
+
+    def with_values(self, values: Mapping[str, Any]) -> RunConfig:
+        """This config with the values at some dotted keys replaced, validated again."""
+        tree = self.model_dump(mode="json")
+        for key, value in values.items():
+            _set(tree, key, value)
+        return parse_config(tree, "config")
+
+
+def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
+    """Read a YAML file and apply ``a.b=c`` overrides (values in YAML's syntax).
+
+    Raises `UserError`, one line naming the key and the mend, for anything that is wrong.
+    """
+    try:
+        tree = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise UserError(f"cannot read the config {path}: {error.strerror or error}") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"{path} should hold sections such as `model:` and `data:`")
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not key:
+            raise UserError(f"{override!r} is not an override: write key.subkey=value, such as actor.lr=1e-5")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError:
+            raise UserError(f"{override!r}: {text!r} is not a YAML value") from None
+        _set(tree, key, value)
+    return parse_config(tree, str(path))
+
+
+def parse_config(tree: Mapping[str, Any], where: str) -> RunConfig:
+    """Validate a tree of plain values; raises `UserError` with one line about its first problem."""
+    try:
+        return RunConfig.model_validate(_numbers(tree))
+    except ValidationError as error:
+        raise UserError(f"{where}: {_explain(error)}") from None
+
+
+def keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> list[tuple[str, str, str, str]]:
+    """Every key of the config as (key, type, default, meaning), in order."""
+    rows: list[tuple[str, str, str, str]] = []
+    for name, field in model.model_fields.items():
+        key, annotation = prefix + name, field.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            rows += keys(annotation, f"{key}.")
+            continue
+        default = "required" if field.is_required() else yaml_text(field.get_default())
+        rows.append((key, _type_name(annotation), default, field.description or ""))
+        for option in _models_in(annotation):
+            tag = option.model_fields.get("type")
+            shown = f"{key}[{tag.get_default()}]." if tag is not None else f"{key}."
+            rows += [row for row in keys(option, shown) if not row[0].endswith(".type")]
+    return rows
+
+
+def yaml_text(value: Any) -> str:
+    """A value as one would write it in the YAML file, on one line."""
+    if isinstance(value, BaseModel):
+        value = value.model_dump(mode="json")
+    if isinstance(value, tuple):
+        value = list(value)
+    return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n").removesuffix("\n...")
+
+
+def _set(tree: dict[str, Any], key: str, value: Any) -> None:
+    *parents, last = key.split(".")
+    for part in parents:
+        inner = tree.get(part)
+        if inner is None:
+            inner = tree[part] = {}
+        if not isinstance(inner, dict):
+            raise UserError(f"{key}: {part} is a value, not a section")
+        tree = inner
+    tree[last] = value
+
+
+def _numbers(value: Any) -> Any:
+    """YAML 1.1 reads 1e-5 as text (it wants 1.0e-5); people mean the number."""
+    if isinstance(value, Mapping):
+        return {key: _numbers(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_numbers(inner) for inner in value]
+    if isinstance(value, str) and "e" in value.lower() and value[:1] in "-+.0123456789":
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _explain(error: ValidationError) -> str:
+    problem = error.errors()[0]
+    key = ".".join(str(part) for part in problem["loc"])
+    message, given = problem["msg"], problem["input"]
+    if problem["type"] == "extra_forbidden":
+        return f"{key} is not a key of the config; `ratchet train --help` lists them"
+    if problem["type"] == "missing":
+        return f"{key} is missing: set it"
+    message = message.removeprefix("Value error, ")
+    if problem["type"] == "value_error":
+        return f"{key}: {message}" if key else message
+    return f"{key} is {given!r}: {message[0].lower()}{message[1:]}"
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    from typing import get_args
+
+    found: list[type[BaseModel]] = []
+    for part in get_args(annotation):
+        if isinstance(part, type) and issubclass(part, BaseModel):
+            found.append(part)
+        else:
+            found += _models_in(part)
+    return found
+
+
+def _type_name(annotation: Any) -> str:
+    from typing import get_args, get_origin
+
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return " or ".join(str(arg) for arg in args)
+    if annotation is type(None):
+        return "null"
+    if origin is tuple:
+        return f"list of {_type_name(args[0])}"
+    if origin is not None and args:
+        names = [_type_name(arg) for arg in args if isinstance(arg, type) or get_origin(arg) is not None]
+        return " or ".join(names)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        tag = annotation.model_fields.get("type")
+        return str(tag.get_default()) if tag is not None else "section"
+    return str(getattr(annotation, "__name__", annotation))

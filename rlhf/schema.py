@@ -1,0 +1,73 @@
+"""The columns of a trajectory: name, Arrow type, meaning, unit, and the stage that writes each.
+
+One row is one trajectory. Per-token columns (`[T]`) cover the response's tokens only.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import pyarrow as pa
+
+_TOKENS = pa.list_(pa.int32())
+_FLOATS = pa.list_(pa.float32())
+
+
+@dataclass(frozen=True)
+class Column:
+    name: str
+    type: pa.DataType
+    stage: str
+    meaning: str
+    unit: str = ""
+
+
+@dataclass(frozen=True)
+class TrajectorySchema:
+    columns: tuple[Column, ...]
+
+    @cached_property
+    def _by_name(self) -> dict[str, Column]:
+        return {column.name: column for column in self.columns}
+
+    def __getitem__(self, name: str) -> Column:
+        return self._by_name[name]
+
+    def of(self, stage: str) -> tuple[str, ...]:
+        """Names of the columns that a stage writes, besides `trajectory_id`."""
+        return tuple(column.name for column in self.columns if column.stage == stage)
+
+    def arrow(self, names: tuple[str, ...]) -> pa.Schema:
+        return pa.schema([pa.field(name, self[name].type) for name in names])
+
+
+TRAJECTORY = TrajectorySchema(
+    (
+        Column("trajectory_id", pa.string(), "", "stable id, such as it000007-p00012-s03: iteration, prompt, sample"),
+        Column("prompt_id", pa.string(), "generate", "the trajectory's group: the prompt it answers"),
+        Column("sample", pa.int32(), "generate", "which of the prompt's samples", "index"),
+        Column("data_source", pa.string(), "generate", "where the prompt comes from"),
+        Column("prompt", pa.string(), "generate", "the prompt as the model reads it"),
+        Column("response", pa.string(), "generate", "the response's text"),
+        Column("prompt_ids", _TOKENS, "generate", "the prompt's tokens", "token id"),
+        Column("response_ids", _TOKENS, "generate", "the response's tokens, end-of-sequence included", "token id"),
+        Column("rollout_log_probs", _FLOATS, "generate", "log-probs [T] by the rollout engine", "nat"),
+        Column("response_mask", pa.list_(pa.int8()), "generate", "1 [T] where the model wrote the token", "0 or 1"),
+        Column("finish_reason", pa.string(), "generate", "stop (end of sequence) or length"),
+        Column("policy_version", pa.int32(), "generate", "updates that the generating actor had seen", "iterations"),
+        Column("ground_truth", pa.string(), "generate", "what the reward compares with, as JSON"),
+        Column("extra_info", pa.string(), "generate", "what else the dataset says of the prompt, as JSON"),
+        Column("seed", pa.int64(), "generate", "the run's seed, from which sampling derives"),
+        Column("score", pa.float32(), "score", "the reward of the whole response"),
+        Column("reward_parts", pa.map_(pa.string(), pa.float32()), "score", "named parts of the reward"),
+        Column("token_scores", _FLOATS, "score", "rewards of single tokens [T], if the reward gives them"),
+        Column("reward_error", pa.string(), "score", "why the reward could not be computed, if so"),
+        Column("old_log_probs", _FLOATS, "old_log_probs", "log-probs [T] by the actor before the update", "nat"),
+        Column("entropy", _FLOATS, "old_log_probs", "entropy [T] of the actor's distribution", "nat"),
+        Column("ref_log_probs", _FLOATS, "ref_log_probs", "log-probs [T] by the reference", "nat"),
+        Column("values", _FLOATS, "values", "the critic's values [T] before the update"),
+        Column("token_rewards", _FLOATS, "advantages", "score at the last token, less the KL penalty [T]"),
+        Column("advantages", _FLOATS, "advantages", "advantages [T]"),
+        Column("returns", _FLOATS, "advantages", "what the critic should predict [T]"),
+        Column("loss_mask", pa.list_(pa.int8()), "advantages", "1 [T] where the token enters the losses", "0 or 1"),
+    )
+)
