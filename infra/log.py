@@ -60,6 +60,11 @@ class RunLog:
         check_version(json.loads(data), ref.key)
         return RunState.model_validate_json(data)
 
+    def claim_of(self, epoch: int) -> Claim:
+        """The claim of an epoch that worked on the open iteration."""
+        record = self._parse(self.objects.get(slot_key(self.state.open_epochs[epoch].slot)))
+        return next(commit for commit in record.commits if isinstance(commit, Claim))
+
     def _newest_index(self) -> ObjectRef | None:
         hint = self.objects.get_if_there(TAIL)
         if hint is not None:

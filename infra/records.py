@@ -64,10 +64,12 @@ class Shard(Frozen):
     iteration: int
     stage: str
     shard: int
+    epoch: int
     data: ShardRef
     fingerprint: str
-    metrics: dict[str, float] = {}
     seconds: float
+    outputs: dict[str, Any] = {}
+    """Small results besides the rows, such as metrics."""
 
 
 class Stage(Frozen):
@@ -156,6 +158,13 @@ class Record(Frozen):
         return self.model_dump_json().encode()
 
 
+class OpenEpoch(Frozen):
+    slot: int
+    """Of the claim."""
+    shards: int
+    """The most shards that its driver writes in one stage."""
+
+
 class RunState(BaseModel):
     """What a run is at one slot of its log: bounded in size, however long the run."""
 
@@ -169,7 +178,12 @@ class RunState(BaseModel):
     iteration: int = 0
     """The open iteration; all before it are closed."""
     cursor: int = 0
+    initial: dict[str, Weights] = {}
+    """Where each role started."""
     weights: dict[str, Weights] = {}
+    """Where each role stands."""
+    starting: dict[str, Weights] = {}
+    """Where each role stood when the open iteration began: what its stages work with, and its updates start from."""
     controllers: dict[str, float] = {}
     snapshots: dict[int, dict[str, ObjectRef]] = {}
     shards: dict[str, dict[int, Shard]] = {}
@@ -178,8 +192,8 @@ class RunState(BaseModel):
     """Committed stages of the open iteration."""
     metrics: ShardRef | None = None
     """In an index: the metrics file of the iteration it closes."""
-    open_epochs: dict[int, int] = {}
-    """Epochs that worked on the open iteration, and the most shards each may have written in a stage."""
+    open_epochs: dict[int, OpenEpoch] = {}
+    """Epochs that worked on the open iteration."""
     index: ObjectRef | None = None
     recent: list[ObjectRef] = []
     """Indexes of the closed iterations of the last, unfinished page."""
@@ -198,9 +212,11 @@ class RunState(BaseModel):
         match commit:
             case Claim():
                 self.epoch, self.claim = epoch, commit
-                self.open_epochs[epoch] = commit.shards
+                self.open_epochs[epoch] = OpenEpoch(slot=self.slot, shards=commit.shards)
                 for role, weights in commit.initial.items():
+                    self.initial.setdefault(role, weights)
                     self.weights.setdefault(role, weights)
+                    self.starting.setdefault(role, weights)
             case Shard():
                 self.shards.setdefault(commit.stage, {})[commit.shard] = commit
             case Stage():
@@ -228,8 +244,8 @@ class RunState(BaseModel):
                     self.recent = []
                 self.iteration = commit.iteration + 1
                 self.shards, self.stages, self.metrics = {}, {}, None
-                assert self.claim is not None
-                self.open_epochs = {epoch: self.claim.shards}
+                self.starting = dict(self.weights)
+                self.open_epochs = {epoch: self.open_epochs[epoch]}
 
 
 def sha256_of(data: bytes) -> str:

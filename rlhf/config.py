@@ -170,6 +170,16 @@ class RunConfig(Section):
     def needs_reference(self) -> bool:
         return self.algorithm.kl.needs_reference
 
+    def validates_before(self, iteration: int) -> bool:
+        """Whether held-out prompts are answered before this iteration; the end of the run always is validated."""
+        if self.validation.data is None:
+            return False
+        return iteration == 0 or (self.validation.every > 0 and iteration % self.validation.every == 0)
+
+    def warms_up(self, iteration: int) -> bool:
+        """Whether only the critic learns in this iteration."""
+        return self.needs_critic and self.critic is not None and iteration < self.critic.warmup_iterations
+
     @model_validator(mode="after")
     def _combinations(self) -> Self:
         total = self.trajectories_per_iteration

@@ -7,11 +7,11 @@ mini-batch's (see `masked`), so an engine only has to add them up.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from rlhf.algorithms import KLPenalty, PolicyLoss
-from rlhf.algorithms.kl import kl_divergence
-from rlhf.algorithms.masked import Totals, aggregate, masked_mean
+from rlhf.algorithms import PolicyLoss
+from rlhf.algorithms.kl import Estimator, kl_divergence
+from rlhf.algorithms.masked import Aggregation, Totals, aggregate, masked_mean
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,19 +36,20 @@ class Objective(Protocol):
 class ActorObjective:
     r""":math:`L_{policy} - c_H H + \beta KL(\pi\|\pi_{ref})`, each aggregated as the policy loss says.
 
-    With `on_policy` the batch holds no old log-probs: one pass over one mini-batch has not moved the actor yet, so
-    the ratio is 1 and only its gradient matters.
+    `on_policy`: there are no old log-probs, because one pass over one mini-batch starts from the actor that
+    generated; the ratio is 1 and only its gradient matters.
     """
 
     policy_loss: PolicyLoss
-    kl: KLPenalty
+    kl_in_loss: float | None
+    kl_estimator: Estimator
     entropy_coef: float
     on_policy: bool
 
     @property
     def columns(self) -> tuple[str, ...]:
         old = () if self.on_policy else ("old_log_probs",)
-        return ("loss_mask", "advantages", *old, *(("ref_log_probs",) if self.kl.in_loss is not None else ()))
+        return ("loss_mask", "advantages", *old, *(("ref_log_probs",) if self.kl_in_loss is not None else ()))
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -63,10 +64,10 @@ class ActorObjective:
             entropy = aggregate(outputs["entropy"], mask, self.policy_loss.aggregate, totals)
             metrics["actor/entropy_loss"] = entropy
             loss = loss - self.entropy_coef * entropy
-        if self.kl.in_loss is not None:
-            kl = kl_divergence(log_probs, batch["ref_log_probs"], self.kl.estimator)
+        if self.kl_in_loss is not None:
+            kl = kl_divergence(log_probs, batch["ref_log_probs"], self.kl_estimator)
             metrics["actor/kl_loss"] = aggregate(kl, mask, self.policy_loss.aggregate, totals)
-            loss = loss + self.kl.in_loss * metrics["actor/kl_loss"]
+            loss = loss + self.kl_in_loss * metrics["actor/kl_loss"]
         return loss, metrics
 
 
@@ -80,7 +81,7 @@ class CriticObjective:
     """
 
     cliprange_value: float | None
-    aggregate: Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"
+    aggregate: Aggregation = "token-mean"
     columns: tuple[str, ...] = ("loss_mask", "returns", "values")
     outputs: tuple[str, ...] = ("values",)
 
@@ -96,3 +97,15 @@ class CriticObjective:
             "critic/vf_clipfrac": masked_mean((error > squared).to(loss.dtype), mask, totals),
             "critic/vpred_mean": masked_mean(predicted, mask, totals),
         }
+
+
+@dataclass(frozen=True)
+class SupervisedObjective:
+    """The negative log-likelihood of the responses, per token: supervised fine-tuning."""
+
+    columns: tuple[str, ...] = ("loss_mask",)
+    outputs: tuple[str, ...] = ("log_probs",)
+
+    def __call__(self, outputs: Outputs, batch: Outputs, totals: Totals) -> Share:
+        loss = aggregate(-outputs["log_probs"], batch["loss_mask"], "token-mean", totals)
+        return loss, {"sft/loss": loss}

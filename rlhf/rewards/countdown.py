@@ -162,16 +162,16 @@ def _is_correct(answer: Answer, target: int, numbers: Sequence[int]) -> bool:
 
 
 def _problem(ground_truth: Mapping[str, Any] | str) -> tuple[int, Sequence[int]]:
-    if isinstance(ground_truth, str):
+    truth: Any = ground_truth
+    if isinstance(truth, str):
         try:
-            ground_truth = json.loads(ground_truth)
+            truth = json.loads(truth)
         except ValueError as error:
             raise ValueError(f"ground_truth is not JSON: {error}") from error
     try:
-        target, numbers = (ground_truth.get(key) for key in ("target", "numbers"))
+        target, numbers = truth.get("target"), truth.get("numbers")
     except AttributeError as error:
-        message = f"ground_truth must be an object with target and numbers, not {ground_truth!r}"
-        raise ValueError(message) from error
+        raise ValueError(f"ground_truth must be an object with target and numbers, not {truth!r}") from error
     if not _is_integer(target):
         raise ValueError(f"ground_truth['target'] must be an integer, not {target!r}")
     if (

@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf.data import countdown as data
@@ -96,6 +96,7 @@ trees: st.SearchStrategy[Tree | int] = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(trees, st.randoms(use_true_random=False))
 def test_value_agrees_with_the_tree_that_was_spelled(tree: Tree | int, rng: random.Random) -> None:
     parsed = parse(spell(tree, rng))
@@ -109,6 +110,7 @@ def test_value_agrees_with_the_tree_that_was_spelled(tree: Tree | int, rng: rand
         assert evaluate(parsed) == expected
 
 
+@settings(deadline=None)
 @given(trees, st.randoms(use_true_random=False), st.integers(-1, 1))
 def test_score_is_right_exactly_when_the_tree_reaches_the_target(
     tree: Tree | int, rng: random.Random, off: int
@@ -366,10 +368,12 @@ def test_the_bounds_are_the_documented_ones() -> None:
         == RIGHT
     )
     assert answer(RIGHT_SPELLING.ljust(MAX_LENGTH)) == RIGHT
+    assert answer("+".join(["(1)"] * 2 * MAX_DEPTH), 2 * MAX_DEPTH, (1,) * 2 * MAX_DEPTH) == RIGHT
     assert answer("0" * (MAX_DIGITS - 1) + RIGHT_SPELLING) == RIGHT
     assert answer("*".join(["9" * MAX_DIGITS] * (MAX_LENGTH // (MAX_DIGITS + 1)))) == WELL_FORMED_BUT_WRONG
 
 
+@settings(deadline=None)
 @given(st.text(st.sampled_from("0123457 +-*/×÷()=<>٣²x\n"), max_size=24) | st.text())
 def test_no_text_raises_and_what_parses_python_reads_alike(text: str) -> None:
     assert score(text)["score"] == 0.0

@@ -1,0 +1,52 @@
+"""Answer and score held-out prompts with a model folder, or with a snapshot of a run. Never claims, never commits."""
+
+from __future__ import annotations
+
+import pandas as pd
+from prefect import flow, task
+from prefect.cache_policies import NO_CACHE
+
+from infra.objects import Objects
+from infra.progress import report
+from infra.records import Weights
+from infra.store import RunStore
+from infra.workers.worker import Call, Context, Worker
+from rlhf.batch import TrajectoryBatch
+from rlhf.config import RunConfig
+from rlhf.errors import UserError
+from tasks.validate import SPEC, validate_shard
+
+
+@flow(name="evaluate", flow_run_name="evaluate {config.model.path}", persist_result=False)
+def evaluate(config: RunConfig) -> pd.DataFrame:
+    """One row a trajectory: the columns of `validate`, for the model at `config.model` and the prompts of
+    `config.validation`."""
+    if config.validation.data is None:
+        raise UserError("validation.data is null: name the prompts to evaluate on (--data)")
+    return answer(config)
+
+
+@task(name="answer", persist_result=False, cache_policy=NO_CACHE)
+def answer(config: RunConfig) -> pd.DataFrame:
+    assert config.validation.data is not None
+    worker = Worker(config, RunStore(Objects("memory://evaluate")))
+    prompts = len(worker.dataset((config.validation.data,)))
+    shards = -(-prompts // config.rollout.prompts_per_shard)
+    frames = []
+    for shard in range(shards):
+        report("stage", iteration=0, stage="evaluate", done=shard, total=shards, seconds=None)
+        call = Call(
+            epoch=0,
+            stage=SPEC.name,
+            iteration=0,
+            shard=shard,
+            attempt=0,
+            config=SPEC.view(config),
+            inputs=(),
+            role="rollout",
+            weights=Weights(version=0, digest=""),
+        )
+        batch = validate_shard(Context(call, TrajectoryBatch.of({}), worker))
+        frames.append(batch.table.to_pandas())
+    report("stage", iteration=0, stage="evaluate", done=shards, total=shards, seconds=None)
+    return pd.concat(frames, ignore_index=True)

@@ -1,0 +1,40 @@
+"""One PPO iteration: every stage, in order."""
+
+from prefect import flow
+
+from infra.driver import driving
+from rlhf.config import RunConfig
+from tasks.advantages import advantages
+from tasks.close import close
+from tasks.generate import generate
+from tasks.old_log_probs import old_log_probs
+from tasks.ref_log_probs import ref_log_probs
+from tasks.score import score
+from tasks.stage import skip_update
+from tasks.update_actor import update_actor
+from tasks.update_critic import update_critic
+from tasks.validate import validate
+from tasks.values import values
+
+
+@flow(name="iteration", flow_run_name="{config.run.name} · it {k}", persist_result=False, validate_parameters=False)
+def iteration(config: RunConfig, k: int) -> dict[str, float]:
+    """Run iteration `k` of a run, or what is left of it; returns its metrics."""
+    with driving(config):
+        if config.validates_before(k):
+            validate(k)
+
+        generated = generate(k)
+        scored = score(k, generated)
+        old = old_log_probs(k, generated) if config.needs_old_log_probs else None
+        ref = ref_log_probs(k, generated) if config.needs_reference else None
+        value = values(k, generated) if config.needs_critic else None
+        advantage = advantages(k, generated, scored, old, ref, value)
+
+        if config.needs_critic:
+            update_critic(k, generated, advantage, value)
+        if config.warms_up(k):
+            skip_update("actor", k, "the critic warms up")
+        else:
+            update_actor(k, generated, advantage, old, ref)
+        return close(k)

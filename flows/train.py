@@ -1,0 +1,22 @@
+"""A run: iterations, one after the other, from wherever the log says it stands."""
+
+from prefect import flow
+from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+
+from flows.iteration import iteration
+from flows.tracking import tracking
+from infra.driver import driving
+from rlhf.config import RunConfig
+from tasks.validate import validate
+
+
+@flow(name="train", flow_run_name="{config.run.name}", persist_result=False)
+def train(config: RunConfig, take_over: bool = False) -> None:
+    """Start the run that `config` names, or go on with it, until it has `train.iterations` iterations."""
+    # an iteration's own Prefect heartbeat would add a second to it; the heartbeat of this flow covers both
+    quiet = temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
+    with driving(config, take_over=take_over) as driver, tracking(config) as track, quiet:
+        while (k := driver.state.iteration) < config.train.iterations:
+            track(k, iteration(config, k))
+        if config.validation.data is not None:
+            validate(config.train.iterations)

@@ -1,0 +1,235 @@
+"""A driver: the one process that advances a run. It holds the claim, the heartbeat and the workers."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from infra import heartbeat
+from infra.log import Fenced
+from infra.objects import Objects
+from infra.progress import report
+from infra.records import Claim, RunState, Weights
+from infra.store import RunStore
+from infra.workers.local import LocalGroup
+from infra.workers.worker import Worker, critic_model, reference_model
+from rlhf.config import RunConfig
+from rlhf.errors import RatchetError, UserError
+from rlhf.models import TOKENIZER, files_digest, model_folder
+from rlhf.rewards import reward_digest
+
+GRACE_S = 15.0
+"""After a request to stop, a stage that has not ended by then is abandoned; it was never going to half-commit."""
+
+PACKAGES = ("ratchet-rlhf", "torch", "transformers", "prefect", "pyarrow", "numpy", "fsspec", "s3fs")
+
+
+class Stopped(RatchetError):
+    """The driver was asked to stop, and did so between two commits."""
+
+
+class Driver:
+    """Opened with `driving`; there is at most one in a process."""
+
+    _active: Driver | None = None
+
+    def __init__(self, config: RunConfig, store: RunStore) -> None:
+        self.config = config
+        self.store = store
+        self.group = LocalGroup(Worker(config, store))
+        self.digests: dict[str, str] = {}
+        self._stop = threading.Event()
+
+    @classmethod
+    def current(cls) -> Driver:
+        assert cls._active is not None, "stages run inside `driving(config)`"
+        return cls._active
+
+    @property
+    def state(self) -> RunState:
+        return self.store.state
+
+    @property
+    def epoch(self) -> int:
+        return self.store.log.epoch
+
+    def request_stop(self, *_: Any) -> None:
+        """Stop before the next shard; after `GRACE_S` abandon what is computing (nothing of it is committed)."""
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        report("note", text=f"stopping: finishing the shard at hand (at most {GRACE_S:.0f} s)")
+        timer = threading.Timer(GRACE_S, _abandon, [self.config.run.name])
+        timer.daemon = True
+        timer.start()
+
+    def check_stop(self) -> None:
+        if self._stop.is_set():
+            raise Stopped(f"stopped as asked; `ratchet resume {self.config.run.name}` goes on from the last commit")
+
+    @contextmanager
+    def stops_on_sigterm(self) -> Iterator[None]:
+        """SIGTERM asks to stop. Prefect installs a handler of its own in every flow, which would cut a stage at any
+        line: a flow's body puts ours back."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGTERM, self.request_stop)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def digest(self, what: str) -> str:
+        """Digest of something outside the store that stages read: dataset, validation, reward, tokenizer."""
+        if what not in self.digests:
+            self.digests[what] = self._digest(what)
+        return self.digests[what]
+
+    def _digest(self, what: str) -> str:
+        config, worker = self.config, self.group.worker
+        if what == "dataset":
+            return worker.dataset(config.data.train).digest
+        if what == "validation":
+            assert config.validation.data is not None
+            return worker.dataset((config.validation.data,)).digest
+        if what == "reward":
+            return reward_digest(config.reward.function)
+        assert what == "tokenizer"
+        return files_digest(model_folder(config.model), TOKENIZER)
+
+    @cached_property
+    def initial_weights(self) -> dict[str, Weights]:
+        """Where each role starts, by digest of its model's files."""
+        models = {"actor": self.config.model}
+        if self.config.needs_critic:
+            models["critic"] = critic_model(self.config)
+        if self.config.needs_reference:
+            models["reference"] = reference_model(self.config)
+        return {role: Weights(version=0, digest=files_digest(model_folder(model))) for role, model in models.items()}
+
+    @property
+    def most_shards(self) -> int:
+        config = self.config
+        prompts = config.data.prompts_per_iteration
+        if config.validation.data is not None:
+            prompts = max(prompts, len(self.group.worker.dataset((config.validation.data,))))
+        return -(-prompts // config.rollout.prompts_per_shard)
+
+
+@contextmanager
+def driving(config: RunConfig, *, take_over: bool = False) -> Iterator[Driver]:
+    """Claim the run and drive it; inside an open driver of the same run, that one."""
+    active = Driver._active
+    if active is not None and active.config.run == config.run:
+        with active.stops_on_sigterm():
+            yield active
+        return
+    driver = _open(config, take_over)
+    Driver._active = driver
+    beat = heartbeat.Heartbeat(driver.store.objects, driver.epoch, driver.request_stop)
+    try:
+        with driver.stops_on_sigterm():
+            yield driver
+    finally:
+        Driver._active = None
+        beat.close()
+
+
+def run_url(store: str, name: str) -> str:
+    return f"{store.rstrip('/')}/{name}"
+
+
+def _open(config: RunConfig, take_over: bool) -> Driver:
+    """Check everything that a user may have got wrong, then claim. No model is loaded yet."""
+    store = RunStore(Objects(run_url(config.run.store, config.run.name)))
+    driver = Driver(config, store)
+    for what in ("dataset", "reward", "tokenizer", *(("validation",) if config.validation.data else ())):
+        driver.digest(what)
+    state = store.log.read()
+    if state.slot < 0:
+        _create(store, config)
+    elif not take_over and (alive := heartbeat.is_alive(store.objects, lambda text: report("note", text=text))):
+        raise Fenced(
+            f"run {config.run.name} is being driven (pid {alive.pid} on {alive.host}): stop it with "
+            f"`ratchet stop {config.run.name}`, or take it over with --take-over"
+        )
+    for role, weights in driver.initial_weights.items():
+        first = state.initial.get(role)
+        if first is not None and first != weights:
+            raise UserError(
+                f"the {role}'s model is not the one that run {config.run.name} began with (model.path "
+                f"{config.model.path}): choose another run.name, or give the first model back"
+            )
+    threads = _set_threads(state.claim)
+    store.log.claim(
+        Claim(
+            config=config.model_dump(mode="json"),
+            code=_code_digest(),
+            packages=_package_versions(),
+            threads=threads,
+            host=socket.gethostname(),
+            shards=driver.most_shards,
+            initial=driver.initial_weights,
+        )
+    )
+    return driver
+
+
+def _create(store: RunStore, config: RunConfig) -> None:
+    if not config.run.single_writer and not store.objects.honours_create():
+        raise UserError(
+            f"the store {config.run.store} ignores create-if-absent, so two drivers could overwrite each other's "
+            "commits: use a store with conditional writes, or set run.single_writer: true and run one driver only"
+        )
+    first = {"schema_version": 1, "config": config.model_dump(mode="json"), "parent": None}
+    try:
+        store.objects.create("run.json", json.dumps(first, indent=1).encode())
+    except FileExistsError:
+        pass  # another driver created the run at the same moment; the log decides between them
+
+
+def _set_threads(last: Claim | None) -> int:
+    """Results depend on the number of CPU threads, so a resumed run uses as many as it did before."""
+    import torch
+
+    if last is not None and not torch.cuda.is_available():
+        torch.set_num_threads(last.threads)
+    return torch.get_num_threads()
+
+
+def _package_versions() -> dict[str, str]:
+    versions = {"python": sys.version.split()[0]}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _code_digest() -> str:
+    """sha256 over the sources of the four packages."""
+    digest = hashlib.sha256()
+    root = Path(__file__).resolve().parent.parent
+    for package in ("flows", "tasks", "rlhf", "infra"):
+        for path in sorted((root / package).rglob("*.py")):
+            digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _abandon(name: str) -> None:
+    print(f"stopped as asked, abandoning a stage; `ratchet resume {name}` goes on from the last commit", file=sys.stderr)
+    sys.stderr.flush()
+    os._exit(1)

@@ -1,0 +1,122 @@
+"""Is a driver alive? A small object beside the log, rewritten every few seconds, and never trusted for safety.
+
+Fencing makes two drivers harmless; the heartbeat only spares people from starting the second by mistake. On the
+driver's own host the process is looked at; from elsewhere the beat is watched until it moves or stays still.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+from pydantic import BaseModel
+
+from infra.objects import Objects, StoreUnavailable
+
+KEY = "log/heartbeat.json"
+INTERVAL_S = 5.0
+
+
+class Beat(BaseModel):
+    epoch: int
+    host: str
+    boot: str
+    pid: int
+    started: float
+    count: int
+    stopped: bool = False
+
+
+def stop_key(epoch: int) -> str:
+    """An object that asks the driver of an epoch to stop."""
+    return f"log/stop-{epoch}.json"
+
+
+class Heartbeat:
+    """Beats from a thread of its own until closed; calls `on_stop` when somebody asks the driver to stop."""
+
+    def __init__(self, objects: Objects, epoch: int, on_stop: Callable[[], None]) -> None:
+        self.objects, self.epoch, self.on_stop = objects, epoch, on_stop
+        self._closed = threading.Event()
+        self._count = 0
+        self._beat()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join(timeout=INTERVAL_S)
+        current = read(self.objects)
+        if current is None or current.epoch <= self.epoch:
+            self._beat(stopped=True)
+            self.objects.delete([stop_key(self.epoch)])
+
+    def _run(self) -> None:
+        while not self._closed.wait(INTERVAL_S):
+            try:
+                current = read(self.objects)
+                if current is not None and current.epoch > self.epoch:
+                    return  # a newer driver beats now; the log tells this one at its next commit
+                self._beat()
+                if self.objects.get_if_there(stop_key(self.epoch)) is not None:
+                    self.on_stop()
+            except StoreUnavailable:
+                continue  # a missed beat is not an error: the next may pass
+
+    def _beat(self, stopped: bool = False) -> None:
+        self._count += 1
+        me = psutil.Process()
+        beat = Beat(
+            epoch=self.epoch,
+            host=socket.gethostname(),
+            boot=_boot_id(),
+            pid=me.pid,
+            started=me.create_time(),
+            count=self._count,
+            stopped=stopped,
+        )
+        self.objects.put(KEY, beat.model_dump_json().encode())
+
+
+def read(objects: Objects) -> Beat | None:
+    data = objects.get_if_there(KEY)
+    return None if data is None else Beat.model_validate_json(data)
+
+
+def is_alive(objects: Objects, waiting: Callable[[str], None] = lambda message: None) -> Beat | None:
+    """The beat of a live driver, if there is one. May watch for a while if the driver was on another host."""
+    beat = read(objects)
+    if beat is None or beat.stopped:
+        return None
+    if beat.host == socket.gethostname() and beat.boot == _boot_id():
+        return beat if _runs(beat) else None
+    waiting(f"watching whether the driver on {beat.host} is alive ({2.5 * INTERVAL_S:.0f} s)")
+    deadline = time.monotonic() + 2.5 * INTERVAL_S
+    while time.monotonic() < deadline:
+        time.sleep(INTERVAL_S / 5)
+        now = read(objects)
+        if now is None or now.stopped:
+            return None
+        if now.count != beat.count or now.epoch != beat.epoch:
+            return now
+    return None
+
+
+def _runs(beat: Beat) -> bool:
+    if beat.pid == os.getpid():
+        return True
+    try:
+        process = psutil.Process(beat.pid)
+        return abs(process.create_time() - beat.started) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _boot_id() -> str:
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip() if path.exists() else ""

@@ -1,0 +1,150 @@
+"""A run as people read it: pandas frames of what is committed, and nothing that is not. Reading never claims."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from infra.objects import Objects
+from infra.records import RunState, Stage
+from infra.store import RunStore
+from rlhf.config import RunConfig, parse_config
+from rlhf.errors import UserError
+from rlhf.schema import TRAJECTORY
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+ROW_STAGES = ("generate", "score", "old_log_probs", "ref_log_probs", "values", "advantages")
+UPDATES = ("update_critic", "update_actor")
+
+
+def open_run(url: str) -> Run:
+    """Open the run in a folder, such as ``s3://bucket/runs/countdown``; raises `UserError` if there is none."""
+    store = RunStore(Objects(url))
+    if store.log.read().slot < 0:
+        raise UserError(f"there is no run at {url}: check --store (or RATCHET_STORE) and the name")
+    return Run(store)
+
+
+class Run:
+    """A run at the moment it was opened."""
+
+    def __init__(self, store: RunStore) -> None:
+        self.store = store
+
+    @property
+    def state(self) -> RunState:
+        return self.store.state
+
+    @property
+    def config(self) -> RunConfig:
+        """The config of the newest driver."""
+        assert self.state.claim is not None
+        return parse_config(self.state.claim.config, f"{self.store.url}, newest claim")
+
+    def trajectories(
+        self, iterations: Iterable[int] | None = None, columns: Sequence[str] | None = None
+    ) -> pd.DataFrame:
+        """Committed trajectories, joined over the stages, one row each; by default every column.
+
+        Of an iteration that is still open, those rows are given that every wanted stage has committed.
+        """
+        import pandas as pd
+
+        wanted = [column.name for column in TRAJECTORY.columns] if columns is None else list(columns)
+        unknown = [name for name in wanted if name not in {column.name for column in TRAJECTORY.columns}]
+        if unknown:
+            raise UserError(f"there is no column {unknown[0]}; columns are {', '.join(c.name for c in TRAJECTORY.columns)}")
+        chosen = range(self.state.iteration + 1) if iterations is None else iterations
+        frames = [self._iteration(iteration, wanted, columns is None) for iteration in chosen]
+        frames = [frame for frame in frames if len(frame)]
+        return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=["iteration", *wanted])
+
+    def validation(self) -> pd.DataFrame:
+        """Every committed validation, one row a trajectory, with the iteration before which it was made."""
+        import pandas as pd
+
+        frames = []
+        for iteration in range(self.state.iteration + 1):
+            frame = self._stage_frame(self.store.iteration_state(iteration), "validate", None)
+            if frame is not None:
+                frames.append(frame.assign(iteration=iteration))
+        return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
+
+    def metrics(self) -> pd.DataFrame:
+        """One row for each closed iteration."""
+        import pandas as pd
+
+        states = (self.store.iteration_state(iteration) for iteration in range(self.state.iteration))
+        rows = [self.store.read_shard(state.metrics).to_pandas() for state in states if state.metrics is not None]
+        return pd.concat(rows, ignore_index=True) if rows else pd.DataFrame(columns=["iteration"])
+
+    def progress(self, iteration: int) -> dict[str, str]:
+        """What each stage of an iteration has committed: `done`, `skipped`, `3 shards`, or nothing."""
+        state = self.store.iteration_state(iteration)
+        found = {
+            name: "done" if isinstance(commit, Stage) else "skipped" for name, commit in state.stages.items()
+        }
+        for name, shards in state.shards.items():
+            found.setdefault(name, f"{len(shards)} shard{'s' if len(shards) != 1 else ''}")
+        return found
+
+    def newest_snapshot(self) -> int:
+        version = max(self.state.snapshots, default=None)
+        if version is None:
+            raise UserError(f"{self.store.url} has no snapshot yet (checkpoint.every is {self.config.checkpoint.every})")
+        return version
+
+    def export(self, version: int, folder: str | Path, role: str = "actor") -> Path:
+        """Write a snapshot as a Hugging Face model folder, tokenizer included."""
+        if version not in self.state.snapshots:
+            there = ", ".join(map(str, sorted(self.state.snapshots))) or "none"
+            raise UserError(f"there is no snapshot after {version} iterations; snapshots there are: {there}")
+        from rlhf.models import TOKENIZER, model_folder
+
+        checkpoint = self.store.checkpoint(self.state.snapshots[version][role])
+        target = Path(folder)
+        target.mkdir(parents=True, exist_ok=True)
+        for name, data in self.store.read_checkpoint(checkpoint, ("config.json", "model.safetensors")).items():
+            (target / name).write_bytes(data)
+        source = model_folder(self.config.model)
+        for pattern in (*TOKENIZER, "generation_config.json"):
+            for path in source.glob(pattern):
+                shutil.copy(path, target / path.name)
+        return target
+
+    def _iteration(self, iteration: int, wanted: list[str], tolerant: bool) -> pd.DataFrame:
+        """The wanted columns of one iteration. A stage that the config leaves out, or that has not begun, gives no
+        columns if all were asked for (`tolerant`), and no rows if its columns were asked for by name."""
+        import pandas as pd
+
+        state = self.store.iteration_state(iteration)
+        joined: pd.DataFrame | None = None
+        for stage in ROW_STAGES:
+            columns = [name for name in wanted if TRAJECTORY[name].stage == stage]
+            if not columns and not (stage == "generate" and joined is None):
+                continue
+            frame = self._stage_frame(state, stage, ["trajectory_id", *columns])
+            if frame is None:
+                if tolerant and joined is not None:
+                    continue
+                return pd.DataFrame()
+            joined = frame if joined is None else joined.merge(frame, on="trajectory_id", how="inner")
+        assert joined is not None
+        order = [name for name in wanted if name in joined.columns]
+        return joined[order].assign(iteration=iteration)[["iteration", *order]]
+
+    def _stage_frame(self, state: RunState, stage: str, columns: list[str] | None) -> pd.DataFrame | None:
+        committed = state.stages.get(stage)
+        if isinstance(committed, Stage):
+            refs = list(self.store.manifest(committed).shards)
+        else:
+            refs = [shard.data for _, shard in sorted(state.shards.get(stage, {}).items())]
+        if not refs:
+            return None
+        return pa.concat_tables([self.store.read_shard(ref, columns) for ref in refs]).to_pandas()

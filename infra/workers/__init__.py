@@ -1,0 +1,1 @@
+"""Long-lived workers: models that stay loaded while stages come and go."""

@@ -1,0 +1,266 @@
+"""A worker: the models of some roles in one process, and the only place where stages compute.
+
+A call carries references and config, never rows or weights: the worker reads what the stage reads, computes, and
+writes what the stage writes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from infra.log import Fenced
+from infra.records import ObjectRef, ShardRef, Weights
+from infra.store import RunStore
+from rlhf.batch import TrajectoryBatch
+from rlhf.config import Model, RunConfig
+from rlhf.config_view import ConfigView
+from rlhf.data.prompts import PromptDataset
+from rlhf.errors import NotFinite
+from rlhf.models import load_actor, load_critic, load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rlhf.engines.base import RolloutEngine, TrainEngine
+
+WEIGHTS_OF = {"rollout": "actor"}
+"""The rollout generates with the actor's weights: in one process, with the very same tensors."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One shard of a stage, or one update."""
+
+    epoch: int
+    stage: str
+    iteration: int
+    shard: int
+    attempt: int
+    config: ConfigView
+    inputs: tuple[tuple[tuple[ShardRef, ...], tuple[str, ...]], ...]
+    """For each stage that is read: its shards, and the columns."""
+    writes: tuple[str, ...] = ()
+    role: str | None = None
+    weights: Weights | None = None
+    """What the role's weights are: the call is refused by a worker that holds others."""
+    cursor: int = 0
+    controllers: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Context:
+    """What a stage's compute function is given."""
+
+    call: Call
+    batch: TrajectoryBatch
+    worker: Worker
+    outputs: dict[str, Any] = field(default_factory=dict)
+    """Small results besides rows: metrics, the next cursor, the next coefficients."""
+
+    @property
+    def config(self) -> ConfigView:
+        return self.call.config
+
+    @property
+    def iteration(self) -> int:
+        return self.call.iteration
+
+    @property
+    def shard(self) -> int:
+        return self.call.shard
+
+    @property
+    def engine(self) -> Any:
+        assert self.call.role is not None, "a stage without a role has no engine"
+        return self.worker.engine(self.call.role)
+
+    @property
+    def version(self) -> int:
+        assert self.call.weights is not None
+        return self.call.weights.version
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self.worker.tokenizer
+
+
+Compute = Callable[[Context], TrajectoryBatch]
+Update = Callable[[Context], dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Rows:
+    shard: ShardRef
+    outputs: dict[str, Any]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Updated:
+    weights: Weights
+    metrics: dict[str, float]
+    seconds: float
+
+
+class Stale(Exception):
+    """The worker does not hold the weights that a call asks for: load the newest snapshot and replay."""
+
+
+class Worker:
+    """Builds each role's engine when first asked, and keeps it."""
+
+    def __init__(self, config: RunConfig, store: RunStore) -> None:
+        self.config = config
+        self.store = store
+        self.epoch = 0
+        self._engines: dict[str, Any] = {}
+        self._weights: dict[str, Weights | None] = {}
+        """What each trainable role holds; None: dirty, in the middle of an update."""
+        self._updated: dict[str, Updated] = {}
+        self._datasets: dict[tuple[str, ...], PromptDataset] = {}
+
+    def rows(self, call: Call, compute: Compute) -> Rows:
+        """Compute one shard and write it; nothing is committed."""
+        self._admit(call)
+        if call.role is not None and (role := WEIGHTS_OF.get(call.role, call.role)) in self._weights:
+            if self._weights[role] != call.weights:
+                raise Stale(role)
+        started = time.perf_counter()
+        context = Context(call, self._read(call), self)
+        batch = compute(context)
+        seconds = time.perf_counter() - started
+        expected = ("trajectory_id", *call.writes)
+        assert tuple(batch.columns) == expected, f"{call.stage} wrote {batch.columns}, its spec says {expected}"
+        _check_finite(batch, call.stage)
+        shard = self.store.write_shard(call.iteration, call.stage, call.attempt, call.shard, batch.table)
+        return Rows(shard, context.outputs, seconds)
+
+    def update(self, call: Call, update: Update) -> Updated:
+        """Move a role from `call.weights` to the next version, once: asked again, the finished result is returned."""
+        self._admit(call)
+        assert call.role is not None and call.weights is not None
+        done = self._updated.get(call.role)
+        if done is not None and self._weights[call.role] == done.weights and done.weights.version == call.weights.version + 1:
+            return done
+        if self._weights.get(call.role) != call.weights:
+            raise Stale(call.role)
+        batch = self._read(call)
+        started = time.perf_counter()
+        self._weights[call.role] = None
+        metrics = update(Context(call, batch, self))
+        weights = Weights(version=call.weights.version + 1, digest=self.engine(call.role).digest())
+        self._weights[call.role] = weights
+        self._updated[call.role] = Updated(weights, metrics, time.perf_counter() - started)
+        return self._updated[call.role]
+
+    def holds(self, role: str, weights: Weights) -> bool:
+        return self._weights.get(role) == weights
+
+    def load(self, role: str, weights: Weights, checkpoint: ObjectRef | None) -> None:
+        """Load a role's snapshot; without one, the weights it starts from."""
+        self._weights[role] = None
+        if checkpoint is None:
+            self._engines.pop(role, None)
+            if role == "actor":
+                self._engines.pop("rollout", None)
+            self.engine(role)
+        else:
+            found = self.store.checkpoint(checkpoint)
+            names = ("model.safetensors", "optimizer.safetensors", "state.json")
+            self.engine(role).load_state(self.store.read_checkpoint(found, names))
+        self._weights[role] = weights
+
+    def pass_through(self, role: str, weights: Weights) -> None:
+        """The role's tensors count as `weights` from here on: an update was skipped, or replayed with other bits."""
+        self._weights[role] = weights
+
+    def save(self, role: str) -> ObjectRef:
+        """Write a role's full state as a checkpoint; it exists once a snapshot record names it."""
+        weights = self._weights[role]
+        assert weights is not None, "a role in the middle of an update has no state to save"
+        return self.store.write_checkpoint(role, self.engine(role).state(), weights)
+
+    def engine(self, role: str) -> Any:
+        if role not in self._engines:
+            self._engines[role] = self._build(role)
+        return self._engines[role]
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return load_tokenizer(self.config.model)
+
+    def dataset(self, paths: Sequence[str]) -> PromptDataset:
+        key = tuple(paths)
+        if key not in self._datasets:
+            self._datasets[key] = PromptDataset(key)
+        return self._datasets[key]
+
+    def _build(self, role: str) -> RolloutEngine | TrainEngine:
+        from rlhf.engines.hf_rollout import HFRollout
+        from rlhf.engines.torch_engine import TorchEngine
+        from rlhf.models import eos_token_ids
+
+        config = self.config
+        if role == "rollout":
+            model = self.engine("actor").model
+            eos = eos_token_ids(model, self.tokenizer)
+            return HFRollout(model, eos_token_ids=eos, dtype=config.model.dtype)
+        if role == "critic":
+            assert config.critic is not None
+            chosen = critic_model(config)
+            return TorchEngine(
+                load_critic(chosen),
+                "value",
+                dtype=chosen.dtype,
+                gradient_checkpointing=config.critic.gradient_checkpointing,
+            )
+        chosen = config.model if role == "actor" else reference_model(config)
+        return TorchEngine(
+            load_actor(chosen),
+            "policy",
+            dtype=chosen.dtype,
+            trainable=role == "actor",
+            gradient_checkpointing=role == "actor" and config.actor.gradient_checkpointing,
+        )
+
+    def _admit(self, call: Call) -> None:
+        if call.epoch < self.epoch:
+            raise Fenced(f"a worker refused a call of epoch {call.epoch}: it serves epoch {self.epoch}")
+        self.epoch = call.epoch
+
+    def _read(self, call: Call) -> TrajectoryBatch:
+        stages = []
+        for shards, columns in call.inputs:
+            names = ("trajectory_id", *columns)
+            tables = [self.store.read_shard(shard, names) for shard in shards]
+            stages.append(TrajectoryBatch(pa.concat_tables(tables)))
+        return TrajectoryBatch.join(stages) if stages else TrajectoryBatch(pa.table({}))
+
+
+def critic_model(config: RunConfig) -> Model:
+    return config.model if config.critic is None or config.critic.model is None else config.critic.model
+
+
+def reference_model(config: RunConfig) -> Model:
+    return config.reference.model or config.model
+
+
+def _check_finite(batch: TrajectoryBatch, stage: str) -> None:
+    for name in batch.columns:
+        kind = batch.table.schema.field(name).type
+        is_list = pa.types.is_list(kind)
+        if pa.types.is_floating(kind.value_type if is_list else kind):
+            values = batch.flat(name) if is_list else batch.numpy(name)
+            bad = np.flatnonzero(~np.isfinite(values))
+            if len(bad):
+                starts = np.cumsum(batch.lengths(name)) if is_list else np.arange(1, len(batch) + 1)
+                row = int(np.searchsorted(starts, bad[0], side="right"))
+                where = batch.list("trajectory_id")[row]
+                raise NotFinite(f"{stage} computed {values[bad[0]]} in column {name} of {where}; nothing is committed")

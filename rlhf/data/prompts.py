@@ -1,0 +1,133 @@
+"""Prompt datasets: files in the layout that verl made common, and which prompts an iteration draws.
+
+Rows are ``data_source, prompt [{role, content}], ability, reward_model {style, ground_truth}, extra_info``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlhf import seeding
+from rlhf.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Prompt:
+    data_source: str
+    messages: list[dict[str, str]]
+    ground_truth: str
+    extra_info: str
+
+
+class PromptDataset:
+    """The prompts of some files, in order. Raises `UserError` naming file and row for anything malformed."""
+
+    def __init__(self, paths: Sequence[str | Path]) -> None:
+        self.paths = [Path(path) for path in paths]
+        self.prompts = [prompt for path in self.paths for prompt in _read(path)]
+        if not self.prompts:
+            raise UserError(f"{', '.join(map(str, self.paths))}: no prompts")
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 over the files' bytes, in order."""
+        digest = hashlib.sha256()
+        for path in self.paths:
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+        return digest.hexdigest()
+
+    def draw(self, seed: int, cursor: int, count: int) -> list[int]:
+        """Rows `cursor` to `cursor + count` of an endless sequence of epochs, each shuffled in its own way."""
+        rows: list[int] = []
+        while len(rows) < count:
+            epoch, start = divmod(cursor + len(rows), len(self))
+            order = seeding.generator(seed, "data", epoch).permutation(len(self))
+            rows += order[start : start + count - len(rows)].tolist()
+        return rows
+
+
+def encode(
+    prompt: Prompt, tokenizer: PreTrainedTokenizerBase, *, max_tokens: int, truncation: str
+) -> tuple[str, list[int]]:
+    """The prompt as text and tokens, through the tokenizer's chat template (if it has none: the contents, joined)."""
+    if tokenizer.chat_template:
+        text = str(tokenizer.apply_chat_template(prompt.messages, tokenize=False, add_generation_prompt=True))
+    else:
+        text = "\n".join(message["content"] for message in prompt.messages)
+    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    if not ids:
+        raise UserError("a prompt is empty: give each row at least one message with content")
+    if len(ids) > max_tokens:
+        if truncation == "error":
+            raise UserError(
+                f"a prompt has {len(ids)} tokens, more than data.max_prompt_tokens {max_tokens} ({text[:60]!r}...): raise "
+                "it, or set data.truncation"
+            )
+        ids = ids[-max_tokens:] if truncation == "left" else ids[:max_tokens]
+    return text, ids
+
+
+def _read(path: Path) -> Iterable[Prompt]:
+    if not path.is_file():
+        raise UserError(f"{path} does not exist (data.train or validation.data); `ratchet data countdown` writes one")
+    if path.suffix == ".parquet":
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            rows: Iterable[Any] = pq.read_table(path).to_pylist()
+        except pa.ArrowInvalid as error:
+            raise UserError(f"{path} is not a Parquet file: {error}") from None
+    else:
+        rows = _json_lines(path)
+    for number, row in enumerate(rows, 1):
+        yield _prompt(row, f"{path}, row {number}")
+
+
+def _json_lines(path: Path) -> Iterable[Any]:
+    with path.open() as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                try:
+                    yield json.loads(line)
+                except ValueError as error:
+                    raise UserError(f"{path}, line {number} is not JSON: {error}") from None
+
+
+def _prompt(row: Any, where: str) -> Prompt:
+    if not isinstance(row, dict):
+        raise UserError(f"{where} is not an object with the keys prompt, data_source and reward_model")
+    messages = row.get("prompt")
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    valid = isinstance(messages, list) and all(
+        isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+        for message in messages
+    )
+    if not messages or not valid:
+        raise UserError(f"{where}: prompt should be a list of messages {{role, content}}")
+    reward_model = row.get("reward_model") or {}
+    truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
+    if "data_source" not in row:
+        raise UserError(f"{where}: data_source is missing")
+    return Prompt(
+        data_source=str(row["data_source"]),
+        messages=messages,
+        ground_truth=truth if isinstance(truth, str) else json.dumps(truth),
+        extra_info=json.dumps(row.get("extra_info"), default=str),
+    )

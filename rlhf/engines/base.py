@@ -1,0 +1,89 @@
+"""The two protocols, and the plain data that crosses them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from rlhf.algorithms.objectives import Objective
+    from rlhf.batch import TrajectoryBatch
+
+
+@dataclass(frozen=True)
+class Request:
+    """One trajectory to generate."""
+
+    trajectory_id: str
+    prompt_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn; the noise of a trajectory depends on `seed` and its id alone."""
+
+    temperature: float
+    top_p: float
+    max_tokens: int
+    seed: int
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A response: its tokens (end-of-sequence included), their log-probs, and why it ended."""
+
+    response_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    finish_reason: str
+
+
+class RolloutEngine(Protocol):
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Generation]:
+        """Responses in the order of the requests. The same requests and weights give the same responses.
+
+        Log-probs are those of the temperature-scaled logits, before any truncation by `top_p`; at temperature 0
+        (greedy) they are those of the plain logits.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """An update, as one optimizer step after the other."""
+
+    lr: float
+    betas: tuple[float, float]
+    weight_decay: float
+    grad_clip: float | None
+    micro_batch_tokens: int
+    mini_batches: tuple[tuple[int, ...], ...]
+    """Rows of the batch, for each optimizer step."""
+    temperature: float
+
+
+class TrainEngine(Protocol):
+    """A model that is trained, or only asked: actor and reference give log_probs and entropy, a critic values."""
+
+    def infer(
+        self, batch: TrajectoryBatch, outputs: Iterable[str], *, temperature: float, micro_batch_tokens: int
+    ) -> dict[str, pa.Array]:
+        """Per-token columns by name (`log_probs`, `entropy`, `values`), in the order of the batch."""
+        ...
+
+    def update(self, batch: TrajectoryBatch, objective: Objective, schedule: Schedule) -> dict[str, float]:
+        """Take the optimizer steps of the schedule; metrics are means over them. Raises `NotFinite`."""
+        ...
+
+    def digest(self) -> str:
+        """Over weights and optimizer state, as logical tensors: not of how they are laid out."""
+        ...
+
+    def state(self) -> dict[str, bytes]:
+        """The full state as files: safetensors and JSON, loadable by any layout."""
+        ...
+
+    def load_state(self, files: Mapping[str, bytes]) -> None: ...

@@ -1,0 +1,144 @@
+"""`rollout.engine: hf`: transformers' models with a KV cache, sampled one token at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+
+from rlhf import seeding
+from rlhf.engines.base import Generation, Request, Sampling
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+
+class HFRollout:
+    """Generates with a model that may be the actor itself: in one process, weights need no copy.
+
+    All requests of a call form one batch. The noise that draws a token depends on the run's seed, the trajectory
+    and the token's position, and finished rows leave the batch, so a call is a pure function of requests and weights.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        eos_token_ids: tuple[int, ...],
+        dtype: Literal["float32", "bfloat16"] = "float32",
+    ) -> None:
+        self.model = model
+        self.dtype = dtype
+        self.eos = torch.tensor(eos_token_ids, device=model.device)
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Generation]:
+        if not requests:
+            return []
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            with torch.inference_mode(), torch.autocast(
+                self.model.device.type, dtype=torch.bfloat16, enabled=self.dtype == "bfloat16"
+            ):
+                tokens, log_probs, lengths = self._generate(requests, sampling)
+        finally:
+            self.model.train(was_training)
+        eos = set(self.eos.tolist())
+        return [
+            Generation(
+                response_ids=tuple(row[:length].tolist()),
+                log_probs=tuple(scores[:length].tolist()),
+                finish_reason="stop" if int(row[length - 1]) in eos and not sampling.ignore_eos else "length",
+            )
+            for row, scores, length in zip(tokens, log_probs, lengths, strict=True)
+        ]
+
+    def _generate(self, requests: Sequence[Request], sampling: Sampling) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Token ids and log-probs [requests, max_tokens], and how many of each row are real."""
+        from transformers import DynamicCache
+
+        device = self.model.device
+        prompts = [len(request.prompt_ids) for request in requests]
+        longest = max(prompts)
+        input_ids = torch.zeros((len(requests), longest), dtype=torch.long)
+        for row, request in enumerate(requests):
+            input_ids[row, longest - prompts[row] :] = torch.tensor(request.prompt_ids)
+        input_ids = input_ids.to(device)
+        padding = longest - torch.tensor(prompts, device=device)
+        uniforms = torch.from_numpy(_uniforms(requests, sampling)).to(device)
+
+        out_tokens = torch.zeros((len(requests), sampling.max_tokens), dtype=torch.long, device=device)
+        out_log_probs = torch.zeros((len(requests), sampling.max_tokens), device=device)
+        lengths = torch.full((len(requests),), sampling.max_tokens, device=device)
+        active = torch.arange(len(requests), device=device)
+        finished = torch.zeros(len(requests), dtype=torch.bool, device=device)
+        cache = DynamicCache(config=self.model.config)
+        mask = _causal_mask(padding, longest, sampling.max_tokens) if min(prompts) < longest else None
+        positions = (torch.arange(longest, device=device)[None, :] - padding[:, None]).clamp(min=0)
+
+        for step in range(sampling.max_tokens):
+            seen = longest + step
+            logits = self.model(
+                input_ids=input_ids,
+                attention_mask=None if mask is None else mask[:, :, seen - input_ids.shape[1] : seen, :seen],
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            ).logits[:, -1]
+            tokens, log_probs = sample(logits, uniforms[active, step], sampling)
+            out_tokens[active, step], out_log_probs[active, step] = tokens, log_probs
+            if not sampling.ignore_eos:
+                ends = torch.isin(tokens, self.eos) & ~finished[active]
+                lengths[active[ends]] = step + 1
+                finished[active[ends]] = True
+                running = ~finished[active]
+                left = int(running.sum())
+                if left == 0:
+                    break
+                if left <= 0.75 * len(active):  # finished rows cost as much as others: leave them behind
+                    kept = running.nonzero().squeeze(-1)
+                    cache.batch_select_indices(kept)
+                    active, tokens, positions = active[kept], tokens[kept], positions[kept]
+                    mask = None if mask is None else mask[kept]
+            input_ids = tokens[:, None]
+            positions = positions[:, -1:] + 1
+        return out_tokens.cpu().numpy(), out_log_probs.cpu().numpy(), lengths.cpu().numpy()
+
+
+def sample(
+    logits: Float[Tensor, "batch vocab"], uniforms: Float[Tensor, " batch"], sampling: Sampling
+) -> tuple[Tensor, Float[Tensor, " batch"]]:
+    """Draw a token a row by inverting the cumulative distribution at the row's uniform number."""
+    logits = logits.float()
+    if sampling.temperature == 0:
+        log_probs = logits.log_softmax(-1)
+        tokens = log_probs.argmax(-1)
+        return tokens, log_probs.gather(-1, tokens[:, None]).squeeze(-1)
+    log_probs = (logits / sampling.temperature).log_softmax(-1)
+    probs = log_probs.double().exp()
+    if sampling.top_p < 1:
+        ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+        beyond = ordered.cumsum(-1) - ordered >= sampling.top_p
+        probs = torch.zeros_like(probs).scatter(-1, order, ordered.masked_fill(beyond, 0.0))
+    cumulative = probs.cumsum(-1)
+    # just below the total, so that rounding never points past the last token that has any probability
+    drawn = uniforms[:, None] * cumulative[:, -1:] * (1 - 1e-12)
+    tokens = torch.searchsorted(cumulative, drawn, right=True).squeeze(-1)
+    return tokens, log_probs.gather(-1, tokens[:, None]).squeeze(-1)
+
+
+def _uniforms(requests: Sequence[Request], sampling: Sampling) -> np.ndarray:
+    rows = [seeding.generator(sampling.seed, "generate", request.trajectory_id) for request in requests]
+    return np.stack([row.random(sampling.max_tokens) for row in rows])
+
+
+def _causal_mask(padding: Tensor, prompt: int, response: int) -> Tensor:
+    """[batch, 1, time, time], True where a position may look; a padded position looks at itself, so that no row is empty."""
+    time = torch.arange(prompt + response, device=padding.device)
+    visible = (time[None, :] <= time[:, None])[None] & (time[None, None, :] >= padding[:, None, None])
+    return (visible | torch.eye(len(time), dtype=torch.bool, device=padding.device))[:, None]

@@ -1,0 +1,16 @@
+"""The learning rate as a function of the iteration: no scheduler, no state."""
+
+import math
+
+from rlhf.config import LRSchedule
+
+
+def learning_rate(peak: float, schedule: LRSchedule, iteration: int) -> float:
+    """Linear warm-up from ``peak / warmup`` to `peak`, then constant, linear or cosine decay to ``min_ratio * peak``."""
+    if iteration < schedule.warmup_iterations:
+        return peak * (iteration + 1) / schedule.warmup_iterations
+    if schedule.type == "constant" or schedule.decay_iterations is None:
+        return peak
+    done = min((iteration - schedule.warmup_iterations) / schedule.decay_iterations, 1.0)
+    left = 1.0 - done if schedule.type == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return peak * (schedule.min_ratio + (1.0 - schedule.min_ratio) * left)

@@ -1,0 +1,125 @@
+"""Loading Hugging Face models: actor, critic, tokenizer, and digests of their files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from rlhf.config import Model
+
+WEIGHTS = ("*.safetensors", "config.json", "*.safetensors.index.json")
+TOKENIZER = ("tokenizer*", "*.model", "vocab*", "merges.txt", "special_tokens_map.json", "chat_template*")
+
+
+def model_folder(model: Model) -> Path:
+    """The folder of a model's files; a name on the hub is downloaded (or found in the cache)."""
+    path = Path(model.path)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UserError(f"model.path {model.path} holds no config.json: it is not a Hugging Face model folder")
+        return path
+    if path.is_absolute() or model.path.startswith(".") or model.path.count("/") != 1:
+        raise UserError(f"model.path {model.path} does not exist: name a model folder, or a model of the hub (owner/name)")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        patterns = [*WEIGHTS, *TOKENIZER, "generation_config.json", "*.jinja"]
+        return Path(snapshot_download(model.path, allow_patterns=patterns))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        first = str(error).splitlines()[0]
+        raise UserError(f"model.path {model.path} is no folder here, and the hub did not give it: {first}") from None
+
+
+def files_digest(folder: Path, patterns: tuple[str, ...] = WEIGHTS) -> str:
+    """sha256 over the names and bytes of a folder's files."""
+    digest = hashlib.sha256()
+    for path in sorted({path for pattern in patterns for path in folder.glob(pattern)}):
+        with path.open("rb") as file:
+            digest.update(f"{path.name}\0{hashlib.file_digest(file, 'sha256').hexdigest()}\0".encode())
+    return digest.hexdigest()
+
+
+def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_folder(model), trust_remote_code=model.trust_remote_code)
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"the tokenizer of {model.path} has no end-of-sequence token: set eos_token in its config")
+    return tokenizer
+
+
+def load_actor(model: Model) -> PreTrainedModel:
+    """A causal language model, weights in float32 (`dtype` is the type of the computation)."""
+    from transformers import AutoModelForCausalLM
+
+    return _load(AutoModelForCausalLM, model)
+
+
+def load_critic(model: Model) -> PreTrainedModel:
+    """The backbone with one number a token on top (a token-classification model with one label).
+
+    A new head starts at zero, so that every value is 0 until the critic has learned; a head that the folder already
+    holds (of an earlier critic or a reward model) is kept.
+    """
+    from transformers import AutoModelForTokenClassification
+
+    critic, missing = _load_with_missing(AutoModelForTokenClassification, model, num_labels=1)
+    head = dict(critic.named_parameters())
+    unknown = [name for name in missing if not name.startswith(("score.", "classifier."))]
+    if unknown:
+        raise UserError(f"critic.model {model.path} lacks {unknown[0]}: it is not a backbone for a critic")
+    for name in missing:
+        head[name].data.zero_()
+    return critic
+
+
+def _load(auto_class: Any, model: Model, **options: Any) -> PreTrainedModel:
+    return _load_with_missing(auto_class, model, **options)[0]
+
+
+def _load_with_missing(auto_class: Any, model: Model, **options: Any) -> tuple[PreTrainedModel, list[str]]:
+    import torch
+
+    folder = model_folder(model)
+    loaded, info = auto_class.from_pretrained(
+        folder,
+        dtype=torch.float32,
+        attn_implementation="sdpa",
+        trust_remote_code=model.trust_remote_code,
+        use_safetensors=True,
+        output_loading_info=True,
+        **options,
+    )
+    _without_dropout(loaded)
+    return loaded, sorted(info["missing_keys"])
+
+
+def _without_dropout(model: PreTrainedModel) -> None:
+    """The log-probs of an update must be those of the same network that generated."""
+    import torch
+
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
+
+
+def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Every token that ends a response: the tokenizer's and those of the generation config."""
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    ids = {tokenizer.eos_token_id}
+    ids.update(configured if isinstance(configured, list) else [] if configured is None else [configured])
+    return tuple(sorted(ids))
+
+
+def config_json(model: PreTrainedModel) -> bytes:
+    return json.dumps(model.config.to_diff_dict(), sort_keys=True, indent=1, default=str).encode()

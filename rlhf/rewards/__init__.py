@@ -1,0 +1,60 @@
+"""Rewards: `compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float | dict`.
+
+A built-in is a module here; anything else is named ``package.module:function``. A dict has `score` and named parts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf.errors import NotFinite, UserError
+
+RewardFunction = Callable[..., float | dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Score:
+    score: float
+    parts: dict[str, float]
+
+
+def load_reward(name: str) -> RewardFunction:
+    """The function of a built-in reward, or of ``package.module:function``; raises `UserError` if there is none."""
+    module_name, colon, function = name.partition(":")
+    if not colon:
+        module_name, function = f"rlhf.rewards.{name}", "compute_score"
+    try:
+        found = getattr(importlib.import_module(module_name), function)
+    except (ImportError, AttributeError) as error:
+        raise UserError(
+            f"reward.function {name}: {error}; name a built-in (countdown, constant) or package.module:function"
+        ) from None
+    if not callable(found):
+        raise UserError(f"reward.function {name} is not a function")
+    return found  # type: ignore[no-any-return]
+
+
+def reward_digest(name: str) -> str:
+    """sha256 of the source of the module that holds the reward: changed code is another reward."""
+    module = inspect.getmodule(load_reward(name))
+    assert module is not None
+    return hashlib.sha256(inspect.getsource(module).encode()).hexdigest()
+
+
+def score(
+    function: RewardFunction, data_source: str, solution_str: str, ground_truth: str, extra_info: str
+) -> Score:
+    """Score one response; `ground_truth` and `extra_info` are JSON text where the dataset held structures."""
+    result = function(data_source, solution_str, ground_truth, json.loads(extra_info))
+    parts = dict(result) if isinstance(result, dict) else {"score": float(result)}
+    total = float(parts.pop("score"))
+    if not math.isfinite(total):
+        raise NotFinite(f"the reward of a response is {total} (data_source {data_source}): nothing of it is committed")
+    return Score(total, {name: float(part) for name, part in parts.items()})

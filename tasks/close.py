@@ -1,0 +1,62 @@
+"""close: the snapshot that is due, the iteration's metrics, and the index; one record commits them all."""
+
+from __future__ import annotations
+
+import time
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from infra.driver import Driver
+from infra.progress import report
+from infra.records import Commit, Retire, Snapshot, Stage
+from rlhf.config import Checkpoint
+from tasks.restore import restore
+from tasks.stage import RETRIES
+
+
+@task(name="close", task_run_name="it {iteration} · close", persist_result=False, cache_policy=NO_CACHE, **RETRIES)
+def close(iteration: int) -> dict[str, float]:
+    """Commit the end of an iteration; returns its metrics."""
+    driver = Driver.current()
+    store, config = driver.store, driver.config
+    commits: list[Commit] = []
+    retired = {}
+    metrics = iteration_metrics(driver, iteration)
+    if (iteration + 1) % config.checkpoint.every == 0:
+        driver.check_stop()
+        started = time.perf_counter()
+        roles = {}
+        for role in ("actor", *(("critic",) if config.needs_critic else ())):
+            weights = driver.state.weights[role]
+            if not driver.group.call("holds", role, weights):
+                restore(driver, role, weights)
+            roles[role] = driver.group.call("save", role)
+        commits.append(Snapshot(version=iteration + 1, roles=roles))
+        kept = kept_snapshots([*driver.state.snapshots, iteration + 1], config.checkpoint)
+        retired = {version: refs for version, refs in driver.state.snapshots.items() if version not in kept}
+        commits += [Retire(version=version) for version in retired]
+        metrics["timing_s/snapshot"] = time.perf_counter() - started
+    store.close(metrics, *commits)
+    store.delete_retired(retired)
+    report("closed", iteration=iteration, metrics=metrics)
+    return metrics
+
+
+def kept_snapshots(versions: list[int], checkpoint: Checkpoint) -> set[int]:
+    """The newest `keep.last`, and those of every `keep.every` iterations."""
+    every = checkpoint.keep.every
+    return set(sorted(versions)[-checkpoint.keep.last :]) | {v for v in versions if every and v % every == 0}
+
+
+def iteration_metrics(driver: Driver, iteration: int) -> dict[str, float]:
+    """What the iteration's stages reported, and the seconds that each computed."""
+    metrics: dict[str, float] = {}
+    for name, stage in driver.store.iteration_state(iteration).stages.items():
+        if isinstance(stage, Stage):
+            manifest = driver.store.manifest(stage)
+            metrics |= manifest.metrics
+            metrics[f"timing_s/{name}"] = manifest.seconds
+    metrics["timing_s/stages"] = sum(value for name, value in metrics.items() if name.startswith("timing_s/"))
+    metrics["perf/response_tokens_per_s"] = metrics["perf/response_tokens"] / max(metrics["timing_s/stages"], 1e-9)
+    return metrics

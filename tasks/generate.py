@@ -1,0 +1,89 @@
+"""generate: the rollout engine answers the iteration's prompts, shard by shard."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from infra.driver import Driver
+from infra.workers.worker import Context
+from rlhf.batch import TrajectoryBatch, ragged
+from rlhf.data.prompts import PromptDataset, encode
+from rlhf.engines.base import Request, Sampling
+from rlhf.schema import TRAJECTORY
+from tasks.stage import StageSpec, rows
+
+SPEC = StageSpec(
+    name="generate",
+    writes=TRAJECTORY.of("generate"),
+    config_keys=(
+        "run.seed",
+        "model.dtype",
+        "data.prompts_per_iteration",
+        "data.max_prompt_tokens",
+        "data.truncation",
+        "rollout",
+    ),
+    operational_keys=("data.train",),  # where the files lie; what they hold is in the dataset's digest
+    digests=("dataset", "tokenizer"),
+    role="rollout",
+)
+
+
+def _shards(driver: Driver) -> int:
+    return -(-driver.config.data.prompts_per_iteration // driver.config.rollout.prompts_per_shard)
+
+
+@rows(SPEC, count=_shards)
+def generate(context: Context) -> TrajectoryBatch:
+    config = context.config
+    dataset = context.worker.dataset(config.data.train)
+    drawn = dataset.draw(config.run.seed, context.call.cursor, config.data.prompts_per_iteration)
+    first = context.shard * config.rollout.prompts_per_shard
+    context.outputs["cursor"] = context.call.cursor + config.data.prompts_per_iteration
+    prompts = list(enumerate(drawn))[first : first + config.rollout.prompts_per_shard]
+    sampling = Sampling(
+        temperature=config.rollout.temperature,
+        top_p=config.rollout.top_p,
+        max_tokens=config.rollout.max_response_tokens,
+        seed=config.run.seed,
+        ignore_eos=config.rollout.ignore_eos,
+    )
+    return respond(context, dataset, prompts, config.rollout.n, sampling)
+
+
+def respond(
+    context: Context, dataset: PromptDataset, prompts: list[tuple[int, int]], n: int, sampling: Sampling
+) -> TrajectoryBatch:
+    """`n` trajectories for each (number in the iteration, row of the dataset), with every column of `generate`."""
+    data, tokenizer = context.config.data, context.tokenizer
+    requests, columns = [], {name: [] for name in ("trajectory_id", *SPEC.writes)}  # type: ignore[var-annotated]
+    for number, row in prompts:
+        prompt = dataset.prompts[row]
+        text, ids = encode(prompt, tokenizer, max_tokens=data.max_prompt_tokens, truncation=data.truncation)
+        prompt_id = f"it{context.iteration:06d}-p{number:05d}"
+        for sample in range(n):
+            requests.append(Request(f"{prompt_id}-s{sample:02d}", tuple(ids)))
+            columns["trajectory_id"].append(requests[-1].trajectory_id)
+            columns["prompt_id"].append(prompt_id)
+            columns["sample"].append(sample)
+            columns["data_source"].append(prompt.data_source)
+            columns["prompt"].append(text)
+            columns["prompt_ids"].append(ids)
+            columns["policy_version"].append(context.version)
+            columns["ground_truth"].append(prompt.ground_truth)
+            columns["extra_info"].append(prompt.extra_info)
+            columns["seed"].append(sampling.seed)
+    generations = context.engine.generate(requests, sampling)
+    lengths = np.array([len(generation.response_ids) for generation in generations])
+    return TrajectoryBatch.of(
+        columns
+        | {
+            "response": tokenizer.batch_decode(
+                [list(generation.response_ids) for generation in generations], skip_special_tokens=True
+            ),
+            "response_ids": [generation.response_ids for generation in generations],
+            "rollout_log_probs": [generation.log_probs for generation in generations],
+            "response_mask": ragged(np.ones(lengths.sum(), dtype=np.int8), lengths),
+            "finish_reason": [generation.finish_reason for generation in generations],
+        }
+    )

@@ -1,0 +1,16 @@
+"""Prefect's settings as this project needs them, unless the reader's environment says otherwise.
+
+They have to be in place before Prefect is imported, so `tasks` and `flows` import this first.
+"""
+
+import os
+
+DEFAULTS = {
+    # a temporary server on a fresh database runs its migrations first, which takes longer than the default of 20 s
+    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "180",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "PREFECT_RESULTS_PERSIST_BY_DEFAULT": "false",
+}
+
+for name, value in DEFAULTS.items():
+    os.environ.setdefault(name, value)

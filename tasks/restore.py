@@ -1,0 +1,90 @@
+"""Bringing a worker to the weights that a stage asks for: the newest snapshot, then the updates after it again.
+
+Trajectories are the write-ahead log, checkpoints are snapshots. A replayed update reads what the first one read, with
+the config that its manifest recorded; nothing is generated or scored again, and no stage is committed again.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from infra.driver import Driver
+from infra.log import Corrupt
+from infra.manifest import Manifest
+from infra.progress import report
+from infra.records import Diverged, Skip, Stage, Weights
+from infra.workers.worker import WEIGHTS_OF, Call, Updated
+from tasks.stage import UPDATES
+
+
+class ReplayMismatch(Corrupt):
+    """A replayed update gave other weights than it gave when it was committed."""
+
+
+def restore(driver: Driver, role: str, weights: Weights) -> None:
+    """Load `role` and replay until it is at `weights`."""
+    role = WEIGHTS_OF.get(role, role)
+    store, group = driver.store, driver.group
+    snapshot = store.snapshot_at_or_before(weights.version) if role in UPDATES else None
+    if snapshot is None:
+        at = driver.state.initial[role]
+        group.call("load", role, at, None)
+    else:
+        ref = driver.state.snapshots[snapshot][role]
+        at = store.checkpoint(ref).weights
+        group.call("load", role, at, ref)
+    while at.version < weights.version:
+        report("replay", role=role, done=at.version, total=weights.version)
+        at = _replay(driver, role, at)
+    assert at.version == weights.version, f"{role} is at version {at.version}, and {weights.version} was asked for"
+
+
+def _replay(driver: Driver, role: str, at: Weights) -> Weights:
+    """Apply the update of iteration `at.version` again."""
+    spec, compute = UPDATES[role]
+    committed = driver.store.committed_stage(at.version, spec.name)
+    assert committed is not None, f"version {at.version + 1} of {role} exists, so its update is committed"
+    if isinstance(committed, Skip):
+        driver.group.call("pass_through", role, committed.weights)
+        return committed.weights
+    manifest = driver.store.manifest(committed)
+    inputs = [name.removeprefix("input.") for name in manifest.fingerprint.parts if name.startswith("input.")]
+    sources = driver.store.manifests(at.version)
+    call = Call(
+        epoch=driver.epoch,
+        stage=spec.name,
+        iteration=at.version,
+        shard=0,
+        attempt=0,
+        config=spec.view(driver.config.with_values(manifest.config)),
+        inputs=tuple((sources[name].shards, spec.reads[name]) for name in inputs),
+        role=role,
+        weights=at,
+    )
+    replayed: Updated = driver.group.call("update", call, compute)
+    assert manifest.weights is not None
+    if replayed.weights != manifest.weights:
+        _report_mismatch(driver, role, committed, manifest, replayed)
+        driver.group.call("pass_through", role, manifest.weights)
+    return manifest.weights
+
+
+def _report_mismatch(driver: Driver, role: str, committed: Stage, manifest: Manifest, replayed: Updated) -> None:
+    assert manifest.weights is not None
+    driver.store.commit(
+        Diverged(
+            iteration=committed.iteration,
+            stage=committed.stage,
+            role=role,
+            committed=manifest.weights.digest,
+            replayed=replayed.weights.digest,
+        )
+    )
+    policy = driver.config.checkpoint.on_replay_mismatch
+    if policy == "stop" or (policy == "auto" and not torch.cuda.is_available()):
+        raise ReplayMismatch(
+            f"replaying {committed.stage} of iteration {committed.iteration} gave other weights than were committed: on "
+            "one machine with one thread count that is a bug or a changed package; checkpoint.on_replay_mismatch: "
+            "continue goes on with the replayed weights"
+        )
+    report("note", text=f"replaying {committed.stage} of iteration {committed.iteration} gave other weights; going on")

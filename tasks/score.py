@@ -1,0 +1,39 @@
+"""score: the reward of every response."""
+
+from __future__ import annotations
+
+from infra.workers.worker import Context
+from rlhf.batch import TrajectoryBatch
+from rlhf.rewards import load_reward
+from rlhf.rewards import score as score_response
+from rlhf.schema import TRAJECTORY
+from tasks.stage import StageSpec, rows
+
+SPEC = StageSpec(
+    name="score",
+    reads={"generate": ("data_source", "response", "ground_truth", "extra_info")},
+    writes=TRAJECTORY.of("score"),
+    config_keys=("reward",),
+    digests=("reward",),
+)
+
+
+@rows(SPEC)
+def score(context: Context) -> TrajectoryBatch:
+    batch = context.batch
+    return TrajectoryBatch.of({"trajectory_id": batch.array("trajectory_id"), **scores(context, batch)})
+
+
+def scores(context: Context, batch: TrajectoryBatch) -> dict[str, list[object]]:
+    """The columns of `score` for the responses of a batch."""
+    function = load_reward(context.config.reward.function)
+    asked = zip(
+        *(batch.list(name) for name in ("data_source", "response", "ground_truth", "extra_info")), strict=True
+    )
+    found = [score_response(function, *row) for row in asked]
+    return {
+        "score": [one.score for one in found],
+        "reward_parts": [list(one.parts.items()) for one in found],
+        "token_scores": [None] * len(found),
+        "reward_error": [None] * len(found),
+    }

@@ -1,0 +1,343 @@
+"""What makes a stage durable.
+
+A stage file holds a spec and a function; the decorators `rows` and `update` turn the function into a Prefect task
+that reads committed data, computes, and commits. A stage that has committed is never computed again: the task then
+ends in a state named `Cached`. What is committed but depends on something else than it would now stops the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State, TaskRun
+from prefect.states import Completed
+from prefect.tasks import Task
+
+from infra.driver import Driver
+from infra.manifest import Fingerprint, Manifest
+from infra.objects import StoreUnavailable
+from infra.progress import report
+from infra.records import Shard, ShardRef, Skip, Stage, Weights
+from infra.store import MAX_ATTEMPTS
+from infra.workers.worker import WEIGHTS_OF, Call, Compute, Rows, Stale, Update, Updated
+from rlhf.config import RunConfig, parse_config
+from rlhf.config_view import ConfigView
+from rlhf.errors import UserError
+
+
+def can_pass(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
+    """Only what may pass is tried again: a store that did not answer. Never a bad config, reward or loss."""
+    return isinstance(state.result(raise_on_failure=False), StoreUnavailable)
+
+
+RETRIES: dict[str, Any] = {"retries": 3, "retry_delay_seconds": [1, 5, 20], "retry_condition_fn": can_pass}
+assert RETRIES["retries"] < MAX_ATTEMPTS
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """What a stage consumes, produces and depends on."""
+
+    name: str
+    reads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Stages it reads, and the columns of each; a stage that the config leaves out is not read."""
+    writes: tuple[str, ...] = ()
+    """Columns it writes, besides trajectory_id."""
+    config_keys: tuple[str, ...] = ()
+    """Config it depends on: all that it can read, and all that its fingerprint holds."""
+    operational_keys: tuple[str, ...] = ()
+    """Config it reads that does not change what it computes."""
+    digests: tuple[str, ...] = ()
+    """Things outside the store that it reads: dataset, validation, reward, tokenizer."""
+    role: str | None = None
+    """The worker role that computes it; its weights are in the fingerprint."""
+    sharded: bool = True
+    """Whether a shard depends on just the same shard of each input; if not, there is one shard."""
+    version: int = 1
+    """Raised when the stage's code comes to compute something else."""
+
+    def view(self, config: RunConfig) -> ConfigView:
+        return ConfigView(config, self.config_keys + self.operational_keys)
+
+
+class StageTask(Protocol):
+    """A stage as flows call it: manifests in, a manifest out; None stands for a stage that the config leaves out."""
+
+    def __call__(self, iteration: int, *inputs: Manifest | None) -> Manifest: ...
+
+
+UPDATES: dict[str, tuple[StageSpec, Update]] = {}
+"""How each trainable role is updated: what a replay runs again."""
+
+
+def rows(spec: StageSpec, count: Callable[[Driver], int] | None = None) -> Callable[[Compute], StageTask]:
+    """A stage that writes rows; each shard is committed as soon as it is written.
+
+    There are as many shards as the first input has; a stage that reads no other stage says how many with `count`.
+    """
+
+    def decorate(compute: Compute) -> StageTask:
+        def run(iteration: int, inputs: tuple[Manifest, ...]) -> tuple[Manifest, bool]:
+            shards = 1 if not spec.sharded else count(Driver.current()) if count else len(inputs[0].shards)
+            return _run_rows(spec, compute, shards, iteration, inputs)
+
+        return _as_task(spec, run)
+
+    return decorate
+
+
+def update(spec: StageSpec) -> Callable[[Update], StageTask]:
+    """A stage that moves its role's weights to the next version, and returns metrics."""
+
+    def decorate(compute: Update) -> StageTask:
+        assert spec.role is not None and not spec.sharded
+        UPDATES[spec.role] = (spec, compute)
+        return _as_task(spec, lambda iteration, inputs: _run_update(spec, compute, iteration, inputs))
+
+    return decorate
+
+
+def skip_update(role: str, iteration: int, reason: str) -> None:
+    """Commit that a role's weights pass through this iteration unchanged."""
+    driver = Driver.current()
+    spec, _ = UPDATES[role]
+    if driver.store.committed_stage(iteration, spec.name) is None:
+        weights = driver.state.weights[role]
+        weights = Weights(version=weights.version + 1, digest=weights.digest)
+        driver.store.commit(Skip(iteration=iteration, stage=spec.name, role=role, weights=weights, reason=reason))
+
+
+def _as_task(spec: StageSpec, run: Callable[[int, tuple[Manifest, ...]], tuple[Manifest, bool]]) -> StageTask:
+    @task(
+        name=spec.name,
+        task_run_name=f"it {{iteration}} · {spec.name}",
+        **RETRIES,
+        persist_result=False,
+        cache_policy=NO_CACHE,
+    )
+    def stage_task(iteration: int, inputs: tuple[Manifest, ...]) -> Any:
+        manifest, committed_before = run(iteration, inputs)
+        return Completed(name="Cached", data=manifest, message="committed before") if committed_before else manifest
+
+    def call(iteration: int, *inputs: Manifest | None) -> Manifest:
+        result: Any = stage_task(iteration, tuple(manifest for manifest in inputs if manifest is not None))
+        return result.result() if isinstance(result, State) else result  # type: ignore[no-any-return]
+
+    return call
+
+
+def _run_rows(
+    spec: StageSpec, compute: Compute, shards: int, iteration: int, inputs: tuple[Manifest, ...]
+) -> tuple[Manifest, bool]:
+    driver = Driver.current()
+    store, view = driver.store, spec.view(driver.config)
+    fingerprint = _fingerprint(driver, spec, view, iteration, inputs)
+    if (before := _committed(driver, spec, iteration, fingerprint)) is not None:
+        report("stage", iteration=iteration, stage=spec.name, done=shards, total=shards, seconds=None)
+        return before, True
+
+    attempt = store.begin_attempt(iteration, spec.name)
+    kept = dict(store.committed_shards(spec.name))
+    latest: list[Shard] = []
+    for shard in range(shards):
+        report("stage", iteration=iteration, stage=spec.name, done=shard, total=shards, seconds=None)
+        parts = _fingerprint(driver, spec, view, iteration, inputs, shard) if spec.sharded else fingerprint
+        if shard in kept:
+            _check_shard(driver, spec, kept[shard], parts)
+            continue
+        driver.check_stop()
+        call = _call(driver, spec, view, iteration, inputs, attempt, shard)
+        result: Rows = _on_worker(driver, "rows", call, compute)
+        kept[shard] = Shard(
+            iteration=iteration,
+            stage=spec.name,
+            shard=shard,
+            epoch=driver.epoch,
+            data=result.shard,
+            fingerprint=parts.digest,
+            seconds=result.seconds,
+            outputs=result.outputs,
+        )
+        latest = [kept[shard]]
+        if shard < shards - 1:
+            store.commit(*latest)
+            latest = []
+
+    everything = [kept[shard] for shard in range(shards)]
+    outputs = everything[-1].outputs
+    manifest = Manifest(
+        iteration=iteration,
+        stage=spec.name,
+        epoch=driver.epoch,
+        attempt=attempt,
+        fingerprint=fingerprint,
+        config=view.values(),
+        columns=("trajectory_id", *spec.writes),
+        shards=tuple(shard.data for shard in everything),
+        metrics=outputs.get("metrics", {}),
+        seconds=sum(shard.seconds for shard in everything),
+    )
+    stage = Stage(
+        iteration=iteration,
+        stage=spec.name,
+        manifest=store.write_manifest(manifest),
+        fingerprint=fingerprint.digest,
+        cursor=outputs.get("cursor"),
+        controllers=outputs.get("controllers"),
+    )
+    store.commit(*latest, stage)  # the last shard and its stage: one record
+    report("stage", iteration=iteration, stage=spec.name, done=shards, total=shards, seconds=manifest.seconds)
+    return manifest, False
+
+
+def _run_update(
+    spec: StageSpec, compute: Update, iteration: int, inputs: tuple[Manifest, ...]
+) -> tuple[Manifest, bool]:
+    driver = Driver.current()
+    store, view = driver.store, spec.view(driver.config)
+    assert spec.role is not None
+    fingerprint = _fingerprint(driver, spec, view, iteration, inputs)
+    if (before := _committed(driver, spec, iteration, fingerprint)) is not None:
+        report("stage", iteration=iteration, stage=spec.name, done=1, total=1, seconds=None)
+        return before, True
+
+    attempt = store.begin_attempt(iteration, spec.name)
+    report("stage", iteration=iteration, stage=spec.name, done=0, total=1, seconds=None)
+    driver.check_stop()
+    call = _call(driver, spec, view, iteration, inputs, attempt, 0)
+    updated: Updated = _on_worker(driver, "update", call, compute)
+    manifest = Manifest(
+        iteration=iteration,
+        stage=spec.name,
+        epoch=driver.epoch,
+        attempt=attempt,
+        fingerprint=fingerprint,
+        config=view.values(),
+        role=spec.role,
+        weights=updated.weights,
+        metrics=updated.metrics,
+        seconds=updated.seconds,
+    )
+    store.commit(
+        Stage(
+            iteration=iteration,
+            stage=spec.name,
+            manifest=store.write_manifest(manifest),
+            fingerprint=fingerprint.digest,
+            role=spec.role,
+            weights=updated.weights,
+        )
+    )
+    report("stage", iteration=iteration, stage=spec.name, done=1, total=1, seconds=updated.seconds)
+    return manifest, False
+
+
+def _on_worker(driver: Driver, method: str, call: Call, function: Compute | Update) -> Any:
+    """Call the worker; one that does not hold the weights is first brought to them."""
+    from tasks.restore import restore
+
+    try:
+        return driver.group.call(method, call, function)
+    except Stale as stale:
+        assert call.weights is not None
+        restore(driver, str(stale), call.weights)
+        return driver.group.call(method, call, function)
+
+
+def _weights(driver: Driver, spec: StageSpec, iteration: int) -> Weights | None:
+    """The weights that a stage of this iteration works with; for an update, those before it."""
+    if spec.role is None:
+        return None
+    return driver.store.iteration_state(iteration).starting[WEIGHTS_OF.get(spec.role, spec.role)]
+
+
+def _fingerprint(
+    driver: Driver,
+    spec: StageSpec,
+    view: ConfigView,
+    iteration: int,
+    inputs: tuple[Manifest, ...],
+    shard: int | None = None,
+) -> Fingerprint:
+    """Of a stage, or of one of its shards, which depends on the same shard of each input."""
+    parts: dict[str, Any] = {"stage": spec.name, "version": spec.version, "iteration": iteration}
+    values = view.values()
+    for key in spec.config_keys:
+        parts |= _leaves(f"config.{key}", values[key])
+    for manifest in inputs:
+        assert manifest.stage in spec.reads, f"{spec.name} does not read {manifest.stage}"
+        parts[f"input.{manifest.stage}"] = manifest.digest if shard is None else manifest.shards[shard].sha256
+    if (weights := _weights(driver, spec, iteration)) is not None:
+        assert spec.role is not None
+        parts[f"weights.{WEIGHTS_OF.get(spec.role, spec.role)}"] = weights.digest
+    for what in spec.digests:
+        parts[what] = driver.digest(what)
+    return Fingerprint(parts=parts)
+
+
+def _leaves(prefix: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {prefix: value}
+    return {key: leaf for name, inner in value.items() for key, leaf in _leaves(f"{prefix}.{name}", inner).items()}
+
+
+def _committed(driver: Driver, spec: StageSpec, iteration: int, fingerprint: Fingerprint) -> Manifest | None:
+    """The stage's manifest if it is committed; refuses to go on if it depended on something else."""
+    committed = driver.store.committed_stage(iteration, spec.name)
+    if committed is None:
+        return None
+    assert isinstance(committed, Stage)
+    manifest = driver.store.manifest(committed)
+    if committed.fingerprint != fingerprint.digest:
+        raise _changed(driver, spec, manifest.iteration, manifest.fingerprint.differences(fingerprint))
+    return manifest
+
+
+def _check_shard(driver: Driver, spec: StageSpec, committed: Shard, now: Fingerprint) -> None:
+    if committed.fingerprint == now.digest:
+        return
+    then = parse_config(driver.store.log.claim_of(committed.epoch).config, "the claim")
+    before, after = spec.view(then).values(), spec.view(driver.config).values()
+    differences = [f"config.{key}: {before[key]} -> {after[key]}" for key in spec.config_keys if before[key] != after[key]]
+    raise _changed(driver, spec, committed.iteration, differences or [f"one of {', '.join(spec.digests) or 'its inputs'}"])
+
+
+def _changed(driver: Driver, spec: StageSpec, iteration: int, differences: list[str]) -> UserError:
+    return UserError(
+        f"{spec.name} of iteration {iteration} is committed, but what it depends on has changed ("
+        f"{'; '.join(differences)}): undo the change to go on, or start from here with "
+        f"`ratchet fork {driver.config.run.name} --at {iteration}:{spec.name} --run NEW`"
+    )
+
+
+def _call(
+    driver: Driver,
+    spec: StageSpec,
+    view: ConfigView,
+    iteration: int,
+    inputs: tuple[Manifest, ...],
+    attempt: int,
+    shard: int,
+) -> Call:
+    def shards_of(manifest: Manifest) -> tuple[ShardRef, ...]:
+        return (manifest.shards[shard],) if spec.sharded else manifest.shards
+
+    return Call(
+        epoch=driver.epoch,
+        stage=spec.name,
+        iteration=iteration,
+        shard=shard,
+        attempt=attempt,
+        config=view,
+        inputs=tuple((shards_of(manifest), spec.reads[manifest.stage]) for manifest in inputs),
+        writes=spec.writes,
+        role=spec.role,
+        weights=_weights(driver, spec, iteration),
+        cursor=driver.state.cursor,
+        controllers=dict(driver.state.controllers),
+    )
+

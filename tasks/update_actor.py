@@ -1,0 +1,45 @@
+"""update_actor: PPO epochs over shuffled mini-batches of the iteration's trajectories."""
+
+from __future__ import annotations
+
+from infra.workers.worker import Context
+from rlhf.algorithms.objectives import ActorObjective
+from tasks.optimizer_steps import TRAINER_KEYS, optimizer_steps
+from tasks.stage import StageSpec, update
+
+SPEC = StageSpec(
+    name="update_actor",
+    reads={
+        "generate": ("prompt_ids", "response_ids"),
+        "advantages": ("advantages", "loss_mask"),
+        "old_log_probs": ("old_log_probs",),
+        "ref_log_probs": ("ref_log_probs",),
+    },
+    config_keys=(
+        "run.seed",
+        "model.dtype",
+        "rollout.temperature",
+        "algorithm.loss",
+        "algorithm.kl.in_loss",
+        "algorithm.kl.estimator",
+        "algorithm.entropy_coef",
+        *(f"actor.{key}" for key in TRAINER_KEYS),
+    ),
+    operational_keys=("actor.micro_batch_tokens",),
+    role="actor",
+    sharded=False,
+)
+
+
+@update(SPEC)
+def update_actor(context: Context) -> dict[str, float]:
+    config = context.config
+    objective = ActorObjective(
+        policy_loss=config.algorithm.loss,
+        kl_in_loss=config.algorithm.kl.in_loss,
+        kl_estimator=config.algorithm.kl.estimator,
+        entropy_coef=config.algorithm.entropy_coef,
+        on_policy="old_log_probs" not in context.batch,
+    )
+    schedule = optimizer_steps(context, config.actor, temperature=config.rollout.temperature)
+    return {**context.engine.update(context.batch, objective, schedule), "actor/lr": schedule.lr}

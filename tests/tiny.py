@@ -1,0 +1,72 @@
+"""Tiny real parts for tests: a Hugging Face model folder, prompt files and configs that run in a second."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rlhf.config import RunConfig, parse_config
+from rlhf.data import countdown
+
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789+-*/()=<>.,? "
+
+
+def model_folder(folder: Path, *, hidden: int = 32, layers: int = 2, seed: int = 0) -> Path:
+    """A Llama with random weights and a character tokenizer."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", "<unk>", *LETTERS])}
+    characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    characters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    characters.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+    tokenizer.save_pretrained(folder)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        config = LlamaConfig(
+            vocab_size=len(vocabulary),
+            hidden_size=hidden,
+            intermediate_size=2 * hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=512,
+            pad_token_id=0,
+            eos_token_id=1,
+            bos_token_id=1,
+        )
+        LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def prompt_file(path: Path, prompts: int = 16) -> Path:
+    import pyarrow.parquet as pq
+
+    pq.write_table(countdown.rows(countdown.problems(seed=7, count=prompts, high=9)), path)
+    return path
+
+
+def config(root: Path, **changes: Any) -> RunConfig:
+    """A PPO run of three iterations in `root`; `changes` are dotted keys with ``__`` for dots."""
+    tree: dict[str, Any] = {
+        "run": {"name": "tiny", "store": f"file://{root}/runs"},
+        "model": {"path": str(root / "model"), "dtype": "float32"},
+        "data": {"train": [str(root / "prompts.parquet")], "prompts_per_iteration": 4, "max_prompt_tokens": 200},
+        "rollout": {"n": 2, "max_response_tokens": 8, "prompts_per_shard": 2},
+        "algorithm": {"kl": {"in_reward": 0.01}},
+        "actor": {"lr": 1e-3, "mini_batch_trajectories": 4, "micro_batch_tokens": 512},
+        "critic": {"lr": 1e-3, "mini_batch_trajectories": 4, "micro_batch_tokens": 512},
+        "train": {"iterations": 3},
+    }
+    return parse_config(tree, "tests").with_values({key.replace("__", "."): value for key, value in changes.items()})
+
+
+def workspace(root: Path) -> Path:
+    """A folder with everything that `config` names."""
+    model_folder(root / "model")
+    prompt_file(root / "prompts.parquet")
+    return root
