@@ -1,0 +1,293 @@
+"""The command line: `ratchet`. Each command checks its input, starts a flow or opens a run, and shows what it found."""
+
+from __future__ import annotations
+
+import os
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from rlhf.config import RunConfig, keys, load_config
+from rlhf.errors import RatchetError, UserError
+
+app = typer.Typer(
+    name="ratchet",
+    help="Reinforcement learning for language models as a workflow: every stage committed, any of them resumable.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+data = typer.Typer(help="Write prompt datasets.", no_args_is_help=True)
+app.add_typer(data, name="data")
+
+console = Console(soft_wrap=True)
+errors = Console(stderr=True, soft_wrap=True)
+
+Name = Annotated[str, typer.Argument(metavar="RUN", help="a run's name in the store, or its full URL")]
+Store = Annotated[str, typer.Option(envvar="RATCHET_STORE", help="folder of runs, any fsspec URL")]
+DEFAULT_STORE = "file://./runs"
+
+
+class Format(str, Enum):
+    table = "table"
+    json = "json"
+    csv = "csv"
+    md = "md"
+
+
+def main() -> None:
+    """Run a command; errors that a person is meant to read are one line, and say by exit code what they are."""
+    try:
+        app()
+    except RatchetError as error:
+        errors.print(f"error: {error}", highlight=False, markup=False)
+        sys.exit(error.exit_code)
+
+
+def _config_keys() -> str:
+    rows = [f"{key} = {default}   {meaning} ({kind})" for key, kind, default, meaning in keys()]
+    return "\b\nKeys of the config, as a.b=c overrides or sections of the YAML file:\n" + "\n".join(rows)
+
+
+@app.command(epilog=_config_keys() if "--help" in sys.argv else None)
+def train(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="the run's config")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c ...]", help="values to change")] = None,
+    run: Annotated[str | None, typer.Option(help="the run's name (run.name)")] = None,
+    store: Annotated[str | None, typer.Option(envvar="RATCHET_STORE", help="folder of runs (run.store)")] = None,
+    take_over: Annotated[bool, typer.Option("--take-over", help="go on even if another driver is alive")] = False,
+) -> None:
+    """Start a run, or go on with it if it exists."""
+    changes = list(overrides or [])
+    changes += [f"run.name={run}"] if run else []
+    changes += [f"run.store={store}"] if store else []
+    _drive(load_config(config, changes), take_over)
+
+
+@app.command()
+def resume(
+    name: Name,
+    store: Store = DEFAULT_STORE,
+    take_over: Annotated[bool, typer.Option("--take-over", help="go on even if another driver is alive")] = False,
+) -> None:
+    """Go on from the last committed stage, with the config of the last driver."""
+    from infra.runs import open_run
+
+    _drive(open_run(_url(name, store)).config, take_over)
+
+
+@app.command()
+def stop(name: Name, store: Store = DEFAULT_STORE) -> None:
+    """Ask the run's driver to finish or abandon its stage, and wait until it has."""
+    import time
+
+    from infra import heartbeat
+    from infra.runs import open_run
+
+    run = open_run(_url(name, store))
+    beat = heartbeat.is_alive(run.store.objects, lambda text: console.print(text))
+    if beat is None:
+        console.print(f"{name} has no live driver; nothing to stop")
+        return
+    run.store.objects.put(heartbeat.stop_key(beat.epoch), b"{}")
+    console.print(f"asked the driver (pid {beat.pid} on {beat.host}) to stop")
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        time.sleep(1)
+        if heartbeat.is_alive(run.store.objects) is None:
+            console.print(f"{name} has stopped; `ratchet resume {name}` goes on from the last commit")
+            return
+    raise RatchetError(f"the driver of {name} has not stopped within 60 s: it may hang; kill pid {beat.pid} on {beat.host}")
+
+
+@app.command()
+def status(
+    name: Name,
+    store: Store = DEFAULT_STORE,
+    last: Annotated[int, typer.Option(help="iterations to show", min=1)] = 10,
+) -> None:
+    """Iterations x stages (committed, running, missing), and metrics of the last iterations."""
+    from flows import views
+    from infra.runs import open_run
+
+    views.status(console, open_run(_url(name, store)), last)
+
+
+@app.command()
+def show(
+    name: Name,
+    store: Store = DEFAULT_STORE,
+    iteration: Annotated[int | None, typer.Option(help="only this iteration; by default the last closed one")] = None,
+    where: Annotated[str | None, typer.Option(help='a condition in SQL, such as "score < 0.5"')] = None,
+    columns: Annotated[str | None, typer.Option(help="columns, separated by commas; `all` for every one")] = None,
+    limit: Annotated[int, typer.Option(help="most rows", min=1)] = 20,
+    format: Annotated[Format, typer.Option(help="how to print them")] = Format.table,
+) -> None:
+    """Trajectories, joined over the stages."""
+    from flows import views
+    from infra.runs import open_run
+
+    views.show(console, open_run(_url(name, store)), iteration, where, columns, limit, format.value)
+
+
+@app.command()
+def evaluate(
+    name: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="a run, or a Hugging Face model folder")],
+    data: Annotated[Path | None, typer.Option(help="prompt file; by default the run's validation.data")] = None,
+    store: Store = DEFAULT_STORE,
+    iteration: Annotated[int | None, typer.Option(help="the snapshot after so many iterations; by default the newest")] = None,
+    n: Annotated[int, typer.Option(help="trajectories per prompt", min=1)] = 1,
+    temperature: Annotated[float, typer.Option(help="sampling temperature; 0: greedy", min=0)] = 1.0,
+    max_response_tokens: Annotated[int | None, typer.Option(help="longest response", min=1)] = None,
+    reward: Annotated[str | None, typer.Option(help="a built-in reward, or package.module:function")] = None,
+    output: Annotated[Path | None, typer.Option(help="write the trajectories to this Parquet file")] = None,
+) -> None:
+    """Answer and score held-out prompts: solve rate by data source, with a confidence interval."""
+    import tempfile
+
+    from flows import views
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = views.evaluation_config(name, store, iteration, Path(folder))
+        changes: dict[str, object] = {"validation.n": n, "validation.temperature": temperature}
+        changes |= {"validation.data": str(data)} if data else {}
+        changes |= {"rollout.max_response_tokens": max_response_tokens} if max_response_tokens else {}
+        changes |= {"reward.function": reward} if reward else {}
+        config = config.with_values(changes)
+        _prefect()
+        from flows.evaluate import evaluate as flow
+        from flows.terminal import progress
+
+        with progress(console):
+            answers = flow(config)
+    if output is not None:
+        answers.to_parquet(output)
+    console.print(views.solve_rates(answers, name))
+
+
+@app.command()
+def export(
+    name: Name,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="where the Hugging Face model folder goes")],
+    store: Store = DEFAULT_STORE,
+    iteration: Annotated[int | None, typer.Option(help="the snapshot after so many iterations; by default the newest")] = None,
+    role: Annotated[str, typer.Option(help="actor or critic")] = "actor",
+) -> None:
+    """Write a snapshot as a Hugging Face model folder."""
+    from infra.runs import open_run
+
+    run = open_run(_url(name, store))
+    version = run.newest_snapshot() if iteration is None else iteration
+    run.export(version, folder, role)
+    console.print(f"the {role} after {version} iterations is in {folder}")
+
+
+@app.command()
+def sft(
+    model: Annotated[str, typer.Option(help="the model to start from")],
+    data: Annotated[Path, typer.Option(help="Parquet with columns prompt and response")],
+    output: Annotated[Path, typer.Option(help="folder of the resulting model")],
+    steps: Annotated[int, typer.Option(help="optimizer steps", min=1)] = 250,
+    batch_examples: Annotated[int, typer.Option(help="examples a step learns from", min=1)] = 128,
+    lr: Annotated[float, typer.Option(help="largest learning rate")] = 1e-5,
+    warmup_steps: Annotated[int, typer.Option(help="steps over which the rate rises", min=0)] = 0,
+    weight_decay: Annotated[float, typer.Option(help="AdamW's weight decay", min=0)] = 0.0,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
+    seed: Annotated[int, typer.Option(help="order of the examples", min=0)] = 0,
+) -> None:
+    """Supervised fine-tuning on prompt-response pairs: the step before every RLHF recipe."""
+    _prefect()
+    from flows.sft import SFTConfig
+    from flows.sft import sft as flow
+    from flows.terminal import progress
+
+    config = SFTConfig.model_validate(
+        {
+            "model": {"path": model, "dtype": dtype},
+            "data": str(data),
+            "output": str(output),
+            "steps": steps,
+            "batch_examples": batch_examples,
+            "lr": lr,
+            "warmup_steps": warmup_steps,
+            "weight_decay": weight_decay,
+            "seed": seed,
+        }
+    )
+    with progress(console):
+        loss = flow(config)
+    console.print(f"supervised model in {output} (loss {loss:.3f})")
+
+
+@data.command()
+def countdown(
+    output: Annotated[Path, typer.Argument(metavar="OUT", help="folder for train.parquet, test.parquet and sft.parquet")],
+    train: Annotated[int, typer.Option(help="training problems", min=1)] = 4096,
+    test: Annotated[int, typer.Option(help="held-out problems, disjoint from the training ones", min=1)] = 1024,
+    operands: Annotated[int, typer.Option(help="numbers in a problem", min=2, max=5)] = 3,
+    high: Annotated[int, typer.Option(help="largest number", min=1)] = 20,
+    max_target: Annotated[int, typer.Option(help="largest target", min=1)] = 100,
+    sft_per_problem: Annotated[int, typer.Option(help="worked solutions per training problem in sft.parquet", min=0)] = 4,
+    seed: Annotated[int, typer.Option(help="the same seed gives the same files", min=0)] = 0,
+) -> None:
+    """Countdown: reach a target from given numbers, each used once."""
+    import pyarrow.parquet as pq
+
+    from rlhf.data import countdown as game
+
+    try:
+        problems = game.problems(seed=seed, count=train + test, operands=operands, high=high, max_target=max_target)
+    except ValueError as error:
+        raise UserError(f"data countdown: {error}") from None
+    training, held_out = game.split(problems, test)
+    output.mkdir(parents=True, exist_ok=True)
+    pq.write_table(game.rows(training, split="train", seed=seed), output / "train.parquet")
+    pq.write_table(game.rows(held_out, split="test", seed=seed), output / "test.parquet")
+    if sft_per_problem:
+        pq.write_table(game.sft_rows(training, seed=seed, per_problem=sft_per_problem), output / "sft.parquet")
+    console.print(f"{len(training)} training and {len(held_out)} held-out problems in {output}")
+
+
+@app.command()
+def doctor() -> None:
+    """What is installed, and which engines and stores work here."""
+    from flows import views
+
+    views.doctor(console)
+
+
+def _drive(config: RunConfig, take_over: bool) -> None:
+    _prefect()
+    from flows.terminal import progress
+    from flows.train import train as flow
+
+    with progress(console, config.train.iterations):
+        flow(config, take_over=take_over)
+    console.print(
+        f"run {config.run.name} has its {config.train.iterations} iterations\n"
+        f"  ratchet status {config.run.name}    what each iteration did\n"
+        f"  ratchet show {config.run.name}      the trajectories"
+    )
+
+
+def _prefect() -> None:
+    """Importing torch and Prefect, and starting a temporary server, take a while: say so."""
+    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if not os.environ.get("PREFECT_API_URL"):
+        console.print("starting Prefect (a temporary server on this machine; 5 to 40 s)")
+
+
+def _url(name: str, store: str) -> str:
+    from infra.driver import run_url
+
+    return name if "://" in name else run_url(store, name)
+
+
+if __name__ == "__main__":
+    main()

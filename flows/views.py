@@ -1,0 +1,175 @@
+"""What commands print: tables of a run, of trajectories, of an evaluation, of this machine."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from infra.driver import run_url
+from infra.runs import ROW_STAGES, UPDATES, Run, open_run
+from rlhf.config import RunConfig, parse_config
+from rlhf.errors import UserError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SHOWN = ["prompt", "response", "score", "advantages"]
+WATCHED = {
+    "score": "critic/score/mean",
+    "kl": "actor/ref_kl",
+    "entropy": "actor/entropy",
+    "length": "response_length/mean",
+    "seconds": "timing_s/stages",
+}
+
+
+def status(console: Console, run: Run, last: int) -> None:
+    state, config = run.state, run.config
+    first = max(0, state.iteration - last)
+    stages = [*ROW_STAGES, *UPDATES]
+    table = Table(title=f"{config.run.name}: iteration {state.iteration} of {config.train.iterations} is open")
+    table.add_column("it", justify="right")
+    for stage in stages:
+        table.add_column(stage.replace("_", " "))
+    metrics = run.metrics().set_index("iteration") if state.iteration else None
+    for label in WATCHED:
+        table.add_column(label, justify="right")
+    for iteration in range(first, state.iteration + 1):
+        found = run.progress(iteration)
+        cells = [found.get(stage, "·" if iteration == state.iteration else "") for stage in stages]
+        values = []
+        for name in WATCHED.values():
+            known = metrics is not None and iteration in metrics.index and name in metrics
+            values.append(f"{metrics.loc[iteration, name]:.3f}" if known and metrics is not None else "")
+        if any(found.values()) or iteration < state.iteration:
+            table.add_row(str(iteration), *cells, *values)
+    console.print(table)
+    snapshots = ", ".join(map(str, sorted(state.snapshots))) or "none"
+    console.print(f"epoch {state.epoch}, {state.slot + 1} log records, snapshots after iterations: {snapshots}")
+
+
+def show(
+    console: Console,
+    run: Run,
+    iteration: int | None,
+    where: str | None,
+    columns: str | None,
+    limit: int,
+    format: str,
+) -> None:
+    import duckdb
+
+    chosen = max(run.state.iteration - 1, 0) if iteration is None else iteration
+    trajectories = run.trajectories(iterations=[chosen])
+    if trajectories.empty:
+        raise UserError(f"iteration {chosen} of {run.config.run.name} has no committed trajectories yet")
+    if columns is None:
+        names = ["trajectory_id", *(name for name in SHOWN if name in trajectories)]
+    else:
+        names = list(trajectories.columns) if columns == "all" else [name.strip() for name in columns.split(",")]
+    missing = [name for name in names if name not in trajectories]
+    if missing:
+        raise UserError(f"--columns: there is no column {missing[0]}; there are {', '.join(trajectories.columns)}")
+    quoted = ", ".join(f'"{name}"' for name in names)
+    query = f"select {quoted} from trajectories {f'where {where}' if where else ''} limit {limit}"
+    try:
+        found = duckdb.sql(query).df()
+    except duckdb.Error as error:
+        raise UserError(f"--where {where!r}: {str(error).splitlines()[0]}") from None
+    if format == "json":
+        print(found.to_json(orient="records", lines=True), end="")
+    elif format == "csv":
+        print(found.to_csv(index=False), end="")
+    elif format == "md":
+        print("| " + " | ".join(names) + " |\n|" + "---|" * len(names))
+        for row in found.itertuples(index=False):
+            print("| " + " | ".join(_short(value).replace("|", "\\|").replace("\n", " ") for value in row) + " |")
+    else:
+        table = Table(title=f"{run.config.run.name}, iteration {chosen}: {len(found)} of {len(trajectories)} trajectories")
+        for name in names:
+            table.add_column(name, overflow="fold")
+        for row in found.itertuples(index=False):
+            table.add_row(*(_short(value) for value in row))
+        console.print(table, markup=False)
+
+
+def evaluation_config(name: str, store: str, iteration: int | None, folder: Path) -> RunConfig:
+    """The config to evaluate a model folder with, or a run's snapshot (exported to `folder`)."""
+    if (Path(name) / "config.json").is_file():
+        if iteration is not None:
+            raise UserError("--iteration chooses a snapshot of a run, and a model folder has none: leave it out")
+        return parse_config(
+            {
+                "run": {"name": "evaluate"},
+                "model": {"path": name, "dtype": "float32"},
+                "data": {"train": ["none"]},
+                "rollout": {"max_response_tokens": 512, "prompts_per_shard": 128},
+            },
+            "evaluate",
+        )
+    run = open_run(name if "://" in name else run_url(store, name))
+    version = run.newest_snapshot() if iteration is None else iteration
+    run.export(version, folder)
+    return run.config.with_values({"model.path": str(folder)})
+
+
+def solve_rates(answers: pd.DataFrame, title: str) -> Table:
+    """Mean score by data source, with a 95 % confidence interval over prompts."""
+    table = Table(title=title)
+    for column in ("data source", "prompts", "trajectories", "mean score", "95 % interval", "well formed"):
+        table.add_column(column, justify="left" if column == "data source" else "right")
+    for source, group in answers.groupby("data_source"):
+        mean, half = mean_and_interval(group)
+        formed = [dict(parts).get("well_formed") for parts in group["reward_parts"]]
+        known = [value for value in formed if value is not None]
+        table.add_row(
+            str(source),
+            str(group["prompt_id"].nunique()),
+            str(len(group)),
+            f"{mean:.1%}",
+            f"{mean - half:.1%} to {mean + half:.1%}",
+            f"{sum(known) / len(known):.1%}" if known else "",
+        )
+    return table
+
+
+def mean_and_interval(answers: pd.DataFrame) -> tuple[float, float]:
+    """Mean score, and half the width of its 95 % interval (normal approximation over the prompts' means)."""
+    prompts = answers.groupby("prompt_id")["score"].mean()
+    return float(prompts.mean()), 1.96 * float(prompts.std(ddof=1)) / math.sqrt(len(prompts)) if len(prompts) > 1 else 0.0
+
+
+def doctor(console: Console) -> None:
+    import tempfile
+
+    import torch
+
+    from infra.objects import Objects
+
+    table = Table(title="this machine")
+    table.add_column("what")
+    table.add_column("found")
+    for package in ("ratchet-rlhf", "torch", "transformers", "prefect", "pyarrow", "fsspec", "s3fs", "vllm", "deepspeed", "ray"):
+        try:
+            table.add_row(package, importlib.metadata.version(package))
+        except importlib.metadata.PackageNotFoundError:
+            table.add_row(package, "not installed")
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
+    table.add_row("computes on", device)
+    table.add_row("rollout engines", "hf")
+    table.add_row("train engines", "torch")
+    with tempfile.TemporaryDirectory() as folder:
+        for url in (f"file://{folder}", "memory://doctor"):
+            table.add_row(f"store {url.split(':')[0]}://", "works" if Objects(url).honours_create() else "ignores create-if-absent")
+    console.print(table)
+
+
+def _short(value: object) -> str:
+    if hasattr(value, "tolist") or isinstance(value, list):
+        return "[" + ", ".join(f"{x:.3g}" if isinstance(x, float) else str(x) for x in list(value)) + "]"  # type: ignore[call-overload]
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
