@@ -227,10 +227,11 @@ def sft(
 @data.command()
 def countdown(
     output: Annotated[Path, typer.Argument(metavar="OUT", help="folder for train.parquet, test.parquet and sft.parquet")],
-    train: Annotated[int, typer.Option(help="training problems", min=1)] = 4096,
+    train: Annotated[int, typer.Option(help="training problems", min=1)] = 6144,
     test: Annotated[int, typer.Option(help="held-out problems, disjoint from the training ones", min=1)] = 1024,
     operands: Annotated[int, typer.Option(help="numbers in a problem", min=2, max=5)] = 3,
     high: Annotated[int, typer.Option(help="largest number", min=1)] = 20,
+    high_product: Annotated[int, typer.Option(help="largest number in problems that need a product", min=1)] = 10,
     max_target: Annotated[int, typer.Option(help="largest target", min=1)] = 100,
     sft_per_problem: Annotated[int, typer.Option(help="worked solutions per training problem in sft.parquet", min=0)] = 4,
     seed: Annotated[int, typer.Option(help="the same seed gives the same files", min=0)] = 0,
@@ -241,13 +242,20 @@ def countdown(
     from rlhf.data import countdown as game
 
     try:
-        problems = game.problems(seed=seed, count=train + test, operands=operands, high=high, max_target=max_target)
+        problems = game.problems(
+            seed=seed,
+            count=train + test,
+            operands=operands,
+            high=high,
+            max_target=max_target,
+            high_product=high_product,
+        )
     except ValueError as error:
         raise UserError(f"data countdown: {error}") from None
     training, held_out = game.split(problems, test)
     output.mkdir(parents=True, exist_ok=True)
-    pq.write_table(game.rows(training, split="train", seed=seed), output / "train.parquet")
-    pq.write_table(game.rows(held_out, split="test", seed=seed), output / "test.parquet")
+    pq.write_table(game.rows(training, split="train"), output / "train.parquet")
+    pq.write_table(game.rows(held_out, split="test"), output / "test.parquet")
     if sft_per_problem:
         pq.write_table(game.sft_rows(training, seed=seed, per_problem=sft_per_problem), output / "sft.parquet")
     console.print(f"{len(training)} training and {len(held_out)} held-out problems in {output}")

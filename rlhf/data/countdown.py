@@ -54,10 +54,12 @@ def problems(
     high: int = 20,
     max_target: int = 100,
     operators: str = "+-*",
+    high_product: int | None = None,
 ) -> list[Problem]:
     """The first `count` problems, in the order of `seed`, with targets from 1 to `max_target`.
 
-    They are distinct and drawn uniformly, and a larger `count` only adds to the end.
+    They are distinct and drawn uniformly, and a larger `count` only adds to the end. With `high_product`, numbers
+    above it occur only in problems that `+` and `-` alone can solve.
     """
     _check_operators(operators)
     if count < 0 or operands < 1 or not 0 <= low <= high or max_target < 1:
@@ -70,7 +72,8 @@ def problems(
     for cell in _permutation(multisets * max_target, rng):
         index, target = divmod(cell, max_target)
         problem = Problem(_multiset(index, operands, low), target + 1)
-        if problem.target in _values(problem.numbers, operators):
+        small = high_product is None or problem.numbers[-1] <= high_product
+        if problem.target in _values(problem.numbers, operators if small else "+-"):
             found.append(problem)
             if len(found) == count:
                 return found
@@ -95,15 +98,14 @@ def solutions(numbers: Sequence[int], target: int, operators: str = "+-*") -> li
     return sorted(expression.text for expression in _expressions(tuple(sorted(numbers)), target, operators))
 
 
-def prompt(problem: Problem, seed: int) -> str:
-    """The question, with its numbers in an order that depends only on the seed and the problem."""
-    rng = _rng("prompt", seed, problem)
-    numbers = [str(problem.numbers[i]) for i in _permutation(len(problem.numbers), rng)]
+def prompt(problem: Problem) -> str:
+    """The question, its numbers from the smallest up."""
+    numbers = [str(number) for number in problem.numbers]
     listed = " and ".join(filter(None, [", ".join(numbers[:-1]), numbers[-1]]))
     return PROMPT.format(numbers=listed, target=problem.target)
 
 
-def rows(problems: Sequence[Problem], split: str = "train", seed: int = 0) -> "pa.Table":
+def rows(problems: Sequence[Problem], split: str = "train") -> "pa.Table":
     """The problems as the columns of a verl prompt data set."""
     import pyarrow as pa
 
@@ -120,7 +122,7 @@ def rows(problems: Sequence[Problem], split: str = "train", seed: int = 0) -> "p
         [
             {
                 "data_source": DATA_SOURCE,
-                "prompt": _messages(problem, seed),
+                "prompt": _messages(problem),
                 "ability": "math",
                 "reward_model": {"style": "rule", "ground_truth": ground_truth(problem)},
                 "extra_info": {"split": split, "index": index},
@@ -145,7 +147,7 @@ def sft_rows(
         rng = _rng("solutions", seed, problem)
         for _ in range(per_problem):
             response = f"<answer>{correct[_below(len(correct), rng)]}</answer>"
-            examples.append({"prompt": _messages(problem, seed), "response": response})
+            examples.append({"prompt": _messages(problem), "response": response})
     return pa.Table.from_pylist(examples, pa.schema({"prompt": _messages_type(), "response": pa.string()}))
 
 
@@ -154,8 +156,8 @@ def ground_truth(problem: Problem) -> str:
     return json.dumps({"target": problem.target, "numbers": list(problem.numbers)})
 
 
-def _messages(problem: Problem, seed: int) -> list[dict[str, str]]:
-    return [{"role": "user", "content": prompt(problem, seed)}]
+def _messages(problem: Problem) -> list[dict[str, str]]:
+    return [{"role": "user", "content": prompt(problem)}]
 
 
 def _messages_type() -> "pa.DataType":

@@ -558,7 +558,7 @@ def test_train_and_test_are_disjoint() -> None:
 
 def test_rows_are_a_verl_prompt_data_set() -> None:
     found = data.problems(5, 50, operands=4)
-    table = data.rows(found, "test", seed=1)
+    table = data.rows(found, "test")
     assert [f"{field.name}: {field.type}" for field in table.schema] == [
         "data_source: string",
         "prompt: list<item: struct<role: string, content: string>>",
@@ -581,21 +581,19 @@ def test_rows_are_a_verl_prompt_data_set() -> None:
 
 
 def test_prompt_text() -> None:
-    texts = {data.prompt(Problem((3, 7, 12), 24), seed) for seed in range(60)}
-    assert len(texts) == 6
-    assert (
+    assert data.prompt(Problem((3, 7, 12), 24)) == (
         "Using the numbers 3, 7 and 12, write an expression that equals 24. Use each number exactly once, "
         "and only + - * / and parentheses. Put the expression in <answer></answer>."
-    ) in texts
-    assert data.prompt(Problem((5, 5), 25), 0).startswith("Using the numbers 5 and 5, write")
-    assert data.prompt(Problem((5,), 5), 0).startswith("Using the numbers 5, write")
+    )
+    assert data.prompt(Problem((5, 5), 25)).startswith("Using the numbers 5 and 5, write")
+    assert data.prompt(Problem((5,), 5)).startswith("Using the numbers 5, write")
 
 
 @pytest.mark.parametrize(("operands", "operators"), [(3, "+-*"), (3, "+-*/"), (4, "+-*")])
 def test_every_worked_example_scores_one(operands: int, operators: str) -> None:
     found = data.problems(9, 150, operands, operators=operators)
     examples = data.sft_rows(found, 2, per_problem=3, operators=operators).to_pylist()
-    questions = data.rows(found, seed=2).to_pylist()
+    questions = data.rows(found).to_pylist()
     assert len(examples) == 450
     for i, example in enumerate(examples):
         question = questions[i // 3]
@@ -618,10 +616,17 @@ def test_worked_examples_need_a_solution() -> None:
         data.sft_rows([Problem((1, 1, 1), 99)], 0)
 
 
+def test_large_numbers_are_never_multiplied() -> None:
+    found = data.problems(3, 300, high=20, high_product=10)
+    assert any(problem.numbers[-1] > 10 for problem in found)
+    assert any(not data.solutions(*problem, "+-") for problem in found)
+    for problem in found:
+        assert problem.numbers[-1] <= 10 or data.solutions(*problem, "+-")
+
+
 def test_the_same_seed_gives_the_same_tables() -> None:
     found = data.problems(4, 60)
-    assert data.rows(found, seed=8).equals(data.rows(found, seed=8))
-    assert not data.rows(found, seed=8).equals(data.rows(found, seed=9))
+    assert data.rows(found).equals(data.rows(found))
     assert data.sft_rows(found, 8, 2).equals(data.sft_rows(found, 8, 2))
     assert not data.sft_rows(found, 8, 2).equals(data.sft_rows(found, 9, 2))
 

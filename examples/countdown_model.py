@@ -1,0 +1,81 @@
+"""Build the demo's model: a tiny Llama with random weights, and a tokenizer that splits numbers into digits.
+
+    python examples/countdown_model.py OUT [--seed 0]
+
+The result is an ordinary Hugging Face model folder; nothing else in the project knows how small it is.
+"""
+
+import argparse
+import re
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from rlhf.data import countdown
+
+DIGITS_AND_OPERATORS = r"\d|(?<! )[-+*/()=](?! )|(?<=[\d(+*/-])[-+*/()=]|[-+*/()=](?=[\d(])"
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE in which digits and operators stand alone and the fixed phrases of the prompts are one token."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(DIGITS_AND_OPERATORS), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    prompts = [countdown.prompt(problem) for problem in countdown.problems(seed=0, count=2000)]
+    pieces = [piece for prompt in prompts for piece in re.split("</?answer>", prompt) if piece]
+    special = ["<pad>", "<s>", "</s>", "<|user|>", "<|assistant|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=512, initial_alphabet=alphabet, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator(pieces, trainer)
+    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in ("<answer>", "</answer>")])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        additional_special_tokens=special[3:],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=160,
+            intermediate_size=432,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            max_position_embeddings=256,
+            initializer_range=0.06,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer, arguments.seed)
+    tokenizer.save_pretrained(arguments.out)
+    model.save_pretrained(arguments.out)
+    print(f"a Llama of {model.num_parameters() / 1e6:.2f} M parameters, random weights, in {arguments.out}")
