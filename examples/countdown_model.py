@@ -37,7 +37,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     pieces = [piece for prompt in prompts for piece in re.split("</?answer>", prompt) if piece]
     special = ["<pad>", "<s>", "</s>", "<|user|>", "<|assistant|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=512, initial_alphabet=alphabet, special_tokens=special, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=512, initial_alphabet=alphabet, special_tokens=special, show_progress=False
+    )
     tokenizer.train_from_iterator(pieces, trainer)
     tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in ("<answer>", "</answer>")])
     return PreTrainedTokenizerFast(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -33,7 +33,7 @@ Store = Annotated[str, typer.Option(envvar="RATCHET_STORE", help="folder of runs
 DEFAULT_STORE = "file://./runs"
 
 
-class Format(str, Enum):
+class Format(StrEnum):
     table = "table"
     json = "json"
     csv = "csv"
@@ -102,7 +102,9 @@ def stop(name: Name, store: Store = DEFAULT_STORE) -> None:
         if heartbeat.is_alive(run.store.objects) is None:
             console.print(f"{name} has stopped; `ratchet resume {name}` goes on from the last commit")
             return
-    raise RatchetError(f"the driver of {name} has not stopped within 60 s: it may hang; kill pid {beat.pid} on {beat.host}")
+    raise RatchetError(
+        f"the driver of {name} has not stopped within 60 s: it may hang; kill pid {beat.pid} on {beat.host}"
+    )
 
 
 @app.command()
@@ -140,7 +142,9 @@ def evaluate(
     name: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="a run, or a Hugging Face model folder")],
     data: Annotated[Path | None, typer.Option(help="prompt file; by default the run's validation.data")] = None,
     store: Store = DEFAULT_STORE,
-    iteration: Annotated[int | None, typer.Option(help="the snapshot after so many iterations; by default the newest")] = None,
+    iteration: Annotated[
+        int | None, typer.Option(help="the snapshot after so many iterations; by default the newest")
+    ] = None,
     n: Annotated[int, typer.Option(help="trajectories per prompt", min=1)] = 1,
     temperature: Annotated[float, typer.Option(help="sampling temperature; 0: greedy", min=0)] = 1.0,
     max_response_tokens: Annotated[int | None, typer.Option(help="longest response", min=1)] = None,
@@ -175,7 +179,9 @@ def export(
     name: Name,
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="where the Hugging Face model folder goes")],
     store: Store = DEFAULT_STORE,
-    iteration: Annotated[int | None, typer.Option(help="the snapshot after so many iterations; by default the newest")] = None,
+    iteration: Annotated[
+        int | None, typer.Option(help="the snapshot after so many iterations; by default the newest")
+    ] = None,
     role: Annotated[str, typer.Option(help="actor or critic")] = "actor",
 ) -> None:
     """Write a snapshot as a Hugging Face model folder."""
@@ -226,14 +232,18 @@ def sft(
 
 @data.command()
 def countdown(
-    output: Annotated[Path, typer.Argument(metavar="OUT", help="folder for train.parquet, test.parquet and sft.parquet")],
+    output: Annotated[
+        Path, typer.Argument(metavar="OUT", help="folder for train.parquet, test.parquet and sft.parquet")
+    ],
     train: Annotated[int, typer.Option(help="training problems", min=1)] = 6144,
     test: Annotated[int, typer.Option(help="held-out problems, disjoint from the training ones", min=1)] = 1024,
     operands: Annotated[int, typer.Option(help="numbers in a problem", min=2, max=5)] = 3,
     high: Annotated[int, typer.Option(help="largest number", min=1)] = 20,
     high_product: Annotated[int, typer.Option(help="largest number in problems that need a product", min=1)] = 10,
     max_target: Annotated[int, typer.Option(help="largest target", min=1)] = 100,
-    sft_per_problem: Annotated[int, typer.Option(help="worked solutions per training problem in sft.parquet", min=0)] = 4,
+    sft_per_problem: Annotated[
+        int, typer.Option(help="worked solutions per training problem in sft.parquet", min=0)
+    ] = 4,
     seed: Annotated[int, typer.Option(help="the same seed gives the same files", min=0)] = 0,
 ) -> None:
     """Countdown: reach a target from given numbers, each used once."""

@@ -49,4 +49,5 @@ def answer(config: RunConfig) -> pd.DataFrame:
         batch = validate_shard(Context(call, TrajectoryBatch.of({}), worker))
         frames.append(batch.table.to_pandas())
     report("stage", iteration=0, stage="evaluate", done=shards, total=shards, seconds=None)
-    return pd.concat(frames, ignore_index=True)
+    answers: pd.DataFrame = pd.concat(frames, ignore_index=True)
+    return answers

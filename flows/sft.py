@@ -92,11 +92,15 @@ def _read(config: SFTConfig, tokenizer: object) -> TrajectoryBatch:
     prompts, responses = [], []
     for messages, response in zip(table["prompt"].to_pylist(), table["response"].to_pylist(), strict=True):
         prompt = Prompt(data_source="", messages=messages, ground_truth="", extra_info="")
-        _, ids = encode(prompt, tokenizer, max_tokens=config.max_prompt_tokens, truncation="error")  # type: ignore[arg-type]
+        _, ids = encode(prompt, tokenizer, max_tokens=config.max_prompt_tokens, truncation="error")
         prompts.append(ids)
         end = [tokenizer.eos_token_id]  # type: ignore[attr-defined]
         responses.append(tokenizer(response, add_special_tokens=False)["input_ids"] + end)  # type: ignore[operator]
     lengths = np.array([len(response) for response in responses])
     return TrajectoryBatch.of(
-        {"prompt_ids": prompts, "response_ids": responses, "loss_mask": ragged(np.ones(lengths.sum(), np.int8), lengths)}
+        {
+            "prompt_ids": prompts,
+            "response_ids": responses,
+            "loss_mask": ragged(np.ones(lengths.sum(), np.int8), lengths),
+        }
     )

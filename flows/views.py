@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from infra.driver import run_url
-from infra.runs import ROW_STAGES, UPDATES, Run, open_run
+from infra.runs import UPDATES, Run, open_run
+from infra.store import ROW_STAGES
 from rlhf.config import RunConfig, parse_config
 from rlhf.errors import UserError
 
@@ -36,16 +37,14 @@ def status(console: Console, run: Run, last: int) -> None:
     table.add_column("it", justify="right")
     for stage in stages:
         table.add_column(stage.replace("_", " "))
-    metrics = run.metrics().set_index("iteration") if state.iteration else None
+    metrics = {int(row["iteration"]): row for row in run.metrics().to_dict("records")}
     for label in WATCHED:
         table.add_column(label, justify="right")
     for iteration in range(first, state.iteration + 1):
         found = run.progress(iteration)
         cells = [found.get(stage, "·" if iteration == state.iteration else "") for stage in stages]
-        values = []
-        for name in WATCHED.values():
-            known = metrics is not None and iteration in metrics.index and name in metrics
-            values.append(f"{metrics.loc[iteration, name]:.3f}" if known and metrics is not None else "")
+        row = metrics.get(iteration, {})
+        values = [f"{row[name]:.3f}" if name in row else "" for name in WATCHED.values()]
         if any(found.values()) or iteration < state.iteration:
             table.add_row(str(iteration), *cells, *values)
     console.print(table)
@@ -90,7 +89,9 @@ def show(
         for row in found.itertuples(index=False):
             print("| " + " | ".join(_short(value).replace("|", "\\|").replace("\n", " ") for value in row) + " |")
     else:
-        table = Table(title=f"{run.config.run.name}, iteration {chosen}: {len(found)} of {len(trajectories)} trajectories")
+        table = Table(
+            title=f"{run.config.run.name}, iteration {chosen}: {len(found)} of {len(trajectories)} trajectories"
+        )
         for name in names:
             table.add_column(name, overflow="fold")
         for row in found.itertuples(index=False):
@@ -141,7 +142,9 @@ def solve_rates(answers: pd.DataFrame, title: str) -> Table:
 def mean_and_interval(answers: pd.DataFrame) -> tuple[float, float]:
     """Mean score, and half the width of its 95 % interval (normal approximation over the prompts' means)."""
     prompts = answers.groupby("prompt_id")["score"].mean()
-    return float(prompts.mean()), 1.96 * float(prompts.std(ddof=1)) / math.sqrt(len(prompts)) if len(prompts) > 1 else 0.0
+    return float(prompts.mean()), 1.96 * float(prompts.std(ddof=1)) / math.sqrt(len(prompts)) if len(
+        prompts
+    ) > 1 else 0.0
 
 
 def doctor(console: Console) -> None:
@@ -154,7 +157,18 @@ def doctor(console: Console) -> None:
     table = Table(title="this machine")
     table.add_column("what")
     table.add_column("found")
-    for package in ("ratchet-rlhf", "torch", "transformers", "prefect", "pyarrow", "fsspec", "s3fs", "vllm", "deepspeed", "ray"):
+    for package in (
+        "ratchet-rlhf",
+        "torch",
+        "transformers",
+        "prefect",
+        "pyarrow",
+        "fsspec",
+        "s3fs",
+        "vllm",
+        "deepspeed",
+        "ray",
+    ):
         try:
             table.add_row(package, importlib.metadata.version(package))
         except importlib.metadata.PackageNotFoundError:
@@ -165,7 +179,10 @@ def doctor(console: Console) -> None:
     table.add_row("train engines", "torch")
     with tempfile.TemporaryDirectory() as folder:
         for url in (f"file://{folder}", "memory://doctor"):
-            table.add_row(f"store {url.split(':')[0]}://", "works" if Objects(url).honours_create() else "ignores create-if-absent")
+            table.add_row(
+                f"store {url.split(':')[0]}://",
+                "works" if Objects(url).honours_create() else "ignores create-if-absent",
+            )
     console.print(table)
 
 

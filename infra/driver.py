@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from infra.log import Fenced
 from infra.objects import Objects
 from infra.progress import report
 from infra.records import Claim, RunState, Weights
-from infra.store import RunStore
+from infra.store import ROW_STAGES, RunStore
 from infra.workers.local import LocalGroup
 from infra.workers.worker import Worker, critic_model, reference_model
 from rlhf.config import RunConfig
@@ -184,6 +184,7 @@ def _open(config: RunConfig, take_over: bool) -> Driver:
             initial=driver.initial_weights,
         )
     )
+    store.sweep((*ROW_STAGES, "validate"))
     return driver
 
 
@@ -194,10 +195,8 @@ def _create(store: RunStore, config: RunConfig) -> None:
             "commits: use a store with conditional writes, or set run.single_writer: true and run one driver only"
         )
     first = {"schema_version": 1, "config": config.model_dump(mode="json"), "parent": None}
-    try:
+    with suppress(FileExistsError):  # another driver created the run at the same moment; the log decides between them
         store.objects.create("run.json", json.dumps(first, indent=1).encode())
-    except FileExistsError:
-        pass  # another driver created the run at the same moment; the log decides between them
 
 
 def _set_threads(last: Claim | None) -> int:
@@ -230,6 +229,8 @@ def _code_digest() -> str:
 
 
 def _abandon(name: str) -> None:
-    print(f"stopped as asked, abandoning a stage; `ratchet resume {name}` goes on from the last commit", file=sys.stderr)
+    print(
+        f"stopped as asked, abandoning a stage; `ratchet resume {name}` goes on from the last commit", file=sys.stderr
+    )
     sys.stderr.flush()
     os._exit(1)

@@ -109,7 +109,9 @@ class RunLog:
             self._check_epoch()
             if not self._try_append(commits, self.epoch):
                 self._check_epoch()
-                raise Corrupt(f"log record {self.state.slot} is of epoch {self.epoch}, but this driver did not write it")
+                raise Corrupt(
+                    f"log record {self.state.slot} is of epoch {self.epoch}, but this driver did not write it"
+                )
 
     def _check_epoch(self) -> None:
         if self.state.epoch != self.epoch:
@@ -183,7 +185,9 @@ def read_verified(objects: Objects, ref: ObjectRef) -> bytes:
     try:
         data = objects.get(ref.key)
     except FileNotFoundError:
-        raise Corrupt(f"{objects.url}/{ref.key} is gone, though a record commits it: restore it from a backup") from None
+        raise Corrupt(
+            f"{objects.url}/{ref.key} is gone, though a record commits it: restore it from a backup"
+        ) from None
     if sha256_of(data) != ref.sha256:
         raise Corrupt(f"{objects.url}/{ref.key} is damaged (its sha256 is not the committed one): restore it")
     return data

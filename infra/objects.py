@@ -14,6 +14,7 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -51,12 +52,12 @@ class LocalBackend:
         try:
             os.link(temporary, path)
         finally:
-            os.unlink(temporary)
+            Path(temporary).unlink()
         self._sync_folder(path.parent)
 
     def put(self, key: str, data: bytes) -> None:
         path = self.root / key
-        os.replace(self._write_beside(path, data), path)
+        Path(self._write_beside(path, data)).replace(path)
         self._sync_folder(path.parent)
 
     def get(self, key: str) -> bytes:
@@ -80,7 +81,7 @@ class LocalBackend:
                 file.flush()
                 os.fsync(handle)
         except BaseException:
-            os.unlink(temporary)
+            Path(temporary).unlink()
             raise
         return temporary
 
@@ -122,10 +123,8 @@ class FsspecBackend:
             self.fs.rm([self._path(key) for key in keys])
             return
         for key in keys:
-            try:
+            with suppress(FileNotFoundError):
                 self.fs.rm_file(self._path(key))
-            except FileNotFoundError:
-                pass
 
     def list(self, prefix: str) -> list[str]:
         found = self.fs.find(self._path(prefix))

@@ -135,9 +135,7 @@ class Close(Frozen):
     metrics: ShardRef
 
 
-Commit = Annotated[
-    Claim | Shard | Stage | Skip | Snapshot | Diverged | Retire | Close, Field(discriminator="kind")
-]
+Commit = Annotated[Claim | Shard | Stage | Skip | Snapshot | Diverged | Retire | Close, Field(discriminator="kind")]
 
 
 class Record(Frozen):

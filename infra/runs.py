@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from infra.objects import Objects
 from infra.records import RunState, Stage
-from infra.store import RunStore
+from infra.store import ROW_STAGES, RunStore
 from rlhf.config import RunConfig, parse_config
 from rlhf.errors import UserError
 from rlhf.schema import TRAJECTORY
@@ -19,7 +19,6 @@ from rlhf.schema import TRAJECTORY
 if TYPE_CHECKING:
     import pandas as pd
 
-ROW_STAGES = ("generate", "score", "old_log_probs", "ref_log_probs", "values", "advantages")
 UPDATES = ("update_critic", "update_actor")
 
 
@@ -59,7 +58,9 @@ class Run:
         wanted = [column.name for column in TRAJECTORY.columns] if columns is None else list(columns)
         unknown = [name for name in wanted if name not in {column.name for column in TRAJECTORY.columns}]
         if unknown:
-            raise UserError(f"there is no column {unknown[0]}; columns are {', '.join(c.name for c in TRAJECTORY.columns)}")
+            raise UserError(
+                f"there is no column {unknown[0]}; columns are {', '.join(c.name for c in TRAJECTORY.columns)}"
+            )
         chosen = range(self.state.iteration + 1) if iterations is None else iterations
         frames = [self._iteration(iteration, wanted, columns is None) for iteration in chosen]
         frames = [frame for frame in frames if len(frame)]
@@ -87,9 +88,7 @@ class Run:
     def progress(self, iteration: int) -> dict[str, str]:
         """What each stage of an iteration has committed: `done`, `skipped`, `3 shards`, or nothing."""
         state = self.store.iteration_state(iteration)
-        found = {
-            name: "done" if isinstance(commit, Stage) else "skipped" for name, commit in state.stages.items()
-        }
+        found = {name: "done" if isinstance(commit, Stage) else "skipped" for name, commit in state.stages.items()}
         for name, shards in state.shards.items():
             found.setdefault(name, f"{len(shards)} shard{'s' if len(shards) != 1 else ''}")
         return found
@@ -97,7 +96,9 @@ class Run:
     def newest_snapshot(self) -> int:
         version = max(self.state.snapshots, default=None)
         if version is None:
-            raise UserError(f"{self.store.url} has no snapshot yet (checkpoint.every is {self.config.checkpoint.every})")
+            raise UserError(
+                f"{self.store.url} has no snapshot yet (checkpoint.every is {self.config.checkpoint.every})"
+            )
         return version
 
     def export(self, version: int, folder: str | Path, role: str = "actor") -> Path:
@@ -147,4 +148,5 @@ class Run:
             refs = [shard.data for _, shard in sorted(state.shards.get(stage, {}).items())]
         if not refs:
             return None
-        return pa.concat_tables([self.store.read_shard(ref, columns) for ref in refs]).to_pandas()
+        frame: pd.DataFrame = pa.concat_tables([self.store.read_shard(ref, columns) for ref in refs]).to_pandas()
+        return frame

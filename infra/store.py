@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -28,6 +29,9 @@ from infra.records import (
     Weights,
     sha256_of,
 )
+
+ROW_STAGES = ("generate", "score", "old_log_probs", "ref_log_probs", "values", "advantages")
+"""Stages that write trajectory columns, in order."""
 
 MAX_ATTEMPTS = 4
 """A stage is tried at most so often by one driver; the sweep relies on it."""
@@ -97,7 +101,7 @@ class RunStore:
     # Iterations.
 
     def iteration_state(self, iteration: int) -> RunState:
-        """The state in which an iteration's stages and shards stand: the open one's, or that of a closed one's index."""
+        """The state in which an iteration's stages stand: the open one's, or that of a closed one's index."""
         state = self.state
         if iteration >= state.iteration:
             return state if iteration == state.iteration else RunState()
@@ -127,7 +131,7 @@ class RunStore:
         """
         state = self.state
         kept = {shard.data.key for shards in state.shards.values() for shard in shards.values()}
-        older = {epoch: shards for epoch, shards in state.open_epochs.items() if epoch < self.log.epoch}
+        older = {epoch: opened.shards for epoch, opened in state.open_epochs.items() if epoch < self.log.epoch}
         names = [
             _shard_key(state.iteration, stage, f"{epoch}-{attempt}", shard)
             for epoch, shards in older.items()

@@ -62,8 +62,7 @@ class TrajectoryBatch:
     def array(self, name: str) -> pa.Array:
         if name not in self:
             raise KeyError(f"column {name} is not among those read here: {', '.join(self.columns)}")
-        column = self.table[name]
-        return column.chunk(0) if column.num_chunks == 1 else pa.array([], column.type)
+        return self.table[name].combine_chunks()
 
     def list(self, name: str) -> list[Any]:
         return list(self.array(name).to_pylist())

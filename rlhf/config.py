@@ -5,9 +5,10 @@ Every size says its unit in its name. Reading and validating a config imports no
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -16,6 +17,7 @@ from rlhf.algorithms import GAE, Advantage, KLPenalty, PolicyLoss, PPOClip
 from rlhf.errors import UserError
 
 RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
@@ -84,7 +86,7 @@ class Trainer(Section):
     engine: Literal["torch"] = Field("torch", description="what trains: torch (one process, CPU or GPU)")
     lr: float = Field(gt=0, description="learning rate of AdamW")
     lr_schedule: LRSchedule = Field(LRSchedule(), description="learning rate over the iterations")
-    betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's betas")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="AdamW's betas")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay")
     ppo_epochs: int = Field(1, gt=0, description="passes over an iteration's trajectories")
     mini_batch_trajectories: int = Field(64, gt=0, description="trajectories an optimizer step learns from")
@@ -123,7 +125,9 @@ class Checkpoint(Section):
 
 class Validation(Section):
     data: str | None = Field(None, description="prompt file to validate on; null: no validation")
-    every: int = Field(0, ge=0, description="iterations between validations; 0: only before the first and after the last")
+    every: int = Field(
+        0, ge=0, description="iterations between validations; 0: only before the first and after the last"
+    )
     n: int = Field(1, gt=0, description="trajectories per prompt")
     temperature: float = Field(1.0, ge=0, description="sampling temperature; 0: greedy")
 
@@ -195,7 +199,9 @@ class RunConfig(Section):
         for role, trainer in trainers:
             size = trainer.mini_batch_trajectories
             if size > total:
-                raise ValueError(f"{role}.mini_batch_trajectories is {size}, more than an iteration has ({sizes}): lower it")
+                raise ValueError(
+                    f"{role}.mini_batch_trajectories is {size}, more than an iteration has ({sizes}): lower it"
+                )
             if total % size:
                 raise ValueError(f"{role}.mini_batch_trajectories is {size}, which does not divide {total} ({sizes})")
             longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
@@ -239,7 +245,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     Raises `UserError`, one line naming the key and the mend, for anything that is wrong.
     """
     try:
-        tree = yaml.safe_load(Path(path).read_text())
+        tree = _yaml(Path(path).read_text())
     except OSError as error:
         raise UserError(f"cannot read the config {path}: {error.strerror or error}") from None
     except yaml.YAMLError as error:
@@ -251,7 +257,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
         if not equals or not key:
             raise UserError(f"{override!r} is not an override: write key.subkey=value, such as actor.lr=1e-5")
         try:
-            value = yaml.safe_load(text)
+            value = _yaml(text)
         except yaml.YAMLError:
             raise UserError(f"{override!r}: {text!r} is not a YAML value") from None
         _set(tree, key, value)
@@ -261,9 +267,9 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
 def parse_config(tree: Mapping[str, Any], where: str) -> RunConfig:
     """Validate a tree of plain values; raises `UserError` with one line about its first problem."""
     try:
-        return RunConfig.model_validate(_numbers(tree))
+        return RunConfig.model_validate(tree)
     except ValidationError as error:
-        raise UserError(f"{where}: {_explain(error)}") from None
+        raise UserError(f"{where}: {_explain(error, tree)}") from None
 
 
 def keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> list[tuple[str, str, str, str]]:
@@ -304,24 +310,27 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
     tree[last] = value
 
 
-def _numbers(value: Any) -> Any:
-    """YAML 1.1 reads 1e-5 as text (it wants 1.0e-5); people mean the number."""
-    if isinstance(value, Mapping):
-        return {key: _numbers(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_numbers(inner) for inner in value]
-    if isinstance(value, str) and "e" in value.lower() and value[:1] in "-+.0123456789":
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
+class _Loader(yaml.SafeLoader):
+    """Reads 1e-5 as the number that people mean, as YAML 1.2 does; for YAML 1.1 it is text (it wants 1.0e-5)."""
 
 
-def _explain(error: ValidationError) -> str:
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"), list("-+.0123456789")
+)
+
+
+def _yaml(text: str) -> Any:
+    return yaml.load(text, _Loader)
+
+
+def _explain(error: ValidationError, tree: Mapping[str, Any]) -> str:
     problem = error.errors()[0]
-    key = ".".join(str(part) for part in problem["loc"])
+    key = _key(problem["loc"], tree)
     message, given = problem["msg"], problem["input"]
+    if problem["type"] == "union_tag_not_found":
+        return f"{key}.type is missing: set it"
+    if problem["type"] == "union_tag_invalid":
+        return f"{key}.type is {problem['ctx']['tag']!r}: input should be one of {problem['ctx']['expected_tags']}"
     if problem["type"] == "extra_forbidden":
         return f"{key} is not a key of the config; `ratchet train --help` lists them"
     if problem["type"] == "missing":
@@ -330,6 +339,20 @@ def _explain(error: ValidationError) -> str:
     if problem["type"] == "value_error":
         return f"{key}: {message}" if key else message
     return f"{key} is {given!r}: {message[0].lower()}{message[1:]}"
+
+
+def _key(location: Iterable[str | int], tree: Any) -> str:
+    """The dotted key of a place in the tree; pydantic's location also holds the `type` of each algorithm it enters."""
+    parts = []
+    for part in location:
+        if isinstance(tree, Mapping) and part not in tree and tree.get("type") == part:
+            continue
+        parts.append(str(part))
+        try:
+            tree = tree[part]
+        except (KeyError, IndexError, TypeError):
+            tree = None
+    return ".".join(parts)
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:

@@ -96,5 +96,9 @@ def _metrics(
         error = (returns[here] - values).var(unbiased=False)
         metrics["critic/vf_explained_var"] = float(1 - error / spread) if spread > 0 else 0.0
     for name, column in columns.items():
-        metrics |= {f"{name}/mean": float(column.mean()), f"{name}/max": float(column.max()), f"{name}/min": float(column.min())}
+        metrics |= {
+            f"{name}/mean": float(column.mean()),
+            f"{name}/max": float(column.max()),
+            f"{name}/min": float(column.min()),
+        }
     return metrics | {"perf/prompt_tokens": float(prompts.sum()), "perf/response_tokens": float(responses.sum())}

@@ -83,8 +83,8 @@ def _report_mismatch(driver: Driver, role: str, committed: Stage, manifest: Mani
     policy = driver.config.checkpoint.on_replay_mismatch
     if policy == "stop" or (policy == "auto" and not torch.cuda.is_available()):
         raise ReplayMismatch(
-            f"replaying {committed.stage} of iteration {committed.iteration} gave other weights than were committed: on "
-            "one machine with one thread count that is a bug or a changed package; checkpoint.on_replay_mismatch: "
-            "continue goes on with the replayed weights"
+            f"replaying {committed.stage} of iteration {committed.iteration} gave other weights than were committed: "
+            "on one machine with one thread count that is a bug or a changed package; "
+            "checkpoint.on_replay_mismatch=continue goes on with the replayed weights"
         )
     report("note", text=f"replaying {committed.stage} of iteration {committed.iteration} gave other weights; going on")

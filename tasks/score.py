@@ -27,9 +27,7 @@ def score(context: Context) -> TrajectoryBatch:
 def scores(context: Context, batch: TrajectoryBatch) -> dict[str, list[object]]:
     """The columns of `score` for the responses of a batch."""
     function = load_reward(context.config.reward.function)
-    asked = zip(
-        *(batch.list(name) for name in ("data_source", "response", "ground_truth", "extra_info")), strict=True
-    )
+    asked = zip(*(batch.list(name) for name in ("data_source", "response", "ground_truth", "extra_info")), strict=True)
     found = [score_response(function, *row) for row in asked]
     return {
         "score": [one.score for one in found],

@@ -106,9 +106,11 @@ def skip_update(role: str, iteration: int, reason: str) -> None:
     driver = Driver.current()
     spec, _ = UPDATES[role]
     if driver.store.committed_stage(iteration, spec.name) is None:
-        weights = driver.state.weights[role]
-        weights = Weights(version=weights.version + 1, digest=weights.digest)
-        driver.store.commit(Skip(iteration=iteration, stage=spec.name, role=role, weights=weights, reason=reason))
+        before = driver.state.weights[role]
+        after = Weights(version=before.version + 1, digest=before.digest)
+        driver.store.commit(Skip(iteration=iteration, stage=spec.name, role=role, weights=after, reason=reason))
+        if driver.group.call("holds", role, before):
+            driver.group.call("pass_through", role, after)
 
 
 def _as_task(spec: StageSpec, run: Callable[[int, tuple[Manifest, ...]], tuple[Manifest, bool]]) -> StageTask:
@@ -302,8 +304,12 @@ def _check_shard(driver: Driver, spec: StageSpec, committed: Shard, now: Fingerp
         return
     then = parse_config(driver.store.log.claim_of(committed.epoch).config, "the claim")
     before, after = spec.view(then).values(), spec.view(driver.config).values()
-    differences = [f"config.{key}: {before[key]} -> {after[key]}" for key in spec.config_keys if before[key] != after[key]]
-    raise _changed(driver, spec, committed.iteration, differences or [f"one of {', '.join(spec.digests) or 'its inputs'}"])
+    differences = [
+        f"config.{key}: {before[key]} -> {after[key]}" for key in spec.config_keys if before[key] != after[key]
+    ]
+    raise _changed(
+        driver, spec, committed.iteration, differences or [f"one of {', '.join(spec.digests) or 'its inputs'}"]
+    )
 
 
 def _changed(driver: Driver, spec: StageSpec, iteration: int, differences: list[str]) -> UserError:
@@ -340,4 +346,3 @@ def _call(
         cursor=driver.state.cursor,
         controllers=dict(driver.state.controllers),
     )
-

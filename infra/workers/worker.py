@@ -129,9 +129,8 @@ class Worker:
     def rows(self, call: Call, compute: Compute) -> Rows:
         """Compute one shard and write it; nothing is committed."""
         self._admit(call)
-        if call.role is not None and (role := WEIGHTS_OF.get(call.role, call.role)) in self._weights:
-            if self._weights[role] != call.weights:
-                raise Stale(role)
+        if call.role is not None and not self.holds(role := WEIGHTS_OF.get(call.role, call.role), call.weights):
+            raise Stale(role)
         started = time.perf_counter()
         context = Context(call, self._read(call), self)
         batch = compute(context)
@@ -147,7 +146,11 @@ class Worker:
         self._admit(call)
         assert call.role is not None and call.weights is not None
         done = self._updated.get(call.role)
-        if done is not None and self._weights[call.role] == done.weights and done.weights.version == call.weights.version + 1:
+        if (
+            done is not None
+            and self._weights[call.role] == done.weights
+            and done.weights.version == call.weights.version + 1
+        ):
             return done
         if self._weights.get(call.role) != call.weights:
             raise Stale(call.role)
@@ -160,8 +163,8 @@ class Worker:
         self._updated[call.role] = Updated(weights, metrics, time.perf_counter() - started)
         return self._updated[call.role]
 
-    def holds(self, role: str, weights: Weights) -> bool:
-        return self._weights.get(role) == weights
+    def holds(self, role: str, weights: Weights | None) -> bool:
+        return weights is not None and self._weights.get(role) == weights
 
     def load(self, role: str, weights: Weights, checkpoint: ObjectRef | None) -> None:
         """Load a role's snapshot; without one, the weights it starts from."""

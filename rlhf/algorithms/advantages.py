@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 class GAE(Algorithm):
     r"""Generalized advantage estimation (arXiv 1506.02438, eq. 16), for PPO with a critic.
 
-    .. math:: \delta_t = r_t + \gamma V_{t+1} - V_t, \qquad A_t = \delta_t + \gamma\lambda A_{t+1}, \qquad R_t = A_t + V_t
+    .. math::
+        \delta_t = r_t + \gamma V_{t+1} - V_t, \qquad A_t = \delta_t + \gamma\lambda A_{t+1}, \qquad R_t = A_t + V_t
 
     with :math:`V = A = 0` after the last token. Masked tokens (tool output) are stepped over: the next unmasked
     token follows the previous one. Returns are taken before the advantages are whitened.
@@ -54,7 +55,7 @@ class GRPO(Algorithm):
 
     .. math:: A_i = \frac{R_i - \operatorname{mean}(R_{group})}{\operatorname{std}(R_{group}) + \epsilon}
 
-    :math:`R_i` is the sum of the trajectory's rewards; every token of the trajectory gets :math:`A_i`. The standard
+    :math:`R_i` is the sum of the trajectory's unmasked rewards; every such token gets :math:`A_i`. The standard
     deviation is Bessel-corrected. ``norm_by_std: false`` leaves the division out (Dr. GRPO, arXiv 2503.20783). A
     trajectory alone in its group has nothing to be compared with: mean 0 and deviation 1, so its advantage is its
     reward, as in the published code.
@@ -72,8 +73,8 @@ class GRPO(Algorithm):
         *,
         groups: Int[Tensor, " batch"],
     ) -> tuple[Float[Tensor, "batch response"], Float[Tensor, "batch response"]]:
-        scores = token_rewards.sum(-1)
-        _, group = groups.unique(return_inverse=True)
+        scores = token_rewards.where(mask > 0, 0.0).sum(-1)
+        _, group = groups.unique(return_inverse=True)  # type: ignore[no-untyped-call]
         size = group.bincount()
         alone = size == 1
         total = scores.new_zeros(len(size)).index_add(0, group, scores)

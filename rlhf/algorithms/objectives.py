@@ -24,10 +24,15 @@ if TYPE_CHECKING:
 
 
 class Objective(Protocol):
-    columns: tuple[str, ...]
-    """Per-token columns of the batch that the objective reads, `loss_mask` among them."""
-    outputs: tuple[str, ...]
-    """What it asks of the model's forward pass: `log_probs`, `entropy` or `values`."""
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Per-token columns of the batch that the objective reads, `loss_mask` among them."""
+        ...
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """What it asks of the model's forward pass: `log_probs`, `entropy` or `values`."""
+        ...
 
     def __call__(self, outputs: Outputs, batch: Outputs, totals: Totals) -> Share: ...
 
@@ -75,7 +80,8 @@ class ActorObjective:
 class CriticObjective:
     r"""The clipped value loss (PPO's reference code, arXiv 1707.06347; arXiv 2005.12729 measures it):
 
-    .. math:: \tfrac12 \max\left((V - R)^2, (\operatorname{clip}(V, V_{old} - \epsilon, V_{old} + \epsilon) - R)^2\right)
+    .. math::
+        \tfrac12 \max\left((V - R)^2, (\operatorname{clip}(V, V_{old} - \epsilon, V_{old} + \epsilon) - R)^2\right)
 
     `cliprange_value` None leaves the clipping out.
     """

@@ -133,9 +133,7 @@ def rows(problems: Sequence[Problem], split: str = "train") -> "pa.Table":
     )
 
 
-def sft_rows(
-    problems: Sequence[Problem], seed: int = 0, per_problem: int = 1, operators: str = "+-*"
-) -> "pa.Table":
+def sft_rows(problems: Sequence[Problem], seed: int = 0, per_problem: int = 1, operators: str = "+-*") -> "pa.Table":
     """Worked examples: `per_problem` independent, uniform draws from the solutions of each problem."""
     import pyarrow as pa
 

@@ -13,8 +13,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from rlhf import seeding
 from rlhf.errors import UserError
 
@@ -75,8 +73,8 @@ def encode(
     if len(ids) > max_tokens:
         if truncation == "error":
             raise UserError(
-                f"a prompt has {len(ids)} tokens, more than data.max_prompt_tokens {max_tokens} ({text[:60]!r}...): raise "
-                "it, or set data.truncation"
+                f"a prompt has {len(ids)} tokens, more than data.max_prompt_tokens {max_tokens} ({text[:60]!r}...): "
+                "raise it, or set data.truncation"
             )
         ids = ids[-max_tokens:] if truncation == "left" else ids[:max_tokens]
     return text, ids
@@ -90,23 +88,23 @@ def _read(path: Path) -> Iterable[Prompt]:
         import pyarrow.parquet as pq
 
         try:
-            rows: Iterable[Any] = pq.read_table(path).to_pylist()
+            rows = pq.read_table(path).to_pylist()
         except pa.ArrowInvalid as error:
             raise UserError(f"{path} is not a Parquet file: {error}") from None
+        for number, row in enumerate(rows, 1):
+            yield _prompt(row, f"{path}, row {number}")
     else:
-        rows = _json_lines(path)
-    for number, row in enumerate(rows, 1):
-        yield _prompt(row, f"{path}, row {number}")
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield _prompt(_json(line, where := f"{path}, line {number}"), where)
 
 
-def _json_lines(path: Path) -> Iterable[Any]:
-    with path.open() as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                try:
-                    yield json.loads(line)
-                except ValueError as error:
-                    raise UserError(f"{path}, line {number} is not JSON: {error}") from None
+def _json(line: bytes, where: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{where} is not JSON: {error}") from None
 
 
 def _prompt(row: Any, where: str) -> Prompt:
@@ -128,6 +126,6 @@ def _prompt(row: Any, where: str) -> Prompt:
     return Prompt(
         data_source=str(row["data_source"]),
         messages=messages,
-        ground_truth=truth if isinstance(truth, str) else json.dumps(truth),
+        ground_truth=truth if isinstance(truth, str) else json.dumps(truth, default=str),
         extra_info=json.dumps(row.get("extra_info"), default=str),
     )

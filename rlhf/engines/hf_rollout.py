@@ -41,8 +41,9 @@ class HFRollout:
         was_training = self.model.training
         self.model.eval()
         try:
-            with torch.inference_mode(), torch.autocast(
-                self.model.device.type, dtype=torch.bfloat16, enabled=self.dtype == "bfloat16"
+            with (
+                torch.inference_mode(),
+                torch.autocast(self.model.device.type, dtype=torch.bfloat16, enabled=self.dtype == "bfloat16"),
             ):
                 tokens, log_probs, lengths = self._generate(requests, sampling)
         finally:
@@ -138,7 +139,7 @@ def _uniforms(requests: Sequence[Request], sampling: Sampling) -> np.ndarray:
 
 
 def _causal_mask(padding: Tensor, prompt: int, response: int) -> Tensor:
-    """[batch, 1, time, time], True where a position may look; a padded position looks at itself, so that no row is empty."""
+    """[batch, 1, time, time], True where a position may look; padding looks at itself, so that no row is empty."""
     time = torch.arange(prompt + response, device=padding.device)
     visible = (time[None, :] <= time[:, None])[None] & (time[None, None, :] >= padding[:, None, None])
     return (visible | torch.eye(len(time), dtype=torch.bool, device=padding.device))[:, None]

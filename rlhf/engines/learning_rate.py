@@ -6,7 +6,7 @@ from rlhf.config import LRSchedule
 
 
 def learning_rate(peak: float, schedule: LRSchedule, iteration: int) -> float:
-    """Linear warm-up from ``peak / warmup`` to `peak`, then constant, linear or cosine decay to ``min_ratio * peak``."""
+    """Linear warm-up from ``peak / warmup`` to `peak`, then constant or decaying to ``min_ratio * peak``."""
     if iteration < schedule.warmup_iterations:
         return peak * (iteration + 1) / schedule.warmup_iterations
     if schedule.type == "constant" or schedule.decay_iterations is None:

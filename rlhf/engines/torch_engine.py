@@ -94,7 +94,7 @@ class TorchEngine:
             part = mini_batch.take(rows)
             columns = {name: part.padded(name).float().to(self.device) for name in objective.columns}
             loss, metrics = objective(self._forward(micro, objective.outputs, schedule.temperature), columns, totals)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             for name, value in metrics.items():
                 sums[name] = sums.get(name, torch.zeros((), device=self.device)) + value.detach()
         norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), schedule.grad_clip or math.inf)
@@ -152,7 +152,7 @@ class TorchEngine:
         digest = hashlib.sha256()
         for name, tensor in sorted(self._tensors().items()):
             digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
-            digest.update(memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()))
+            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
     def state(self) -> dict[str, bytes]:
@@ -180,8 +180,8 @@ class TorchEngine:
 def log_probs_and_entropy(
     logits: Float[Tensor, "micro time vocab"], targets: Tensor, temperature: float, *, entropy: bool
 ) -> tuple[Float[Tensor, "micro time"], Float[Tensor, "micro time"] | None]:
-    r""":math:`\log\pi(y) = z_y - \operatorname{logsumexp} z` and :math:`H = \operatorname{logsumexp} z - \sum_v \pi_v z_v`
-    of the temperature-scaled logits z, in float32."""
+    r""":math:`\log\pi(y) = z_y - lse(z)` and :math:`H = lse(z) - \sum_v \pi_v z_v` of the temperature-scaled
+    logits z, in float32; lse is the log of the sum of exponentials."""
     scaled = logits.float() / temperature if temperature != 1.0 else logits.float()
     normalizer = scaled.logsumexp(-1)
     log_probs = scaled.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - normalizer

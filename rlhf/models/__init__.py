@@ -26,7 +26,9 @@ def model_folder(model: Model) -> Path:
             raise UserError(f"model.path {model.path} holds no config.json: it is not a Hugging Face model folder")
         return path
     if path.is_absolute() or model.path.startswith(".") or model.path.count("/") != 1:
-        raise UserError(f"model.path {model.path} does not exist: name a model folder, or a model of the hub (owner/name)")
+        raise UserError(
+            f"model.path {model.path} does not exist: name a model folder, or a model of the hub (owner/name)"
+        )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -87,8 +89,10 @@ def _load(auto_class: Any, model: Model, **options: Any) -> PreTrainedModel:
 
 def _load_with_missing(auto_class: Any, model: Model, **options: Any) -> tuple[PreTrainedModel, list[str]]:
     import torch
+    from transformers.utils import logging
 
     folder = model_folder(model)
+    logging.set_verbosity_error()  # a critic's new head is no reason for a warning
     loaded, info = auto_class.from_pretrained(
         folder,
         dtype=torch.float32,

@@ -12,7 +12,6 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from rlhf.errors import NotFinite, UserError
 
@@ -32,7 +31,7 @@ def load_reward(name: str) -> RewardFunction:
         module_name, function = f"rlhf.rewards.{name}", "compute_score"
     try:
         found = getattr(importlib.import_module(module_name), function)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise UserError(
             f"reward.function {name}: {error}; name a built-in (countdown, constant) or package.module:function"
         ) from None
@@ -48,13 +47,16 @@ def reward_digest(name: str) -> str:
     return hashlib.sha256(inspect.getsource(module).encode()).hexdigest()
 
 
-def score(
-    function: RewardFunction, data_source: str, solution_str: str, ground_truth: str, extra_info: str
-) -> Score:
+def score(function: RewardFunction, data_source: str, solution_str: str, ground_truth: str, extra_info: str) -> Score:
     """Score one response; `ground_truth` and `extra_info` are JSON text where the dataset held structures."""
     result = function(data_source, solution_str, ground_truth, json.loads(extra_info))
-    parts = dict(result) if isinstance(result, dict) else {"score": float(result)}
-    total = float(parts.pop("score"))
+    parts = dict(result) if isinstance(result, dict) else {"score": result}
+    try:
+        total = float(parts.pop("score"))
+    except (KeyError, TypeError, ValueError):
+        raise UserError(
+            f"the reward of a response (data_source {data_source}) is {result!r}: return a number or a dict with `score`"
+        ) from None
     if not math.isfinite(total):
         raise NotFinite(f"the reward of a response is {total} (data_source {data_source}): nothing of it is committed")
     return Score(total, {name: float(part) for name, part in parts.items()})

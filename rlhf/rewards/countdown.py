@@ -174,11 +174,7 @@ def _problem(ground_truth: Mapping[str, Any] | str) -> tuple[int, Sequence[int]]
         raise ValueError(f"ground_truth must be an object with target and numbers, not {truth!r}") from error
     if not _is_integer(target):
         raise ValueError(f"ground_truth['target'] must be an integer, not {target!r}")
-    if (
-        not isinstance(numbers, list | tuple)
-        or not numbers
-        or not all(_is_integer(n) and n >= 0 for n in numbers)
-    ):
+    if not isinstance(numbers, list | tuple) or not numbers or not all(_is_integer(n) and n >= 0 for n in numbers):
         raise ValueError(f"ground_truth['numbers'] must be a list of integers from 0 up, not {numbers!r}")
     return target, numbers
 

@@ -50,9 +50,7 @@ class Tree:
     right: "Tree | int"
 
     def value(self) -> Fraction:
-        apply: Any = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}[
-            self.symbol
-        ]
+        apply: Any = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}[self.symbol]
         return Fraction(apply(value(self.left), value(self.right)))
 
 
@@ -76,13 +74,7 @@ def spell(tree: Tree | int, rng: random.Random, needs: str = "") -> str:
         left_needs = "+-" if tree.symbol in "*/" else ""
         right_needs = {"+": "", "-": "+-", "*": "+-", "/": "+-*/"}[tree.symbol]
         symbol = rng.choice({"*": "*×", "/": "/÷"}.get(tree.symbol, tree.symbol))
-        text = (
-            spell(tree.left, rng, left_needs)
-            + space()
-            + symbol
-            + space()
-            + spell(tree.right, rng, right_needs)
-        )
+        text = spell(tree.left, rng, left_needs) + space() + symbol + space() + spell(tree.right, rng, right_needs)
         bare = tree.symbol not in needs
     if not bare or rng.random() < 0.15:
         text = f"({space()}{text}{space()})"
@@ -363,10 +355,7 @@ def test_hostile_answers_are_refused_at_once(hostile: str) -> None:
 
 
 def test_the_bounds_are_the_documented_ones() -> None:
-    assert (
-        answer("(" * MAX_DEPTH + RIGHT_SPELLING.replace("(", "").replace(")", "") + ")" * MAX_DEPTH, 38)
-        == RIGHT
-    )
+    assert answer("(" * MAX_DEPTH + RIGHT_SPELLING.replace("(", "").replace(")", "") + ")" * MAX_DEPTH, 38) == RIGHT
     assert answer(RIGHT_SPELLING.ljust(MAX_LENGTH)) == RIGHT
     assert answer("+".join(["(1)"] * 2 * MAX_DEPTH), 2 * MAX_DEPTH, (1,) * 2 * MAX_DEPTH) == RIGHT
     assert answer("0" * (MAX_DIGITS - 1) + RIGHT_SPELLING) == RIGHT
@@ -443,9 +432,7 @@ def minimal_texts(numbers: tuple[int, ...], operators: str) -> dict[str, Fractio
     return texts
 
 
-@pytest.mark.parametrize(
-    "numbers", [(1, 2, 3), (3, 7, 12), (5, 5, 5), (2, 4, 4), (0, 0, 3), (0, 1, 6), (8, 3, 1)]
-)
+@pytest.mark.parametrize("numbers", [(1, 2, 3), (3, 7, 12), (5, 5, 5), (2, 4, 4), (0, 0, 3), (0, 1, 6), (8, 3, 1)])
 @pytest.mark.parametrize("operators", ["+-*", "+-*/", "-/", "+"])
 def test_solutions_are_all_the_minimal_texts(numbers: tuple[int, ...], operators: str) -> None:
     texts = minimal_texts(numbers, operators)
@@ -640,9 +627,7 @@ def test_another_process_generates_the_same_bytes_without_torch() -> None:
     found = data.problems(6, 40)
     here = f"{found} {data.rows(found).to_pylist()} {data.sft_rows(found, 1).to_pylist()}\n"
     environment = {"PYTHONPATH": ":".join(filter(None, sys.path)), "PYTHONHASHSEED": "123"}
-    there = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
-    )
+    there = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
     assert there.stdout == here, there.stderr
 
 

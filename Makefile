@@ -1,0 +1,35 @@
+PYTHON ?= python3.11
+BIN := .venv/bin
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+export HF_HUB_OFFLINE ?= 1
+
+.PHONY: demo test check bench docs clean
+
+# torch goes first and alone: asked for by another package, pip would take the newest build with gigabytes of CUDA
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: .venv/installed ## the whole recipe on this machine: data, supervised model, PPO, and a picture
+	examples/countdown.sh
+
+test: .venv/installed ## the tests, and a slice of the crash matrix that changes from day to day
+	OMP_NUM_THREADS=1 pytest -n 2 --dist worksteal
+
+check: .venv/installed ## lint, types, and the direction of imports
+	ruff format --check .
+	ruff check .
+	mypy
+	lint-imports
+	python -m flows.reference --check
+
+bench: .venv/installed ## the figures of docs/benchmarks.md
+	OMP_NUM_THREADS=1 python benchmarks/iteration.py
+
+docs: .venv/installed ## what is generated: docs/configuration.md
+	python -m flows.reference
+
+clean:
+	rm -rf .venv runs data models

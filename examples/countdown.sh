@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# The demo: commands that you could type yourself, from the root of a checkout. Run again, it goes on where it stopped.
+set -euo pipefail
+run() { echo; echo "\$ $*"; "$@"; }
+
+if [ ! -f data/countdown/train.parquet ]; then
+    run ratchet data countdown data/countdown
+fi
+if [ ! -f models/countdown-sft/model.safetensors ]; then
+    run python examples/countdown_model.py models/countdown-base
+    run ratchet sft --model models/countdown-base --data data/countdown/sft.parquet --output models/countdown-sft \
+        --steps 900 --batch-examples 32 --lr 2e-3 --warmup-steps 50
+fi
+run ratchet train examples/countdown.yaml
+run python examples/countdown_summary.py countdown

@@ -1,0 +1,153 @@
+"""A driver dies by SIGKILL at every point of every stage; the next one goes on, and nothing shows that it happened.
+
+There are 72 cases: nine stages, four points, and snapshots every iteration or every third. `RATCHET_CRASH=all` runs
+all of them (`.ci/run` does); otherwise a twelfth of them runs, another each day, or the one that
+`RATCHET_CRASH_SLICE=0..11` names.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections import Counter
+from itertools import product
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from rlhf.config import RunConfig
+from tests import tiny
+from tests.history import History
+from tests.prefect_server import locked
+from tests.processes import Fault, Processes
+
+STAGES = (
+    "generate",
+    "score",
+    "old_log_probs",
+    "ref_log_probs",
+    "values",
+    "advantages",
+    "update_critic",
+    "update_actor",
+    "close",
+)
+POINTS = ("before", "data", "manifest", "record")
+EVERY = (1, 3)
+SLICES = 12
+ITERATIONS = 3
+
+
+def _chosen() -> list[tuple[str, str, int]]:
+    cases = list(product(STAGES, POINTS, EVERY))
+    if os.environ.get("RATCHET_CRASH") == "all":
+        return cases
+    today = datetime.date.today().timetuple().tm_yday
+    return cases[int(os.environ.get("RATCHET_CRASH_SLICE", today)) % SLICES :: SLICES]
+
+
+def _config(workspace: Path, store: Path, every: int) -> RunConfig:
+    return tiny.config(
+        workspace,
+        run__store=f"file://{store}",
+        reward__function="tests.rewards:letters",
+        train__iterations=ITERATIONS,
+        checkpoint={"every": every, "keep": {"last": 1, "every": None}},
+    )
+
+
+def _fault(stage: str, point: str, iteration: int) -> Fault:
+    """Where the driver dies."""
+    version = f"{iteration + 1:06d}"
+    if point == "record":
+        kind = (
+            f'"kind":"close","iteration":{iteration}'
+            if stage == "close"
+            else (f'"kind":"stage","iteration":{iteration},"stage":"{stage}"')
+        )
+        return Fault("create", "{" + kind)
+    if stage == "close":
+        return {
+            "before": Fault("put", f"checkpoints/actor/{version}", "before"),
+            "data": Fault("put", f"checkpoints/critic/{version}.*/model.safetensors"),
+            "manifest": Fault("put", f"index/{iteration:06d}"),
+        }[point]
+    manifest = f"manifests/iteration={iteration:06d}/{stage}\\."
+    if point == "manifest":
+        return Fault("put", manifest)
+    if stage.startswith("update"):  # no data file: in the middle of the update, between two optimizer steps
+        step = 4 * iteration + (1 if stage == "update_critic" else 3)
+        return Fault("put", manifest, "before") if point == "before" else Fault("step", count=step)
+    # the second shard, where there is one, so that the first is already committed
+    shard = 0 if stage == "advantages" else 1
+    when = "before" if point == "before" else "after"
+    return Fault("put", f"trajectories/{stage}/iteration={iteration:06d}/.*part-{shard:05d}", when)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(common: Path, workspace: Path, prefect_server: str) -> dict[int, History]:
+    """The same runs, left alone."""
+    folder = common / "uninterrupted"
+    folder.mkdir(exist_ok=True)
+    histories = {}
+    for every in EVERY:
+        config = _config(workspace, folder / str(every), every)
+        with locked(folder):
+            if not (folder / f"{every}.done").exists():
+                (folder / str(every)).mkdir()
+                child = Processes(folder / str(every)).train(config)
+                assert child.wait() == 0, child.text
+                (folder / f"{every}.done").touch()
+        histories[every] = History.of(config)
+        histories[every].check_sound()
+        actor = histories[every].state.weights["actor"]
+        assert actor.version == ITERATIONS
+        assert actor.digest != histories[every].state.initial["actor"].digest
+    return histories
+
+
+@pytest.mark.parametrize(("stage", "point", "every"), _chosen(), ids=lambda value: str(value))
+def test_killed_and_resumed(
+    stage: str,
+    point: str,
+    every: int,
+    workspace: Path,
+    uninterrupted: dict[int, History],
+    processes: Processes,
+) -> None:
+    config = _config(workspace, processes.folder / "runs", every)
+    iteration = every - 1 if stage == "close" and every > 1 else 1  # close: where a snapshot is due
+    killed = processes.train(config, _fault(stage, point, iteration))
+    assert killed.wait() == -9, killed.text
+    then = History.of(config)
+    if stage == "close":
+        assert (then.state.iteration > iteration) == (point == "record")
+    else:
+        assert then.state.iteration == iteration
+        assert (stage in then.state.stages) == (point == "record")
+
+    resumed = processes.train(config)
+    assert resumed.wait() == 0, resumed.text
+
+    expected, now = uninterrupted[every], History.of(config)
+    now.check_sound()
+    assert now.results == expected.results
+    assert now.shards == expected.shards
+    assert now.stages == expected.stages
+    frame = now.run.trajectories()
+    assert len(frame) == ITERATIONS * config.trajectories_per_iteration
+    pd.testing.assert_frame_equal(frame, expected.run.trajectories())
+
+    # no committed shard was computed again, and every other just once
+    missing = set(expected.shards) - set(then.shards)
+    assert Counter(resumed.computed_shards) == Counter(missing)
+    assert Counter(resumed.engine_calls) == Counter(
+        [(name, place) for name, place, _ in missing if name not in ("score", "advantages")]
+        # and updates were replayed since the newest snapshot, and no further back
+        + [
+            (update, place)
+            for update in ("update_critic", "update_actor")
+            for place in range(max(then.state.snapshots, default=0), ITERATIONS)
+        ]
+    )

@@ -1,0 +1,87 @@
+"""A run's history as its files tell it: every record from slot 0, and what people read. Used to compare runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pandas as pd
+
+from infra.records import Close, Record, RunState, Shard, Skip, Snapshot, Stage, sha256_of
+from infra.runs import Run, open_run
+from rlhf.config import RunConfig
+
+T = TypeVar("T")
+
+
+@dataclass
+class History:
+    folder: Path
+    records: list[Record]
+    state: RunState
+    """Of all records, one after the other, from the first."""
+
+    @classmethod
+    def of(cls, config: RunConfig) -> History:
+        folder = Path(config.run.store.removeprefix("file://")) / config.run.name
+        state, records = RunState(), []
+        for path in sorted((folder / "log").glob("[0-9]*.json")):
+            data = path.read_bytes()
+            records.append(Record.model_validate_json(data))
+            state.apply(records[-1], sha256_of(data))
+        return cls(folder, records, state)
+
+    @property
+    def run(self) -> Run:
+        return open_run(f"file://{self.folder}")
+
+    def commits(self, kind: type[T]) -> list[T]:
+        return [commit for record in self.records for commit in record.commits if isinstance(commit, kind)]
+
+    @property
+    def shards(self) -> Counter[tuple[str, int, int]]:
+        """Committed shards: (stage, iteration, shard)."""
+        return Counter((shard.stage, shard.iteration, shard.shard) for shard in self.commits(Shard))
+
+    @property
+    def stages(self) -> Counter[tuple[str, int]]:
+        """Committed stages, updates and skips among them: (stage, iteration)."""
+        return Counter((stage.stage, stage.iteration) for kind in (Stage, Skip) for stage in self.commits(kind))
+
+    @property
+    def results(self) -> dict[str, Any]:
+        """Everything that two runs must have in common to the bit: weights, checkpoints and rows."""
+        store = self.run.store
+        newest = max(self.state.snapshots)
+        return {
+            "weights": self.state.weights,
+            "snapshot": newest,
+            "checkpoints": {
+                role: {name: file.sha256 for name, file in store.checkpoint(ref).files.items()}
+                for role, ref in self.state.snapshots[newest].items()
+            },
+            "rows": {
+                (stage.stage, stage.iteration): [shard.sha256 for shard in store.manifest(stage).shards]
+                for stage in self.commits(Stage)
+            },
+        }
+
+    def check_sound(self) -> None:
+        """Nothing is committed twice, and what people read is just what is committed."""
+        closes = Counter(close.iteration for close in self.commits(Close))
+        snapshots = Counter(snapshot.version for snapshot in self.commits(Snapshot))
+        for counter in (self.shards, self.stages, closes, snapshots):
+            twice = {what: times for what, times in counter.items() if times > 1}
+            assert not twice, f"committed more than once: {twice}"
+        assert self.run.state == self.state, "the state from the newest index differs from that of all records"
+        committed = {shard.data.key for shard in self.commits(Shard)}
+        found = {path.relative_to(self.folder).as_posix() for path in self.folder.glob("trajectories/*/*/[!.]*")}
+        assert found == committed, f"not committed: {found - committed}; gone: {committed - found}"
+        for stage in self.folder.glob("trajectories/*"):
+            ids = pd.read_parquet(stage)["trajectory_id"]
+            assert ids.is_unique, f"{stage.name} shows {ids[ids.duplicated()].tolist()} more than once"
+        if closes:
+            assert pd.read_parquet(self.folder / "metrics")["iteration"].is_unique
+        assert len(self.run.metrics()) == len(closes)

@@ -1,0 +1,229 @@
+"""Drivers in processes of their own, which tests kill, stop and count; the product holds no hook for it.
+
+A child is forked from a server that has imported everything and started nothing (importing takes longer than a run).
+What a child computes is counted, and faults are set, by wrapping classes inside the child.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from rlhf.config import RunConfig
+
+PRELOAD = (
+    "torch",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.auto.modeling_auto",
+    "flows.train",
+    "flows.cli",
+    "infra.runs",
+    "rlhf.engines.hf_rollout",
+    "rlhf.engines.torch_engine",
+    "tests.processes",
+    "tests.rewards",
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Do `action` at an operation of the store, or at an optimizer step."""
+
+    operation: str
+    """`put` or `create` of the store's backend, or `step` of the optimizer."""
+    match: str = ""
+    """A pattern in the key, or in the data if it starts with `{`."""
+    when: str = "after"
+    count: int = 1
+    """The how-manieth such operation."""
+    action: int = signal.SIGKILL
+    """A signal that the process sends itself."""
+
+
+@dataclass
+class Child:
+    """A running process."""
+
+    process: BaseProcess
+    output: Path
+    counts: Path
+
+    def wait(self, timeout: float = 120.0) -> int:
+        """The exit code; a signal's number is negative."""
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            self.process.kill()
+            self.process.join()
+            raise AssertionError(f"still running after {timeout} s: {self.text}")
+        return self.process.exitcode
+
+    def signal(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    @property
+    def text(self) -> str:
+        return self.output.read_text() if self.output.exists() else ""
+
+    @property
+    def computed_shards(self) -> list[tuple[str, int, int]]:
+        """What the worker computed: (stage, iteration, shard)."""
+        return [(name, iteration, shard) for name, iteration, shard in self._counted() if shard >= 0]
+
+    @property
+    def engine_calls(self) -> list[tuple[str, int]]:
+        """What the engines computed: (stage that asks for it, iteration), replays included."""
+        return [(name, iteration) for name, iteration, shard in self._counted() if shard < 0]
+
+    def _counted(self) -> list[tuple[str, int, int]]:
+        lines = self.counts.read_text().splitlines() if self.counts.exists() else []
+        return [(name, iteration, shard) for name, iteration, shard in map(json.loads, lines)]
+
+
+@dataclass
+class Processes:
+    """Starts children; their output and counts lie in `folder`."""
+
+    folder: Path
+    children: list[Child] = field(default_factory=list)
+
+    def train(self, config: RunConfig, *faults: Fault, setup: Callable[[], None] | None = None) -> Child:
+        """The train flow, as another Python program would call it."""
+        return self._start(_train, config, faults, setup)
+
+    def cli(self, *arguments: str, faults: tuple[Fault, ...] = ()) -> Child:
+        """The command `ratchet`."""
+        return self._start(_cli, list(arguments), faults, None)
+
+    def _start(self, run: Callable[[Any], None], argument: Any, faults: tuple[Fault, ...], setup: Any) -> Child:
+        name = f"{len(self.children):03d}"
+        output, counts = self.folder / f"{name}.out", self.folder / f"{name}.counts"
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(PRELOAD))
+        process = context.Process(target=_child, args=(output, counts, faults, setup, run, argument), daemon=True)
+        process.start()
+        self.children.append(Child(process, output, counts))
+        return self.children[-1]
+
+    def close(self) -> None:
+        for child in self.children:
+            if child.process.is_alive():
+                child.process.kill()
+            child.process.join()
+
+
+# In the child.
+
+
+def _child(
+    output: Path,
+    counts: Path,
+    faults: tuple[Fault, ...],
+    setup: Callable[[], None] | None,
+    run: Callable[[Any], None],
+    argument: Any,
+) -> None:
+    with output.open("wb", buffering=0) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1)
+    sys.stderr = os.fdopen(2, "w", buffering=1)
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    _count(counts)
+    for fault in faults:
+        _install(fault)
+    if setup is not None:
+        setup()
+    run(argument)
+
+
+def _train(config: RunConfig) -> None:
+    from flows.train import train
+
+    train(config)
+
+
+def _cli(arguments: list[str]) -> None:
+    from flows.cli import main
+
+    sys.argv = ["ratchet", *arguments]
+    main()
+
+
+def _install(fault: Fault) -> None:
+    import torch
+
+    from infra.objects import LocalBackend
+
+    owner: Any = torch.optim.AdamW if fault.operation == "step" else LocalBackend
+    original = getattr(owner, fault.operation)
+    seen = 0
+
+    def strike(arguments: tuple[Any, ...]) -> None:
+        nonlocal seen
+        if fault.operation != "step":
+            key, data = arguments
+            text = data.decode(errors="replace") if fault.match.startswith("{") else key
+            if not re.search(fault.match.removeprefix("{"), text):
+                return
+        seen += 1
+        if seen == fault.count:
+            os.kill(os.getpid(), fault.action)
+
+    def wrapped(self: Any, *arguments: Any) -> Any:
+        if fault.when == "before":
+            strike(arguments)
+        result = original(self, *arguments)
+        if fault.when == "after":
+            strike(arguments)
+        return result
+
+    setattr(owner, fault.operation, wrapped)
+
+
+def _count(counts: Path) -> None:
+    """Write a line for everything that the engines compute, from inside the engines' own calls."""
+    from infra.workers.worker import Worker
+    from rlhf.engines.hf_rollout import HFRollout
+    from rlhf.engines.torch_engine import TorchEngine
+
+    file = counts.open("a", buffering=1)  # a line is on its way before anything else can happen
+
+    def write(*what: Any) -> None:
+        file.write(json.dumps(what) + "\n")
+
+    def after(owner: type, name: str, describe: Callable[..., tuple[Any, ...]]) -> None:
+        original = getattr(owner, name)
+
+        def wrapped(self: Any, *arguments: Any, **options: Any) -> Any:
+            result = original(self, *arguments, **options)
+            write(*describe(self, *arguments, **options))
+            return result
+
+        setattr(owner, name, wrapped)
+
+    def place(trajectory_id: str) -> int:
+        return int(trajectory_id.split("-")[0].removeprefix("it"))
+
+    def inferred(self: Any, batch: Any, outputs: Any, **_: Any) -> tuple[Any, ...]:
+        stage = "values" if self.head == "value" else "old_log_probs" if self.optimizer else "ref_log_probs"
+        return stage, place(batch.list("trajectory_id")[0]), -1
+
+    def updated(self: Any, batch: Any, *_: Any) -> tuple[Any, ...]:
+        stage = "update_critic" if self.head == "value" else "update_actor"
+        return stage, place(batch.list("trajectory_id")[0]), -1
+
+    after(Worker, "rows", lambda self, call, compute: (call.stage, call.iteration, call.shard))
+    after(HFRollout, "generate", lambda self, requests, _: ("generate", place(requests[0].trajectory_id), -1))
+    after(TorchEngine, "infer", inferred)
+    after(TorchEngine, "update", updated)
