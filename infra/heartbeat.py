@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -51,10 +52,11 @@ class Heartbeat:
     def close(self) -> None:
         self._closed.set()
         self._thread.join(timeout=INTERVAL_S)
-        current = read(self.objects)
-        if current is None or current.epoch <= self.epoch:
-            self._beat(stopped=True)
-            self.objects.delete([stop_key(self.epoch)])
+        with suppress(StoreUnavailable):  # the beat has stopped anyway
+            current = read(self.objects)
+            if current is None or current.epoch <= self.epoch:
+                self._beat(stopped=True)
+                self.objects.delete([stop_key(self.epoch)])
 
     def _run(self) -> None:
         while not self._closed.wait(INTERVAL_S):

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 import uuid
+from contextlib import suppress
 from datetime import UTC, datetime
 
-from infra.objects import Objects, StoreUnavailable, is_transient
+from infra.objects import Objects, StoreUnavailable, is_refusal, is_transient
 from infra.records import SCHEMA_VERSION, Claim, Commit, ObjectRef, Record, RunState, sha256_of
 from rlhf.errors import RatchetError, UserError
 
@@ -38,21 +38,32 @@ def slot_key(slot: int) -> str:
 class RunLog:
     def __init__(self, objects: Objects) -> None:
         self.objects = objects
-        self.state = RunState()
         self.epoch = 0
         """This driver's epoch; 0 while it has not claimed."""
+        self._state = RunState()
+        self._doubtful: Record | None = None
+        """What `append` began to write and has not learnt the fate of."""
         self._lock = threading.RLock()
+
+    @property
+    def state(self) -> RunState:
+        """What the log says, as far as it was read. An append that was left in doubt is first brought to an end, so
+        that nobody who tries again does a second time what the log may hold already."""
+        with self._lock:
+            self._settle()
+            return self._state
 
     # Reading: the cost depends on the open iteration, not on the length of the run.
 
     def read(self) -> RunState:
         """Catch up with the log, from its newest index."""
         with self._lock:
-            if self.state.slot < 0 and (index := self._newest_index()) is not None:
-                self.state = self.load_index(index)
-            while (data := self.objects.get_if_there(slot_key(self.state.slot + 1))) is not None:
+            self._settle()
+            if self._state.slot < 0:
+                self._state = self._newest_summary()
+            while (data := self.objects.get_if_there(slot_key(self._state.slot + 1))) is not None:
                 self._apply(data)
-            return self.state
+            return self._state
 
     def load_index(self, ref: ObjectRef) -> RunState:
         """The state before the close that names this index."""
@@ -62,18 +73,21 @@ class RunLog:
 
     def claim_of(self, epoch: int) -> Claim:
         """The claim of an epoch that worked on the open iteration."""
-        record = self._parse(self.objects.get(slot_key(self.state.open_epochs[epoch].slot)))
+        slot = self.state.open_epochs[epoch].slot
+        record = self._parse(self.objects.get(slot_key(slot)), slot)
         return next(commit for commit in record.commits if isinstance(commit, Claim))
 
-    def _newest_index(self) -> ObjectRef | None:
+    def _newest_summary(self) -> RunState:
+        """The newest index, or one not much older; the empty state if there is none."""
         hint = self.objects.get_if_there(TAIL)
         if hint is not None:
             try:
-                return ObjectRef.model_validate_json(hint)
-            except ValueError:
+                return self.load_index(ObjectRef.model_validate_json(hint))
+            except (ValueError, Corrupt):
                 pass  # a hint is only a hint
         last = self._gallop()
-        return None if last is None else self._parse(self.objects.get(slot_key(last))).index
+        index = None if last is None else self._parse(self.objects.get(slot_key(last)), last).index
+        return RunState() if index is None else self.load_index(index)
 
     def _gallop(self) -> int | None:
         """The last filled slot, by doubling steps and then halving them."""
@@ -98,42 +112,53 @@ class RunLog:
         with self._lock:
             self.read()
             while True:
-                epoch = self.state.epoch + 1
-                if self._try_append((claim,), epoch):
+                epoch = self._state.epoch + 1
+                if self._fill(self._next_record((claim,), epoch)):
                     self.epoch = epoch
                     return
 
     def append(self, *commits: Commit) -> None:
-        """Commit all of `commits` at once. Raises `Fenced` if a newer driver holds the run."""
+        """Commit all of `commits` at once. Raises `Fenced` if a newer driver holds the run, and `StoreUnavailable` if
+        nobody can say whether they are committed: `state` then knows, as soon as the store answers again."""
         with self._lock:
+            self._settle()
             self._check_epoch()
-            if not self._try_append(commits, self.epoch):
-                self._check_epoch()
-                raise Corrupt(
-                    f"log record {self.state.slot} is of epoch {self.epoch}, but this driver did not write it"
-                )
+            self._doubtful = self._next_record(commits, self.epoch)
+            self._settle()
+
+    def _settle(self) -> None:
+        """Bring an append to its end: the very record that may be there already is written, never another."""
+        if self._doubtful is None:
+            return
+        mine = self._fill(self._doubtful)
+        self._doubtful = None
+        if not mine:
+            self._check_epoch()
+            raise Corrupt(f"log record {self._state.slot} is of epoch {self.epoch}, but this driver did not write it")
 
     def _check_epoch(self) -> None:
-        if self.state.epoch != self.epoch:
-            claim = self.state.claim
+        newest, claim = self._state.epoch, self._state.claim
+        if newest != self.epoch:
             raise Fenced(
-                f"another driver (epoch {self.state.epoch}{f', on {claim.host}' if claim else ''}) has taken the run "
+                f"another driver (epoch {newest}{f', on {claim.host}' if claim else ''}) has taken the run "
                 f"over from this one (epoch {self.epoch}); it goes on there, and this driver stops"
             )
 
-    def _try_append(self, commits: tuple[Commit, ...], epoch: int) -> bool:
-        """Fill the next slot. False if another's record was there: it is applied, and the caller decides."""
-        record = Record(
+    def _next_record(self, commits: tuple[Commit, ...], epoch: int) -> Record:
+        return Record(
             uuid=uuid.uuid4().hex,
-            slot=self.state.slot + 1,
+            slot=self._state.slot + 1,
             epoch=epoch,
-            previous=self.state.sha256,
+            previous=self._state.sha256,
             at=datetime.now(UTC),
             commits=commits,
-            index=self.state.index,
+            index=self._state.index,
         )
+
+    def _fill(self, record: Record) -> bool:
+        """Write the record into its slot. False if another's was there: it is applied, and the caller decides."""
         key, data = slot_key(record.slot), record.to_bytes()
-        deadline = time.monotonic() + self.objects.deadline_s
+        deadline = self.objects.clock.monotonic() + self.objects.deadline_s
         attempt = 0
         while True:
             attempt += 1
@@ -142,33 +167,37 @@ class RunLog:
                 self.objects.create(key, data)
                 found: bytes | None = data
             except Exception as raised:
-                if isinstance(raised, PermissionError):
+                if is_refusal(raised):
                     raise UserError(f"the store {self.objects.url} refuses to write {key}: {raised}") from raised
                 if not isinstance(raised, FileExistsError) and not is_transient(raised):
                     raise
                 error = raised
                 found = self.objects.get_if_there(key)
             if found is not None:
-                self._apply(found)
-                return self._parse(found).uuid == record.uuid
-            if time.monotonic() >= deadline:
+                return self._apply(found).uuid == record.uuid
+            if self.objects.clock.monotonic() >= deadline:
                 raise StoreUnavailable(f"could not append {key} to {self.objects.url}: {error}") from error
-            time.sleep(self.objects.pause(attempt))
+            self.objects.clock.sleep(self.objects.pause(attempt))
 
     def write_tail(self, index: ObjectRef) -> None:
-        self.objects.put(TAIL, index.model_dump_json().encode())
+        with suppress(StoreUnavailable):  # a hint is only a hint
+            self.objects.put(TAIL, index.model_dump_json().encode())
 
-    def _apply(self, data: bytes) -> None:
-        record = self._parse(data)
+    def _apply(self, data: bytes) -> Record:
+        record = self._parse(data, self._state.slot + 1)
         try:
-            self.state.apply(record, sha256_of(data))
+            self._state.apply(record, sha256_of(data))
         except ValueError as error:
             raise Corrupt(f"{self.objects.url}: {error}") from None
+        return record
 
-    def _parse(self, data: bytes) -> Record:
-        tree = json.loads(data)
-        check_version(tree, f"log record {tree.get('slot')}")
-        return Record.model_validate(tree)
+    def _parse(self, data: bytes, slot: int) -> Record:
+        try:
+            tree = json.loads(data)
+            check_version(tree, f"log record {slot}")
+            return Record.model_validate(tree)
+        except (ValueError, AttributeError):
+            raise Corrupt(f"{self.objects.url}/{slot_key(slot)} is damaged: restore it from a backup") from None
 
 
 def check_version(tree: dict[str, object], what: str) -> None:

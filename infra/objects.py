@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import os
 import random
-import tempfile
 import threading
+import time
 import uuid
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import fsspec
-from tenacity import Retrying, retry_if_exception, stop_after_delay
+from tenacity import Retrying, retry_if_exception
 
 from rlhf.errors import RatchetError, UserError
 
@@ -40,6 +40,13 @@ class Backend(Protocol):
     def list(self, prefix: str) -> list[str]: ...
 
 
+class Clock(Protocol):
+    """What paces the retries: the module `time`, or a clock that jumps."""
+
+    def monotonic(self) -> float: ...
+    def sleep(self, seconds: float, /) -> None: ...
+
+
 class LocalBackend:
     """A folder. An object appears whole or not at all, and is on the disk before it appears."""
 
@@ -48,17 +55,13 @@ class LocalBackend:
 
     def create(self, key: str, data: bytes) -> None:
         path = self.root / key
-        temporary = self._write_beside(path, data)
-        try:
+        with self._beside(path, data) as temporary:
             os.link(temporary, path)
-        finally:
-            Path(temporary).unlink()
-        self._sync_folder(path.parent)
 
     def put(self, key: str, data: bytes) -> None:
         path = self.root / key
-        Path(self._write_beside(path, data)).replace(path)
-        self._sync_folder(path.parent)
+        with self._beside(path, data) as temporary:
+            temporary.replace(path)
 
     def get(self, key: str) -> bytes:
         return (self.root / key).read_bytes()
@@ -72,18 +75,27 @@ class LocalBackend:
         found = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
         return sorted(path.relative_to(self.root).as_posix() for path in found)
 
-    def _write_beside(self, path: Path, data: bytes) -> str:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".")
+    @contextmanager
+    def _beside(self, path: Path, data: bytes) -> Iterator[Path]:
+        """The bytes in a temporary file beside `path`, on the disk, to be given their name; nothing else stays."""
+        self._make_folder(path.parent)
+        temporary = path.with_name(f".{uuid.uuid4().hex}")
         try:
-            with os.fdopen(handle, "wb") as file:
+            with temporary.open("xb") as file:
                 file.write(data)
                 file.flush()
-                os.fsync(handle)
-        except BaseException:
-            Path(temporary).unlink()
-            raise
-        return temporary
+                os.fsync(file.fileno())
+            yield temporary
+        finally:
+            temporary.unlink(missing_ok=True)
+        self._sync_folder(path.parent)
+
+    def _make_folder(self, folder: Path) -> None:
+        """A file is no safer than the folders that lead to it: each new one is on the disk, too."""
+        if not folder.is_dir():
+            self._make_folder(folder.parent)
+            folder.mkdir(exist_ok=True)
+            self._sync_folder(folder.parent)
 
     @staticmethod
     def _sync_folder(folder: Path) -> None:
@@ -110,7 +122,12 @@ class FsspecBackend:
                     raise FileExistsError(key)
                 self.fs.pipe_file(self._path(key), data)
         else:
-            self.fs.pipe_file(self._path(key), data, mode="create")
+            try:
+                self.fs.pipe_file(self._path(key), data, mode="create")
+            except OSError as error:
+                if _http_status(error) == 412:  # s3fs knows AWS's wording of it only
+                    raise FileExistsError(key) from error
+                raise
 
     def put(self, key: str, data: bytes) -> None:
         self.fs.pipe_file(self._path(key), data)
@@ -145,17 +162,23 @@ def backend_for(url: str) -> Backend:
 class Objects:
     """A folder of objects, with bounded retries."""
 
-    def __init__(self, url: str, backend: Backend | None = None, *, deadline_s: float = 60.0) -> None:
+    def __init__(
+        self, url: str, backend: Backend | None = None, *, deadline_s: float = 60.0, clock: Clock = time
+    ) -> None:
         self.url = url.rstrip("/")
         self.backend = backend_for(url) if backend is None else backend
         self.deadline_s = deadline_s
+        self.clock = clock
 
     def create(self, key: str, data: bytes) -> None:
         """Write `key` if it is absent, once. `FileExistsError` if it is there; any other error: unknown."""
         self.backend.create(key, data)
 
     def put(self, key: str, data: bytes) -> None:
-        self.retry(f"write {key}", lambda: self.backend.put(key, data))
+        try:
+            self.retry(f"write {key}", lambda: self.backend.put(key, data))
+        except FileNotFoundError as error:
+            raise UserError(f"the store {self.url} is not there: create its bucket first ({error})") from error
 
     def get(self, key: str) -> bytes:
         """The object's bytes; `FileNotFoundError` if it is absent."""
@@ -183,7 +206,7 @@ class Objects:
     def honours_create(self) -> bool:
         """Try create-if-absent on a throw-away object: does the second writer learn that it came second?"""
         key = f".probe-{uuid.uuid4().hex}"
-        self.retry("write", lambda: self.backend.put(key, b"first"))
+        self.put(key, b"first")
         try:
             self.retry("probe", lambda: self.backend.create(key, b"second"))
             return False
@@ -194,26 +217,37 @@ class Objects:
 
     def retry(self, what: str, operation: Callable[[], T]) -> T:
         """Run an operation that may be repeated until it answers; `StoreUnavailable` after the deadline."""
+        deadline = self.clock.monotonic() + self.deadline_s
         attempts: Any = Retrying(
             retry=retry_if_exception(is_transient),
             wait=lambda state: self.pause(state.attempt_number),
-            stop=stop_after_delay(self.deadline_s),
+            stop=lambda state: self.clock.monotonic() >= deadline,
+            sleep=self.clock.sleep,
             reraise=True,
         )
         try:
             return attempts(operation)  # type: ignore[no-any-return]
         except Exception as error:
-            if isinstance(error, FileExistsError | FileNotFoundError):
-                raise
-            if isinstance(error, PermissionError):
+            if is_refusal(error):
                 raise UserError(f"the store {self.url} refuses to {what}: {error}") from error
+            if not is_transient(error):
+                raise
             raise StoreUnavailable(f"could not {what} in {self.url} within {self.deadline_s:.0f} s: {error}") from error
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether the store will not have us, as we are."""
+    return isinstance(error, PermissionError) or type(error).__name__ == "NoCredentialsError"
 
 
 def is_transient(error: BaseException) -> bool:
     """Whether trying again may help: anything but a plain answer, and never a programming error."""
-    answers = (FileExistsError, FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+    answers = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError)
     mistakes = (TypeError, AttributeError, NameError, AssertionError)
-    if isinstance(error, (*answers, *mistakes)):
-        return False
-    return isinstance(error, Exception)
+    return isinstance(error, Exception) and not isinstance(error, (*answers, *mistakes)) and not is_refusal(error)
+
+
+def _http_status(error: OSError) -> int | None:
+    """Of the answer that s3fs made this error from, if there was one."""
+    response = getattr(error.__cause__, "response", None) or {}
+    return response.get("ResponseMetadata", {}).get("HTTPStatusCode")  # type: ignore[no-any-return]

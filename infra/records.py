@@ -18,7 +18,7 @@ PAGE = 64
 
 
 class Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
 
 class ObjectRef(Frozen):
@@ -166,7 +166,7 @@ class OpenEpoch(Frozen):
 class RunState(BaseModel):
     """What a run is at one slot of its log: bounded in size, however long the run."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
     schema_version: int = SCHEMA_VERSION
     slot: int = -1

@@ -33,6 +33,8 @@ from infra.records import (
 ROW_STAGES = ("generate", "score", "old_log_probs", "ref_log_probs", "values", "advantages")
 """Stages that write trajectory columns, in order."""
 
+CLOSE = "close"
+
 MAX_ATTEMPTS = 4
 """A stage is tried at most so often by one driver; the sweep relies on it."""
 
@@ -44,6 +46,8 @@ class RunStore:
         self.objects = objects
         self.log = RunLog(objects)
         self._attempts: dict[tuple[int, str], int] = {}
+        self._manifests: dict[str, Manifest] = {}
+        """Manifests read or written since the last close: they are immutable."""
 
     @classmethod
     def at(cls, url: str) -> RunStore:
@@ -60,11 +64,12 @@ class RunStore:
     # Stages.
 
     def begin_attempt(self, iteration: int, stage: str) -> int:
-        """A new number for this driver's next try at a stage."""
+        """A new number for this driver's next try at a stage; what its earlier tries left uncommitted is deleted."""
         attempt = self._attempts.get((iteration, stage), -1) + 1
         if attempt >= MAX_ATTEMPTS:
             raise Corrupt(f"{stage} of iteration {iteration} failed {MAX_ATTEMPTS} times in this driver")
         self._attempts[iteration, stage] = attempt
+        self.objects.delete(self._uncommitted(stage, self.log.epoch, attempt))
         return attempt
 
     def write_shard(self, iteration: int, stage: str, attempt: int, shard: int, table: pa.Table) -> ShardRef:
@@ -72,6 +77,7 @@ class RunStore:
 
     def write_manifest(self, manifest: Manifest) -> ObjectRef:
         key = f"manifests/iteration={manifest.iteration:06d}/{manifest.stage}.{self._tag(manifest.attempt)}.json"
+        self._manifests[key] = manifest
         return self._write(key, manifest.model_dump_json().encode())
 
     def commit(self, *commits: Commit) -> None:
@@ -85,9 +91,12 @@ class RunStore:
         return self.iteration_state(iteration).stages.get(stage)
 
     def manifest(self, stage: Stage) -> Manifest:
-        data = read_verified(self.objects, stage.manifest)
-        check_version(json.loads(data), stage.manifest.key)
-        return Manifest.model_validate_json(data)
+        key = stage.manifest.key
+        if key not in self._manifests:
+            data = read_verified(self.objects, stage.manifest)
+            check_version(json.loads(data), key)
+            self._manifests[key] = Manifest.model_validate_json(data)
+        return self._manifests[key]
 
     def manifests(self, iteration: int) -> dict[str, Manifest]:
         """Every stage that an iteration has committed with a manifest."""
@@ -114,7 +123,8 @@ class RunStore:
     def close(self, metrics: Mapping[str, float], *also: Commit) -> None:
         """Close the open iteration, together with other commits, in one record."""
         state = self.state
-        iteration, tag = state.iteration, self._tag(0)
+        assert state.stages, f"iteration {state.iteration} has not begun: is it the one before that was to be closed?"
+        iteration, tag = state.iteration, self._tag(self.begin_attempt(state.iteration, CLOSE))
         row = pa.table({"iteration": [iteration], **{name: [float(value)] for name, value in metrics.items()}})
         metrics_ref = self._write_table(_metrics_key(iteration, tag), row)
         summary = state.model_copy(update={"metrics": metrics_ref})
@@ -122,6 +132,7 @@ class RunStore:
         self.commit(Close(iteration=iteration, index=index, metrics=metrics_ref), *also)
         self.log.write_tail(index)
         self._attempts.clear()
+        self._manifests.clear()
 
     def sweep(self, stages: Iterable[str]) -> None:
         """Delete what drivers of older epochs wrote into the open iteration and never committed.
@@ -129,18 +140,23 @@ class RunStore:
         Nothing is listed: a file's name follows from stage, epoch, attempt and shard, so every name that an older
         driver may have used is deleted, but for those that a record commits.
         """
-        state = self.state
-        kept = {shard.data.key for shards in state.shards.values() for shard in shards.values()}
-        older = {epoch: opened.shards for epoch, opened in state.open_epochs.items() if epoch < self.log.epoch}
-        names = [
-            _shard_key(state.iteration, stage, f"{epoch}-{attempt}", shard)
-            for epoch, shards in older.items()
-            for stage in stages
-            for attempt in range(MAX_ATTEMPTS)
-            for shard in range(shards)
-        ]
-        names += [_metrics_key(state.iteration, f"{epoch}-0") for epoch in older]
-        self.objects.delete(name for name in names if name not in kept)
+        older = [epoch for epoch in self.state.open_epochs if epoch < self.log.epoch]
+        self.objects.delete(
+            key
+            for stage in (*stages, CLOSE)
+            for epoch in older
+            for key in self._uncommitted(stage, epoch, MAX_ATTEMPTS)
+        )
+
+    def _uncommitted(self, stage: str, epoch: int, attempts: int) -> list[str]:
+        """All that so many tries of an epoch at a stage of the open iteration may have written, less the committed."""
+        state, tags = self.state, [f"{epoch}-{attempt}" for attempt in range(attempts)]
+        if stage == CLOSE:
+            return [_metrics_key(state.iteration, tag) for tag in tags]
+        committed = {shard.data.key for shard in self.committed_shards(stage).values()}
+        shards = range(state.open_epochs[epoch].shards if tags else 0)
+        keys = (_shard_key(state.iteration, stage, tag, shard) for tag in tags for shard in shards)
+        return [key for key in keys if key not in committed]
 
     # Checkpoints.
 

@@ -59,6 +59,9 @@ class TrajectoryBatch:
     def __contains__(self, name: str) -> bool:
         return name in self.table.column_names
 
+    def renamed(self, names: Mapping[str, str]) -> TrajectoryBatch:
+        return TrajectoryBatch(self.table.rename_columns([names.get(name, name) for name in self.columns]))
+
     def array(self, name: str) -> pa.Array:
         if name not in self:
             raise KeyError(f"column {name} is not among those read here: {', '.join(self.columns)}")

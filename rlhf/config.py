@@ -60,11 +60,20 @@ class Reward(Section):
     function: str = Field("countdown", description="a built-in reward, or package.module:function")
 
 
+class RolloutCorrection(Section):
+    """How log-probs of the rollout engine and of the trainer come together."""
+
+    bypass: bool = Field(
+        True, description="the rollout's log-probs serve as the old ones, and the old-log-prob stage disappears"
+    )
+
+
 class Algorithm(Section):
     advantage: Advantage = Field(GAE(), description="the advantage estimator")
     loss: PolicyLoss = Field(PPOClip(), description="the policy loss")
     kl: KLPenalty = Field(KLPenalty(), description="the KL term against the reference")
     entropy_coef: float = Field(0.0, description="weight of the entropy bonus in the actor's loss")
+    rollout_correction: RolloutCorrection | None = Field(None, description="null: old log-probs are recomputed")
 
 
 class LRSchedule(Section):
@@ -168,6 +177,9 @@ class RunConfig(Section):
 
     @property
     def needs_old_log_probs(self) -> bool:
+        correction = self.algorithm.rollout_correction
+        if correction is not None and correction.bypass:
+            return False
         return not self.on_policy or self.algorithm.kl.in_reward is not None
 
     @property

@@ -14,7 +14,7 @@ from tasks.stage import StageSpec, rows
 SPEC = StageSpec(
     name="advantages",
     reads={
-        "generate": ("prompt_id", "prompt_ids", "response_mask", "finish_reason"),
+        "generate": ("prompt_id", "prompt_ids", "response_mask", "rollout_log_probs", "finish_reason"),
         "score": ("score",),
         "old_log_probs": ("old_log_probs", "entropy"),
         "ref_log_probs": ("ref_log_probs",),
@@ -37,8 +37,9 @@ def advantages(context: Context) -> TrajectoryBatch:
 
     metrics: dict[str, float] = {}
     controllers: dict[str, float] = {}
-    if "ref_log_probs" in batch and "old_log_probs" in batch:
-        log_probs, ref = batch.padded("old_log_probs").double(), batch.padded("ref_log_probs").double()
+    if "ref_log_probs" in batch:
+        old = "old_log_probs" if "old_log_probs" in batch else "rollout_log_probs"
+        log_probs, ref = batch.padded(old).double(), batch.padded("ref_log_probs").double()
         kl = kl_divergence(log_probs, ref, config.kl.estimator) * mask
         metrics["actor/ref_kl"] = mean_kl = float(kl.sum() / mask.sum())
         if config.kl.in_reward is not None:

@@ -10,7 +10,7 @@ from tasks.stage import StageSpec, update
 SPEC = StageSpec(
     name="update_actor",
     reads={
-        "generate": ("prompt_ids", "response_ids"),
+        "generate": ("prompt_ids", "response_ids", "rollout_log_probs"),
         "advantages": ("advantages", "loss_mask"),
         "old_log_probs": ("old_log_probs",),
         "ref_log_probs": ("ref_log_probs",),
@@ -23,6 +23,7 @@ SPEC = StageSpec(
         "algorithm.kl.in_loss",
         "algorithm.kl.estimator",
         "algorithm.entropy_coef",
+        "algorithm.rollout_correction",
         *(f"actor.{key}" for key in TRAINER_KEYS),
     ),
     operational_keys=("actor.micro_batch_tokens",),
@@ -33,13 +34,16 @@ SPEC = StageSpec(
 
 @update(SPEC)
 def update_actor(context: Context) -> dict[str, float]:
-    config = context.config
+    config, batch = context.config, context.batch
+    correction = config.algorithm.rollout_correction
+    if correction is not None and correction.bypass:
+        batch = batch.renamed({"rollout_log_probs": "old_log_probs"})
     objective = ActorObjective(
         policy_loss=config.algorithm.loss,
         kl_in_loss=config.algorithm.kl.in_loss,
         kl_estimator=config.algorithm.kl.estimator,
         entropy_coef=config.algorithm.entropy_coef,
-        on_policy="old_log_probs" not in context.batch,
+        on_policy="old_log_probs" not in batch,
     )
     schedule = optimizer_steps(context, config.actor, temperature=config.rollout.temperature)
-    return {**context.engine.update(context.batch, objective, schedule), "actor/lr": schedule.lr}
+    return {**context.engine.update(batch, objective, schedule), "actor/lr": schedule.lr}

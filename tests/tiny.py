@@ -11,14 +11,24 @@ from rlhf.data import countdown
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789+-*/()=<>.,? "
 
 
-def model_folder(folder: Path, *, hidden: int = 32, layers: int = 2, seed: int = 0) -> Path:
+def model_folder(
+    folder: Path,
+    *,
+    hidden: int = 32,
+    layers: int = 2,
+    intermediate: int = 64,
+    heads: int = 4,
+    key_value_heads: int = 2,
+    vocabulary: int | None = None,
+    seed: int = 0,
+) -> Path:
     """A Llama with random weights and a character tokenizer."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", "<unk>", *LETTERS])}
-    characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokens = {token: index for index, token in enumerate(["<pad>", "<eos>", "<unk>", *LETTERS])}
+    characters = Tokenizer(models.WordLevel(tokens, unk_token="<unk>"))
     characters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     characters.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(
@@ -28,12 +38,12 @@ def model_folder(folder: Path, *, hidden: int = 32, layers: int = 2, seed: int =
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         config = LlamaConfig(
-            vocab_size=len(vocabulary),
+            vocab_size=vocabulary or len(tokens),
             hidden_size=hidden,
-            intermediate_size=2 * hidden,
+            intermediate_size=intermediate,
             num_hidden_layers=layers,
-            num_attention_heads=4,
-            num_key_value_heads=2,
+            num_attention_heads=heads,
+            num_key_value_heads=key_value_heads,
             max_position_embeddings=512,
             pad_token_id=0,
             eos_token_id=1,

@@ -162,7 +162,7 @@ class TorchEngine:
             "config.json": config_json(self.model),
             "model.safetensors": save_safetensors(model, metadata={"format": "pt"}),
             "optimizer.safetensors": save_safetensors(optimizer),
-            "state.json": json.dumps({"format": 1, "head": self.head, "digest": self.digest()}).encode(),
+            "state.json": json.dumps({"format": 1, "head": self.head}).encode(),
         }
 
     def load_state(self, files: Mapping[str, bytes]) -> None:

@@ -55,8 +55,8 @@ def score(function: RewardFunction, data_source: str, solution_str: str, ground_
         total = float(parts.pop("score"))
     except (KeyError, TypeError, ValueError):
         raise UserError(
-            f"the reward of a response (data_source {data_source}) is {result!r}: return a number or a dict with `score`"
+            f"the reward of a response ({data_source}) is {result!r}: return a number, or a dict with `score`"
         ) from None
     if not math.isfinite(total):
-        raise NotFinite(f"the reward of a response is {total} (data_source {data_source}): nothing of it is committed")
+        raise NotFinite(f"the reward of a response ({data_source}) is {total}: nothing of it is committed")
     return Score(total, {name: float(part) for name, part in parts.items()})

@@ -1,0 +1,66 @@
+"""Model folders that the contract suites share, and a batch that no shortcut gets right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf.batch import TrajectoryBatch
+from rlhf.config import Model
+from rlhf.models import load_actor, load_critic
+from tests.tiny import model_folder
+
+
+@pytest.fixture(scope="session")
+def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama whose weights are ten times the usual: what a token's neighbours are then matters to it."""
+    folder = model_folder(tmp_path_factory.mktemp("policy"))
+    model = load_actor(Model(path=str(folder)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter *= 10
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def critic_folder(policy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same backbone as a critic that has an opinion: a new head says 0 everywhere."""
+    folder = tmp_path_factory.mktemp("critic")
+    critic = load_critic(Model(path=str(policy_folder)))
+    with torch.no_grad():
+        for name, parameter in critic.named_parameters():
+            if name.startswith("score."):
+                parameter.copy_(torch.linspace(-0.5, 0.5, parameter.numel()).view_as(parameter))
+    critic.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def batch() -> TrajectoryBatch:
+    """Prompts and responses of many lengths, one token among them; some tokens are masked; columns of plausible size."""
+    rng = np.random.default_rng(11)
+    lengths = [(1, 5), (7, 1), (3, 3), (12, 8), (5, 2), (3, 8), (9, 6), (2, 1)]
+
+    def per_token(scale: float, shift: float = 0.0) -> list[list[float]]:
+        return [(shift + scale * rng.standard_normal(response)).tolist() for _, response in lengths]
+
+    mask = [[1] * response for _, response in lengths]
+    mask[3][2:5] = [0, 0, 0]
+    return TrajectoryBatch.of(
+        {
+            "trajectory_id": [f"it000000-p{row:05d}-s00" for row in range(len(lengths))],
+            "prompt_ids": [rng.integers(3, 78, prompt).tolist() for prompt, _ in lengths],
+            "response_ids": [rng.integers(3, 78, response).tolist() for _, response in lengths],
+            "loss_mask": mask,
+            "advantages": per_token(1),
+            "returns": per_token(1),
+            "values": per_token(0.5),
+            "old_log_probs": per_token(0.5, shift=-4.5),
+            "ref_log_probs": per_token(0.5, shift=-4.5),
+        }
+    )

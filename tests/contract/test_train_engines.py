@@ -1,0 +1,313 @@
+"""What every train engine promises. A new engine is one line in `ENGINES`.
+
+The reference is naive on purpose: one row at a time, no padding, all logits, float64. The tiny model computes in
+float32: an output is some hundred roundings of 6e-8 away from it, on values up to ten. 2e-6 is what one sees, and
+`CLOSE` is five times that.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load as load_safetensors
+from torch import Tensor
+
+from rlhf.algorithms import PPOClip
+from rlhf.algorithms.masked import Totals
+from rlhf.algorithms.objectives import ActorObjective, CriticObjective, Objective, SupervisedObjective
+from rlhf.batch import TrajectoryBatch
+from rlhf.config import Model
+from rlhf.engines.base import Schedule, TrainEngine
+from rlhf.engines.torch_engine import TorchEngine
+from rlhf.errors import NotFinite
+from rlhf.models import load_actor, load_critic
+
+Head = Literal["policy", "value"]
+LOAD = {"policy": load_actor, "value": load_critic}
+CLOSE = 1e-5
+
+
+def torch_engine(folder: Path, head: Head, **options: Any) -> TrainEngine:
+    return TorchEngine(LOAD[head](Model(path=str(folder))), head, **options)
+
+
+ENGINES: dict[str, Callable[..., TrainEngine]] = {"torch": torch_engine}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One engine with one head, and what goes with that head."""
+
+    engine: str
+    head: Head
+    folder: Path
+    objective: Objective
+    outputs: tuple[str, ...]
+    learned_from: str
+    """The column that a NaN may come in."""
+
+    def build(self, folder: Path | None = None, **options: Any) -> TrainEngine:
+        return ENGINES[self.engine](folder or self.folder, self.head, **options)
+
+
+@pytest.fixture(params=[(engine, head) for engine in ENGINES for head in LOAD], ids="-".join)
+def kind(request: pytest.FixtureRequest, policy_folder: Path, critic_folder: Path) -> Kind:
+    engine, head = request.param
+    if head == "value":
+        return Kind(engine, head, critic_folder, CriticObjective(0.5), ("values",), "returns")
+    objective = ActorObjective(PPOClip(), kl_in_loss=0.1, kl_estimator="k3", entropy_coef=0.01, on_policy=False)
+    return Kind(engine, head, policy_folder, objective, ("log_probs", "entropy"), "advantages")
+
+
+ALL = tuple(range(8))
+SCHEDULE = Schedule(
+    lr=1e-3,
+    betas=(0.8, 0.95),
+    weight_decay=0.1,
+    grad_clip=0.25,
+    micro_batch_tokens=45,
+    mini_batches=((0, 2, 4, 6), (7, 5, 3, 1)),
+    temperature=0.7,
+)
+
+
+def infer(engine: TrainEngine, kind: Kind, batch: TrajectoryBatch, budget: int = 45) -> dict[str, list[list[float]]]:
+    found = engine.infer(batch, kind.outputs, temperature=0.7, micro_batch_tokens=budget)
+    return {name: column.to_pylist() for name, column in found.items()}
+
+
+def assert_close(
+    found: dict[str, list[list[float]]], expected: dict[str, list[list[float]]], atol: float = CLOSE
+) -> None:
+    assert found.keys() == expected.keys()
+    for name, rows in expected.items():
+        for row, values in zip(found[name], rows, strict=True):
+            np.testing.assert_allclose(row, values, rtol=0, atol=atol, err_msg=name)
+
+
+def naive(model: torch.nn.Module, head: Head, batch: TrajectoryBatch, temperature: float) -> dict[str, list[Tensor]]:
+    found: dict[str, list[Tensor]] = {"values": []} if head == "value" else {"log_probs": [], "entropy": []}
+    for prompt, response in zip(batch.list("prompt_ids"), batch.list("response_ids"), strict=True):
+        logits = model(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+        if head == "value":
+            found["values"].append(logits[:, 0])
+            continue
+        log_probs = (logits / temperature).log_softmax(-1)
+        found["log_probs"].append(log_probs[torch.arange(len(response)), response])
+        found["entropy"].append(-(log_probs.exp() * log_probs).sum(-1))
+    return found
+
+
+def tensors(engine: TrainEngine) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights and optimizer state."""
+    files = engine.state()
+    return load_safetensors(files["model.safetensors"]), load_safetensors(files["optimizer.safetensors"])
+
+
+def folder_of(files: dict[str, bytes], folder: Path) -> Path:
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def test_outputs_are_those_of_a_naive_pass(kind: Kind, batch: TrajectoryBatch) -> None:
+    with torch.no_grad():
+        expected = naive(LOAD[kind.head](Model(path=str(kind.folder))).double(), kind.head, batch, 0.7)
+    engine = kind.build()
+    before = engine.digest()
+    assert_close(infer(engine, kind, batch), {name: [row.tolist() for row in rows] for name, rows in expected.items()})
+    assert engine.digest() == before
+
+
+def test_outputs_depend_neither_on_micro_batches_nor_on_order_nor_on_company(
+    kind: Kind, batch: TrajectoryBatch
+) -> None:
+    engine = kind.build()
+    expected = infer(engine, kind, batch)
+    for budget in (1, 100_000):  # each row by itself; all in one
+        assert_close(infer(engine, kind, batch, budget), expected)
+    order = [5, 2, 7]
+    some = {name: [rows[row] for row in order] for name, rows in expected.items()}
+    assert_close(infer(engine, kind, batch.take(order)), some)
+
+
+def test_a_step_is_that_of_the_whole_mini_batch(kind: Kind, batch: TrajectoryBatch) -> None:
+    """The gradient is autograd's of the naive loss; the step is AdamW's (arXiv 1711.05101), by hand."""
+    engine = kind.build()
+    metrics = engine.update(batch, kind.objective, replace(SCHEDULE, mini_batches=(ALL,)))
+
+    model = LOAD[kind.head](Model(path=str(kind.folder))).double()
+    outputs = {
+        name: torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        for name, rows in naive(model, kind.head, batch, SCHEDULE.temperature).items()
+    }
+    columns = {name: batch.padded(name).double() for name in kind.objective.columns}
+    loss, expected = kind.objective(outputs, columns, Totals.of(columns["loss_mask"]))
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    assert SCHEDULE.grad_clip is not None
+    assert norm > 2 * SCHEDULE.grad_clip, "or clipping is not tested"
+
+    expected = {**expected, f"{'critic' if kind.head == 'value' else 'actor'}/grad_norm": norm}
+    assert metrics == pytest.approx({name: value.item() for name, value in expected.items()}, rel=1e-4, abs=1e-6)
+    weights, optimizer = tensors(engine)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        gradient, moment = parameter.grad * SCHEDULE.grad_clip / norm, optimizer[f"exp_avg.{name}"].double() / (1 - 0.8)
+        torch.testing.assert_close(moment, gradient, rtol=1e-4, atol=1e-4 * gradient.abs().max().item())
+        # From the engine's own moment: AdamW divides by the gradient's size, so where that is rounding, so is the step.
+        step = SCHEDULE.lr * moment / (moment.abs() + 1e-8)
+        stepped = parameter * (1 - SCHEDULE.lr * SCHEDULE.weight_decay) - step
+        torch.testing.assert_close(weights[name].double(), stepped.detach(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("change", [{"micro_batch_tokens": 1}, {"micro_batch_tokens": 100_000}, {"grad_clip": None}])
+def test_updates_do_not_depend_on_micro_batches(kind: Kind, batch: TrajectoryBatch, change: dict[str, Any]) -> None:
+    """Except for rounding (1e-6 of the gradient's norm), and there alone where AdamW magnifies it."""
+    schedule = replace(SCHEDULE, grad_clip=1e9)  # as good as none, which `grad_clip: null` is
+    engine, other = kind.build(), kind.build()
+    engine.update(batch, kind.objective, schedule)
+    other.update(batch, kind.objective, replace(schedule, **change))
+    assert_same_update(other, engine)
+
+
+def test_gradient_checkpointing_gives_the_same_update(kind: Kind, batch: TrajectoryBatch) -> None:
+    engine, other = kind.build(), kind.build(gradient_checkpointing=True)
+    assert_close(infer(other, kind, batch), infer(engine, kind, batch))
+    engine.update(batch, kind.objective, SCHEDULE)
+    other.update(batch, kind.objective, SCHEDULE)
+    assert_same_update(other, engine)
+
+
+def assert_same_update(engine: TrainEngine, other: TrainEngine) -> None:
+    (weights, optimizer), (expected_weights, expected_optimizer) = tensors(engine), tensors(other)
+    assert optimizer.keys() == expected_optimizer.keys()
+    for name, expected in expected_weights.items():
+        moment = expected_optimizer[f"exp_avg.{name}"]
+        size = moment.abs().max().item()
+        torch.testing.assert_close(optimizer[f"exp_avg.{name}"], moment, rtol=1e-3, atol=1e-4 * size)
+        sure = moment.abs() > 1e-2 * size  # elsewhere a step of full length may come from little more than rounding
+        assert sure.float().mean() > 0.1
+        torch.testing.assert_close(weights[name][sure], expected[sure], rtol=0, atol=0.02 * SCHEDULE.lr)
+        torch.testing.assert_close(weights[name], expected, rtol=0, atol=4.1 * SCHEDULE.lr)  # two steps, opposite
+
+
+def test_the_same_update_gives_the_same_bits(kind: Kind, batch: TrajectoryBatch) -> None:
+    engine, other = kind.build(), kind.build()
+    assert engine.digest() == other.digest()
+    first, metrics = engine.digest(), engine.update(batch, kind.objective, SCHEDULE)
+    assert other.update(batch, kind.objective, SCHEDULE) == metrics
+    assert engine.digest() == other.digest() != first
+
+
+def test_metrics_are_means_over_the_steps_and_the_digest_covers_the_optimizer(
+    kind: Kind, batch: TrajectoryBatch
+) -> None:
+    """At learning rate 0 every step starts from the same weights."""
+    engine, still = kind.build(), replace(SCHEDULE, lr=0.0)
+    before, digest = engine.state()["model.safetensors"], engine.digest()
+    both = engine.update(batch, kind.objective, still)
+    each = [engine.update(batch, kind.objective, replace(still, mini_batches=(one,))) for one in SCHEDULE.mini_batches]
+    assert both == pytest.approx({name: (each[0][name] + each[1][name]) / 2 for name in both}, rel=1e-6)
+    assert engine.state()["model.safetensors"] == before
+    assert engine.digest() != digest
+
+
+def test_state_round_trips_bit_by_bit(kind: Kind, batch: TrajectoryBatch) -> None:
+    """Loaded into a fresh engine or over another history, it goes on as if nothing had happened."""
+    engine = kind.build()
+    for steps in range(2):  # the state of an engine that has never stepped is one, too
+        files, digest = engine.state(), engine.digest()
+        fresh, other = kind.build(), kind.build()
+        other.update(batch, kind.objective, replace(SCHEDULE, lr=0.1))
+        engine.update(batch, kind.objective, SCHEDULE)
+        for loaded in (fresh, other):
+            loaded.load_state(files)
+            assert loaded.digest() == digest, steps
+            loaded.update(batch, kind.objective, SCHEDULE)
+            assert loaded.digest() == engine.digest()
+
+
+def test_state_is_safetensors_and_json_and_a_model_folder(kind: Kind, batch: TrajectoryBatch, tmp_path: Path) -> None:
+    engine = kind.build(dtype="bfloat16")
+    engine.update(batch, kind.objective, SCHEDULE)
+    files = engine.state()
+    for name, content in files.items():
+        assert name.endswith((".safetensors", ".json")), name
+        if name.endswith(".json"):
+            assert isinstance(json.loads(content), dict)
+        else:
+            found = load_safetensors(content)
+            assert found
+            assert {tensor.dtype for tensor in found.values()} == {torch.float32}, "master weights stay float32"
+    assert json.loads(files["state.json"])["digest"] == engine.digest()
+    again = kind.build(folder_of(files, tmp_path), dtype="bfloat16")
+    assert infer(again, kind, batch) == infer(engine, kind, batch)
+
+
+def test_nan_is_refused_and_leaves_no_trace(kind: Kind, batch: TrajectoryBatch) -> None:
+    values = batch.list(kind.learned_from)
+    values[3][0] = float("nan")
+    spoiled = TrajectoryBatch.of(
+        {name: values if name == kind.learned_from else batch.array(name) for name in batch.columns}
+    )
+    engine, healthy = kind.build(), kind.build()
+    before = engine.digest()
+    with pytest.raises(NotFinite, match="nan"):
+        engine.update(spoiled, kind.objective, replace(SCHEDULE, mini_batches=(ALL,)))
+    assert engine.digest() == before
+    assert engine.update(batch, kind.objective, SCHEDULE) == healthy.update(batch, kind.objective, SCHEDULE)
+    assert engine.digest() == healthy.digest()
+
+
+def test_masked_tokens_do_not_enter_an_update(kind: Kind, batch: TrajectoryBatch) -> None:
+    values = batch.list(kind.learned_from)
+    assert batch.list("loss_mask")[3][2] == 0
+    values[3][2] = 1e6
+    spoiled = TrajectoryBatch.of(
+        {name: values if name == kind.learned_from else batch.array(name) for name in batch.columns}
+    )
+    engine, other = kind.build(), kind.build()
+    engine.update(batch, kind.objective, SCHEDULE)
+    other.update(spoiled, kind.objective, SCHEDULE)
+    assert engine.digest() == other.digest()
+
+
+def test_bfloat16_is_close_to_float32_and_not_the_same(kind: Kind, batch: TrajectoryBatch) -> None:
+    """A bfloat16 has 8 bits: a rounding is 0.4 %, and logits of up to 10 go through a few."""
+    engine, rounded = kind.build(), kind.build(dtype="bfloat16")
+    expected, found = infer(engine, kind, batch), infer(rounded, kind, batch)
+    assert found != expected
+    assert_close(found, expected, atol=0.3)
+    for one in (engine, rounded):
+        one.update(batch, kind.objective, replace(SCHEDULE, mini_batches=(ALL,)))
+    gradients = [
+        torch.cat([x.flatten() for name, x in tensors(one)[1].items() if "exp_avg." in name])
+        for one in (engine, rounded)
+    ]
+    assert torch.cosine_similarity(*gradients, dim=0) > 0.98
+
+
+def test_it_learns(kind: Kind, batch: TrajectoryBatch) -> None:
+    objective, name = (
+        (SupervisedObjective(), "sft/loss") if kind.head == "policy" else (CriticObjective(None), "critic/vf_loss")
+    )
+    engine = kind.build()
+    schedule = replace(SCHEDULE, lr=1e-2, grad_clip=None, mini_batches=(ALL,), micro_batch_tokens=1000)
+    losses = [engine.update(batch, objective, schedule)[name] for _ in range(15)]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_a_reference_holds_no_optimizer(kind: Kind, batch: TrajectoryBatch) -> None:
+    reference = kind.build(trainable=False)
+    assert infer(reference, kind, batch) == infer(kind.build(), kind, batch)
+    assert tensors(reference)[1] == {}
+    with pytest.raises(AssertionError):
+        reference.update(batch, kind.objective, SCHEDULE)

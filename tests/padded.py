@@ -1,0 +1,58 @@
+"""Random padded mini-batches for the properties that hold for every algorithm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rlhf.algorithms.base import Algorithm
+
+Batch = dict[str, Tensor]
+
+COLUMNS = ("log_probs", "old_log_probs", "ref_log_probs", "entropy", "advantages", "returns", "values", "token_rewards")
+
+properties = settings(max_examples=50, deadline=None, derandomize=True)
+
+GARBAGE = (0.0, -3.5, 1e30, -1e30)
+"""What may stand where nothing should look."""
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Batch:
+    """A mini-batch: trajectories of different lengths, masked tokens in their middle, garbage where it is masked."""
+    lengths = draw(st.lists(st.integers(0, 6), min_size=1, max_size=6))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    scale = draw(st.sampled_from([0.1, 1.0, 30.0]))
+    shape = (len(lengths), max(1, *lengths) + draw(st.integers(0, 2)))
+    mask = (np.arange(shape[1]) < np.array(lengths)[:, None]) & (rng.random(shape) < 0.8)
+    batch = {name: torch.from_numpy(rng.standard_normal(shape) * scale) for name in COLUMNS}
+    batch["mask"] = torch.from_numpy(mask.astype(np.float64))
+    batch["groups"] = torch.from_numpy(rng.integers(0, 3, shape[0]))
+    return spoiled(batch, draw(st.sampled_from(GARBAGE)))
+
+
+def spoiled(batch: Batch, garbage: float) -> Batch:
+    """The same batch with something else at its masked positions."""
+    mask = batch["mask"] > 0
+    return {name: x.where(mask, garbage) if x.dim() == 2 and name != "mask" else x for name, x in batch.items()}
+
+
+def padded(batch: Batch, columns: int) -> Batch:
+    """The same batch, padded further to the right."""
+    return {name: torch.nn.functional.pad(x, (0, columns)) if x.dim() == 2 else x for name, x in batch.items()}
+
+
+def rows(batch: Batch, which: Any) -> Batch:
+    return {name: x[which] for name, x in batch.items()}
+
+
+def members(union: Any) -> list[type[Algorithm]]:
+    """The classes of a union of algorithms, so that a new one is tested as soon as it is named there."""
+    if isinstance(union, type):
+        return [union]
+    return [member for part in union.__args__ for member in members(part)]

@@ -1,0 +1,126 @@
+"""A store that fails as it is told to, in a time that jumps: what the log is driven with instead of a network."""
+
+from __future__ import annotations
+
+import errno
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+T = TypeVar("T")
+
+
+class Killed(BaseException):
+    """`kill -9` in the middle of a request."""
+
+
+ERRORS: dict[str, Callable[[], BaseException]] = {
+    "500": lambda: OSError(errno.EREMOTEIO, "500 InternalError"),
+    "503": lambda: OSError(errno.EBUSY, "503 SlowDown"),
+    "409": lambda: OSError(errno.EBUSY, "409 ConditionalRequestConflict"),
+    "timeout": lambda: TimeoutError("the read timed out"),
+    "reset": lambda: ConnectionResetError("connection reset by peer"),
+    "own 412": lambda: FileExistsError("the client tried again by itself, and met its own object"),
+    "kill": Killed,
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong with one request: whether it takes effect, and what its sender hears.
+
+    `late` takes effect at some later time. With `overtaken` nothing goes wrong, but another driver claims first.
+    """
+
+    effect: Literal["none", "applied", "late", "overtaken"]
+    answer: str = "500"
+
+
+class Clock:
+    """Sleeping takes no time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float, /) -> None:
+        self.now += seconds
+
+
+class Memory:
+    """A store in a dictionary, which counts the requests."""
+
+    def __init__(self, objects: dict[str, bytes] | None = None) -> None:
+        self.objects = {} if objects is None else objects
+        self.requests: Counter[str] = Counter()
+
+    def create(self, key: str, data: bytes) -> None:
+        self._request("create", lambda: self._create(key, data))
+
+    def put(self, key: str, data: bytes) -> None:
+        self._request("put", lambda: self.objects.update({key: data}))
+
+    def get(self, key: str) -> bytes:
+        return self._request("get", lambda: self._get(key))
+
+    def delete(self, keys: list[str]) -> None:
+        self._request("delete", lambda: self._delete(keys))
+
+    def list(self, prefix: str) -> list[str]:
+        return self._request("list", lambda: sorted(key for key in self.objects if key.startswith(prefix)))
+
+    def _request(self, kind: str, operation: Callable[[], T]) -> T:
+        self.requests[kind] += 1
+        return operation()
+
+    def _create(self, key: str, data: bytes) -> None:
+        if key in self.objects:
+            raise FileExistsError(key)
+        self.objects[key] = data
+
+    def _get(self, key: str) -> bytes:
+        if key not in self.objects:
+            raise FileNotFoundError(key)
+        return self.objects[key]
+
+    def _delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self.objects.pop(key, None)
+
+
+class Simulated(Memory):
+    """The next requests go wrong as `faults` says; a request takes a second."""
+
+    def __init__(self, clock: Clock, overtake: Callable[[], None]) -> None:
+        super().__init__()
+        self.clock = clock
+        self.overtake = overtake
+        self.faults: deque[Fault | None] = deque()
+        self.late: list[Callable[[], object]] = []
+        """Requests that were given up and are still on their way."""
+
+    def _request(self, kind: str, operation: Callable[[], T]) -> T:
+        self.clock.sleep(1.0)
+        fault = self.faults.popleft() if self.faults else None
+        if fault is None:
+            return super()._request(kind, operation)
+        if fault.effect == "overtaken":
+            self.overtake()
+            return super()._request(kind, operation)
+        if fault.effect == "applied":
+            super()._request(kind, operation)
+        if fault.effect == "late":
+            self.late.append(operation)
+        plausible = kind == "create" and fault.effect == "applied"
+        raise ERRORS["500" if fault.answer == "own 412" and not plausible else fault.answer]()
+
+    def land(self, place: int) -> None:
+        """One of the late requests takes effect."""
+        operation = self.late.pop(place % len(self.late))
+        try:
+            operation()
+        except (FileExistsError, FileNotFoundError):
+            pass  # nobody hears its answer

@@ -1,0 +1,363 @@
+"""Several drivers, one log, and a store whose answers cannot be relied on: nothing acknowledged is ever lost, nothing
+happens twice, and one driver at a time decides.
+
+Every driver decides from its state what to do next, as the tasks do, and tries again after `StoreUnavailable`. A
+driver that is killed is a new claim later. Each request may fail before or after it takes effect, take effect much
+later, or be overtaken by another driver's claim.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import deque
+from collections.abc import Callable
+
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from infra.log import TAIL, Fenced
+from infra.manifest import Fingerprint, Manifest
+from infra.objects import Objects, StoreUnavailable
+from infra.records import (
+    Claim,
+    Close,
+    Commit,
+    ObjectRef,
+    Record,
+    RunState,
+    Shard,
+    ShardRef,
+    Skip,
+    Snapshot,
+    Stage,
+    Weights,
+    sha256_of,
+)
+from infra.store import MAX_ATTEMPTS, RunStore
+from tests.simulated import Clock, Fault, Killed, Memory, Simulated
+
+SHARDS = 2
+
+failures = st.builds(
+    Fault,
+    effect=st.sampled_from(["none", "applied", "applied", "late"]),
+    answer=st.sampled_from(["500", "503", "409", "timeout", "reset", "own 412", "kill"]),
+)
+scripts = st.lists(st.one_of(st.none(), st.none(), failures, failures, st.just(Fault("overtaken"))), max_size=8)
+
+
+class Watched(RunStore):
+    """A driver's store that notes what was tried, and what was acknowledged."""
+
+    def __init__(self, objects: Objects, name: str) -> None:
+        super().__init__(objects)
+        self.name = name
+        self.tried: list[str] = []
+        self.acknowledged: list[str] = []
+
+    def commit(self, *commits: Commit) -> None:
+        self.tried.append(_text(commits))
+        super().commit(*commits)
+        self.acknowledged.append(_text(commits))
+
+    def claim(self) -> None:
+        weights = {"actor": Weights(version=0, digest="first")}
+        self.log.claim(
+            Claim(config={}, code=self.name, packages={}, threads=1, host="h", shards=SHARDS, initial=weights)
+        )
+        self.sweep(["generate"])
+
+
+class Drivers(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = Clock()
+        self.backend = Simulated(self.clock, self.overtake)
+        self.stores: list[Watched] = []
+        self.running: list[Watched] = []
+        self.nonces = itertools.count()
+        self.reader = RunStore(Objects("", Memory(self.backend.objects)))
+        # What the log said whenever it was looked at:
+        self.log: list[bytes] = []
+        self.states = [RunState()]
+        """After so many records."""
+        self.closed: list[RunState] = []
+        """Before the close of each iteration."""
+        self.claims: dict[int, str] = {}
+        self.commits: list[str] = []
+        self.done: set[tuple[int, str, int | None]] = set()
+        self.objects: dict[str, bytes] = {}
+        """Everything that a record commits."""
+
+    # What happens.
+
+    @rule(script=scripts)
+    def start(self, script: list[Fault | None]) -> None:
+        store = Watched(Objects("", self.backend, deadline_s=5.0, clock=self.clock), f"driver {next(self.nonces)}")
+        self.stores.append(store)
+        self.running.append(store)
+        self.perform(store, self.claim, script)
+
+    @precondition(lambda self: self.running)
+    @rule(who=st.sampled_from([0, 0, 1, 2]), what=st.sampled_from(["generate", "update", "close"]), script=scripts)
+    def work(self, who: int, what: str, script: list[Fault | None]) -> None:
+        """The newest driver is the likeliest to act."""
+        store = self.running[-1 - who % len(self.running)]
+        action = self.claim if store.log.epoch == 0 else getattr(self, what)
+        self.perform(store, action, script)
+
+    @precondition(lambda self: self.running)
+    @rule()
+    def iterate(self) -> None:
+        """A whole iteration without a failure."""
+        store = self.running[-1]
+        for action in (self.generate, self.update, self.close):
+            if store in self.running and store.log.epoch > 0:
+                self.perform(store, action, [])
+
+    @precondition(lambda self: self.backend.late)
+    @rule(place=st.integers(0, 9))
+    def land(self, place: int) -> None:
+        self.backend.land(place)
+
+    @precondition(lambda self: self.log)
+    @rule(how=st.sampled_from(["lost", "garbage", "cut", "elsewhere", "digest", "no index", "older"]))
+    def damage_the_hint(self, how: str) -> None:
+        hint = self.backend.objects.pop(TAIL, None)
+        if hint is None or how == "lost":
+            return
+        tree = json.loads(hint) if hint.startswith(b"{") and hint.endswith(b"}") else {"key": "", "sha256": ""}
+        record = self.backend.objects["log/000000000000.json"]
+        self.backend.objects[TAIL] = {
+            "garbage": b"\xff\x00",
+            "cut": hint[:20],
+            "elsewhere": json.dumps(tree | {"key": "index/999999.9-9.json"}).encode(),
+            "digest": json.dumps(tree | {"sha256": "0" * 64}).encode(),
+            "no index": json.dumps({"key": "log/000000000000.json", "sha256": sha256_of(record)}).encode(),
+            "older": self.states[len(self.log) // 2].index.model_dump_json().encode()
+            if self.states[len(self.log) // 2].index
+            else b"",
+        }[how]
+
+    @rule(script=scripts)
+    def read(self, script: list[Fault | None]) -> None:
+        """Someone who reads for the first time, with failures on the way: the right answer, or none."""
+        reader = RunStore(Objects("", self.backend, deadline_s=5.0, clock=self.clock))
+        self.backend.faults = deque(fault for fault in script if fault is None or fault.effect == "none")
+        try:
+            state = reader.log.read()
+        except (StoreUnavailable, Killed):
+            return
+        finally:
+            self.backend.faults.clear()
+        self.look()
+        assert state == self.states[-1]
+
+    # What drivers do, as tasks do it.
+
+    def claim(self, store: Watched) -> None:
+        store.claim()
+        self.look()
+        assert self.claims[store.log.epoch] == store.name, "two drivers hold one epoch"
+        written = {key for key in self.backend.objects if f"iteration={store.state.iteration:06d}/" in key}
+        kept = {shard.data.key for shard in store.committed_shards("generate").values()}
+        left = {key for key in written - kept if key.startswith("trajectories/")}
+        assert all(int(key.split("/")[-1].split("-")[0]) >= store.log.epoch for key in left), "not swept"
+
+    def generate(self, store: Watched) -> None:
+        iteration = store.state.iteration
+        if store.committed_stage(iteration, "generate") is not None or self.gives_up(store, iteration, "generate"):
+            return
+        attempt = store.begin_attempt(iteration, "generate")
+        shards = dict(store.committed_shards("generate"))
+        for number in range(SHARDS):
+            if number in shards:
+                continue
+            table = pa.table({"trajectory_id": [f"it{iteration}-s{number}"], "nonce": [next(self.nonces)]})
+            shards[number] = Shard(
+                iteration=iteration,
+                stage="generate",
+                shard=number,
+                epoch=store.log.epoch,
+                data=store.write_shard(iteration, "generate", attempt, number, table),
+                fingerprint=f"{next(self.nonces)}",
+                seconds=0.1,
+            )
+            if number < SHARDS - 1:
+                store.commit(shards[number])
+        # The last shard and its stage are one record; a stage all of whose shards are there is one alone.
+        latest = [shards[SHARDS - 1]] if SHARDS - 1 not in store.committed_shards("generate") else []
+        data = tuple(shard.data for _, shard in sorted(shards.items()))
+        store.commit(*latest, self.stage(store, iteration, "generate", attempt, data))
+
+    def update(self, store: Watched) -> None:
+        iteration = store.state.iteration
+        if set(store.state.stages) != {"generate"} or self.gives_up(store, iteration, "update_actor"):
+            return
+        before = store.state.weights["actor"]
+        weights = Weights(version=before.version + 1, digest=f"{next(self.nonces)}")
+        if iteration % 3 == 2:
+            skip = Skip(iteration=iteration, stage="update_actor", role="actor", weights=weights, reason="warm-up")
+            store.commit(skip)
+            return
+        attempt = store.begin_attempt(iteration, "update_actor")
+        stage = self.stage(store, iteration, "update_actor", attempt, ())
+        store.commit(stage.model_copy(update={"role": "actor", "weights": weights}))
+
+    def close(self, store: Watched) -> None:
+        iteration = store.state.iteration
+        if set(store.state.stages) != {"generate", "update_actor"} or self.gives_up(store, iteration, "close"):
+            return
+        version = iteration + 1
+        checkpoint = store.write_checkpoint(
+            "actor", {"model.safetensors": f"{version}".encode()}, store.state.weights["actor"]
+        )
+        store.close({"loss": float(next(self.nonces))}, Snapshot(version=version, roles={"actor": checkpoint}))
+
+    def stage(self, store: Watched, iteration: int, name: str, attempt: int, data: tuple[ShardRef, ...]) -> Stage:
+        fingerprint = Fingerprint(parts={"nonce": next(self.nonces)})
+        manifest = Manifest(
+            iteration=iteration,
+            stage=name,
+            epoch=store.log.epoch,
+            attempt=attempt,
+            fingerprint=fingerprint,
+            config={},
+            shards=data,
+        )
+        return Stage(
+            iteration=iteration,
+            stage=name,
+            manifest=store.write_manifest(manifest),
+            fingerprint=fingerprint.digest,
+            cursor=8 * (iteration + 1) if name == "generate" else None,
+        )
+
+    def gives_up(self, store: Watched, iteration: int, stage: str) -> bool:
+        """Whether the driver has tried a stage so often that its process ends."""
+        if store._attempts.get((iteration, stage), -1) + 1 < MAX_ATTEMPTS:
+            return False
+        self.running.remove(store)
+        return True
+
+    def perform(self, store: Watched, action: Callable[[Watched], None], script: list[Fault | None]) -> None:
+        self.look()
+        behind = 0 < store.log.epoch < max(self.claims, default=0)
+        tried = len(store.tried)
+        self.backend.faults = deque(script)
+        try:
+            action(store)
+        except StoreUnavailable:
+            assert any(script), "the store answered every time"
+        except Fenced:
+            self.look()
+            assert store.log.epoch < max(self.claims), "nobody has taken the run over"
+        except Killed:
+            self.running.remove(store)
+        else:
+            assert not (behind and len(store.tried) > tried), "a driver went on after another's claim"
+            self.look()
+            assert store.state == self.states[store.state.slot + 1]
+        finally:
+            self.backend.faults.clear()
+
+    def overtake(self) -> None:
+        """Another driver claims, in the middle of a request of this one."""
+        store = Watched(Objects("", Memory(self.backend.objects)), f"driver {next(self.nonces)}")
+        store.claim()
+        store.objects.backend = self.backend
+        store.objects.clock, store.objects.deadline_s = self.clock, 5.0
+        self.stores.append(store)
+        self.running.append(store)
+
+    # What must be true.
+
+    def look(self) -> None:
+        """Follow the log from slot 0, by every record."""
+        keys = sorted(key for key in self.backend.objects if key.startswith("log/0"))
+        assert keys == [f"log/{slot:012d}.json" for slot in range(len(keys))], "the log has a gap"
+        log = [self.backend.objects[key] for key in keys]
+        assert log[: len(self.log)] == self.log, "the log was rewritten"
+        for data in log[len(self.log) :]:
+            self.follow(Record.model_validate_json(data), data)
+        self.log = log
+
+    def follow(self, record: Record, data: bytes) -> None:
+        before, after = self.states[-1], self.states[-1].model_copy(deep=True)
+        if any(isinstance(commit, Claim) for commit in record.commits):
+            assert record.epoch == before.epoch + 1
+            self.claims[record.epoch] = record.commits[0].code
+        else:
+            assert record.epoch == before.epoch, "a record of an older epoch follows a newer claim"
+            self.commits.append(_text(record.commits))
+        after.apply(record, sha256_of(data))
+        for commit in record.commits:
+            if isinstance(commit, Shard | Stage | Skip | Close):
+                assert commit.iteration == before.iteration
+                thing = (commit.iteration, getattr(commit, "stage", "close"), getattr(commit, "shard", None))
+                assert thing not in self.done, f"{thing} is committed twice"
+                self.done.add(thing)
+            if isinstance(commit, Close):
+                self.closed.append(before.model_copy(update={"metrics": commit.metrics}))
+            for ref in _refs(commit):
+                data = self.backend.objects[ref.key]
+                assert sha256_of(data) == ref.sha256
+                self.objects[ref.key] = data
+        self.states.append(after)
+
+    @invariant()
+    def holds(self) -> None:
+        self.look()
+        for key, data in self.objects.items():
+            assert self.backend.objects.get(key) == data, f"{key} is committed, and was changed or deleted"
+        tried = {text for store in self.stores for text in store.tried}
+        acknowledged = {text for store in self.stores for text in store.acknowledged}
+        assert len(set(self.commits)) == len(self.commits), "an append is there twice"
+        assert set(self.commits) <= tried, "an append is there in part"
+        assert acknowledged <= set(self.commits), "an acknowledged commit is lost"
+
+    @invariant()
+    def is_read(self) -> None:
+        """By somebody new, and by somebody who has read before."""
+        fresh = RunStore(Objects("", Memory(self.backend.objects)))
+        assert fresh.log.read() == self.states[-1]
+        assert self.reader.log.read() == self.states[-1]
+        for iteration, state in enumerate(self.closed):
+            assert fresh.iteration_state(iteration) == state
+
+
+def _text(commits: tuple[Commit, ...]) -> str:
+    return "\n".join(commit.model_dump_json() for commit in commits)
+
+
+def _refs(commit: Commit) -> list[ObjectRef | ShardRef]:
+    match commit:
+        case Shard():
+            return [commit.data]
+        case Stage():
+            return [commit.manifest]
+        case Snapshot():
+            return list(commit.roles.values())
+        case Close():
+            return [commit.index, commit.metrics]
+        case _:
+            return []
+
+
+def test_drivers_on_a_store_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infra.records.PAGE", 3)
+    monkeypatch.setattr("infra.store.PAGE", 3)
+    run_state_machine_as_test(
+        Drivers,
+        settings=settings(
+            max_examples=120,
+            stateful_step_count=30,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
