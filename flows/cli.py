@@ -280,6 +280,9 @@ def doctor() -> None:
 
 
 def _drive(config: RunConfig, take_over: bool) -> None:
+    from infra.driver import check_inputs
+
+    check_inputs(config)
     _prefect()
     from flows.terminal import progress
     from flows.train import train as flow
@@ -295,7 +298,7 @@ def _drive(config: RunConfig, take_over: bool) -> None:
 
 def _prefect() -> None:
     """Importing torch and Prefect, and starting a temporary server, take a while: say so."""
-    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")  # errors end in one line here, not in Prefect's log
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if not os.environ.get("PREFECT_API_URL"):
         console.print("starting Prefect (a temporary server on this machine; 5 to 40 s)")

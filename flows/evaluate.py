@@ -34,7 +34,7 @@ def answer(config: RunConfig) -> pd.DataFrame:
     shards = -(-prompts // config.rollout.prompts_per_shard)
     frames = []
     for shard in range(shards):
-        report("stage", iteration=0, stage="evaluate", done=shard, total=shards, seconds=None)
+        report("stage", iteration=0, stage="evaluate", done=shard, total=shards, metrics=None)
         call = Call(
             epoch=0,
             stage=SPEC.name,
@@ -48,6 +48,6 @@ def answer(config: RunConfig) -> pd.DataFrame:
         )
         batch = validate_shard(Context(call, TrajectoryBatch.of({}), worker))
         frames.append(batch.table.to_pandas())
-    report("stage", iteration=0, stage="evaluate", done=shards, total=shards, seconds=None)
+    report("stage", iteration=0, stage="evaluate", done=shards, total=shards, metrics=None)
     answers: pd.DataFrame = pd.concat(frames, ignore_index=True)
     return answers

@@ -41,10 +41,11 @@ class _Terminal:
     def _note(self, text: str) -> None:
         self._print(text)
 
-    def _stage(self, iteration: int, stage: str, done: int, total: int, seconds: float | None) -> None:
+    def _stage(self, iteration: int, stage: str, done: int, total: int, metrics: dict[str, float] | None) -> None:
         self._bar(f"it {iteration} · {stage}", done, total)
-        if stage == "validate" and seconds is not None:
-            self._print(f"it {iteration:>4}  validated in {seconds:.1f} s")
+        if stage == "validate" and metrics:
+            shown = "  ".join(f"{name} {value:.3f}" for name, value in metrics.items())
+            self._print(f"before iteration {iteration}: {shown}")
 
     def _steps(self, what: str, done: int, total: int) -> None:
         name = what.split(" (")[0]

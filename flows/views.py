@@ -7,19 +7,30 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from infra.driver import run_url
-from infra.runs import UPDATES, Run, open_run
-from infra.store import ROW_STAGES
+from infra.runs import Run, open_run
 from rlhf.config import RunConfig, parse_config
 from rlhf.errors import UserError
 
 if TYPE_CHECKING:
     import pandas as pd
 
-SHOWN = ["prompt", "response", "score", "advantages"]
+SHOWN = ["prompt", "response", "score"]
+SHORT = {
+    "validate": "valid",
+    "generate": "gen",
+    "score": "score",
+    "old_log_probs": "old",
+    "ref_log_probs": "ref",
+    "values": "value",
+    "advantages": "adv",
+    "update_critic": "critic",
+    "update_actor": "actor",
+}
 WATCHED = {
     "score": "critic/score/mean",
     "kl": "actor/ref_kl",
@@ -32,24 +43,41 @@ WATCHED = {
 def status(console: Console, run: Run, last: int) -> None:
     state, config = run.state, run.config
     first = max(0, state.iteration - last)
-    stages = [*ROW_STAGES, *UPDATES]
-    table = Table(title=f"{config.run.name}: iteration {state.iteration} of {config.train.iterations} is open")
+    stages = [name for name in SHORT if name in _stages_of(config)]
+    done = f"{state.iteration} of {config.train.iterations} iterations"
+    table = Table(title=f"{config.run.name}: {done}", box=box.SIMPLE_HEAD)
     table.add_column("it", justify="right")
     for stage in stages:
-        table.add_column(stage.replace("_", " "))
-    metrics = {int(row["iteration"]): row for row in run.metrics().to_dict("records")}
-    for label in WATCHED:
-        table.add_column(label, justify="right")
+        table.add_column(SHORT[stage], justify="center")
     for iteration in range(first, state.iteration + 1):
         found = run.progress(iteration)
-        cells = [found.get(stage, "·" if iteration == state.iteration else "") for stage in stages]
-        row = metrics.get(iteration, {})
-        values = [f"{row[name]:.3f}" if name in row else "" for name in WATCHED.values()]
-        if any(found.values()) or iteration < state.iteration:
-            table.add_row(str(iteration), *cells, *values)
-    console.print(table)
+        missing = "·" if iteration == state.iteration else ""
+        if found or not missing:
+            stages_done = [found.get(stage, "" if stage == "validate" else missing) for stage in stages]
+            table.add_row(str(iteration), *stages_done)
+    console.print(table, "✓ committed, – skipped, 2/4 shards committed, · missing", highlight=False)
+    metrics = run.metrics().tail(last)
+    shown = {label: name for label, name in WATCHED.items() if name in metrics}
+    numbers = Table("it", *shown, box=box.SIMPLE_HEAD)
+    for row in metrics.to_dict("records"):
+        numbers.add_row(f"{row['iteration']:.0f}", *(f"{row[name]:.3f}" for name in shown.values()))
+    if shown:
+        console.print(numbers)
     snapshots = ", ".join(map(str, sorted(state.snapshots))) or "none"
+    console.print("✓ committed, – skipped, 2/4 shards committed, · missing", style="dim")
     console.print(f"epoch {state.epoch}, {state.slot + 1} log records, snapshots after iterations: {snapshots}")
+
+
+def _stages_of(config: RunConfig) -> set[str]:
+    """The stages that a config's iterations have."""
+    optional = {
+        "validate": config.validation.data is not None,
+        "old_log_probs": config.needs_old_log_probs,
+        "ref_log_probs": config.needs_reference,
+        "values": config.needs_critic,
+        "update_critic": config.needs_critic,
+    }
+    return {name for name in SHORT if optional.get(name, True)}
 
 
 def show(

@@ -25,9 +25,10 @@ from infra.store import ROW_STAGES, RunStore
 from infra.workers.local import LocalGroup
 from infra.workers.worker import Worker, critic_model, reference_model
 from rlhf.config import RunConfig
+from rlhf.data.prompts import PromptDataset
 from rlhf.errors import RatchetError, UserError
 from rlhf.models import TOKENIZER, files_digest, model_folder
-from rlhf.rewards import reward_digest
+from rlhf.rewards import load_reward, reward_digest
 
 GRACE_S = 15.0
 """After a request to stop, a stage that has not ended by then is abandoned; it was never going to half-commit."""
@@ -147,6 +148,16 @@ def driving(config: RunConfig, *, take_over: bool = False) -> Iterator[Driver]:
         beat.close()
 
 
+def check_inputs(config: RunConfig) -> None:
+    """Refuse what a user got wrong outside the config file, before anything starts: prompts, reward, models."""
+    for path in (*config.data.train, config.validation.data):
+        if path is not None:
+            PromptDataset([path])
+    load_reward(config.reward.function)
+    for model in (config.model, critic_model(config), reference_model(config)):
+        model_folder(model)
+
+
 def run_url(store: str, name: str) -> str:
     return f"{store.rstrip('/')}/{name}"
 
@@ -155,8 +166,7 @@ def _open(config: RunConfig, take_over: bool) -> Driver:
     """Check everything that a user may have got wrong, then claim. No model is loaded yet."""
     store = RunStore(Objects(run_url(config.run.store, config.run.name)))
     driver = Driver(config, store)
-    for what in ("dataset", "reward", "tokenizer", *(("validation",) if config.validation.data else ())):
-        driver.digest(what)
+    check_inputs(config)
     state = store.log.read()
     if state.slot < 0:
         _create(store, config)

@@ -11,7 +11,8 @@ _listeners: list[Listener] = []
 
 
 def report(event: str, **details: Any) -> None:
-    """Tell every listener. Events: `note` (text), `stage` (iteration, stage, done, total, seconds), `closed`
+    """Tell every listener. Events: `note` (text), `stage` (iteration, stage, done, total, and its metrics
+    once it is committed), `closed`
     (iteration, metrics), `replay` (role, done, total)."""
     for listener in _listeners:
         listener(event, details)

@@ -19,8 +19,6 @@ from rlhf.schema import TRAJECTORY
 if TYPE_CHECKING:
     import pandas as pd
 
-UPDATES = ("update_critic", "update_actor")
-
 
 def open_run(url: str) -> Run:
     """Open the run in a folder, such as ``s3://bucket/runs/countdown``; raises `UserError` if there is none."""
@@ -86,12 +84,19 @@ class Run:
         return pd.concat(rows, ignore_index=True) if rows else pd.DataFrame(columns=["iteration"])
 
     def progress(self, iteration: int) -> dict[str, str]:
-        """What each stage of an iteration has committed: `done`, `skipped`, `3 shards`, or nothing."""
+        """What each stage of an iteration has committed: ``✓`` all, ``–`` skipped, ``2/4`` shards; or it is absent."""
         state = self.store.iteration_state(iteration)
-        found = {name: "done" if isinstance(commit, Stage) else "skipped" for name, commit in state.stages.items()}
+        found = {name: "✓" if isinstance(commit, Stage) else "–" for name, commit in state.stages.items()}
         for name, shards in state.shards.items():
-            found.setdefault(name, f"{len(shards)} shard{'s' if len(shards) != 1 else ''}")
+            found.setdefault(name, f"{len(shards)}/{self._shards_of(name)}")
         return found
+
+    def _shards_of(self, stage: str) -> int:
+        """How many shards a stage of the open iteration has; of a validation, the most that there can be."""
+        if stage == "validate":
+            assert self.state.claim is not None
+            return self.state.claim.shards
+        return -(-self.config.data.prompts_per_iteration // self.config.rollout.prompts_per_shard)
 
     def newest_snapshot(self) -> int:
         version = max(self.state.snapshots, default=None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from infra.workers.worker import Context
 from rlhf.batch import TrajectoryBatch
 from rlhf.rewards import load_reward
@@ -24,7 +26,7 @@ def score(context: Context) -> TrajectoryBatch:
     return TrajectoryBatch.of({"trajectory_id": batch.array("trajectory_id"), **scores(context, batch)})
 
 
-def scores(context: Context, batch: TrajectoryBatch) -> dict[str, list[object]]:
+def scores(context: Context, batch: TrajectoryBatch) -> dict[str, list[Any]]:
     """The columns of `score` for the responses of a batch."""
     function = load_reward(context.config.reward.function)
     asked = zip(*(batch.list(name) for name in ("data_source", "response", "ground_truth", "extra_info")), strict=True)

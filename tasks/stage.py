@@ -74,7 +74,17 @@ UPDATES: dict[str, tuple[StageSpec, Update]] = {}
 """How each trainable role is updated: what a replay runs again."""
 
 
-def rows(spec: StageSpec, count: Callable[[Driver], int] | None = None) -> Callable[[Compute], StageTask]:
+Summary = Callable[[list[dict[str, Any]]], dict[str, float]]
+"""From the small outputs of every shard to the stage's metrics."""
+
+
+def single_shard_metrics(outputs: list[dict[str, Any]]) -> dict[str, float]:
+    return outputs[-1].get("metrics", {})
+
+
+def rows(
+    spec: StageSpec, count: Callable[[Driver], int] | None = None, summary: Summary = single_shard_metrics
+) -> Callable[[Compute], StageTask]:
     """A stage that writes rows; each shard is committed as soon as it is written.
 
     There are as many shards as the first input has; a stage that reads no other stage says how many with `count`.
@@ -83,7 +93,7 @@ def rows(spec: StageSpec, count: Callable[[Driver], int] | None = None) -> Calla
     def decorate(compute: Compute) -> StageTask:
         def run(iteration: int, inputs: tuple[Manifest, ...]) -> tuple[Manifest, bool]:
             shards = 1 if not spec.sharded else count(Driver.current()) if count else len(inputs[0].shards)
-            return _run_rows(spec, compute, shards, iteration, inputs)
+            return _run_rows(spec, compute, shards, summary, iteration, inputs)
 
         return _as_task(spec, run)
 
@@ -133,20 +143,25 @@ def _as_task(spec: StageSpec, run: Callable[[int, tuple[Manifest, ...]], tuple[M
 
 
 def _run_rows(
-    spec: StageSpec, compute: Compute, shards: int, iteration: int, inputs: tuple[Manifest, ...]
+    spec: StageSpec,
+    compute: Compute,
+    shards: int,
+    summary: Summary,
+    iteration: int,
+    inputs: tuple[Manifest, ...],
 ) -> tuple[Manifest, bool]:
     driver = Driver.current()
     store, view = driver.store, spec.view(driver.config)
     fingerprint = _fingerprint(driver, spec, view, iteration, inputs)
     if (before := _committed(driver, spec, iteration, fingerprint)) is not None:
-        report("stage", iteration=iteration, stage=spec.name, done=shards, total=shards, seconds=None)
+        report("stage", iteration=iteration, stage=spec.name, done=shards, total=shards, metrics=None)
         return before, True
 
     attempt = store.begin_attempt(iteration, spec.name)
     kept = dict(store.committed_shards(spec.name))
     latest: list[Shard] = []
     for shard in range(shards):
-        report("stage", iteration=iteration, stage=spec.name, done=shard, total=shards, seconds=None)
+        report("stage", iteration=iteration, stage=spec.name, done=shard, total=shards, metrics=None)
         parts = _fingerprint(driver, spec, view, iteration, inputs, shard) if spec.sharded else fingerprint
         if shard in kept:
             _check_shard(driver, spec, kept[shard], parts)
@@ -180,7 +195,7 @@ def _run_rows(
         config=view.values(),
         columns=("trajectory_id", *spec.writes),
         shards=tuple(shard.data for shard in everything),
-        metrics=outputs.get("metrics", {}),
+        metrics=summary([shard.outputs for shard in everything]),
         seconds=sum(shard.seconds for shard in everything),
     )
     stage = Stage(
@@ -192,7 +207,7 @@ def _run_rows(
         controllers=outputs.get("controllers"),
     )
     store.commit(*latest, stage)  # the last shard and its stage: one record
-    report("stage", iteration=iteration, stage=spec.name, done=shards, total=shards, seconds=manifest.seconds)
+    report("stage", iteration=iteration, stage=spec.name, done=shards, total=shards, metrics=manifest.metrics)
     return manifest, False
 
 
@@ -204,11 +219,11 @@ def _run_update(
     assert spec.role is not None
     fingerprint = _fingerprint(driver, spec, view, iteration, inputs)
     if (before := _committed(driver, spec, iteration, fingerprint)) is not None:
-        report("stage", iteration=iteration, stage=spec.name, done=1, total=1, seconds=None)
+        report("stage", iteration=iteration, stage=spec.name, done=1, total=1, metrics=None)
         return before, True
 
     attempt = store.begin_attempt(iteration, spec.name)
-    report("stage", iteration=iteration, stage=spec.name, done=0, total=1, seconds=None)
+    report("stage", iteration=iteration, stage=spec.name, done=0, total=1, metrics=None)
     driver.check_stop()
     call = _call(driver, spec, view, iteration, inputs, attempt, 0)
     updated: Updated = _on_worker(driver, "update", call, compute)
@@ -234,7 +249,7 @@ def _run_update(
             weights=updated.weights,
         )
     )
-    report("stage", iteration=iteration, stage=spec.name, done=1, total=1, seconds=updated.seconds)
+    report("stage", iteration=iteration, stage=spec.name, done=1, total=1, metrics=updated.metrics)
     return manifest, False
 
 

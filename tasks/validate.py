@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from infra.driver import Driver
 from infra.workers.worker import Context
 from rlhf.batch import TrajectoryBatch
@@ -63,8 +65,24 @@ def validate_shard(context: Context) -> TrajectoryBatch:
     )
     answers = respond(context, dataset, [(number, number) for number in numbers], config.validation.n, sampling)
     scored = scores(context, answers)
+    context.outputs["scores"] = sums = dict[str, list[float]]()
+    for source, score in zip(answers.list("data_source"), scored["score"], strict=True):
+        total, count = sums.get(source, (0.0, 0))
+        sums[source] = [total + score, count + 1]
     columns = {name: answers.array(name) if name in answers else scored[name] for name in SPEC.writes}
     return TrajectoryBatch.of({"trajectory_id": answers.array("trajectory_id"), **columns})
 
 
-validate = rows(SPEC, count=_shards)(validate_shard)
+def _solve_rates(outputs: list[dict[str, Any]]) -> dict[str, float]:
+    """Mean score by data source: pass@1 where scores are 0 or 1."""
+    sums: dict[str, list[list[float]]] = {}
+    for shard in outputs:
+        for source, total_and_count in shard["scores"].items():
+            sums.setdefault(source, []).append(total_and_count)
+    return {
+        f"val/{source}/mean_score": sum(total for total, _ in parts) / sum(count for _, count in parts)
+        for source, parts in sums.items()
+    }
+
+
+validate = rows(SPEC, count=_shards, summary=_solve_rates)(validate_shard)

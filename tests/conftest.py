@@ -30,7 +30,7 @@ def prefect_server(common: Path) -> Iterator[str]:
     with shared_server(common / "prefect") as url:
         os.environ["PREFECT_API_URL"] = url
         os.environ["PREFECT_LOGGING_TO_API_ENABLED"] = "false"
-        os.environ["PREFECT_LOGGING_LEVEL"] = "ERROR"
+        os.environ["PREFECT_LOGGING_LEVEL"] = "CRITICAL"
         yield url
         del os.environ["PREFECT_API_URL"]
 

@@ -27,7 +27,7 @@ class PPOClip(Algorithm):
     The log-ratio is limited to ±20 so that it never overflows.
     """
 
-    type: Literal["ppo"] = "ppo"
+    type: Literal["ppo"] = Field("ppo", description="the policy loss")
     clip_ratio_low: float = Field(0.2, gt=0, lt=1, description="how far below 1 the ratio may go")
     clip_ratio_high: float = Field(0.2, gt=0, description="how far above 1 the ratio may go")
     clip_ratio_c: float = Field(3.0, gt=1, description="dual clip: bound of the ratio where the advantage is negative")

@@ -42,7 +42,7 @@ def critic_folder(policy_folder: Path, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(scope="session")
 def batch() -> TrajectoryBatch:
-    """Prompts and responses of many lengths, one token among them; some tokens are masked; columns of plausible size."""
+    """Prompts and responses of many lengths, one token among them; some tokens are masked."""
     rng = np.random.default_rng(11)
     lengths = [(1, 5), (7, 1), (3, 3), (12, 8), (5, 2), (3, 8), (9, 6), (2, 1)]
 

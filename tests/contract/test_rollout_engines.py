@@ -1,0 +1,244 @@
+"""What every rollout engine promises. A new engine is one line in `ENGINES`.
+
+Noise is a function of the run's seed, the trajectory and the position, so a token changes with its company only where
+rounding moves a limit of the cumulative distribution across the uniform number: a difference of 1e-6 in the
+probabilities does that to one token in a hundred thousand. A few hundred tokens are therefore compared outright.
+Log-probs agree to a few 1e-6 in float32 (sums in another order, logits of up to ten); `CLOSE` is three times what one
+sees, and a wrong mask, position or temperature moves them by more than 1e-2.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf.batch import TrajectoryBatch
+from rlhf.config import Model
+from rlhf.engines.base import Generation, Request, RolloutEngine, Sampling
+from rlhf.engines.hf_rollout import HFRollout
+from rlhf.engines.torch_engine import TorchEngine
+from rlhf.models import load_actor
+
+CLOSE = 1e-5
+EOS = (1, 5, 9, 20)
+SAMPLING = Sampling(temperature=0.7, top_p=0.95, max_tokens=12, seed=3)
+
+
+def hf_rollout(folder: Path, **options: Any) -> RolloutEngine:
+    return HFRollout(load_actor(Model(path=str(folder))), eos_token_ids=EOS, **options)
+
+
+ENGINES: dict[str, Callable[..., RolloutEngine]] = {"hf": hf_rollout}
+
+Build = Callable[..., RolloutEngine]
+
+
+@pytest.fixture(params=list(ENGINES))
+def build(request: pytest.FixtureRequest) -> Build:
+    return ENGINES[request.param]
+
+
+@pytest.fixture
+def engine(build: Build, policy_folder: Path) -> RolloutEngine:
+    return build(policy_folder)
+
+
+def requests(count: int = 40, prefix: str = "it000000") -> list[Request]:
+    """Prompts of one to nine tokens."""
+    rng = np.random.default_rng(5)
+    return [
+        Request(f"{prefix}-p{row:05d}-s00", tuple(rng.integers(3, 78, 1 + row % 9).tolist())) for row in range(count)
+    ]
+
+
+def same_prompt(count: int, length: int = 3) -> list[Request]:
+    return [Request(f"it000000-p00000-s{row:05d}", tuple(range(10, 10 + length))) for row in range(count)]
+
+
+def tokens(generations: Sequence[Generation]) -> list[tuple[int, ...]]:
+    return [generation.response_ids for generation in generations]
+
+
+def assert_agree(found: Generation, expected: Generation) -> None:
+    """The same tokens; the same log-probs as far as they go."""
+    assert found.response_ids == expected.response_ids
+    np.testing.assert_allclose(found.log_probs, expected.log_probs, rtol=0, atol=CLOSE)
+    assert found.finish_reason == expected.finish_reason
+
+
+@pytest.mark.parametrize(("dtype", "atol"), [("float32", CLOSE), ("bfloat16", 0.3)])
+def test_log_probs_are_those_of_the_train_engine(build: Build, policy_folder: Path, dtype: Any, atol: float) -> None:
+    """Of the temperature-scaled logits, whatever top_p leaves out (a bfloat16 has 8 bits)."""
+    asked = requests()
+    found = build(policy_folder, dtype=dtype).generate(asked, SAMPLING)
+    batch = TrajectoryBatch.of(
+        {
+            "trajectory_id": [request.trajectory_id for request in asked],
+            "prompt_ids": [request.prompt_ids for request in asked],
+            "response_ids": tokens(found),
+        }
+    )
+    trainer = TorchEngine(load_actor(Model(path=str(policy_folder))), "policy", dtype=dtype, trainable=False)
+    expected = trainer.infer(batch, ["log_probs"], temperature=SAMPLING.temperature, micro_batch_tokens=200)
+    for generation, log_probs in zip(found, expected["log_probs"].to_pylist(), strict=True):
+        np.testing.assert_allclose(generation.log_probs, log_probs, rtol=0, atol=atol)
+
+
+def test_greedy_is_what_transformers_generates(engine: RolloutEngine, policy_folder: Path) -> None:
+    model = load_actor(Model(path=str(policy_folder)))
+    asked = requests(20)
+    for request, generation in zip(asked, engine.generate(asked, replace(SAMPLING, temperature=0.0)), strict=True):
+        prompt = torch.tensor([request.prompt_ids])
+        expected = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=False,
+            max_new_tokens=SAMPLING.max_tokens,
+            eos_token_id=list(EOS),
+            pad_token_id=0,
+        )
+        assert generation.response_ids == tuple(expected[0, prompt.shape[1] :].tolist())
+        log_probs = model(expected).logits[0, prompt.shape[1] - 1 : -1].log_softmax(-1).max(-1).values
+        np.testing.assert_allclose(generation.log_probs, log_probs.detach(), rtol=0, atol=CLOSE)
+
+
+def test_a_call_is_a_pure_function_of_its_requests(engine: RolloutEngine) -> None:
+    """Bit by bit the same again, whatever ran in between; another seed or other ids give other tokens."""
+    first = engine.generate(requests(), SAMPLING)
+    engine.generate(requests(7, prefix="it000001"), replace(SAMPLING, max_tokens=3))
+    assert engine.generate(requests(), SAMPLING) == first
+    assert tokens(engine.generate(requests(), replace(SAMPLING, seed=4))) != tokens(first)
+    assert tokens(engine.generate(requests(prefix="it000001"), SAMPLING)) != tokens(first)
+    assert engine.generate([], SAMPLING) == []
+
+
+def test_a_response_does_not_depend_on_the_other_requests(engine: RolloutEngine) -> None:
+    """Alone (no padding), reversed and in a shard of its own, each prompt is answered in the same way."""
+    asked = requests()
+    whole = engine.generate(asked, SAMPLING)
+    assert len({len(request.prompt_ids) for request in asked}) == 9
+    for request, expected in zip(asked, whole, strict=True):
+        assert_agree(engine.generate([request], SAMPLING)[0], expected)
+    backwards = engine.generate(asked[::-1], SAMPLING)[::-1]
+    shards = [*engine.generate(asked[:16], SAMPLING), *engine.generate(asked[16:], SAMPLING)]
+    for expected, *others in zip(whole, backwards, shards, strict=True):
+        for other in others:
+            assert_agree(other, expected)
+
+
+def test_responses_end_at_end_of_sequence_or_at_the_limit(engine: RolloutEngine) -> None:
+    """Rows that have ended leave; those that stay do not notice. With `ignore_eos` nobody leaves: the same tokens."""
+    asked = requests(64)
+    found = engine.generate(asked, SAMPLING)
+    endless = engine.generate(asked, replace(SAMPLING, ignore_eos=True))
+    shorter = engine.generate(asked, replace(SAMPLING, max_tokens=5))
+    assert {generation.finish_reason for generation in found} == {"stop", "length"}
+    assert len({len(generation.response_ids) for generation in found}) > 5
+    for generation, full, short in zip(found, endless, shorter, strict=True):
+        length = len(generation.response_ids)
+        assert len(generation.log_probs) == length
+        ends = [position for position, token in enumerate(full.response_ids) if token in EOS]
+        assert length == (ends[0] + 1 if ends else SAMPLING.max_tokens)
+        assert generation.finish_reason == ("stop" if ends else "length")
+        assert_agree(generation, replace(cut(full, length), finish_reason=generation.finish_reason))
+        stopped = bool(ends) and ends[0] < 5
+        assert_agree(short, replace(cut(full, min(length, 5)), finish_reason="stop" if stopped else "length"))
+        assert (len(full.response_ids), full.finish_reason) == (SAMPLING.max_tokens, "length")
+
+
+def cut(generation: Generation, length: int) -> Generation:
+    return replace(generation, response_ids=generation.response_ids[:length], log_probs=generation.log_probs[:length])
+
+
+def test_one_token(engine: RolloutEngine) -> None:
+    """max_tokens 1, from prompts of one token: end-of-sequence may be that token."""
+    found = engine.generate(same_prompt(200, length=1), replace(SAMPLING, temperature=1.5, top_p=1.0, max_tokens=1))
+    assert {len(generation.response_ids) for generation in found} == {1}
+    assert all((generation.finish_reason == "stop") == (generation.response_ids[0] in EOS) for generation in found)
+    assert {generation.finish_reason for generation in found} == {"stop", "length"}
+
+
+def assert_distribution(drawn: Sequence[int], probs: np.ndarray) -> None:
+    """Pearson's chi-square over the tokens that one expects at least five times (the others together).
+
+    It has mean k and deviation sqrt(2k) for k cells; less than one in a thousand is six deviations away (one in a
+    million for many cells), and the seed is fixed.
+    """
+    counts, expected = np.bincount(drawn, minlength=len(probs)), len(drawn) * probs
+    assert counts[probs == 0].sum() == 0, "a token without probability"
+    often = expected >= 5
+    seen = np.append(counts[often], counts[~often].sum())
+    wanted = np.append(expected[often], expected[~often].sum())
+    cells = wanted > 0
+    statistic = ((seen - wanted)[cells] ** 2 / wanted[cells]).sum()
+    assert statistic < cells.sum() + 6 * (2 * cells.sum()) ** 0.5
+
+
+def probabilities(folder: Path, prompt: Sequence[int], temperature: float) -> np.ndarray:
+    model = load_actor(Model(path=str(folder))).double()
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt])).logits[0, -1]
+    return np.asarray((logits / temperature).softmax(-1))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_first_tokens_follow_the_softmax(engine: RolloutEngine, policy_folder: Path, temperature: float) -> None:
+    asked = same_prompt(4000)
+    found = engine.generate(asked, Sampling(temperature, top_p=1.0, max_tokens=1, seed=8))
+    probs = probabilities(policy_folder, asked[0].prompt_ids, temperature)
+    assert_distribution([generation.response_ids[0] for generation in found], probs)
+
+
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9])
+def test_top_p_keeps_the_smallest_set_and_its_proportions(
+    engine: RolloutEngine, policy_folder: Path, top_p: float
+) -> None:
+    asked = same_prompt(2000)
+    found = engine.generate(asked, Sampling(0.8, top_p=top_p, max_tokens=1, seed=9))
+    probs = probabilities(policy_folder, asked[0].prompt_ids, 0.8)
+    order = np.argsort(-probs)
+    size = int(np.searchsorted(probs[order].cumsum(), top_p)) + 1
+    nucleus = np.zeros_like(probs)
+    nucleus[order[:size]] = probs[order[:size]] / probs[order[:size]].sum()
+    assert_distribution([generation.response_ids[0] for generation in found], nucleus)
+    assert all(
+        generation.log_probs[0] == pytest.approx(np.log(probs[generation.response_ids[0]]), abs=CLOSE)
+        for generation in found
+    ), "log-probs are those before the truncation"
+
+
+def test_positions_and_trajectories_draw_independently(build: Build, policy_folder: Path, tmp_path: Path) -> None:
+    """A model that says the same everywhere draws from one distribution, and no token tells its neighbours'."""
+    model = load_actor(Model(path=str(policy_folder)))
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:] = model.model.embed_tokens.weight[10].clone()
+        model.lm_head.weight[20:] = 0  # most of the probability in few tokens, so that pairs repeat
+        model.lm_head.weight[:20] *= 2
+    model.save_pretrained(tmp_path)
+    found = build(tmp_path).generate(same_prompt(60), Sampling(1.0, 1.0, max_tokens=50, seed=10, ignore_eos=True))
+    probs = probabilities(tmp_path, [10], 1.0)
+    drawn = np.array(tokens(found))
+    assert_distribution(drawn.ravel().tolist(), probs)
+    for first, second in ((drawn[:, :-1], drawn[:, 1:]), (drawn[:-1], drawn[1:])):
+        pairs = Counter(zip(first.ravel().tolist(), second.ravel().tolist(), strict=True))
+        equal, chance, count = sum(n for (a, b), n in pairs.items() if a == b), (probs**2).sum(), first.size
+        assert abs(equal - count * chance) < 6 * (count * chance * (1 - chance)) ** 0.5
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_shared_model_keeps_its_mode(policy_folder: Path, training: bool) -> None:
+    """HFRollout's model may be the actor: it is used as it stands at each call, and left as it was found."""
+    model = load_actor(Model(path=str(policy_folder))).train(training)
+    rollout = HFRollout(model, eos_token_ids=EOS)
+    before = rollout.generate(requests(), SAMPLING)
+    assert model.training is training
+    with torch.no_grad():
+        model.lm_head.weight.mul_(0.5)
+    assert rollout.generate(requests(), SAMPLING) != before

@@ -1,0 +1,171 @@
+"""The command line, as a user types it: what it prints, and the exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import yaml
+
+from flows import cli
+from tests import tiny
+
+
+class Ratchet:
+    """Runs a command in this process; gives its exit code and what it printed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+        self.monkeypatch, self.capfd = monkeypatch, capfd
+
+    def __call__(self, *arguments: object) -> tuple[int, str, str]:
+        self.monkeypatch.setattr("sys.argv", ["ratchet", *map(str, arguments)])
+        self.capfd.readouterr()
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as exit:
+            code = int(exit.code or 0)
+        out, err = self.capfd.readouterr()
+        return code, out, err
+
+
+@pytest.fixture
+def ratchet(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], prefect_server: str) -> Ratchet:
+    monkeypatch.setattr(cli.console, "_width", 160)
+    return Ratchet(monkeypatch, capfd)
+
+
+@pytest.fixture
+def config_file(workspace: Path, tmp_path: Path) -> Path:
+    config = tiny.config(
+        workspace,
+        run__name="cli",
+        run__store=f"file://{tmp_path}/runs",
+        reward__function="tests.rewards:letters",
+        validation__data=str(workspace / "held_out.parquet"),
+        train__iterations=2,
+    )
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    return path
+
+
+def test_a_run_from_training_to_export(ratchet: Ratchet, config_file: Path, tmp_path: Path) -> None:
+    store = ("--store", f"file://{tmp_path}/runs")
+    code, out, _ = ratchet("train", config_file)
+    assert code == 0
+    assert "it    0/2" in out
+    assert "run cli has its 2 iterations" in out
+
+    code, out, _ = ratchet("train", config_file)  # done already: nothing runs again
+    assert code == 0
+    assert "it    0/2" not in out
+
+    code, out, _ = ratchet("status", "cli", *store)
+    assert code == 0
+    assert "2 of 2 iterations" in out
+    assert out.count("✓") > 16
+    assert "snapshots after iterations: 1, 2" in out
+
+    code, out, _ = ratchet("show", "cli", *store, "--where", "score >= 0", "--limit", 3, "--format", "json")
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert len(rows) == 3
+    assert rows[0]["trajectory_id"] == "it000001-p00000-s00"
+    for format in ("table", "csv", "md"):
+        code, out, _ = ratchet(
+            "show", "cli", *store, "--iteration", 0, "--columns", "response,score", "--format", format
+        )
+        assert code == 0
+        assert "score" in out
+
+    code, out, _ = ratchet("export", "cli", tmp_path / "model", *store)
+    assert code == 0
+    code, out, _ = ratchet(
+        *("evaluate", tmp_path / "model", "--data", config_file.parent / "none.parquet", "--reward", "constant")
+    )
+    assert code == 2
+    held_out = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert held_out["model_type"] == "llama"
+
+    answers = tmp_path / "answers.parquet"
+    code, out, _ = ratchet("evaluate", "cli", *store, "--iteration", 1, "--n", 2, "--output", answers)
+    assert code == 0
+    assert "countdown" in out
+    assert len(pd.read_parquet(answers)) == 6
+
+
+def test_an_exported_model_gives_the_same_logits(ratchet: Ratchet, config_file: Path, tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import load
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from infra.runs import open_run
+
+    assert ratchet("train", config_file, "train.iterations=1", "validation.data=null")[0] == 0
+    assert ratchet("export", "cli", tmp_path / "model", "--store", f"file://{tmp_path}/runs")[0] == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    run = open_run(f"file://{tmp_path}/runs/cli")
+    checkpoint = run.store.checkpoint(run.state.snapshots[1]["actor"])
+    saved = load(run.store.read_checkpoint(checkpoint, ["model.safetensors"])["model.safetensors"])
+    assert all(torch.equal(parameter, saved[name]) for name, parameter in model.named_parameters())
+    assert AutoTokenizer.from_pretrained(tmp_path / "model")("ab")["input_ids"]
+
+
+def test_supervised_steps_lower_the_loss(ratchet: Ratchet, workspace: Path, tmp_path: Path) -> None:
+    assert ratchet("data", "countdown", tmp_path, "--train", 40, "--test", 10, "--high", 9)[0] == 0
+    train, test = (pd.read_parquet(tmp_path / f"{name}.parquet") for name in ("train", "test"))
+    assert (len(train), len(test)) == (40, 10)
+    losses = []
+    for steps in (1, 30):
+        arguments = ("--data", tmp_path / "sft.parquet", "--output", tmp_path / f"model-{steps}", "--steps", steps)
+        code, out, _ = ratchet("sft", "--model", workspace / "model", *arguments, "--batch-examples", 16, "--lr", 0.01)
+        assert code == 0
+        losses.append(float(out.rsplit("(loss ", 1)[1].split(")")[0]))
+    assert losses[1] < losses[0] - 0.5
+    assert (tmp_path / "model-30" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("train", "none.yaml"), "cannot read the config none.yaml"),
+        (("train", "{config}", "actor.lrr=1"), "actor.lrr is not a key of the config"),
+        (("train", "{config}", "actor.mini_batch_trajectories=64"), "more than an iteration has"),
+        (("train", "{config}", "critic=null"), "critic is null, but algorithm.advantage gae needs values"),
+        (("train", "{config}", "model.path=./nowhere"), "model.path ./nowhere does not exist"),
+        (("train", "{config}", "data.train=[nowhere.parquet]"), "nowhere.parquet does not exist"),
+        (("train", "{config}", "reward.function=nowhere"), "reward.function nowhere"),
+        (("status", "nowhere"), "there is no run at"),
+        (("evaluate", "nowhere"), "there is no run at"),
+        (("data", "countdown", "{tmp}", "--train", "1000000"), "exist"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(
+    ratchet: Ratchet, config_file: Path, tmp_path: Path, arguments: tuple[str, ...], says: str
+) -> None:
+    filled = [argument.format(config=config_file, tmp=tmp_path) for argument in arguments]
+    code, _, err = ratchet(*filled)
+    assert code == 2
+    assert says in err
+    assert len(err.strip().splitlines()) == 1
+    assert "Traceback" not in err
+
+
+def test_help_lists_every_key_of_the_config(ratchet: Ratchet) -> None:
+    import subprocess
+    import sys
+
+    from rlhf.config import keys
+
+    command = [sys.executable, "-m", "flows.cli", "train", "--help"]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    for key, *_ in keys():
+        assert f"{key} = " in out
+
+
+def test_doctor_tries_the_stores(ratchet: Ratchet) -> None:
+    code, out, _ = ratchet("doctor")
+    assert code == 0
+    assert out.count("works") == 2

@@ -1,0 +1,95 @@
+"""Trajectory batches, and how they are cut into micro-batches."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhf.batch import TrajectoryBatch, ragged, unpadded
+from rlhf.engines.micro_batches import MicroBatch, by_token_budget
+from rlhf.schema import TRAJECTORY
+from tests.padded import properties
+
+PROMPTS = [[10], [20, 21, 22], [30, 31]]
+RESPONSES = [[11, 12], [23], [32, 33, 34]]
+
+
+@pytest.fixture
+def batch() -> TrajectoryBatch:
+    return TrajectoryBatch.of(
+        {
+            "trajectory_id": ["a", "b", "c"],
+            "prompt_ids": PROMPTS,
+            "response_ids": RESPONSES,
+            "values": [[0.5, 1], [2], [3, 4, 5]],
+            "loss_mask": [[1, 0], [1], [1, 1, 1]],
+        }
+    )
+
+
+def test_columns_have_the_types_of_the_schema(batch: TrajectoryBatch) -> None:
+    for name in batch.columns:
+        assert batch.array(name).type == TRAJECTORY[name].type
+    assert batch.padded("values").dtype == torch.float32
+    assert batch.padded("loss_mask").dtype == torch.int8
+    assert batch.padded("response_ids").dtype == torch.int32
+    with pytest.raises(KeyError, match="column score is not among those read here: trajectory_id"):
+        batch.array("score")
+
+
+def test_padding_and_back(batch: TrajectoryBatch) -> None:
+    expected = torch.tensor([[0.5, 1, 0], [2, 0, 0], [3, 4, 5]])
+    assert torch.equal(batch.padded("values"), expected)
+    assert torch.equal(batch.padded("values", width=4), torch.nn.functional.pad(expected, (0, 1)))
+    assert unpadded(expected + 0.0, batch.lengths("values")).equals(batch.array("values"))
+    assert ragged(batch.flat("values"), batch.lengths("values")).equals(batch.array("values"))
+    assert ragged(batch.flat("loss_mask"), batch.lengths("loss_mask")).equals(batch.array("loss_mask"))
+    assert ragged(batch.flat("prompt_ids").astype(np.int64), batch.lengths("prompt_ids")).type == pa.list_(pa.int32())
+
+
+@pytest.mark.parametrize("rows", [[2, 0], [1], [0, 0], []])
+def test_taken_rows_are_as_good_as_any(batch: TrajectoryBatch, rows: list[int]) -> None:
+    """Arrow slices share buffers: lengths, values and padding are still those of the rows."""
+    slices = [batch.table.slice(row, 1) for row in rows] or [batch.table.slice(0, 0)]
+    for part in (batch.take(rows), TrajectoryBatch(pa.concat_tables(slices))):
+        assert len(part) == len(rows)
+        assert part.list("response_ids") == [RESPONSES[row] for row in rows]
+        assert part.lengths("response_ids").tolist() == [len(RESPONSES[row]) for row in rows]
+        assert part.flat("response_ids").tolist() == [token for row in rows for token in RESPONSES[row]]
+        assert part.padded("response_ids").shape == (len(rows), max([len(RESPONSES[row]) for row in rows], default=0))
+
+
+def test_concat_and_join(batch: TrajectoryBatch) -> None:
+    twice = TrajectoryBatch.concat([batch, batch.take([1])])
+    assert twice.list("trajectory_id") == ["a", "b", "c", "b"]
+    scores = TrajectoryBatch.of({"trajectory_id": ["a", "b", "c"], "score": [1, 2, 3], "values": [[], [], []]})
+    joined = TrajectoryBatch.join([batch, scores])
+    assert joined.list("score") == [1, 2, 3]
+    assert joined.list("values") == batch.list("values"), "the first stage to give a column keeps it"
+    with pytest.raises(AssertionError, match="other trajectories"):
+        TrajectoryBatch.join([batch, scores.take([1, 0, 2])])
+
+
+def test_micro_batch_puts_prompts_first_and_picks_what_predicts_each_response_token(batch: TrajectoryBatch) -> None:
+    micro = MicroBatch.of(batch, [2, 0, 1])
+    assert micro.input_ids.tolist() == [[30, 31, 32, 33, 34], [10, 11, 12, 0, 0], [20, 21, 22, 23, 0]]
+    assert micro.first == 0
+    predicted = micro.pick(micro.input_ids[:, micro.first + 1 :])  # each position holds the token that it predicts
+    for row, response in enumerate(([32, 33, 34], [11, 12], [23])):
+        assert predicted[row, : len(response)].tolist() == response
+    assert MicroBatch.of(batch, [1, 2]).first == 1, "the head is left out where no row needs it"
+
+
+@properties
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=30), st.integers(1, 100))
+def test_every_row_is_in_one_piece_that_fits(lengths: list[int], budget: int) -> None:
+    pieces = by_token_budget(np.array(lengths), budget)
+    assert sorted(np.concatenate(pieces).tolist()) == list(range(len(lengths)))
+    sizes = [[lengths[row] for row in piece] for piece in pieces]
+    assert all(len(size) * max(size) <= budget or len(size) == 1 for size in sizes)
+    assert [max(size) for size in sizes] == sorted((max(size) for size in sizes), reverse=True), "longest first"
+    assert all((len(size) + 1) * max(size) > budget for size in sizes[:-1]), "full, but for the last"

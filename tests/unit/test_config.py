@@ -1,0 +1,220 @@
+"""The config: what is refused and how it is said, overrides, and what a stage may see of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from rlhf.algorithms import GRPO
+from rlhf.config import RunConfig, keys, load_config, parse_config, yaml_text
+from rlhf.config_view import ConfigView
+from rlhf.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("**/*.yaml"))
+
+MINIMAL: dict[str, Any] = {"model": {"path": "somewhere"}, "data": {"train": ["prompts.parquet"]}}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(MINIMAL))
+    return path
+
+
+def test_the_minimal_config_is_the_documented_default(file: Path) -> None:
+    config = load_config(file)
+    assert config.trajectories_per_iteration == 256
+    assert (config.needs_critic, config.needs_reference, config.needs_old_log_probs) == (True, False, True)
+    assert config == parse_config(MINIMAL, "here")
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        # unknown keys
+        ("foo=1", "foo is not a key of the config"),
+        ("actor.mini_batch=1", "actor.mini_batch is not a key of the config"),
+        ("algorithm.advantage={type: grpo, gamma: 1}", "algorithm.advantage.gamma is not a key of the config"),
+        ("critic.model={path: x, pth: y}", "critic.model.pth is not a key of the config"),
+        # missing ones
+        ("model={}", "model.path is missing: set it"),
+        ("algorithm.advantage.lam=0.9", "algorithm.advantage.type is missing: set it"),
+        ("algorithm.kl.controller.type=adaptive", "algorithm.kl.controller.target is missing: set it"),
+        # wrong types and values
+        ("rollout.n=many", "rollout.n is 'many': input should be a valid integer"),
+        ("rollout.n=1.5", "rollout.n is 1.5: input should be a valid integer"),
+        ("rollout.n=0", "rollout.n is 0: input should be greater than 0"),
+        ("rollout.top_p=1.1", "rollout.top_p is 1.1: input should be less than or equal to 1"),
+        ("actor.lr=.nan", "actor.lr is nan: input should be a finite number"),
+        ("actor.lr=-1e-5", "actor.lr is -1e-05: input should be greater than 0"),
+        ("actor.betas=[0.9, 1.0]", "actor.betas.1 is 1.0: input should be less than 1"),
+        ("data.train=[]", "data.train is []"),
+        ("data.truncation=middle", "data.truncation is 'middle': input should be 'error', 'left' or 'right'"),
+        ("run.name=a/b", "run.name is 'a/b': string should match pattern"),
+        ("algorithm.advantage.type=gea", "algorithm.advantage.type is 'gea': input should be one of 'gae', 'grpo'"),
+        ("algorithm.loss.clip_ratio_c=1", "algorithm.loss.clip_ratio_c is 1: input should be greater than 1"),
+        ("actor.lr.peak=1", "actor.lr"),
+        # impossible combinations
+        ("actor.mini_batch_trajectories=257", "actor.mini_batch_trajectories is 257, more than an iteration has (data.prompts_per_iteration 64 x rollout.n 4 = 256): lower it"),  # noqa: E501
+        ("critic.mini_batch_trajectories=100", "critic.mini_batch_trajectories is 100, which does not divide 256"),
+        ("actor.micro_batch_tokens=1023", "actor.micro_batch_tokens is 1023, less than one trajectory may have (data.max_prompt_tokens + rollout.max_response_tokens = 1024): raise it"),  # noqa: E501
+        ("critic=null", "critic is null, but algorithm.advantage gae needs values: leave critic out"),
+        ("algorithm.advantage={type: grpo}; critic.warmup_iterations=1", "critic.warmup_iterations is set, but algorithm.advantage grpo has no critic: remove it"),  # noqa: E501
+        ("algorithm.advantage={type: grpo}; rollout.n=1", "algorithm.advantage grpo compares the trajectories of a prompt, but rollout.n is 1: raise rollout.n"),  # noqa: E501
+        ("validation.every=1", "validation.every is set without validation.data: name a prompt file, or remove it"),
+        ("actor.lr_schedule.type=cosine", "actor.lr_schedule: a cosine schedule needs decay_iterations"),
+        # overrides that are none
+        ("actor.lr", "'actor.lr' is not an override: write key.subkey=value"),
+        ("=1", "'=1' is not an override"),
+        ("actor.lr=[1", "'[1' is not a YAML value"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_in_one_line(file: Path, override: str, says: str) -> None:
+    with pytest.raises(UserError) as refused:
+        load_config(file, override.split("; "))
+    message = str(refused.value)
+    assert says in message
+    assert "\n" not in message
+    assert refused.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[1, 2]", "should hold sections"),
+        ("a: b: c", "is not valid YAML"),
+        ("", "should hold sections"),
+        (None, "No such"),
+    ],
+)
+def test_what_is_no_config_file(tmp_path: Path, text: str | None, says: str) -> None:
+    path = tmp_path / "run.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UserError, match=says) as refused:
+        load_config(path)
+    assert str(path) in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_overrides_are_yaml_and_the_last_one_counts(file: Path) -> None:
+    config = load_config(
+        file,
+        ["actor.lr=2", "actor.lr=3e-6", "critic.grad_clip=null", "algorithm.advantage={type: grpo}", "run.name=a-1.b"],
+    )
+    assert config.actor.lr == 3e-6
+    assert config.critic is not None
+    assert config.critic.grad_clip is None
+    assert config.algorithm.advantage == GRPO()
+    assert config.run.name == "a-1.b"
+
+
+@pytest.mark.parametrize("text", ["1e-5", "1E-5", "1.0e-5", ".1e-4", "0.00001", '"1e-5"'])
+def test_numbers_are_those_that_people_mean(tmp_path: Path, text: str) -> None:
+    """YAML 1.1 reads 1e-5 as text."""
+    path = tmp_path / "run.yaml"
+    path.write_text(f"{yaml.safe_dump(MINIMAL)}\nactor: {{lr: {text}, micro_batch_tokens: 1e4}}\n")
+    assert load_config(path).actor.lr == 1e-5
+    assert load_config(path, [f"actor.lr={text}"]).actor.micro_batch_tokens == 10_000
+
+
+def test_text_that_looks_like_a_number_stays_text(file: Path) -> None:
+    config = load_config(file, ["run.name='12e45'"])
+    assert config.run.name == config.with_values({"train.iterations": 3}).run.name == "12e45"
+
+
+def test_frozen_and_round_trip() -> None:
+    config = parse_config(MINIMAL, "here").with_values(
+        {"algorithm.advantage": {"type": "grpo"}, "critic": None, "algorithm.kl.in_loss": 0.1}
+    )
+    assert parse_config(json.loads(json.dumps(config.model_dump(mode="json"))), "there") == config
+    assert RunConfig.model_validate_json(config.model_dump_json()) == config
+    with pytest.raises(ValidationError, match="frozen"):
+        config.actor.lr = 1.0  # type: ignore[misc]
+    with pytest.raises(ValidationError, match="frozen"):
+        config.algorithm.advantage.epsilon = 1.0  # type: ignore[misc, union-attr]
+
+
+def test_with_values_validates_again() -> None:
+    config = parse_config(MINIMAL, "here")
+    assert config.with_values({"rollout.n": 8}).value("rollout.n") == 8
+    assert config.value("rollout.n") == 4
+    with pytest.raises(UserError, match=r"rollout\.n is 0"):
+        config.with_values({"rollout.n": 0})
+
+
+def test_which_stages_exist() -> None:
+    config = parse_config(MINIMAL, "here")
+    assert not config.with_values({"algorithm.advantage": {"type": "grpo"}}).needs_critic
+    assert config.with_values({"algorithm.kl.in_loss": 0.0}).needs_reference
+    on_policy = config.with_values({"actor.mini_batch_trajectories": 256})
+    assert (on_policy.on_policy, on_policy.needs_old_log_probs) == (True, False)
+    assert on_policy.with_values({"algorithm.kl.in_reward": 0.1}).needs_old_log_probs
+    assert not on_policy.with_values({"actor.ppo_epochs": 2}).on_policy
+
+    warm = config.with_values({"critic.warmup_iterations": 2})
+    assert [warm.warms_up(iteration) for iteration in range(4)] == [True, True, False, False]
+    assert not any(config.validates_before(iteration) for iteration in range(4))
+    ends = config.with_values({"validation.data": "held-out.parquet"})
+    assert [ends.validates_before(iteration) for iteration in range(4)] == [True, False, False, False]
+    often = ends.with_values({"validation.every": 2})
+    assert [often.validates_before(iteration) for iteration in range(4)] == [True, False, True, False]
+
+
+def test_a_view_gives_the_declared_keys_and_no_other() -> None:
+    config = parse_config(MINIMAL, "here")
+    view = ConfigView(config, ("rollout.n", "algorithm.kl", "actor.lr"))
+    assert view.rollout.n == 4
+    assert view.algorithm.kl.estimator == "k3"
+    assert view.values() == {
+        "rollout.n": 4,
+        "algorithm.kl": config.algorithm.kl.model_dump(mode="json"),
+        "actor.lr": 1e-6,
+    }
+    for key in ("rollout.temperature", "algorithm.advantage", "run", "actor.lr_schedule", "trajectories_per_iteration"):
+        with pytest.raises(AttributeError, match=f"config key {key} is read here"):
+            _read(view, key)
+
+
+def _read(view: Any, key: str) -> Any:
+    for part in key.split("."):
+        view = getattr(view, part)
+    return view
+
+
+def test_every_key_is_documented_and_every_default_is_yaml() -> None:
+    for key, kind, default, meaning in keys():
+        assert meaning, key
+        assert kind, key
+        assert default == "required" or yaml_text(yaml.safe_load(default)) == default, key
+    assert {"actor.lr", "critic", "critic.lr", "algorithm.advantage[grpo].epsilon"} <= {key for key, *_ in keys()}
+
+
+def test_there_is_an_example() -> None:
+    assert len(EXAMPLES) > 0
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_are_valid(path: Path) -> None:
+    load_config(path)
+
+
+def test_reading_a_config_imports_nothing_heavy(file: Path) -> None:
+    code = (
+        "import sys, rlhf.algorithms, rlhf.config, rlhf.config_view\n"
+        f"rlhf.config.load_config({str(file)!r}, ['algorithm.advantage={{type: grpo}}'])\n"
+        "heavy = {'torch', 'transformers', 'prefect', 'pyarrow', 'pandas', 'vllm', 'ray', 'deepspeed'}\n"
+        "sys.exit(', '.join(heavy & sys.modules.keys()) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stderr == ""
+    assert done.returncode == 0

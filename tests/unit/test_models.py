@@ -1,0 +1,119 @@
+"""Loading models: what is refused, the critic's head, dropout, and the folder that a checkpoint is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from rlhf.config import Model
+from rlhf.engines.torch_engine import TorchEngine
+from rlhf.errors import UserError
+from rlhf.models import eos_token_ids, files_digest, load_actor, load_critic, load_tokenizer, model_folder
+from tests import tiny
+
+IDS = torch.tensor([[5, 6, 7, 8]])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.model_folder(tmp_path_factory.mktemp("model"))
+
+
+def model(folder: Path) -> Model:
+    return Model(path=str(folder))
+
+
+@pytest.mark.parametrize("path", ["./no/such/folder", "/no/such/folder", "nofolder", "a/b/c"])
+def test_a_missing_folder(path: str) -> None:
+    with pytest.raises(UserError, match=f"model.path {path} does not exist: name a model folder"):
+        model_folder(Model(path=path))
+
+
+def test_a_folder_without_a_config(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"holds no config.json: it is not a Hugging Face model folder"):
+        model_folder(model(tmp_path))
+
+
+def test_weights_are_float32_and_nothing_drops_out(folder: Path, tmp_path: Path) -> None:
+    path = tiny.model_folder(tmp_path)
+    settings = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(settings | {"attention_dropout": 0.5, "dtype": "bfloat16"}))
+    actor = load_actor(model(path)).train()
+    assert {parameter.dtype for parameter in actor.parameters()} == {torch.float32}
+    assert torch.equal(actor(IDS).logits, load_actor(model(folder)).eval()(IDS).logits)
+
+
+def test_a_new_critic_says_zero_and_a_saved_one_keeps_its_head(folder: Path, tmp_path: Path) -> None:
+    critic = load_critic(model(folder))
+    assert torch.equal(critic(IDS).logits, torch.zeros(1, 4, 1))
+    assert torch.equal(critic.model.embed_tokens.weight, load_actor(model(folder)).model.embed_tokens.weight)
+    with torch.no_grad():
+        critic.score.weight.fill_(0.5)
+        critic.score.bias.fill_(0.25)
+    for name, content in TorchEngine(critic, "value").state().items():
+        (tmp_path / name).write_bytes(content)
+    again = load_critic(model(tmp_path))
+    assert torch.equal(again(IDS).logits, critic(IDS).logits)
+    assert not torch.equal(again(IDS).logits, torch.zeros(1, 4, 1))
+
+
+def test_what_is_no_backbone(folder: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.norm.weight"]
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"lacks model.norm.weight: it is not a backbone for a critic"):
+        load_critic(model(tmp_path))
+
+
+def test_a_checkpoint_of_tied_embeddings_is_a_model_folder(folder: Path, tmp_path: Path) -> None:
+    """The head that is the embedding is stored once, as transformers itself does."""
+    path = tiny.model_folder(tmp_path / "tied")
+    settings = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(settings | {"tie_word_embeddings": True}))
+    LlamaForCausalLM.from_pretrained(path).save_pretrained(path)
+    engine = TorchEngine(load_actor(model(path)), "policy")
+    with torch.no_grad():
+        engine.model.model.embed_tokens.weight.mul_(2)
+    (tmp_path / "checkpoint").mkdir()
+    for name, content in engine.state().items():
+        (tmp_path / "checkpoint" / name).write_bytes(content)
+    again = load_actor(model(tmp_path / "checkpoint"))
+    assert torch.equal(again(IDS).logits, engine.model(IDS).logits)
+    assert TorchEngine(again, "policy").digest() == engine.digest()
+
+
+def test_every_end_of_sequence_counts(folder: Path) -> None:
+    actor, tokenizer = load_actor(model(folder)), load_tokenizer(model(folder))
+    assert eos_token_ids(actor, tokenizer) == (1,)
+    actor.generation_config.eos_token_id = [7, 1, 3]
+    assert eos_token_ids(actor, tokenizer) == (1, 3, 7)
+    actor.generation_config.eos_token_id = 7
+    assert eos_token_ids(actor, tokenizer) == (1, 7)
+    actor.generation_config.eos_token_id = None
+    assert eos_token_ids(actor, tokenizer) == (1,)
+
+
+def test_a_tokenizer_without_an_end_is_refused(tmp_path: Path) -> None:
+    path = tiny.model_folder(tmp_path)
+    settings = json.loads((path / "tokenizer_config.json").read_text())
+    del settings["eos_token"]
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match="has no end-of-sequence token"):
+        load_tokenizer(model(path))
+
+
+def test_the_digest_is_of_the_files_that_make_the_weights(folder: Path, tmp_path: Path) -> None:
+    same, other = tiny.model_folder(tmp_path / "same"), tiny.model_folder(tmp_path / "other", seed=1)
+    digest = files_digest(folder)
+    assert files_digest(same) == digest != files_digest(other)
+    (same / "README.md").write_text("not a weight")
+    assert files_digest(same) == digest
+    (same / "config.json").write_bytes((same / "config.json").read_bytes() + b" ")
+    assert files_digest(same) != digest

@@ -1,0 +1,26 @@
+"""The four packages are the project's own, and what they must not import at the start they do not."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("name", ["flows", "tasks", "rlhf", "infra"])
+def test_a_package_is_the_projects_own(name: str) -> None:
+    module = importlib.import_module(name)
+    assert module.__file__ is not None
+    assert Path(module.__file__).parent == ROOT / name
+
+
+def test_reading_a_run_needs_neither_torch_nor_prefect() -> None:
+    heavy = ("torch", "prefect", "transformers")
+    script = f"import sys, infra.runs, flows.views; print([name for name in {heavy} if name in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert found.stdout.strip() == "[]"

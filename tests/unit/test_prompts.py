@@ -1,0 +1,169 @@
+"""Prompt files, which prompts an iteration draws, and how a prompt becomes tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhf.data.prompts import Prompt, PromptDataset, encode
+from rlhf.errors import UserError
+from tests.padded import properties
+
+ROW = {
+    "data_source": "gsm8k",
+    "prompt": [{"role": "user", "content": "1 + 1?"}],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "2"},
+    "extra_info": {"index": 3},
+}
+PROMPT = Prompt("gsm8k", [{"role": "user", "content": "1 + 1?"}], "2", '{"index": 3}')
+
+
+def json_lines(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def test_json_lines_and_parquet_hold_the_same_prompts(tmp_path: Path) -> None:
+    lines = json_lines(tmp_path / "a.jsonl", ROW)
+    table = tmp_path / "a.parquet"
+    pq.write_table(pa.Table.from_pylist([ROW]), table)
+    assert PromptDataset([lines]).prompts == PromptDataset([table]).prompts == [PROMPT]
+    assert PromptDataset([lines, table]).prompts == [PROMPT, PROMPT]
+
+
+def test_what_a_row_may_leave_out_or_put_differently(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"data_source": "x", "prompt": "1 + 1?"},
+        {**ROW, "reward_model": {"ground_truth": {"target": 24, "numbers": [1, 2]}}},
+        {**ROW, "reward_model": None, "extra_info": None},
+    ]
+    found = PromptDataset([json_lines(tmp_path / "a.jsonl", *rows)]).prompts
+    assert found[0] == Prompt("x", PROMPT.messages, "null", "null")
+    assert json.loads(found[1].ground_truth) == {"target": 24, "numbers": [1, 2]}
+    assert (found[2].ground_truth, found[2].extra_info) == ("null", "null")
+
+
+MALFORMED: list[tuple[Any, str]] = [
+    (["a list"], "is not an object"),
+    ({**ROW, "prompt": []}, "prompt should be a list of messages"),
+    ({**ROW, "prompt": ""}, "prompt should be a list of messages"),
+    ({**ROW, "prompt": None}, "prompt should be a list of messages"),
+    ({**ROW, "prompt": [{"role": "user"}]}, "prompt should be a list of messages"),
+    ({**ROW, "prompt": [{"role": "user", "content": 1}]}, "prompt should be a list of messages"),
+    ({"prompt": "x"}, "data_source is missing"),
+]
+
+
+@pytest.mark.parametrize(("row", "says"), [case for case in MALFORMED if case[0] != {**ROW, "prompt": ""}])
+def test_a_malformed_line_is_named(tmp_path: Path, row: Any, says: str) -> None:
+    """By its line in the file; empty lines are passed over, but count."""
+    path = tmp_path / "a.jsonl"
+    path.write_text(f"{json.dumps(ROW)}\n\n{json.dumps(row)}\n")
+    with pytest.raises(UserError) as refused:
+        PromptDataset([path])
+    assert str(refused.value).startswith(f"{path}, line 3")
+    assert says in str(refused.value)
+
+
+def test_a_malformed_row_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.Table.from_pylist([ROW, {**ROW, "prompt": None}]), path)
+    with pytest.raises(UserError, match="row 2: prompt should be"):
+        PromptDataset([json_lines(tmp_path / "a.jsonl", ROW, ROW, ROW), path])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.jsonl", b'{"a": 1', "line 1 is not JSON"),
+        ("a.jsonl", b"{}\n\xff\xfe\x00", "line 1: prompt should be"),
+        ("a.jsonl", b"\n\xff\xfe\x00\n", "line 2 is not JSON"),
+        ("a.parquet", b"PAR1 no PAR1", "is not a Parquet file"),
+        ("a.jsonl", b"\n \n", "no prompts"),
+        ("a.jsonl", None, "does not exist"),
+    ],
+)
+def test_what_is_no_prompt_file(tmp_path: Path, name: str, content: bytes | None, says: str) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError, match=says) as refused:
+        PromptDataset([path])
+    assert str(path) in str(refused.value)
+
+
+def test_the_digest_is_of_the_bytes_in_order(tmp_path: Path) -> None:
+    one, other = json_lines(tmp_path / "a.jsonl", ROW), json_lines(tmp_path / "b.jsonl", ROW, ROW)
+    digests = {PromptDataset(paths).digest for paths in ([one], [other], [one, other], [other, one])}
+    assert len(digests) == 4
+    again = json_lines(tmp_path / "c.jsonl", ROW)
+    assert PromptDataset([again]).digest == PromptDataset([one]).digest
+
+
+@pytest.fixture(scope="module")
+def ten(tmp_path_factory: pytest.TempPathFactory) -> PromptDataset:
+    return PromptDataset([json_lines(tmp_path_factory.mktemp("prompts") / "a.jsonl", *[ROW] * 10)])
+
+
+@properties
+@given(st.integers(0, 5), st.integers(0, 60), st.lists(st.integers(0, 25), max_size=4))
+def test_draws_are_windows_of_one_endless_sequence(
+    ten: PromptDataset, seed: int, cursor: int, counts: list[int]
+) -> None:
+    """However an iteration cuts it, and wherever a resumed run begins."""
+    whole, start = ten.draw(seed, 0, 200), cursor
+    for count in counts:
+        assert ten.draw(seed, start, count) == whole[start : start + count]
+        start += count
+
+
+def test_each_epoch_is_another_permutation(ten: PromptDataset) -> None:
+    whole = ten.draw(0, 0, 100)
+    epochs = [tuple(whole[start : start + 10]) for start in range(0, 100, 10)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert len(set(epochs)) == 10
+    assert ten.draw(1, 0, 100) != whole
+
+
+def tokenizer(chat_template: bool = False) -> Any:
+    """One token a character; a template shows roles."""
+
+    def template(messages: list[dict[str, str]], tokenize: bool, add_generation_prompt: bool) -> str:
+        assert not tokenize
+        assert add_generation_prompt
+        return "".join(f"<{message['role']}>{message['content']}" for message in messages) + "<assistant>"
+
+    class Tokenizer(SimpleNamespace):
+        def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+            assert not add_special_tokens, "the template brings them"
+            return {"input_ids": [ord(character) for character in text]}
+
+    return Tokenizer(chat_template="..." if chat_template else None, apply_chat_template=template)
+
+
+@pytest.mark.parametrize(
+    ("chat_template", "text"), [(True, "<system>Add.<user>1 + 1?<assistant>"), (False, "Add.\n1 + 1?")]
+)
+def test_encode_with_and_without_a_chat_template(chat_template: bool, text: str) -> None:
+    prompt = Prompt("x", [{"role": "system", "content": "Add."}, *PROMPT.messages], "", "null")
+    found = encode(prompt, tokenizer(chat_template), max_tokens=len(text), truncation="error")
+    assert found == (text, [ord(character) for character in text])
+
+
+def test_truncation() -> None:
+    ids = [ord(character) for character in "1 + 1?"]
+    assert encode(PROMPT, tokenizer(), max_tokens=4, truncation="left")[1] == ids[-4:]
+    assert encode(PROMPT, tokenizer(), max_tokens=4, truncation="right")[1] == ids[:4]
+    with pytest.raises(UserError, match=r"6 tokens, more than data.max_prompt_tokens 4 .*1 \+ 1\?.*data.truncation"):
+        encode(PROMPT, tokenizer(), max_tokens=4, truncation="error")
+    with pytest.raises(UserError, match="a prompt is empty"):
+        encode(Prompt("x", [{"role": "user", "content": ""}], "", ""), tokenizer(), max_tokens=4, truncation="left")

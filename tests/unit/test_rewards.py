@@ -1,0 +1,78 @@
+"""Finding a reward, and what it may return."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf.errors import NotFinite, UserError
+from rlhf.rewards import load_reward, reward_digest, score
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    path = tmp_path / "a_users_reward.py"
+    path.write_text(
+        "LIMIT = 3\n\ndef length(source, solution, truth, extra=None):\n    return min(len(solution), LIMIT)\n"
+    )
+    return path
+
+
+def test_builtin_and_users_rewards_are_found(package: Path) -> None:
+    assert score(load_reward("constant"), "any", "text", "", "null").score == 1.0
+    assert score(load_reward("a_users_reward:length"), "any", "four", "", "null").score == 3.0
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("nonsense", "No module named 'rlhf.rewards.nonsense'; name a built-in"),
+        ("", "name a built-in"),
+        ("no.such.module:f", "No module named 'no'"),
+        ("a_users_reward:width", "has no attribute 'width'"),
+        ("a_users_reward:LIMIT", "reward.function a_users_reward:LIMIT is not a function"),
+        (":f", "Empty module name"),
+        (".relative:f", "relative"),
+    ],
+)
+def test_what_is_no_reward_is_said_in_one_line(package: Path, name: str, says: str) -> None:
+    with pytest.raises(UserError) as refused:
+        load_reward(name)
+    assert says in str(refused.value)
+    assert str(refused.value).startswith(f"reward.function {name}")
+    assert "\n" not in str(refused.value)
+
+
+def test_a_dict_holds_the_score_and_named_parts() -> None:
+    given = {"score": 1, "format": True, "length": 0.5}
+    found = score(lambda *_: given, "gsm8k", "text", "42", "null")
+    assert (found.score, found.parts) == (1.0, {"format": 1.0, "length": 0.5})
+    assert given == {"score": 1, "format": True, "length": 0.5}, "the reward's own dict is left as it was"
+    assert score(lambda *_: 2, "gsm8k", "text", "42", "null").parts == {}
+
+
+def test_the_function_gets_what_the_dataset_held() -> None:
+    seen: list[Any] = []
+    score(lambda *given: seen.extend(given) or 0.0, "gsm8k", "text", '{"target": 1}', '{"a": [1]}')
+    assert seen == ["gsm8k", "text", '{"target": 1}', {"a": [1]}]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("as_dict", [True, False])
+def test_what_is_not_finite_is_refused(value: float, as_dict: bool) -> None:
+    with pytest.raises(NotFinite, match=rf"gsm8k.* {value}:"):
+        score(lambda *_: {"score": value} if as_dict else value, "gsm8k", "text", "42", "null")
+
+
+@pytest.mark.parametrize("value", [None, "high", {}, {"reward": 1.0}, {"score": None}])
+def test_what_is_no_number_is_refused(value: Any) -> None:
+    with pytest.raises(UserError, match=r"return a number, or a dict with `score`"):
+        score(lambda *_: value, "gsm8k", "text", "42", "null")
+
+
+def test_changed_code_is_another_reward() -> None:
+    assert reward_digest("constant") == reward_digest("constant") != reward_digest("countdown")
