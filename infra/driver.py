@@ -65,9 +65,12 @@ class Driver:
     def epoch(self) -> int:
         return self.store.log.epoch
 
-    def request_stop(self, *_: Any) -> None:
-        """Stop before the next shard; after `GRACE_S` abandon what is computing (nothing of it is committed)."""
+    def request_stop(self, signum: int | None = None, _: Any = None) -> None:
+        """Stop before the next shard; after `GRACE_S`, or at a second Ctrl-C, abandon what is computing: nothing of
+        it is committed."""
         if self._stop.is_set():
+            if signum == signal.SIGINT:
+                _abandon(self.config.run.name)
             return
         self._stop.set()
         report("note", text=f"stopping: finishing the shard at hand (at most {GRACE_S:.0f} s)")
@@ -80,17 +83,18 @@ class Driver:
             raise Stopped(f"stopped as asked; `ratchet resume {self.config.run.name}` goes on from the last commit")
 
     @contextmanager
-    def stops_on_sigterm(self) -> Iterator[None]:
-        """SIGTERM asks to stop. Prefect installs a handler of its own in every flow, which would cut a stage at any
+    def stops_on_signals(self) -> Iterator[None]:
+        """SIGTERM and Ctrl-C ask to stop. Prefect installs a handler of its own in every flow, which would cut a stage at any
         line: a flow's body puts ours back."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = signal.signal(signal.SIGTERM, self.request_stop)
+        before = {number: signal.signal(number, self.request_stop) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield
         finally:
-            signal.signal(signal.SIGTERM, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def digest(self, what: str) -> str:
         """Digest of something outside the store that stages read: dataset, validation, reward, tokenizer."""
@@ -134,14 +138,14 @@ def driving(config: RunConfig, *, take_over: bool = False) -> Iterator[Driver]:
     """Claim the run and drive it; inside an open driver of the same run, that one."""
     active = Driver._active
     if active is not None and active.config.run == config.run:
-        with active.stops_on_sigterm():
+        with active.stops_on_signals():
             yield active
         return
     driver = _open(config, take_over)
     Driver._active = driver
     beat = heartbeat.Heartbeat(driver.store.objects, driver.epoch, driver.request_stop)
     try:
-        with driver.stops_on_sigterm():
+        with driver.stops_on_signals():
             yield driver
     finally:
         Driver._active = None

@@ -79,7 +79,8 @@ Summary = Callable[[list[dict[str, Any]]], dict[str, float]]
 
 
 def single_shard_metrics(outputs: list[dict[str, Any]]) -> dict[str, float]:
-    return outputs[-1].get("metrics", {})
+    metrics: dict[str, float] = outputs[-1].get("metrics", {})
+    return metrics
 
 
 def rows(

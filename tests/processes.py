@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
@@ -37,17 +38,17 @@ PRELOAD = (
 
 @dataclass(frozen=True)
 class Fault:
-    """Do `action` at an operation of the store, or at an optimizer step."""
+    """A signal that the process sends itself, or a delay, at an operation whose key matches."""
 
     operation: str
-    """`put` or `create` of the store's backend, or `step` of the optimizer."""
+    """`put` or `create` of the store's backend; `step` of the optimizer; `state`: Prefect is told a flow run's."""
     match: str = ""
     """A pattern in the key, or in the data if it starts with `{`."""
     when: str = "after"
     count: int = 1
-    """The how-manieth such operation."""
+    """The how-manieth such operation; 0: each of them."""
     action: int = signal.SIGKILL
-    """A signal that the process sends itself."""
+    delay_s: float = 0.0
 
 
 @dataclass
@@ -101,9 +102,9 @@ class Processes:
         """The train flow, as another Python program would call it."""
         return self._start(_train, config, faults, setup)
 
-    def cli(self, *arguments: str, faults: tuple[Fault, ...] = ()) -> Child:
+    def cli(self, *arguments: object, faults: tuple[Fault, ...] = (), setup: Callable[[], None] | None = None) -> Child:
         """The command `ratchet`."""
-        return self._start(_cli, list(arguments), faults, None)
+        return self._start(_cli, [str(argument) for argument in arguments], faults, setup)
 
     def _start(self, run: Callable[[Any], None], argument: Any, faults: tuple[Fault, ...], setup: Any) -> Child:
         name = f"{len(self.children):03d}"
@@ -162,33 +163,41 @@ def _cli(arguments: list[str]) -> None:
 
 def _install(fault: Fault) -> None:
     import torch
+    from prefect.client.orchestration import SyncPrefectClient
 
     from infra.objects import LocalBackend
 
-    owner: Any = torch.optim.AdamW if fault.operation == "step" else LocalBackend
-    original = getattr(owner, fault.operation)
+    owner, method = {
+        "put": (LocalBackend, "put"),
+        "create": (LocalBackend, "create"),
+        "step": (torch.optim.AdamW, "step"),
+        "state": (SyncPrefectClient, "set_flow_run_state"),
+    }[fault.operation]
+    original = getattr(owner, method)
     seen = 0
 
     def strike(arguments: tuple[Any, ...]) -> None:
         nonlocal seen
-        if fault.operation != "step":
+        if fault.match:
             key, data = arguments
             text = data.decode(errors="replace") if fault.match.startswith("{") else key
             if not re.search(fault.match.removeprefix("{"), text):
                 return
         seen += 1
-        if seen == fault.count:
-            os.kill(os.getpid(), fault.action)
+        if fault.count in (0, seen):
+            time.sleep(fault.delay_s)
+            if not fault.delay_s:
+                os.kill(os.getpid(), fault.action)
 
-    def wrapped(self: Any, *arguments: Any) -> Any:
+    def wrapped(self: Any, *arguments: Any, **options: Any) -> Any:
         if fault.when == "before":
             strike(arguments)
-        result = original(self, *arguments)
+        result = original(self, *arguments, **options)
         if fault.when == "after":
             strike(arguments)
         return result
 
-    setattr(owner, fault.operation, wrapped)
+    setattr(owner, method, wrapped)
 
 
 def _count(counts: Path) -> None:

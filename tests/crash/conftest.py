@@ -4,8 +4,26 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
+from rlhf.config import RunConfig
+from tests import tiny
+from tests.history import History
+from tests.prefect_server import locked
 from tests.processes import Processes
+
+EVERY = (1, 3)
+ITERATIONS = 3
+
+
+def crash_config(workspace: Path, store: Path, every: int = 1) -> RunConfig:
+    return tiny.config(
+        workspace,
+        run__store=f"file://{store}",
+        reward__function="tests.rewards:letters",
+        train__iterations=ITERATIONS,
+        checkpoint={"every": every, "keep": {"last": 1, "every": None}},
+    )
 
 
 @pytest.fixture
@@ -13,3 +31,37 @@ def processes(prefect_server: str, tmp_path: Path) -> Iterator[Processes]:
     started = Processes(tmp_path)
     yield started
     started.close()
+
+
+@pytest.fixture
+def config(workspace: Path, tmp_path: Path) -> RunConfig:
+    return crash_config(workspace, tmp_path / "runs")
+
+
+@pytest.fixture
+def config_file(config: RunConfig, tmp_path: Path) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    return path
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(common: Path, workspace: Path, prefect_server: str) -> dict[int, History]:
+    """The runs that tests kill, left alone."""
+    folder = common / "uninterrupted"
+    folder.mkdir(exist_ok=True)
+    histories = {}
+    for every in EVERY:
+        config = crash_config(workspace, folder / str(every), every)
+        with locked(folder):
+            if not (folder / f"{every}.done").exists():
+                (folder / str(every)).mkdir()
+                child = Processes(folder / str(every)).train(config)
+                assert child.wait() == 0, child.text
+                (folder / f"{every}.done").touch()
+        histories[every] = history = History.of(config)
+        history.check_sound()
+        for role in ("actor", "critic"):
+            assert history.state.weights[role].version == ITERATIONS
+            assert history.state.weights[role].digest != history.state.initial[role].digest
+    return histories

@@ -16,10 +16,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from rlhf.config import RunConfig
-from tests import tiny
+from tests.crash.conftest import EVERY, ITERATIONS, crash_config
 from tests.history import History
-from tests.prefect_server import locked
 from tests.processes import Fault, Processes
 
 STAGES = (
@@ -34,9 +32,7 @@ STAGES = (
     "close",
 )
 POINTS = ("before", "data", "manifest", "record")
-EVERY = (1, 3)
 SLICES = 12
-ITERATIONS = 3
 
 
 def _chosen() -> list[tuple[str, str, int]]:
@@ -45,16 +41,6 @@ def _chosen() -> list[tuple[str, str, int]]:
         return cases
     today = datetime.date.today().timetuple().tm_yday
     return cases[int(os.environ.get("RATCHET_CRASH_SLICE", today)) % SLICES :: SLICES]
-
-
-def _config(workspace: Path, store: Path, every: int) -> RunConfig:
-    return tiny.config(
-        workspace,
-        run__store=f"file://{store}",
-        reward__function="tests.rewards:letters",
-        train__iterations=ITERATIONS,
-        checkpoint={"every": every, "keep": {"last": 1, "every": None}},
-    )
 
 
 def _fault(stage: str, point: str, iteration: int) -> Fault:
@@ -85,28 +71,6 @@ def _fault(stage: str, point: str, iteration: int) -> Fault:
     return Fault("put", f"trajectories/{stage}/iteration={iteration:06d}/.*part-{shard:05d}", when)
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(common: Path, workspace: Path, prefect_server: str) -> dict[int, History]:
-    """The same runs, left alone."""
-    folder = common / "uninterrupted"
-    folder.mkdir(exist_ok=True)
-    histories = {}
-    for every in EVERY:
-        config = _config(workspace, folder / str(every), every)
-        with locked(folder):
-            if not (folder / f"{every}.done").exists():
-                (folder / str(every)).mkdir()
-                child = Processes(folder / str(every)).train(config)
-                assert child.wait() == 0, child.text
-                (folder / f"{every}.done").touch()
-        histories[every] = History.of(config)
-        histories[every].check_sound()
-        actor = histories[every].state.weights["actor"]
-        assert actor.version == ITERATIONS
-        assert actor.digest != histories[every].state.initial["actor"].digest
-    return histories
-
-
 @pytest.mark.parametrize(("stage", "point", "every"), _chosen(), ids=lambda value: str(value))
 def test_killed_and_resumed(
     stage: str,
@@ -116,7 +80,7 @@ def test_killed_and_resumed(
     uninterrupted: dict[int, History],
     processes: Processes,
 ) -> None:
-    config = _config(workspace, processes.folder / "runs", every)
+    config = crash_config(workspace, processes.folder / "runs", every)
     iteration = every - 1 if stage == "close" and every > 1 else 1  # close: where a snapshot is due
     killed = processes.train(config, _fault(stage, point, iteration))
     assert killed.wait() == -9, killed.text
