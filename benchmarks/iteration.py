@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 python benchmarks/iteration.py [--iterations 5]
 
-A Llama of 3.7 M parameters with random weights, float32, one thread; 32 trajectories of 32 prompt tokens and 64 response
-tokens, sampled one by one with end-of-sequence ignored. PPO has four models (actor, critic, reference, and the rollout
-that shares the actor's weights) and one epoch; GRPO has neither critic nor reference. CPU time is that of the driver's
+A Llama of 3.7 M parameters, random weights, float32, one thread; 32 trajectories of 32 prompt and 64 response tokens,
+sampled one by one with end-of-sequence ignored. PPO has four models (actor, critic, reference, and the rollout that
+shares the actor's weights) and one epoch; GRPO has neither critic nor reference. CPU time is that of the driver's
 process, and of the Prefect server beside it; the first iteration warms up and is not counted.
 """
 
@@ -125,9 +125,10 @@ def config(root: Path, algorithm: str, iterations: int) -> RunConfig:
 
 
 def workspace(root: Path) -> None:
-    tiny.model_folder(root / "model", hidden=256, layers=4, intermediate=688, heads=8, key_value_heads=8, vocabulary=1024)
+    shape = {"hidden": 256, "layers": 4, "intermediate": 688, "heads": 8, "key_value_heads": 8, "vocabulary": 1024}
+    tiny.model_folder(root / "model", **shape)
     rows = [
-        {"data_source": "benchmark", "prompt": f"{number:03d} {'abcdefghijklmnopqrstuvwxyzab'[:PROMPT_TOKENS - 4]}"}
+        {"data_source": "benchmark", "prompt": f"{number:03d} {'abcdefghijklmnopqrstuvwxyzab'[: PROMPT_TOKENS - 4]}"}
         for number in range(256)
     ]
     (root / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -205,7 +206,8 @@ def main() -> None:
         import subprocess
         import sys
 
-        console.print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}, 1 thread", highlight=False)
+        machine = platform.processor() or platform.machine()
+        console.print(f"{machine}, torch {torch.__version__}, 1 thread", highlight=False)
         for algorithm in ("ppo", "grpo"):
             command = [sys.executable, __file__, "--only", algorithm, "--iterations", str(arguments.iterations)]
             subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path.cwd())])})

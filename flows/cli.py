@@ -280,15 +280,19 @@ def doctor() -> None:
 
 
 def _drive(config: RunConfig, take_over: bool) -> None:
-    from infra.driver import check_inputs
+    from infra.driver import Stopped, check_inputs, on_signals
 
-    check_inputs(config)
-    _prefect()
-    from flows.terminal import progress
-    from flows.train import train as flow
+    def stop(*_: object) -> None:  # while Prefect, and not yet or no longer the driver, is at work
+        raise Stopped.as_asked(config.run.name)
 
-    with progress(console, config.train.iterations):
-        flow(config, take_over=take_over)
+    with on_signals(stop):
+        check_inputs(config)
+        _prefect()
+        from flows.terminal import progress
+        from flows.train import train as flow
+
+        with progress(console, config.train.iterations):
+            flow(config, take_over=take_over)
     console.print(
         f"run {config.run.name} has its {config.train.iterations} iterations\n"
         f"  ratchet status {config.run.name}    what each iteration did\n"

@@ -19,4 +19,4 @@ def train(config: RunConfig, take_over: bool = False) -> None:
         while (k := driver.state.iteration) < config.train.iterations:
             track(k, iteration(config, k))
         if config.validation.data is not None:
-            validate(config.train.iterations)
+            validate(driver.state.iteration)

@@ -10,10 +10,11 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from infra import heartbeat
@@ -39,6 +40,10 @@ PACKAGES = ("ratchet-rlhf", "torch", "transformers", "prefect", "pyarrow", "nump
 class Stopped(RatchetError):
     """The driver was asked to stop, and did so between two commits."""
 
+    @classmethod
+    def as_asked(cls, run: str) -> Stopped:
+        return cls(f"stopped as asked; `ratchet resume {run}` goes on from the last commit")
+
 
 class Driver:
     """Opened with `driving`; there is at most one in a process."""
@@ -51,6 +56,7 @@ class Driver:
         self.group = LocalGroup(Worker(config, store))
         self.digests: dict[str, str] = {}
         self._stop = threading.Event()
+        self._grace: threading.Timer | None = None
 
     @classmethod
     def current(cls) -> Driver:
@@ -74,27 +80,18 @@ class Driver:
             return
         self._stop.set()
         report("note", text=f"stopping: finishing the shard at hand (at most {GRACE_S:.0f} s)")
-        timer = threading.Timer(GRACE_S, _abandon, [self.config.run.name])
-        timer.daemon = True
-        timer.start()
+        self._grace = threading.Timer(GRACE_S, _abandon, [self.config.run.name])
+        self._grace.daemon = True
+        self._grace.start()
 
     def check_stop(self) -> None:
         if self._stop.is_set():
-            raise Stopped(f"stopped as asked; `ratchet resume {self.config.run.name}` goes on from the last commit")
+            raise Stopped.as_asked(self.config.run.name)
 
-    @contextmanager
-    def stops_on_signals(self) -> Iterator[None]:
-        """SIGTERM and Ctrl-C ask to stop. Prefect installs a handler of its own in every flow, which would cut a stage at any
-        line: a flow's body puts ours back."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.signal(number, self.request_stop) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def forget_stop(self) -> None:
+        """The driver has ended in time: its process, which may have other things to do, lives on."""
+        if self._grace is not None:
+            self._grace.cancel()
 
     def digest(self, what: str) -> str:
         """Digest of something outside the store that stages read: dataset, validation, reward, tokenizer."""
@@ -134,21 +131,37 @@ class Driver:
 
 
 @contextmanager
+def on_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Handle SIGTERM and Ctrl-C with `handler`. Prefect installs a handler of its own in every flow, which would cut a
+    stage at any line: a flow's body puts ours back."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)
+
+
+@contextmanager
 def driving(config: RunConfig, *, take_over: bool = False) -> Iterator[Driver]:
     """Claim the run and drive it; inside an open driver of the same run, that one."""
     active = Driver._active
     if active is not None and active.config.run == config.run:
-        with active.stops_on_signals():
+        with on_signals(active.request_stop):
             yield active
         return
     driver = _open(config, take_over)
     Driver._active = driver
     beat = heartbeat.Heartbeat(driver.store.objects, driver.epoch, driver.request_stop)
     try:
-        with driver.stops_on_signals():
+        with on_signals(driver.request_stop):
             yield driver
     finally:
         Driver._active = None
+        driver.forget_stop()
         beat.close()
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from infra.log import Corrupt, RunLog, check_version, read_verified
+from infra.log import Corrupt, Fenced, RunLog, check_version, read_verified
 from infra.manifest import Checkpoint, File, Manifest
-from infra.objects import Objects
+from infra.objects import Objects, StoreUnavailable
 from infra.records import (
     PAGE,
     Close,
@@ -81,7 +82,15 @@ class RunStore:
         return self._write(key, manifest.model_dump_json().encode())
 
     def commit(self, *commits: Commit) -> None:
-        self.log.append(*commits)
+        """Make it so, all at once. A fenced driver deletes its files: they came too late for the new driver's sweep."""
+        try:
+            self.log.append(*commits)
+        except Fenced:
+            files = [commit.data for commit in commits if isinstance(commit, Shard)]
+            files += [commit.metrics for commit in commits if isinstance(commit, Close)]
+            with suppress(StoreUnavailable):  # tidiness; being fenced is the news
+                self.objects.delete(file.key for file in files)
+            raise
 
     def committed_shards(self, stage: str) -> dict[int, Shard]:
         """Shards of the open iteration, whether or not their stage is complete."""

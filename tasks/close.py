@@ -23,6 +23,8 @@ def close(iteration: int) -> dict[str, float]:
     commits: list[Commit] = []
     retired = {}
     metrics = iteration_metrics(driver, iteration)
+    if driver.state.iteration > iteration:  # an earlier try's record was written after all
+        return metrics
     if (iteration + 1) % config.checkpoint.every == 0:
         driver.check_stop()
         started = time.perf_counter()

@@ -3,6 +3,7 @@
 They have to be in place before Prefect is imported, so `tasks` and `flows` import this first.
 """
 
+import logging
 import os
 
 DEFAULTS = {
@@ -14,3 +15,5 @@ DEFAULTS = {
 
 for name, value in DEFAULTS.items():
     os.environ.setdefault(name, value)
+
+logging.getLogger("EventsWorker").setLevel(logging.ERROR)  # it counts its last events aloud when a process ends

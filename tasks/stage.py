@@ -283,9 +283,7 @@ def _fingerprint(
 ) -> Fingerprint:
     """Of a stage, or of one of its shards, which depends on the same shard of each input."""
     parts: dict[str, Any] = {"stage": spec.name, "version": spec.version, "iteration": iteration}
-    values = view.values()
-    for key in spec.config_keys:
-        parts |= _leaves(f"config.{key}", values[key])
+    parts |= _config_parts(spec, view)
     for manifest in inputs:
         assert manifest.stage in spec.reads, f"{spec.name} does not read {manifest.stage}"
         parts[f"input.{manifest.stage}"] = manifest.digest if shard is None else manifest.shards[shard].sha256
@@ -295,6 +293,11 @@ def _fingerprint(
     for what in spec.digests:
         parts[what] = driver.digest(what)
     return Fingerprint(parts=parts)
+
+
+def _config_parts(spec: StageSpec, view: ConfigView) -> dict[str, Any]:
+    values = view.values()
+    return {name: leaf for key in spec.config_keys for name, leaf in _leaves(f"config.{key}", values[key]).items()}
 
 
 def _leaves(prefix: str, value: Any) -> dict[str, Any]:
@@ -308,10 +311,11 @@ def _committed(driver: Driver, spec: StageSpec, iteration: int, fingerprint: Fin
     committed = driver.store.committed_stage(iteration, spec.name)
     if committed is None:
         return None
-    assert isinstance(committed, Stage)
+    if isinstance(committed, Skip):
+        raise _changed(driver, spec, iteration, [f"it was skipped: {committed.reason}"])
     manifest = driver.store.manifest(committed)
     if committed.fingerprint != fingerprint.digest:
-        raise _changed(driver, spec, manifest.iteration, manifest.fingerprint.differences(fingerprint))
+        raise _changed(driver, spec, iteration, manifest.fingerprint.differences(fingerprint))
     return manifest
 
 
@@ -319,10 +323,8 @@ def _check_shard(driver: Driver, spec: StageSpec, committed: Shard, now: Fingerp
     if committed.fingerprint == now.digest:
         return
     then = parse_config(driver.store.log.claim_of(committed.epoch).config, "the claim")
-    before, after = spec.view(then).values(), spec.view(driver.config).values()
-    differences = [
-        f"config.{key}: {before[key]} -> {after[key]}" for key in spec.config_keys if before[key] != after[key]
-    ]
+    before, after = (Fingerprint(parts=_config_parts(spec, spec.view(config))) for config in (then, driver.config))
+    differences = before.differences(after)
     raise _changed(
         driver, spec, committed.iteration, differences or [f"one of {', '.join(spec.digests) or 'its inputs'}"]
     )

@@ -10,6 +10,8 @@ import pytest
 
 from tests import tiny
 from tests.prefect_server import locked, shared_server
+from tests.processes import Processes
+from tests.s3_server import s3_server
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -29,10 +31,18 @@ def prefect_server(common: Path) -> Iterator[str]:
     """The API's URL of a real Prefect server; child processes are pointed at it."""
     with shared_server(common / "prefect") as url:
         os.environ["PREFECT_API_URL"] = url
+        os.environ["PREFECT_HOME"] = str(common / "prefect" / "clients")
         os.environ["PREFECT_LOGGING_TO_API_ENABLED"] = "false"
         os.environ["PREFECT_LOGGING_LEVEL"] = "CRITICAL"
         yield url
         del os.environ["PREFECT_API_URL"]
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[str]:
+    """The URL of a bucket on a real S3 server, which starts with the first test that asks for it."""
+    with s3_server() as url:
+        yield url
 
 
 @pytest.fixture(scope="session")
@@ -46,3 +56,11 @@ def workspace(common: Path) -> Path:
             tiny.prompt_file(folder / "held_out.parquet", prompts=3)
             (folder / "done").touch()
     return folder
+
+
+@pytest.fixture
+def processes(prefect_server: str, tmp_path: Path) -> Iterator[Processes]:
+    """Starts drivers in processes of their own, and ends those that are left."""
+    started = Processes(tmp_path)
+    yield started
+    started.close()

@@ -38,7 +38,7 @@ PRELOAD = (
 
 @dataclass(frozen=True)
 class Fault:
-    """A signal that the process sends itself, or a delay, at an operation whose key matches."""
+    """A signal that the process sends itself, or a delay, or an error, at an operation whose key matches."""
 
     operation: str
     """`put` or `create` of the store's backend; `step` of the optimizer; `state`: Prefect is told a flow run's."""
@@ -49,6 +49,8 @@ class Fault:
     """The how-manieth such operation; 0: each of them."""
     action: int = signal.SIGKILL
     delay_s: float = 0.0
+    outage_s: float = 0.0
+    """For so long, such operations raise an error: before they are done, or after."""
 
 
 @dataclass
@@ -175,6 +177,7 @@ def _install(fault: Fault) -> None:
     }[fault.operation]
     original = getattr(owner, method)
     seen = 0
+    started: list[float] = []
 
     def strike(arguments: tuple[Any, ...]) -> None:
         nonlocal seen
@@ -184,7 +187,11 @@ def _install(fault: Fault) -> None:
             if not re.search(fault.match.removeprefix("{"), text):
                 return
         seen += 1
-        if fault.count in (0, seen):
+        if fault.outage_s:
+            started.append(time.monotonic())
+            if time.monotonic() < started[0] + fault.outage_s:
+                raise ConnectionError("the store does not answer")
+        elif fault.count in (0, seen):
             time.sleep(fault.delay_s)
             if not fault.delay_s:
                 os.kill(os.getpid(), fault.action)

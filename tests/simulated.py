@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import errno
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -30,11 +31,12 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
 class Fault:
     """What goes wrong with one request: whether it takes effect, and what its sender hears.
 
-    `late` takes effect at some later time. With `overtaken` nothing goes wrong, but another driver claims first.
+    `late` takes effect after `delay_s`. With `overtaken` nothing goes wrong, but another driver claims first.
     """
 
     effect: Literal["none", "applied", "late", "overtaken"]
     answer: str = "500"
+    delay_s: float = 0.0
 
 
 class Clock:
@@ -92,19 +94,21 @@ class Memory:
 
 
 class Simulated(Memory):
-    """The next requests go wrong as `faults` says; a request takes a second."""
+    """A store whose requests go wrong as `next_fault` says, each; a request takes a second."""
 
     def __init__(self, clock: Clock, overtake: Callable[[], None]) -> None:
         super().__init__()
         self.clock = clock
         self.overtake = overtake
-        self.faults: deque[Fault | None] = deque()
-        self.late: list[Callable[[], object]] = []
-        """Requests that were given up and are still on their way."""
+        self.next_fault: Callable[[], Fault | None] = lambda: None
+        self.failed = 0
+        self.late: list[tuple[float, Callable[[], object]]] = []
+        """Requests that were given up and are still on their way, and when they arrive."""
 
     def _request(self, kind: str, operation: Callable[[], T]) -> T:
         self.clock.sleep(1.0)
-        fault = self.faults.popleft() if self.faults else None
+        self.land()
+        fault = self.next_fault()
         if fault is None:
             return super()._request(kind, operation)
         if fault.effect == "overtaken":
@@ -113,14 +117,15 @@ class Simulated(Memory):
         if fault.effect == "applied":
             super()._request(kind, operation)
         if fault.effect == "late":
-            self.late.append(operation)
+            self.late.append((self.clock.now + fault.delay_s, operation))
+        self.failed += 1
         plausible = kind == "create" and fault.effect == "applied"
         raise ERRORS["500" if fault.answer == "own 412" and not plausible else fault.answer]()
 
-    def land(self, place: int) -> None:
-        """One of the late requests takes effect."""
-        operation = self.late.pop(place % len(self.late))
-        try:
-            operation()
-        except (FileExistsError, FileNotFoundError):
-            pass  # nobody hears its answer
+    def land(self) -> None:
+        """The late requests whose time has come take effect."""
+        due = [operation for at, operation in self.late if at <= self.clock.now]
+        self.late = [(at, operation) for at, operation in self.late if at > self.clock.now]
+        for operation in due:
+            with suppress(FileExistsError, FileNotFoundError):  # nobody hears its answer
+                operation()

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from rlhf.batch import TrajectoryBatch
 from rlhf.config import Model
@@ -27,7 +28,7 @@ from rlhf.engines.torch_engine import TorchEngine
 from rlhf.models import load_actor
 
 CLOSE = 1e-5
-EOS = (1, 5, 9, 20)
+EOS = tuple(range(1, 78, 6))
 SAMPLING = Sampling(temperature=0.7, top_p=0.95, max_tokens=12, seed=3)
 
 
@@ -140,7 +141,7 @@ def test_responses_end_at_end_of_sequence_or_at_the_limit(engine: RolloutEngine)
     endless = engine.generate(asked, replace(SAMPLING, ignore_eos=True))
     shorter = engine.generate(asked, replace(SAMPLING, max_tokens=5))
     assert {generation.finish_reason for generation in found} == {"stop", "length"}
-    assert len({len(generation.response_ids) for generation in found}) > 5
+    assert {len(generation.response_ids) for generation in found} == set(range(1, SAMPLING.max_tokens + 1))
     for generation, full, short in zip(found, endless, shorter, strict=True):
         length = len(generation.response_ids)
         assert len(generation.log_probs) == length
@@ -242,3 +243,15 @@ def test_a_shared_model_keeps_its_mode(policy_folder: Path, training: bool) -> N
     with torch.no_grad():
         model.lm_head.weight.mul_(0.5)
     assert rollout.generate(requests(), SAMPLING) != before
+
+
+def test_learned_positions_count_from_the_prompt_and_not_from_its_padding(tmp_path: Path) -> None:
+    """Rotary embeddings forgive a shift; GPT-2's do not."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = GPT2Config(vocab_size=78, n_positions=64, n_embd=32, n_layer=2, n_head=4, initializer_range=0.3)
+        GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    rollout = hf_rollout(tmp_path)
+    whole = rollout.generate(requests(20), SAMPLING)
+    for request, expected in zip(requests(20), whole, strict=True):
+        assert_agree(rollout.generate([request], SAMPLING)[0], expected)

@@ -149,7 +149,7 @@ def test_a_step_is_that_of_the_whole_mini_batch(kind: Kind, batch: TrajectoryBat
     }
     columns = {name: batch.padded(name).double() for name in kind.objective.columns}
     loss, expected = kind.objective(outputs, columns, Totals.of(columns["loss_mask"]))
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     assert SCHEDULE.grad_clip is not None
     assert norm > 2 * SCHEDULE.grad_clip, "or clipping is not tested"

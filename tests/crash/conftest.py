@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,13 +23,6 @@ def crash_config(workspace: Path, store: Path, every: int = 1) -> RunConfig:
         train__iterations=ITERATIONS,
         checkpoint={"every": every, "keep": {"last": 1, "every": None}},
     )
-
-
-@pytest.fixture
-def processes(prefect_server: str, tmp_path: Path) -> Iterator[Processes]:
-    started = Processes(tmp_path)
-    yield started
-    started.close()
 
 
 @pytest.fixture

@@ -90,6 +90,9 @@ def test_killed_and_resumed(
     else:
         assert then.state.iteration == iteration
         assert (stage in then.state.stages) == (point == "record")
+        sharded = f"{stage}", 1, 1
+        if sharded in uninterrupted[every].shards:
+            assert (stage, 1, 0) in then.shards, "a shard is committed as soon as it is there"
 
     resumed = processes.train(config)
     assert resumed.wait() == 0, resumed.text

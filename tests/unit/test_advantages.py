@@ -70,9 +70,9 @@ def test_grpo_by_hand(norm_by_std: bool) -> None:
 @pytest.mark.parametrize("case", cases("advantage", "gae", "grpo", "dr_grpo"))
 def test_recorded_cases(case: Case) -> None:
     estimator = (GAE if case.name == "gae" else GRPO)(**case.params)
-    inputs = {"values": case.inputs.get("values"), "groups": case.inputs.get("group_index")}
-    mask = case.inputs["response_mask"]
-    found = estimator(case.inputs["token_level_rewards"], mask, **{name: inputs[name] for name in estimator.needs})
+    mask, recorded = case.inputs["response_mask"], {"values": "values", "groups": "group_index"}
+    needs = {name: case.inputs[recorded[name]] for name in estimator.needs}
+    found = estimator(case.inputs["token_level_rewards"], mask, **needs)
     case.check(dict(zip(("advantages", "returns"), found, strict=True)), mask)
 
 

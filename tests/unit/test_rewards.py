@@ -57,7 +57,12 @@ def test_a_dict_holds_the_score_and_named_parts() -> None:
 
 def test_the_function_gets_what_the_dataset_held() -> None:
     seen: list[Any] = []
-    score(lambda *given: seen.extend(given) or 0.0, "gsm8k", "text", '{"target": 1}', '{"a": [1]}')
+
+    def reward(*given: Any) -> float:
+        seen.extend(given)
+        return 0.0
+
+    score(reward, "gsm8k", "text", '{"target": 1}', '{"a": [1]}')
     assert seen == ["gsm8k", "text", '{"target": 1}', {"a": [1]}]
 
 

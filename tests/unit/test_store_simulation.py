@@ -10,14 +10,20 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from infra.log import TAIL, Fenced
 from infra.manifest import Fingerprint, Manifest
@@ -42,12 +48,20 @@ from tests.simulated import Clock, Fault, Killed, Memory, Simulated
 
 SHARDS = 2
 
-failures = st.builds(
-    Fault,
-    effect=st.sampled_from(["none", "applied", "applied", "late"]),
-    answer=st.sampled_from(["500", "503", "409", "timeout", "reset", "own 412", "kill"]),
-)
-scripts = st.lists(st.one_of(st.none(), st.none(), failures, failures, st.just(Fault("overtaken"))), max_size=8)
+FAULTS = [
+    *(Fault("none", answer) for answer in ("500", "409", "timeout", "kill")),
+    *(Fault("applied", answer) for answer in ("503", "reset", "own 412", "kill")),
+    *(Fault("late", "timeout", delay_s) for delay_s in (2.0, 3.0, 8.0, 100.0)),
+    Fault("late", "kill", 5.0),
+    *[Fault("overtaken")] * 3,
+]
+FAULT_IN = {
+    "calm": st.none(),
+    "breeze": st.sampled_from([*[None] * 4 * len(FAULTS), *FAULTS]),
+    "gale": st.sampled_from([*[None] * len(FAULTS), *FAULTS]),
+}
+"""What befalls a request."""
+weathers = st.sampled_from(["calm", "breeze", "gale"])
 
 
 class Watched(RunStore):
@@ -95,34 +109,42 @@ class Drivers(RuleBasedStateMachine):
 
     # What happens.
 
-    @rule(script=scripts)
-    def start(self, script: list[Fault | None]) -> None:
-        store = Watched(Objects("", self.backend, deadline_s=5.0, clock=self.clock), f"driver {next(self.nonces)}")
+    def start(self, deadline_s: float) -> Watched:
+        objects = Objects("", self.backend, deadline_s=deadline_s, clock=self.clock)
+        store = Watched(objects, f"driver {next(self.nonces)}")
         self.stores.append(store)
         self.running.append(store)
-        self.perform(store, self.claim, script)
+        return store
 
-    @precondition(lambda self: self.running)
-    @rule(who=st.sampled_from([0, 0, 1, 2]), what=st.sampled_from(["generate", "update", "close"]), script=scripts)
-    def work(self, who: int, what: str, script: list[Fault | None]) -> None:
-        """The newest driver is the likeliest to act."""
-        store = self.running[-1 - who % len(self.running)]
-        action = self.claim if store.log.epoch == 0 else getattr(self, what)
-        self.perform(store, action, script)
+    @rule(
+        who=st.sampled_from([0, 0, 0, 1, 2, None]),
+        deadline_s=st.sampled_from([0.0, 2.0, 6.0]),
+        steps=st.integers(1, 8),
+        weather=weathers,
+        data=st.data(),
+    )
+    def work(self, who: int | None, deadline_s: float, steps: int, weather: str, data: st.DataObject) -> None:
+        """A driver, most likely the newest, or else a new one, does what is due, and tries again what failed."""
+        fresh = who is None or not self.running
+        store = self.start(deadline_s) if fresh else self.running[-1 - (who or 0) % len(self.running)]
+        with self.under(weather, data):
+            for _ in range(steps):
+                if store in self.running:
+                    self.perform(store, self.claim if store.log.epoch == 0 else self.next_stage)
 
-    @precondition(lambda self: self.running)
-    @rule()
-    def iterate(self) -> None:
-        """A whole iteration without a failure."""
-        store = self.running[-1]
-        for action in (self.generate, self.update, self.close):
-            if store in self.running and store.log.epoch > 0:
-                self.perform(store, action, [])
+    @contextmanager
+    def under(self, weather: str, data: st.DataObject) -> Iterator[None]:
+        self.backend.next_fault = lambda: data.draw(FAULT_IN[weather])
+        try:
+            yield
+        finally:
+            self.backend.next_fault = lambda: None
 
     @precondition(lambda self: self.backend.late)
-    @rule(place=st.integers(0, 9))
-    def land(self, place: int) -> None:
-        self.backend.land(place)
+    @rule()
+    def time_passes(self) -> None:
+        self.clock.sleep(1000.0)
+        self.backend.land()
 
     @precondition(lambda self: self.log)
     @rule(how=st.sampled_from(["lost", "garbage", "cut", "elsewhere", "digest", "no index", "older"]))
@@ -143,19 +165,14 @@ class Drivers(RuleBasedStateMachine):
             else b"",
         }[how]
 
-    @rule(script=scripts)
-    def read(self, script: list[Fault | None]) -> None:
+    @rule(data=st.data())
+    def read(self, data: st.DataObject) -> None:
         """Someone who reads for the first time, with failures on the way: the right answer, or none."""
-        reader = RunStore(Objects("", self.backend, deadline_s=5.0, clock=self.clock))
-        self.backend.faults = deque(fault for fault in script if fault is None or fault.effect == "none")
-        try:
+        reader = RunStore(Objects("", self.backend, deadline_s=2.0, clock=self.clock))
+        with self.under("gale", data), suppress(StoreUnavailable, Killed):
             state = reader.log.read()
-        except (StoreUnavailable, Killed):
-            return
-        finally:
-            self.backend.faults.clear()
-        self.look()
-        assert state == self.states[-1]
+            self.look()
+            assert state == self.states[-1]
 
     # What drivers do, as tasks do it.
 
@@ -168,10 +185,16 @@ class Drivers(RuleBasedStateMachine):
         left = {key for key in written - kept if key.startswith("trajectories/")}
         assert all(int(key.split("/")[-1].split("-")[0]) >= store.log.epoch for key in left), "not swept"
 
+    def next_stage(self, store: Watched) -> None:
+        done = set(store.state.stages)
+        due = "close" if "update" in done else "update" if "generate" in done else "generate"
+        if store._attempts.get((store.state.iteration, due), -1) + 1 == MAX_ATTEMPTS:
+            self.running.remove(store)  # its process has ended
+        else:
+            getattr(self, due)(store)
+
     def generate(self, store: Watched) -> None:
         iteration = store.state.iteration
-        if store.committed_stage(iteration, "generate") is not None or self.gives_up(store, iteration, "generate"):
-            return
         attempt = store.begin_attempt(iteration, "generate")
         shards = dict(store.committed_shards("generate"))
         for number in range(SHARDS):
@@ -196,23 +219,18 @@ class Drivers(RuleBasedStateMachine):
 
     def update(self, store: Watched) -> None:
         iteration = store.state.iteration
-        if set(store.state.stages) != {"generate"} or self.gives_up(store, iteration, "update_actor"):
-            return
         before = store.state.weights["actor"]
         weights = Weights(version=before.version + 1, digest=f"{next(self.nonces)}")
         if iteration % 3 == 2:
-            skip = Skip(iteration=iteration, stage="update_actor", role="actor", weights=weights, reason="warm-up")
+            skip = Skip(iteration=iteration, stage="update", role="actor", weights=weights, reason="warm-up")
             store.commit(skip)
             return
-        attempt = store.begin_attempt(iteration, "update_actor")
-        stage = self.stage(store, iteration, "update_actor", attempt, ())
+        attempt = store.begin_attempt(iteration, "update")
+        stage = self.stage(store, iteration, "update", attempt, ())
         store.commit(stage.model_copy(update={"role": "actor", "weights": weights}))
 
     def close(self, store: Watched) -> None:
-        iteration = store.state.iteration
-        if set(store.state.stages) != {"generate", "update_actor"} or self.gives_up(store, iteration, "close"):
-            return
-        version = iteration + 1
+        version = store.state.iteration + 1
         checkpoint = store.write_checkpoint(
             "actor", {"model.safetensors": f"{version}".encode()}, store.state.weights["actor"]
         )
@@ -237,22 +255,14 @@ class Drivers(RuleBasedStateMachine):
             cursor=8 * (iteration + 1) if name == "generate" else None,
         )
 
-    def gives_up(self, store: Watched, iteration: int, stage: str) -> bool:
-        """Whether the driver has tried a stage so often that its process ends."""
-        if store._attempts.get((iteration, stage), -1) + 1 < MAX_ATTEMPTS:
-            return False
-        self.running.remove(store)
-        return True
-
-    def perform(self, store: Watched, action: Callable[[Watched], None], script: list[Fault | None]) -> None:
+    def perform(self, store: Watched, action: Callable[[Watched], None]) -> None:
         self.look()
         behind = 0 < store.log.epoch < max(self.claims, default=0)
-        tried = len(store.tried)
-        self.backend.faults = deque(script)
+        tried, failed = len(store.tried), self.backend.failed
         try:
             action(store)
         except StoreUnavailable:
-            assert any(script), "the store answered every time"
+            assert self.backend.failed > failed, "the store answered every time"
         except Fenced:
             self.look()
             assert store.log.epoch < max(self.claims), "nobody has taken the run over"
@@ -262,15 +272,13 @@ class Drivers(RuleBasedStateMachine):
             assert not (behind and len(store.tried) > tried), "a driver went on after another's claim"
             self.look()
             assert store.state == self.states[store.state.slot + 1]
-        finally:
-            self.backend.faults.clear()
 
     def overtake(self) -> None:
         """Another driver claims, in the middle of a request of this one."""
         store = Watched(Objects("", Memory(self.backend.objects)), f"driver {next(self.nonces)}")
         store.claim()
         store.objects.backend = self.backend
-        store.objects.clock, store.objects.deadline_s = self.clock, 5.0
+        store.objects.clock, store.objects.deadline_s = self.clock, 0.0
         self.stores.append(store)
         self.running.append(store)
 
@@ -354,8 +362,8 @@ def test_drivers_on_a_store_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     run_state_machine_as_test(
         Drivers,
         settings=settings(
-            max_examples=120,
-            stateful_step_count=30,
+            max_examples=150,
+            stateful_step_count=25,
             deadline=None,
             database=None,
             suppress_health_check=list(HealthCheck),

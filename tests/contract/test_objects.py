@@ -1,0 +1,261 @@
+"""What every store promises, whatever it is made of; and that a store which does not is refused."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from botocore.exceptions import ClientError
+
+from infra.objects import FsspecBackend, LocalBackend, Objects, StoreUnavailable
+from infra.store import RunStore
+from rlhf.errors import UserError
+from tests import tiny
+from tests.simulated import Clock, Memory
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(params=["file", "memory", "s3"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "file":
+        return f"file://{tmp_path}/runs/test"
+    if request.param == "memory":
+        return f"memory://{uuid.uuid4().hex}"
+    return f"{request.getfixturevalue('s3')}/{uuid.uuid4().hex}"
+
+
+def test_one_of_many_creates_wins(url: str) -> None:
+    together = threading.Barrier(8)
+
+    def create(writer: int) -> bool:
+        objects = Objects(url)
+        together.wait()
+        try:
+            objects.create("log/000000000000.json", b"%d" % writer)
+        except FileExistsError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(3):
+            won = [writer for writer, first in enumerate(pool.map(create, range(8))) if first]
+            assert len(won) == 1
+            assert Objects(url).get("log/000000000000.json") == b"%d" % won[0]
+            Objects(url).delete(["log/000000000000.json"])
+
+
+@pytest.mark.parametrize("first", [b"first", b""])
+@pytest.mark.parametrize("second", [b"second", b""])
+def test_what_exists_is_not_created(url: str, first: bytes, second: bytes) -> None:
+    Objects(url).create("key", first)
+    with pytest.raises(FileExistsError):
+        Objects(url).create("key", second)
+    assert Objects(url).get("key") == first
+
+
+def test_put_overwrites(url: str) -> None:
+    objects = Objects(url)
+    for data in (b"first", b"second, which is longer", b""):
+        objects.put("folder/key", data)
+        assert Objects(url).get("folder/key") == data
+
+
+def test_large_objects_come_back(url: str) -> None:
+    data = os.urandom(6_000_000)
+    Objects(url).put("large", data)
+    assert Objects(url).get("large") == data
+
+
+def test_what_is_absent_is_told_from_what_fails(url: str) -> None:
+    objects = Objects(url)
+    with pytest.raises(FileNotFoundError):
+        objects.get("absent")
+    assert objects.get_if_there("absent") is None
+    objects.put("here", b"")
+    assert objects.get_if_there("here") == b""
+
+
+def test_deleting_does_not_mind_what_is_absent(url: str) -> None:
+    objects = Objects(url)
+    objects.delete(["never", "was"])
+    objects.delete([])
+    for key in ("a/1", "a/2", "b/1"):
+        objects.put(key, b"1")
+    objects.delete(["a/1", "a/absent", "b/1", *(f"absent/{number}" for number in range(1500))])
+    assert objects.list("") == ["a/2"]
+
+
+def test_a_listing_is_fresh(url: str) -> None:
+    one, other = Objects(url), Objects(url)
+    assert one.list("") == []
+    for number in range(3):
+        other.put(f"log/{number}", b"")
+        other.put(f"index/{number}", b"")
+        assert one.list("log") == [f"log/{place}" for place in range(number + 1)]
+    assert one.list("") == sorted(f"{folder}/{number}" for folder in ("index", "log") for number in range(3))
+    other.delete(["log/1"])
+    assert one.list("log") == ["log/0", "log/2"]
+    assert one.list("nowhere") == []
+
+
+def test_create_if_absent_is_honoured(url: str) -> None:
+    objects = Objects(url)
+    assert objects.honours_create()
+    assert objects.list("") == [], "the probe is cleaned up"
+
+
+# A store that ignores create-if-absent.
+
+
+class Overwriting(Memory):
+    def create(self, key: str, data: bytes) -> None:
+        self.put(key, data)
+
+
+def test_a_store_without_create_if_absent_is_refused(tmp_path: Path) -> None:
+    from infra.driver import _create
+
+    objects = Objects("overwriting://", Overwriting())
+    assert not objects.honours_create()
+    assert objects.list("") == []
+    with pytest.raises(UserError, match=r"ignores create-if-absent.*run.single_writer"):
+        _create(RunStore(objects), tiny.config(tmp_path))
+    assert objects.list("") == []
+    _create(RunStore(objects), tiny.config(tmp_path, run__single_writer=True))
+    assert objects.list("") == ["run.json"]
+
+
+# S3 in particular.
+
+
+def test_a_412_in_other_words_than_those_of_aws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """s3fs makes `FileExistsError` of AWS's own wording only; MinIO and others do not name the condition."""
+    backend = FsspecBackend("memory://other")
+    monkeypatch.setattr(backend.fs, "protocol", ("s3", "s3a"))
+
+    def answer(status: int, code: str) -> None:
+        def pipe_file(path: str, data: bytes, mode: str) -> None:
+            assert mode == "create"
+            response = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
+            raise OSError(errno.EINVAL, code) from ClientError(response, "PutObject")
+
+        monkeypatch.setattr(backend.fs, "pipe_file", pipe_file)
+
+    answer(412, "PreconditionFailed")
+    with pytest.raises(FileExistsError):
+        backend.create("key", b"")
+    for status, code in ((409, "ConditionalRequestConflict"), (503, "SlowDown"), (400, "InvalidRequest")):
+        answer(status, code)
+        with pytest.raises(OSError, match=code) as unknown:
+            backend.create("key", b"")
+        assert not isinstance(unknown.value, FileExistsError)
+
+
+def test_a_missing_bucket_is_named(s3: str) -> None:
+    objects = Objects("s3://no-such-bucket/run")
+    assert objects.get_if_there("key") is None
+    with pytest.raises(UserError, match=r"s3://no-such-bucket/run is not there: create its bucket"):
+        objects.honours_create()
+
+
+# A folder in particular.
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    ("broken", "write"),
+    [("os.fsync", "create"), ("os.fsync", "put"), ("os.link", "create"), ("pathlib.Path.replace", "put")],
+)
+def test_a_failing_disk_leaves_nothing_behind(
+    broken: str, write: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = LocalBackend(str(folder))
+    backend.put("log/there", b"before")
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(broken, fail)
+    for key in ("log/new", "log/there"):
+        with pytest.raises(OSError, match="no space left"):
+            getattr(backend, write)(key, b"after")
+    assert _files(folder) == ["log/there"]
+    assert backend.get("log/there") == b"before"
+
+
+def test_a_writer_killed_halfway_leaves_no_half_object(folder: Path) -> None:
+    kill = (
+        "import os, sys; from infra.objects import LocalBackend; os.fsync = lambda handle: os._exit(9)\n"
+        "getattr(LocalBackend(sys.argv[1]), sys.argv[2])('key', b'x' * 100_000)"
+    )
+    folder.mkdir()
+    for write in ("create", "put"):
+        command = [sys.executable, "-c", kill, str(folder), write]
+        assert subprocess.run(command, cwd=ROOT, check=False).returncode == 9
+    assert LocalBackend(str(folder)).list("") == []
+    LocalBackend(str(folder)).create("key", b"whole")
+
+
+def test_files_are_as_readable_as_others(folder: Path, tmp_path: Path) -> None:
+    LocalBackend(str(folder)).put("key", b"")
+    (tmp_path / "other").touch()
+    assert (folder / "key").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+# Retries.
+
+
+class Failing(Memory):
+    def __init__(self, *errors: Exception) -> None:
+        super().__init__({"key": b"data"})
+        self.errors = list(errors)
+
+    def get(self, key: str) -> bytes:
+        self.requests["get"] += 1
+        if self.errors:
+            raise self.errors.pop(0)
+        return self.objects[key]
+
+
+def test_what_may_pass_is_tried_again_until_the_deadline() -> None:
+    passing = Failing(TimeoutError(), OSError(errno.EBUSY, "503"), ConnectionResetError())
+    assert Objects("", passing, clock=Clock()).get("key") == b"data"
+
+    clock, lasting = Clock(), Failing(*[TimeoutError("no answer")] * 10_000)
+    with pytest.raises(StoreUnavailable, match=r"could not read key in sim://run within 60 s: no answer"):
+        Objects("sim://run", lasting, clock=clock).get("key")
+    assert 60 <= clock.now < 65
+    assert 10 < lasting.requests["get"] < 60
+
+
+class NoCredentialsError(Exception):
+    """As botocore calls it."""
+
+
+@pytest.mark.parametrize("error", [PermissionError("403"), NoCredentialsError("unable to locate credentials")])
+def test_a_refusal_is_told_at_once(error: Exception) -> None:
+    backend = Failing(error)
+    with pytest.raises(UserError, match="refuses to read key"):
+        Objects("", backend, clock=Clock()).get("key")
+    assert backend.requests["get"] == 1
+
+
+def test_a_mistake_is_not_blamed_on_the_store() -> None:
+    with pytest.raises(TypeError):
+        Objects("", Failing(TypeError("a mistake")), clock=Clock()).get("key")
+
+
+def _files(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())

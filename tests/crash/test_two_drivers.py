@@ -1,0 +1,94 @@
+"""Two drivers of one run: one of them wins, the other commits nothing more and says so by exit code 3."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlhf.config import RunConfig
+from tests.history import History
+from tests.processes import Child, Fault, Processes
+
+
+def wait_until(condition: Callable[[], bool], timeout: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.02)
+
+
+def sleeps(child: Child) -> bool:
+    """Whether the process has stopped itself."""
+    return psutil.Process(child.process.pid).status() == psutil.STATUS_STOPPED
+
+
+def check_finished(config: RunConfig, uninterrupted: dict[int, History]) -> None:
+    history = History.of(config)
+    history.check_sound()
+    assert history.results == uninterrupted[1].results
+
+
+def test_two_started_at_once(
+    config: RunConfig, config_file: Path, processes: Processes, uninterrupted: dict[int, History]
+) -> None:
+    barrier = Fault("create", "log/0+.json", "before", action=signal.SIGSTOP)  # both are about to claim slot 0
+    drivers = [processes.cli("train", config_file, faults=(barrier,)) for _ in range(2)]
+    for driver in drivers:
+        wait_until(lambda driver=driver: sleeps(driver))  # type: ignore[misc]
+    for driver in drivers:
+        driver.signal(signal.SIGCONT)
+    assert sorted(driver.wait() for driver in drivers) == [0, 3], [driver.text for driver in drivers]
+    check_finished(config, uninterrupted)
+
+
+@pytest.mark.parametrize(
+    "asleep_before",
+    [
+        ("put", "trajectories/score/iteration=000001/.*part-00001"),
+        ("create", '{"kind":"stage","iteration":1,"stage":"advantages"'),
+        ("put", "metrics/iteration=000001"),
+    ],
+    ids=["data", "record", "close"],
+)
+def test_a_stopped_driver_wakes_after_a_take_over(
+    asleep_before: tuple[str, str],
+    config: RunConfig,
+    config_file: Path,
+    processes: Processes,
+    uninterrupted: dict[int, History],
+) -> None:
+    first = processes.cli("train", config_file, faults=(Fault(*asleep_before, "before", action=signal.SIGSTOP),))
+    wait_until(lambda: sleeps(first))
+
+    refused = processes.cli("train", config_file)
+    assert refused.wait() == 3
+    assert refused.text.count("error:") == 1
+    assert "--take-over" in refused.text.splitlines()[-1]
+    assert len(History.of(config).state.open_epochs) == 1, "a driver that is refused claims nothing"
+
+    second = processes.cli("resume", config.run.name, "--store", config.run.store, "--take-over")
+    assert second.wait() == 0, second.text
+    records = History.of(config).records
+
+    first.signal(signal.SIGCONT)
+    assert first.wait() == 3, first.text
+    assert "another driver (epoch 2" in first.text.splitlines()[-1]
+    assert History.of(config).records == records, "it commits nothing"
+    check_finished(config, uninterrupted)
+
+
+def test_a_take_over_fences_a_driver_at_work(
+    config: RunConfig, config_file: Path, processes: Processes, uninterrupted: dict[int, History]
+) -> None:
+    slow = Fault("put", "trajectories/", count=0, delay_s=0.3)
+    first = processes.cli("train", config_file, faults=(slow,))
+    wait_until(lambda: History.of(config).state.iteration == 1)
+    second = processes.cli("train", config_file, "--take-over")
+    assert (first.wait(), second.wait()) == (3, 0), first.text + second.text
+    assert {record.epoch for record in History.of(config).records} == {1, 2}
+    check_finished(config, uninterrupted)

@@ -1,0 +1,138 @@
+"""A run in a bucket: written by drivers that come and go, read by people with nothing but its URL."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pandas as pd
+import pyarrow as pa
+import pytest
+
+from infra.log import Fenced
+from infra.manifest import Fingerprint, Manifest
+from infra.records import Claim, Shard, ShardRef, Stage, Weights
+from infra.runs import open_run
+from infra.store import RunStore
+from rlhf.errors import UserError
+from rlhf.schema import TRAJECTORY
+from tests import tiny
+
+COLUMNS = ("trajectory_id", *TRAJECTORY.of("generate"))
+
+
+def claimed(url: str) -> RunStore:
+    store = RunStore.at(url)
+    actor, config = Weights(version=0, digest="first"), tiny.config(Path("nowhere")).model_dump(mode="json")
+    store.log.claim(
+        Claim(config=config, code="", packages={}, threads=1, host="here", shards=2, initial={"actor": actor})
+    )
+    store.sweep(["generate", "score"])
+    return store
+
+
+def rows(iteration: int, shard: int, samples: int = 2) -> pa.Table:
+    """Trajectories of one prompt, by the schema."""
+    values = {
+        name: [TRAJECTORY[name].type.to_pandas_dtype()(0) if pa.types.is_primitive(TRAJECTORY[name].type) else None]
+        for name in COLUMNS
+    }
+    values |= {"response_ids": [[5, 6, 7]], "rollout_log_probs": [[-0.5, -0.25, -1.0]], "response": ["5 + 6"]}
+    columns = {name: value * samples for name, value in values.items()}
+    columns["trajectory_id"] = [f"it{iteration:06d}-p{shard:05d}-s{sample:02d}" for sample in range(samples)]
+    return pa.table(columns, schema=TRAJECTORY.arrow(COLUMNS))
+
+
+def write(store: RunStore, shard: int, attempt: int = 0) -> Shard:
+    iteration = store.state.iteration
+    data = store.write_shard(iteration, "generate", attempt, shard, rows(iteration, shard))
+    return Shard(
+        iteration=iteration,
+        stage="generate",
+        shard=shard,
+        epoch=store.log.epoch,
+        data=data,
+        fingerprint="",
+        seconds=0.1,
+    )
+
+
+def complete(store: RunStore, *data: ShardRef) -> Stage:
+    iteration, fingerprint = store.state.iteration, Fingerprint(parts={"stage": "generate"})
+    manifest = Manifest(
+        iteration=iteration,
+        stage="generate",
+        epoch=store.log.epoch,
+        attempt=0,
+        fingerprint=fingerprint,
+        config={},
+        shards=data,
+    )
+    reference = store.write_manifest(manifest)
+    return Stage(iteration=iteration, stage="generate", manifest=reference, fingerprint=fingerprint.digest)
+
+
+@pytest.fixture
+def url(s3: str) -> str:
+    return f"{s3}/runs/{uuid.uuid4().hex}"
+
+
+def test_a_run_in_a_bucket(url: str) -> None:
+    assert RunStore.at(url).objects.honours_create()
+    with pytest.raises(UserError, match="there is no run at"):
+        open_run(url)
+
+    first = claimed(url)
+    shards = [write(first, 0), write(first, 1)]
+    first.commit(shards[0])
+    first.commit(shards[1], complete(first, *(shard.data for shard in shards)))
+    first.close({"loss": 0.5, "reward/mean": 1.0})
+    kept = write(first, 0)
+    first.commit(kept)
+    write(first, 1)  # and was killed
+
+    second = claimed(url)
+    assert second.log.epoch == 2
+    assert second.state.iteration == 1
+    assert set(second.committed_shards("generate")) == {0}
+    with pytest.raises(Fenced):
+        first.commit(write(first, 1, attempt=1))
+    last = write(second, 1)
+    second.commit(last, complete(second, kept.data, last.data))
+    second.close({"loss": 0.25, "reward/mean": float("nan")})
+    assert RunStore.at(url).log.read() == second.state
+
+    run = open_run(url)
+    names = [f"it{iteration:06d}-p{prompt:05d}-s{s:02d}" for iteration in (0, 1) for prompt in (0, 1) for s in (0, 1)]
+    frame = run.trajectories(columns=["trajectory_id", "response_ids", "rollout_log_probs", "response"])
+    assert list(frame["trajectory_id"]) == names
+    assert list(frame["iteration"]) == [0] * 4 + [1] * 4
+    assert frame["response_ids"][7].tolist() == [5, 6, 7]
+    assert frame["rollout_log_probs"][7].tolist() == [-0.5, -0.25, -1.0]
+    assert list(run.trajectories([1])["trajectory_id"]) == names[4:]
+    assert run.metrics()[["iteration", "loss"]].to_numpy().tolist() == [[0, 0.5], [1, 0.25]]
+    assert run.metrics()["reward/mean"].isna().tolist() == [False, True]
+    assert set(run.progress(1)) == {"generate"}
+
+    plain = pd.read_parquet(f"{url}/trajectories/generate", storage_options={"use_listings_cache": False})
+    assert sorted(plain["trajectory_id"]) == names, "each row once, as the folder stands"
+    assert sorted(plain["iteration"].astype(int)) == [0] * 4 + [1] * 4
+
+
+def test_pandas_in_another_process_needs_the_url_only(url: str) -> None:
+    store = claimed(url)
+    shard = write(store, 0)
+    store.commit(shard, complete(store, shard.data))
+    store.close({"loss": 0.5})
+    script = (
+        "import sys, pandas\n"
+        "print(len(pandas.read_parquet(sys.argv[1] + '/trajectories/generate')))\n"
+        "print(pandas.read_parquet(sys.argv[1] + '/metrics').loss.tolist())\n"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", script, url], env=os.environ, capture_output=True, text=True, check=True, timeout=120
+    )
+    assert shown.stdout.split() == ["2", "[0.5]"]

@@ -1,0 +1,265 @@
+"""Whole runs through the train flow and the command line: which stages exist, and what a change of the config means."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import yaml
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
+from safetensors.torch import load_file
+
+from infra.records import Claim, Diverged, Skip
+from rlhf.algorithms.kl import AdaptiveCoefficient
+from rlhf.config import RunConfig
+from tests import tiny
+from tests.history import History
+from tests.processes import Child, Fault, Processes
+
+ROWS = {"generate", "score", "old_log_probs", "ref_log_probs", "values", "advantages"}
+UPDATES = {"update_critic", "update_actor"}
+
+
+class Ratchet:
+    """`ratchet train` on one config, with changes."""
+
+    def __init__(self, workspace: Path, processes: Processes) -> None:
+        self.workspace, self.processes = workspace, processes
+
+    def __call__(self, *faults: Fault, setup: Any = None, **changes: Any) -> Child:
+        self.config = self.at(**changes)
+        path = self.processes.folder / "config.yaml"
+        path.write_text(yaml.safe_dump(self.config.model_dump(mode="json")))
+        return self.processes.cli("train", path, faults=faults, setup=setup)
+
+    def at(self, **changes: Any) -> RunConfig:
+        defaults = {
+            "run__name": self.processes.folder.name,
+            "run__store": f"file://{self.processes.folder}/runs",
+            "reward__function": "tests.rewards:letters",
+            "train__iterations": 2,
+        }
+        return tiny.config(self.workspace, **defaults | changes)
+
+    @property
+    def history(self) -> History:
+        history = History.of(self.config)
+        history.check_sound()
+        return history
+
+
+@pytest.fixture
+def ratchet(workspace: Path, processes: Processes) -> Ratchet:
+    return Ratchet(workspace, processes)
+
+
+def done(child: Child, code: int = 0) -> str:
+    """The last line of a process that ended with this code."""
+    assert child.wait() == code, child.text
+    return child.text.splitlines()[-1] if child.text else ""
+
+
+def dies_after(kind: str, stage: str, iteration: int) -> Fault:
+    """SIGKILL as soon as this is committed."""
+    return Fault("create", f'{{"kind":"{kind}","iteration":{iteration},"stage":"{stage}"')
+
+
+def test_ppo(ratchet: Ratchet, workspace: Path, prefect_server: str) -> None:
+    changes = {"validation__data": str(workspace / "held_out.parquet"), "validation__n": 2}
+    done(ratchet(dies_after("stage", "values", 1), **changes), -9)
+    done(ratchet(**changes))
+    run = ratchet.history.run
+    assert set(run.store.iteration_state(0).stages) == ROWS | UPDATES | {"validate"}
+    assert set(run.store.iteration_state(1).stages) == ROWS | UPDATES
+    frame = run.trajectories()
+    assert len(frame) == 2 * 4 * 2
+    assert frame["policy_version"].tolist() == frame["iteration"].tolist()
+    assert run.validation().groupby("iteration").size().to_dict() == {0: 3 * 2, 2: 3 * 2}
+    assert not frame["score"].isin(run.validation()["trajectory_id"]).any()
+
+    # what a person sees in Prefect: the stages that were committed before are Cached
+    expected = {(f"it 1 · {stage}", "Cached") for stage in ROWS - {"advantages"}}
+    expected |= {(f"it 1 · {stage}", "Completed") for stage in UPDATES | {"advantages", "close"}}
+    states = _task_states(prefect_server, f"{ratchet.config.run.name} · it 1", expected)
+    assert expected <= states
+    assert {name for name, state in states if state == "Cached"} == {
+        f"it 1 · {stage}" for stage in ROWS - {"advantages"}
+    }
+    persisted = Path(os.environ["PREFECT_HOME"]) / "storage"
+    assert not persisted.exists(), "results stay in the run's store; Prefect keeps none"
+
+
+def _task_states(url: str, flow_run: str, expected: set[tuple[str, str]]) -> set[tuple[str, str]]:
+    """Names and states of a flow run's tasks; they reach the server a moment later: those expected are waited for."""
+    deadline = time.monotonic() + 30
+    states: set[tuple[str, str]] = set()
+    with SyncPrefectClient(api=url) as client:
+        while not expected <= states and time.monotonic() < deadline:
+            time.sleep(0.5)
+            runs = client.read_task_runs(flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[flow_run])))
+            states = {
+                (run.name, run.state.name) for run in runs if run.state is not None and run.state.name is not None
+            }
+    return states
+
+
+def test_grpo_on_policy_has_no_critic_no_reference_and_no_old_log_probs(ratchet: Ratchet) -> None:
+    done(
+        ratchet(
+            algorithm={"advantage": {"type": "grpo"}},
+            critic=None,
+            actor__mini_batch_trajectories=8,
+        )
+    )
+    history = ratchet.history
+    assert set(history.stages) == {
+        (stage, k) for stage in ("generate", "score", "advantages", "update_actor") for k in (0, 1)
+    }
+    assert set(history.state.weights) == {"actor"}
+    assert history.state.weights["actor"].version == 2
+    frame = history.run.trajectories()
+    assert not {"values", "old_log_probs", "ref_log_probs"} & set(frame.columns)
+    by_group = frame.assign(first=frame["advantages"].str[0]).groupby("prompt_id")["first"].sum()
+    assert by_group.abs().max() < 1e-5
+    assert frame["advantages"].str[0].abs().max() > 0.1, "scores vary, and so do advantages"
+
+
+def test_the_critic_warms_up(ratchet: Ratchet, workspace: Path) -> None:
+    warm = {"critic__warmup_iterations": 1}
+    done(ratchet(dies_after("skip", "update_actor", 0), **warm), -9)
+    refused = done(ratchet(critic__warmup_iterations=0), 2)
+    assert "critic warms up" in refused
+    assert "ratchet fork" in refused
+    done(ratchet(**warm))
+    history = ratchet.history
+    assert [(skip.iteration, skip.weights.version) for skip in history.commits(Skip)] == [(0, 1)]
+    initial = load_file(workspace / "model" / "model.safetensors")
+    for version, same in ((1, True), (2, False)):
+        exported = load_file(history.run.export(version, ratchet.processes.folder / str(version)) / "model.safetensors")
+        assert exported.keys() == initial.keys()
+        assert all((exported[name] == tensor).all() for name, tensor in initial.items()) == same
+
+
+def test_the_kl_coefficient_goes_from_iteration_to_iteration(ratchet: Ratchet) -> None:
+    controller = {"type": "adaptive", "target": 0.01, "horizon": 16}
+    changes = {"algorithm__kl": {"in_reward": 0.1, "controller": controller}, "train__iterations": 3}
+    done(ratchet(dies_after("stage", "advantages", 1), **changes), -9)
+    done(ratchet(**changes))
+    metrics = ratchet.history.run.metrics()
+    steer = AdaptiveCoefficient(target=0.01, horizon=16)
+    expected = [0.1]
+    for kl in metrics["actor/ref_kl"]:
+        expected.append(steer(expected[-1], kl, 8))
+    assert metrics["actor/kl_coef"].tolist() == pytest.approx(expected[:-1])
+    assert len(set(expected)) > 2
+    assert ratchet.history.state.controllers == pytest.approx({"kl_in_reward": expected[-1]})
+
+
+def test_a_changed_learning_rate_keeps_the_rollouts(ratchet: Ratchet) -> None:
+    done(ratchet(dies_after("stage", "advantages", 1)), -9)
+    resumed = ratchet(actor__lr=5e-4)
+    done(resumed)
+    assert resumed.computed_shards == []
+    metrics = ratchet.history.run.metrics()
+    assert metrics["actor/lr"].tolist() == [1e-3, 5e-4]
+    assert metrics["critic/lr"].tolist() == [1e-3, 1e-3]
+
+
+def test_a_changed_reward_keeps_the_generations_and_never_the_scores(ratchet: Ratchet) -> None:
+    other = {"reward__function": "tests.rewards:digits"}
+    done(ratchet(dies_after("stage", "generate", 1)), -9)
+    # only generate is committed: accepted; killed again with one of two shards of the new scores
+    changed = ratchet(Fault("put", "trajectories/score/iteration=000001/.*part-00001"), **other)
+    done(changed, -9)
+    assert ("generate", 1, 0) not in changed.computed_shards
+    before = History.of(ratchet.config)
+    refused = done(ratchet(), 2)
+    assert "config.reward.function: tests.rewards:digits -> tests.rewards:letters" in refused
+    assert "ratchet fork" in refused
+    done(ratchet(dies_after("stage", "score", 1), **other), -9)
+    refused = done(ratchet(), 2)
+    assert "config.reward.function: tests.rewards:digits -> tests.rewards:letters" in refused
+    assert ratchet.history.shards - before.shards == {("score", 1, 1): 1}
+    done(ratchet(**other))
+    frame = ratchet.history.run.trajectories()
+    digits = frame["response"].map(lambda text: sum(letter.isdigit() for letter in text) / max(len(text), 1))
+    assert (frame["score"] == digits.astype("float32"))[frame["iteration"] == 1].all()
+    assert not (frame["score"] == digits.astype("float32"))[frame["iteration"] == 0].all()
+
+
+def test_a_finished_run_goes_on_and_is_left_alone(ratchet: Ratchet, workspace: Path) -> None:
+    validated = {"validation__data": str(workspace / "held_out.parquet")}
+    done(ratchet(train__iterations=1))
+    done(ratchet(train__iterations=2, **validated))
+    then = ratchet.history
+    assert then.state.iteration == 2
+    assert then.run.validation()["iteration"].unique().tolist() == [2]
+    for iterations in (2, 1):
+        again = ratchet(train__iterations=iterations, **validated)
+        done(again)
+        assert again.engine_calls == []
+    now = ratchet.history
+    assert now.stages == then.stages
+    assert now.results == then.results
+    pd.testing.assert_frame_equal(now.run.trajectories(), then.run.trajectories())
+
+
+def test_a_reward_that_is_not_a_number_commits_nothing(ratchet: Ratchet) -> None:
+    refused = done(ratchet(reward__function="tests.rewards:not_a_number"), 1)
+    assert "nan" in refused
+    assert set(ratchet.history.stages) == {("generate", 0)}
+    resumed = ratchet()
+    done(resumed)
+    assert ("generate", 0, 0) not in resumed.computed_shards
+
+
+def test_another_model_is_refused(ratchet: Ratchet, tmp_path: Path) -> None:
+    done(ratchet(train__iterations=1))
+    records = ratchet.history.records
+    other = tiny.model_folder(tmp_path / "other", seed=1)
+    refused = done(ratchet(model__path=str(other)), 2)
+    assert "model.path" in refused
+    assert ratchet.history.records == records, "not even a claim"
+
+
+def _loads_something_else() -> None:
+    """A checkpoint that is whole and valid, but not the state that the next update was computed from."""
+    import torch
+
+    from rlhf.engines.torch_engine import TorchEngine
+
+    original = TorchEngine.load_state
+
+    def load_state(self: TorchEngine, files: Any) -> None:
+        original(self, files)
+        if self.head == "policy":
+            with torch.no_grad():
+                next(iter(self.parameters.values()))[0, 0] += 1e-3
+
+    TorchEngine.load_state = load_state  # type: ignore[method-assign]
+
+
+def test_a_replay_that_differs(ratchet: Ratchet) -> None:
+    changes = {"train__iterations": 3, "checkpoint__every": 2}
+    done(ratchet(Fault("put", "index/000002"), **changes), -9)
+    committed = ratchet.history.state.weights["actor"]
+    assert committed.version == 3
+    done(ratchet(**changes | {"train__iterations": 4}, setup=_loads_something_else), 1)
+    (diverged,) = ratchet.history.commits(Diverged)
+    assert (diverged.role, diverged.stage, diverged.iteration) == ("actor", "update_actor", 2)
+    assert diverged.committed == committed.digest
+    assert diverged.replayed != committed.digest
+    then = ratchet.history.stages
+
+    go_on = {"train__iterations": 4, "checkpoint__every": 2, "checkpoint__on_replay_mismatch": "continue"}
+    done(ratchet(**go_on, setup=_loads_something_else))
+    history = ratchet.history
+    assert history.state.iteration == 4
+    assert set(then) < set(history.stages)
+    assert len(history.commits(Diverged)) == 2
+    assert len(history.commits(Claim)) == 3

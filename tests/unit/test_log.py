@@ -1,0 +1,570 @@
+"""The log of a run, one property at a time: what reading costs, what is noticed, what is swept, who is alive."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import psutil
+import pyarrow as pa
+import pytest
+
+from infra import heartbeat
+from infra.log import TAIL, Corrupt, Fenced, RunLog, slot_key
+from infra.manifest import Fingerprint, Manifest
+from infra.objects import Objects, StoreUnavailable
+from infra.records import PAGE, Claim, Shard, ShardRef, Skip, Stage, Weights
+from infra.store import CLOSE, MAX_ATTEMPTS, RunStore
+from rlhf.errors import UserError
+from tests.simulated import Clock, Fault, Memory, Simulated
+
+
+def claimed(objects: Objects, *, shards: int = 2, claims: int = 1) -> RunStore:
+    store = RunStore(objects)
+    for _ in range(claims):
+        store.log.claim(
+            Claim(config={}, code="", packages={}, threads=1, host="here", shards=shards, initial={"actor": weights(0)})
+        )
+    return store
+
+
+def weights(version: int) -> Weights:
+    return Weights(version=version, digest=f"digest {version}")
+
+
+def skip_iteration(store: RunStore) -> None:
+    """An iteration of one cheap record, and its close."""
+    iteration = store.state.iteration
+    store.commit(Skip(iteration=iteration, stage="update", role="actor", weights=weights(iteration + 1), reason=""))
+    store.close({"loss": float(iteration)})
+
+
+def write_shard(store: RunStore, shard: int, *, stage: str = "generate", attempt: int = 0, rows: int = 3) -> ShardRef:
+    iteration = store.state.iteration
+    ids = [f"it{iteration:06d}-p{shard:05d}-s{row:02d}" for row in range(rows)]
+    table = pa.table({"trajectory_id": ids, "epoch": [store.log.epoch] * rows})
+    return store.write_shard(iteration, stage, attempt, shard, table)
+
+
+def as_shard(store: RunStore, shard: int, data: ShardRef, stage: str = "generate") -> Shard:
+    return Shard(
+        iteration=store.state.iteration,
+        stage=stage,
+        shard=shard,
+        epoch=store.log.epoch,
+        data=data,
+        fingerprint="",
+        seconds=0.0,
+    )
+
+
+def as_stage(
+    store: RunStore, *data: ShardRef, stage: str = "generate", metrics: dict[str, float] | None = None
+) -> Stage:
+    iteration, fingerprint = store.state.iteration, Fingerprint(parts={})
+    manifest = Manifest(
+        iteration=iteration,
+        stage=stage,
+        epoch=store.log.epoch,
+        attempt=0,
+        fingerprint=fingerprint,
+        config={},
+        shards=data,
+        metrics=metrics or {},
+    )
+    reference = store.write_manifest(manifest)
+    return Stage(iteration=iteration, stage=stage, manifest=reference, fingerprint=fingerprint.digest)
+
+
+def a_run(objects: Objects) -> RunStore:
+    """Two iterations and a half, with real files."""
+    store = claimed(objects)
+    for _ in range(3):
+        data = [write_shard(store, shard) for shard in range(2)]
+        store.commit(as_shard(store, 0, data[0]))
+        store.commit(as_shard(store, 1, data[1]), as_stage(store, *data))
+        if store.state.iteration < 2:
+            skip_iteration(store)
+    return store
+
+
+@pytest.fixture
+def memory() -> Memory:
+    return Memory()
+
+
+@pytest.fixture
+def objects(memory: Memory) -> Objects:
+    return Objects("sim://run", memory, clock=Clock())
+
+
+@pytest.fixture(scope="module")
+def long_run() -> dict[str, bytes]:
+    """The objects of a run of 1000 closed iterations."""
+    memory = Memory()
+    store = claimed(Objects("", memory))
+    for _ in range(1000):
+        skip_iteration(store)
+    return memory.objects
+
+
+# Reading costs little.
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 3, 7, 8, 9, 100])
+@pytest.mark.parametrize("closing", [False, True])
+def test_the_end_is_found_without_the_hint(length: int, closing: bool, memory: Memory, objects: Objects) -> None:
+    store = RunStore(objects)
+    while store.state.slot + 1 < length:
+        if closing and store.state.stages:
+            store.close({})
+        elif closing and store.state.epoch and store.state.slot + 2 < length:
+            store.commit(as_stage(store))
+        else:
+            store.log.claim(Claim(config={}, code="", packages={}, threads=1, host="", shards=1, initial={}))
+    memory.objects.pop(TAIL, None)
+    memory.requests.clear()
+    log = RunLog(objects)
+    assert log._gallop() == (length - 1 if length else None)
+    assert memory.requests["get"] <= 2 + 2 * max(length, 1).bit_length()
+    assert log.read() == store.state
+    assert store.state.slot == length - 1
+    assert set(memory.requests) == {"get"}
+
+
+def test_history_is_found_in_two_reads(long_run: dict[str, bytes]) -> None:
+    memory = Memory(long_run)
+    store = RunStore(Objects("", memory))
+    store.log.read()
+    assert store.state.iteration == 1000
+    for iteration in [*range(3 * PAGE + 3), *range(1000 - PAGE, 1000)]:
+        memory.requests.clear()
+        state = store.iteration_state(iteration)
+        assert memory.requests.total() == memory.requests["get"] <= 2
+        assert state.iteration == iteration
+        assert state.stages["update"].weights == weights(iteration + 1)
+        assert state.starting == {"actor": weights(iteration)}
+        assert state.metrics is not None
+        assert store.read_shard(state.metrics).to_pylist() == [{"iteration": iteration, "loss": float(iteration)}]
+    assert store.iteration_state(1000) is store.state
+    assert not store.iteration_state(1001).stages
+
+
+def test_resuming_costs_the_same_however_long_the_run(long_run: dict[str, bytes]) -> None:
+    def cost(iterations: int) -> dict[str, int]:
+        memory = Memory()
+        store = claimed(Objects("", memory))
+        for _ in range(iterations):
+            skip_iteration(store)
+        return resume(memory)
+
+    def resume(memory: Memory) -> dict[str, int]:
+        memory.requests.clear()
+        store = claimed(Objects("", memory))
+        store.sweep(["generate", "score"])
+        assert store.state.epoch == 2
+        return dict(memory.requests)
+
+    short, long = cost(10), resume(Memory(dict(long_run)))
+    assert long == short
+    assert set(long) <= {"get", "create", "delete"}
+    assert sum(long.values()) < 10
+
+
+def test_resuming_without_the_hint_costs_a_few_reads(long_run: dict[str, bytes]) -> None:
+    memory = Memory({key: data for key, data in long_run.items() if key != TAIL})
+    store = RunStore(Objects("", memory))
+    assert store.log.read().iteration == 1000
+    assert set(memory.requests) == {"get"}
+    assert memory.requests["get"] <= 30
+
+
+def test_an_index_stays_small(long_run: dict[str, bytes]) -> None:
+    assert max(len(data) for key, data in long_run.items() if key.startswith("index/000999.")) < 20_000
+
+
+@pytest.mark.parametrize("hint", [b"", b"{", b"\xff", b"[]", b'{"key": "index/9.json", "sha256": "0"}'])
+def test_a_damaged_hint_is_no_loss(hint: bytes, memory: Memory, objects: Objects) -> None:
+    state = a_run(objects).state
+    memory.objects[TAIL] = hint
+    assert RunLog(objects).read() == state
+
+
+def test_a_hint_that_cannot_be_written_fails_nothing(memory: Memory, objects: Objects) -> None:
+    class NoHint(Memory):
+        def put(self, key: str, data: bytes) -> None:
+            if key == TAIL:
+                raise TimeoutError
+            super().put(key, data)
+
+    store = a_run(Objects("", NoHint(memory.objects), clock=Clock()))
+    assert store.state.iteration == 2
+    assert RunLog(objects).read() == store.state
+
+
+# An append is answered, or in doubt, and never both.
+
+
+def on_a_store_that_fails(*faults: Fault | None, stages: bool = False) -> tuple[RunStore, Simulated]:
+    """A driver whose next requests go as `faults` say; it tries each only once."""
+    backend = Simulated(Clock(), lambda: None)
+    store = claimed(Objects("", backend, deadline_s=0.0, clock=backend.clock))
+    if stages:
+        store.commit(as_stage(store))
+    script = iter(faults)
+    backend.next_fault = lambda: next(script, None)
+    backend.requests.clear()
+    return store, backend
+
+
+def test_an_answer_that_was_lost_is_looked_up_at_once() -> None:
+    store, backend = on_a_store_that_fails(Fault("applied", "timeout"))
+    store.commit(as_shard(store, 0, ShardRef(key="", rows=0, bytes=0, sha256="")))
+    assert dict(backend.requests) == {"create": 1, "get": 1}
+    assert store.state.slot == 1
+
+
+@pytest.mark.parametrize("effect", ["none", "applied", "late"])
+def test_an_append_in_doubt_is_brought_to_an_end(effect: Any) -> None:
+    store, backend = on_a_store_that_fails(Fault(effect, "timeout", delay_s=3.0), Fault("none", "500"))
+    data = [ShardRef(key=f"shard {shard}", rows=0, bytes=0, sha256="") for shard in range(2)]
+    with pytest.raises(StoreUnavailable):
+        store.commit(as_shard(store, 0, data[0]))
+    # Whoever tries again looks first whether it is there, and finds it.
+    assert set(store.committed_shards("generate")) == {0}
+    store.commit(as_shard(store, 1, data[1]))
+    backend.clock.sleep(100.0)
+    assert RunLog(Objects("", Memory(backend.objects))).read() == store.state
+    assert store.state.slot == 2
+
+
+@pytest.mark.parametrize("effect", ["none", "applied"])
+def test_a_close_in_doubt_is_not_closed_again(effect: Any) -> None:
+    """The second try must neither touch what the first one may have committed, nor close the next iteration."""
+    store, backend = on_a_store_that_fails(None, None, Fault(effect, "timeout"), Fault("none", "500"), stages=True)
+    with pytest.raises(StoreUnavailable):
+        store.close({"loss": 1.0})
+    with pytest.raises(AssertionError, match="iteration 1 has not begun"):
+        store.close({"loss": 2.0})
+    state = RunStore(Objects("", Memory(backend.objects))).log.read()
+    assert state.iteration == 1
+    metrics = store.iteration_state(0).metrics
+    assert metrics is not None
+    assert store.read_shard(metrics)["loss"].to_pylist() == [1.0]
+
+
+def test_a_close_that_failed_before_its_record_is_tried_under_other_names(memory: Memory, objects: Objects) -> None:
+    class FailsOnce(Memory):
+        def put(self, key: str, data: bytes) -> None:
+            super().put(key, data)
+            if key == "index/000000.1-0.json":
+                raise TimeoutError("applied, and not answered")
+
+    store = claimed(Objects("", FailsOnce(memory.objects), clock=Clock()))
+    store.commit(as_stage(store))
+    with pytest.raises(StoreUnavailable):
+        store.close({"loss": 1.0})
+    store.close({"loss": 2.0})
+    written = [key for key in memory.objects if key.startswith("metrics/")]
+    assert written == [store.iteration_state(0).metrics.key], "one row an iteration, in the folder, too"  # type: ignore[union-attr]
+
+
+# An older driver is fenced.
+
+
+def test_an_older_driver_is_fenced(objects: Objects) -> None:
+    older = claimed(objects)
+    newer = claimed(objects)
+    assert (older.log.epoch, newer.log.epoch) == (1, 2)
+    for _ in range(2):
+        with pytest.raises(Fenced, match=r"epoch 2, on here.*epoch 1") as stopped:
+            older.commit(as_stage(older))
+    assert stopped.value.exit_code == 3
+    newer.commit(as_stage(newer))
+    assert newer.state.slot == 2
+
+
+def test_claims_at_the_same_moment_follow_each_other(objects: Objects) -> None:
+    together, epochs = threading.Barrier(6), []
+
+    def claim() -> None:
+        together.wait()
+        epochs.append(claimed(objects).log.epoch)
+
+    threads = [threading.Thread(target=claim) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(epochs) == [1, 2, 3, 4, 5, 6]
+    assert RunLog(objects).read().slot == 5
+
+
+# What is damaged is noticed, and named.
+
+
+def test_damaged_and_missing_objects_are_named(memory: Memory, objects: Objects) -> None:
+    store = a_run(objects)
+    shard = store.committed_shards("generate")[0].data
+    stage = store.committed_stage(2, "generate")
+    closed = store.iteration_state(1)
+    assert isinstance(stage, Stage)
+    assert closed.index is not None
+    reads = {
+        shard.key: lambda: store.read_shard(shard),
+        stage.manifest.key: lambda: RunStore(objects).manifest(stage),
+        closed.index.key: lambda: store.iteration_state(0),
+    }
+    for key, read in reads.items():
+        read()
+        whole = memory.objects.pop(key)
+        with pytest.raises(Corrupt, match=f"sim://run/{key} is gone"):
+            read()
+        memory.objects[key] = whole[:-1] + bytes([whole[-1] ^ 1])
+        with pytest.raises(Corrupt, match=f"sim://run/{key} is damaged"):
+            read()
+        memory.objects[key] = whole
+
+
+@pytest.mark.parametrize("change", [b'"threads":2', b'"threads": 1'])
+def test_a_record_that_was_tampered_with_is_noticed(change: bytes, memory: Memory, objects: Objects) -> None:
+    claimed(objects, claims=5)
+    key = slot_key(2)
+    assert b'"threads":1' in memory.objects[key]
+    memory.objects[key] = memory.objects[key].replace(b'"threads":1', change)
+    with pytest.raises(Corrupt, match="log record 3 does not follow record 2: the log was tampered with"):
+        RunLog(objects).read()
+
+
+def test_a_record_of_another_run_does_not_fit_in(memory: Memory, objects: Objects) -> None:
+    claimed(objects, claims=3)
+    other = Memory()
+    claimed(Objects("", other), claims=3)
+    memory.objects[slot_key(1)] = other.objects[slot_key(1)]
+    with pytest.raises(Corrupt, match="log record 1 does not follow"):
+        RunLog(objects).read()
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"\xff\xfe", b"[]", b"{}", b'{"schema_version": 1}'])
+def test_a_record_that_cannot_be_read_is_named(data: bytes, memory: Memory, objects: Objects) -> None:
+    claimed(objects, claims=3)
+    memory.objects[slot_key(1)] = data
+    with pytest.raises((Corrupt, UserError), match=r"log(/| record )0*1(\.json|) is (damaged|of schema version None)"):
+        RunLog(objects).read()
+
+
+def test_a_newer_release_is_told_in_one_line(memory: Memory, objects: Objects) -> None:
+    store = a_run(objects)
+    stage = store.committed_stage(2, "generate")
+    assert isinstance(stage, Stage)
+
+    tree = json.loads(memory.objects[stage.manifest.key]) | {"schema_version": 2, "invented": "later"}
+    newer = json.dumps(tree).encode()
+    reference = store._write(stage.manifest.key, newer)
+    with pytest.raises(UserError) as told:
+        RunStore(objects).manifest(stage.model_copy(update={"manifest": reference}))
+    assert str(told.value).startswith(f"{stage.manifest.key} is of schema version 2")
+    assert "\n" not in str(told.value)
+
+    last = slot_key(store.state.slot)
+    tree = json.loads(memory.objects[last]) | {"schema_version": 2, "commits": [{"kind": "invented"}]}
+    memory.objects[last] = json.dumps(tree).encode()
+    with pytest.raises(UserError) as told:
+        RunLog(objects).read()
+    assert str(told.value).startswith(f"log record {store.state.slot} is of schema version 2, and this release reads")
+    assert "\n" not in str(told.value)
+
+
+def test_numbers_that_are_none_survive(objects: Objects) -> None:
+    """A metric may be NaN, such as an explained variance of equal returns; JSON has no word for it."""
+    store = claimed(objects)
+    nan, inf = float("nan"), float("inf")
+    stage = as_stage(store, metrics={"nan": nan, "inf": inf})
+    store.commit(stage.model_copy(update={"controllers": {"beta": nan, "limit": -inf}}))
+    store.close({"nan": nan})
+    read = RunStore(objects)
+    assert str(read.log.read().controllers) == "{'beta': nan, 'limit': -inf}"
+    assert str(read.manifest(stage).metrics) == "{'nan': nan, 'inf': inf}"
+
+
+# The sweep.
+
+
+def files(root: Path) -> set[str]:
+    return {path.relative_to(root).as_posix() for path in root.rglob("*.parquet")}
+
+
+def test_the_sweep_deletes_orphans_and_nothing_else(tmp_path: Path) -> None:
+    """What pandas reads in the folder, as it stands, is each committed row once."""
+    objects = Objects(f"file://{tmp_path}/run")
+    first = a_run(objects)  # all of iteration 2's generate is committed
+    write_shard(first, 0, stage="score", attempt=0)
+    second = claimed(objects)  # was killed after each kind of write
+    data = write_shard(second, 0, stage="score", attempt=1)
+    second.commit(as_shard(second, 0, data, "score"))
+    for attempt in range(MAX_ATTEMPTS):
+        write_shard(second, 1, stage="score", attempt=attempt)
+    metrics = Path(tmp_path / "run/metrics/iteration=000002.2-1.parquet")
+    metrics.write_bytes((tmp_path / "run/metrics/iteration=000001.1-0.parquet").read_bytes())
+    third = claimed(objects)
+    own = write_shard(third, 1, stage="score")
+    before = files(tmp_path)
+    assert len(pd.read_parquet(tmp_path / "run/trajectories/score")) == 7 * 3
+
+    third.sweep(name for name in ("generate", "score"))
+
+    committed = {shard.data.key for shards in third.state.shards.values() for shard in shards.values()}
+    gone = {path.removeprefix("run/") for path in before - files(tmp_path)}
+    assert gone == {
+        "trajectories/score/iteration=000002/1-0-part-00000.parquet",
+        *(f"trajectories/score/iteration=000002/2-{attempt}-part-00001.parquet" for attempt in range(MAX_ATTEMPTS)),
+        "metrics/iteration=000002.2-1.parquet",
+    }
+    assert not gone & committed
+    third.commit(as_shard(third, 1, own, "score"), as_stage(third, data, own, stage="score"))
+    skip_iteration(third)
+
+    for stage, iterations in (("generate", 3), ("score", 1)):
+        frame = pd.read_parquet(tmp_path / "run/trajectories" / stage)
+        assert len(frame) == frame["trajectory_id"].nunique() == iterations * 2 * 3
+        expected = frame["trajectory_id"].str[2:8].astype(int)
+        assert (frame["iteration"].astype(int) == expected).all()
+    assert sorted(pd.read_parquet(tmp_path / "run/metrics")["iteration"]) == [0, 1, 2]
+
+
+def test_a_second_try_deletes_what_the_first_left(tmp_path: Path) -> None:
+    store = claimed(Objects(f"file://{tmp_path}/run"))
+    assert store.begin_attempt(0, "generate") == 0
+    data = write_shard(store, 0)
+    store.commit(as_shard(store, 0, data))
+    write_shard(store, 1, attempt=0)  # and the store did not answer
+    assert store.begin_attempt(0, "generate") == 1
+    assert files(tmp_path / "run") == {data.key}
+    for _ in range(MAX_ATTEMPTS - 2):
+        store.begin_attempt(0, "generate")
+    with pytest.raises(Corrupt, match="generate of iteration 0 failed 4 times"):
+        store.begin_attempt(0, "generate")
+    assert store.begin_attempt(0, CLOSE) == 0
+
+
+# The heartbeat.
+
+
+@pytest.fixture
+def sleeper() -> Iterator[psutil.Process]:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    yield psutil.Process(process.pid)
+    process.kill()
+    process.wait()
+
+
+def beat(process: psutil.Process | None = None, **changes: Any) -> heartbeat.Beat:
+    process = process or psutil.Process()
+    fields = {"epoch": 1, "host": heartbeat.socket.gethostname(), "boot": heartbeat._boot_id(), "pid": process.pid}
+    return heartbeat.Beat(**({**fields, "started": process.create_time(), "count": 1} | changes))
+
+
+def put(objects: Objects, beat: heartbeat.Beat) -> heartbeat.Beat:
+    objects.put(heartbeat.KEY, beat.model_dump_json().encode())
+    return beat
+
+
+def test_a_process_of_this_host_is_looked_at(objects: Objects, sleeper: psutil.Process) -> None:
+    assert heartbeat.is_alive(objects) is None
+    alive = put(objects, beat(sleeper))
+    assert heartbeat.is_alive(objects) == alive
+    put(objects, beat(sleeper, started=sleeper.create_time() - 60))
+    assert heartbeat.is_alive(objects) is None, "another process has its number now"
+    put(objects, beat(sleeper, stopped=True))
+    assert heartbeat.is_alive(objects) is None
+    put(objects, alive)
+    sleeper.kill()
+    while sleeper.is_running() and sleeper.status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    assert heartbeat.is_alive(objects) is None, "killed, though nobody has waited for it"
+
+
+@pytest.mark.parametrize("elsewhere", [{"host": "elsewhere"}, {"boot": "before"}])
+def test_another_host_is_watched(elsewhere: dict[str, str], objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.1)
+    put(objects, beat(**elsewhere))
+    said: list[str] = []
+    started = time.monotonic()
+    assert heartbeat.is_alive(objects, said.append) is None, "it stays still"
+    assert time.monotonic() - started >= 0.25
+    assert len(said) == 1
+    assert "watching" in said[0]
+
+    for change, alive in (({"count": 2}, True), ({"epoch": 2}, True), ({"stopped": True}, False)):
+        put(objects, beat(**elsewhere))
+        timer = threading.Timer(0.05, put, [objects, beat(**(elsewhere | change))])
+        timer.start()
+        assert (heartbeat.is_alive(objects) is not None) == alive
+        timer.join()
+
+
+def test_a_driver_beats_stops_when_asked_and_says_goodbye(objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.02)
+    asked = threading.Event()
+    beating = heartbeat.Heartbeat(objects, 3, asked.set)
+    try:
+        alive = heartbeat.is_alive(objects)
+        assert alive is not None
+        assert alive.epoch == 3
+        deadline = time.monotonic() + 10
+        while heartbeat.read(objects).count < alive.count + 2:  # type: ignore[union-attr]
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        objects.put(heartbeat.stop_key(2), b"")
+        assert not asked.wait(0.1), "somebody else was asked"
+        objects.put(heartbeat.stop_key(3), b"")
+        assert asked.wait(10)
+    finally:
+        beating.close()
+    assert heartbeat.read(objects).stopped  # type: ignore[union-attr]
+    assert heartbeat.is_alive(objects) is None
+    assert objects.get_if_there(heartbeat.stop_key(3)) is None
+    assert objects.get_if_there(heartbeat.stop_key(2)) is not None
+
+
+def test_an_older_driver_leaves_the_beat_to_the_newer(objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.02)
+    older = heartbeat.Heartbeat(objects, 1, lambda: None)
+    newer = put(objects, beat(epoch=2, count=7))
+    older._thread.join(timeout=10)
+    assert not older._thread.is_alive()
+    older.close()
+    assert heartbeat.read(objects) == newer
+
+
+def test_a_store_that_is_away_does_not_stop_the_heart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.02)
+    away = threading.Event()
+
+    class Away(Memory):
+        def _request(self, kind: str, operation: Any) -> Any:
+            if away.is_set():
+                raise TimeoutError
+            return super()._request(kind, operation)
+
+    backend = Away()
+    objects = Objects("", backend, clock=Clock())
+    beating = heartbeat.Heartbeat(objects, 1, lambda: None)
+    away.set()
+    time.sleep(0.1)
+    assert beating._thread.is_alive()
+    away.clear()
+    count = heartbeat.read(objects).count  # type: ignore[union-attr]
+    deadline = time.monotonic() + 10
+    while heartbeat.read(objects).count == count:  # type: ignore[union-attr]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    away.set()
+    beating.close()  # an error here would hide the one that ended the driver
