@@ -79,7 +79,9 @@ class Algorithm(Section):
 class LRSchedule(Section):
     type: Literal["constant", "linear", "cosine"] = Field("constant", description="how the rate decays after warm-up")
     warmup_iterations: int = Field(0, ge=0, description="iterations over which the rate rises from 0")
-    decay_iterations: int | None = Field(None, gt=0, description="iterations from the first to the smallest rate")
+    decay_iterations: int | None = Field(
+        None, gt=0, description="iterations from the end of warm-up to the smallest rate"
+    )
     min_ratio: float = Field(0.0, ge=0, le=1, description="smallest rate, as a share of lr")
 
     @model_validator(mode="after")
@@ -231,6 +233,12 @@ class RunConfig(Section):
             raise ValueError(
                 f"algorithm.advantage {self.algorithm.advantage.type} compares the trajectories of a prompt, but "
                 "rollout.n is 1: raise rollout.n"
+            )
+        kl = self.algorithm.kl
+        if kl.controller.type == "adaptive" and kl.in_reward is None:
+            raise ValueError(
+                "algorithm.kl.controller is adaptive, but algorithm.kl.in_reward, the coefficient that it moves, is "
+                "null: set in_reward, or remove the controller"
             )
         if self.validation.every and self.validation.data is None:
             raise ValueError("validation.every is set without validation.data: name a prompt file, or remove it")

@@ -65,7 +65,12 @@ TRAJECTORY = TrajectorySchema(
         Column("entropy", _FLOATS, "old_log_probs", "entropy [T] of the actor's distribution", "nat"),
         Column("ref_log_probs", _FLOATS, "ref_log_probs", "log-probs [T] by the reference", "nat"),
         Column("values", _FLOATS, "values", "the critic's values [T] before the update"),
-        Column("token_rewards", _FLOATS, "advantages", "score at the last token, less the KL penalty [T]"),
+        Column(
+            "token_rewards",
+            _FLOATS,
+            "advantages",
+            "score at the last token that the model wrote, less the KL penalty [T]",
+        ),
         Column("advantages", _FLOATS, "advantages", "advantages [T]"),
         Column("returns", _FLOATS, "advantages", "what the critic should predict [T]"),
         Column("loss_mask", pa.list_(pa.int8()), "advantages", "1 [T] where the token enters the losses", "0 or 1"),

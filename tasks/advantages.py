@@ -33,7 +33,8 @@ def advantages(context: Context) -> TrajectoryBatch:
     lengths = batch.lengths("response_mask")
     scores = torch.from_numpy(batch.numpy("score").astype(np.float64))
     token_rewards = torch.zeros_like(mask)
-    token_rewards[torch.arange(len(batch)), torch.from_numpy(lengths.astype(np.int64)) - 1] = scores
+    last = (mask * torch.arange(1, mask.shape[1] + 1)).argmax(-1)  # of the tokens that the model wrote
+    token_rewards[torch.arange(len(batch)), last] = scores
 
     metrics: dict[str, float] = {}
     controllers: dict[str, float] = {}

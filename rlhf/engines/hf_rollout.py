@@ -33,6 +33,7 @@ class HFRollout:
     ) -> None:
         self.model = model
         self.dtype = dtype
+        self.full_attention = getattr(model.config, "sliding_window", None) is None
         self.eos = torch.tensor(eos_token_ids, device=model.device)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Generation]:
@@ -78,14 +79,19 @@ class HFRollout:
         active = torch.arange(len(requests), device=device)
         finished = torch.zeros(len(requests), dtype=torch.bool, device=device)
         cache = DynamicCache(config=self.model.config)
-        mask = _causal_mask(padding, longest, sampling.max_tokens) if min(prompts) < longest else None
+        width = longest + sampling.max_tokens
+        mask = None
+        if min(prompts) < longest:
+            mask = torch.arange(width, device=device)[None, :] >= padding[:, None]
+            if self.full_attention:  # ready-made, instead of by the model at every step
+                mask = _causal_mask(mask)
         positions = (torch.arange(longest, device=device)[None, :] - padding[:, None]).clamp(min=0)
 
         for step in range(sampling.max_tokens):
             seen = longest + step
             logits = self.model(
                 input_ids=input_ids,
-                attention_mask=None if mask is None else mask[:, :, seen - input_ids.shape[1] : seen, :seen],
+                attention_mask=None if mask is None else _seen(mask, seen, input_ids.shape[1]),
                 position_ids=positions,
                 past_key_values=cache,
                 use_cache=True,
@@ -138,8 +144,13 @@ def _uniforms(requests: Sequence[Request], sampling: Sampling) -> np.ndarray:
     return np.stack([row.random(sampling.max_tokens) for row in rows])
 
 
-def _causal_mask(padding: Tensor, prompt: int, response: int) -> Tensor:
+def _causal_mask(real: Tensor) -> Tensor:
     """[batch, 1, time, time], True where a position may look; padding looks at itself, so that no row is empty."""
-    time = torch.arange(prompt + response, device=padding.device)
-    visible = (time[None, :] <= time[:, None])[None] & (time[None, None, :] >= padding[:, None, None])
-    return (visible | torch.eye(len(time), dtype=torch.bool, device=padding.device))[:, None]
+    time = torch.arange(real.shape[1], device=real.device)
+    visible = (time[None, :] <= time[:, None])[None] & real[:, None, :]
+    return (visible | torch.eye(len(time), dtype=torch.bool, device=real.device))[:, None]
+
+
+def _seen(mask: Tensor, seen: int, new: int) -> Tensor:
+    """The part of the mask for the `new` last of `seen` positions; a mask [batch, time] says only what is real."""
+    return mask[:, :, seen - new : seen, :seen] if mask.dim() == 4 else mask[:, :seen]

@@ -167,9 +167,10 @@ class TorchEngine:
 
     def load_state(self, files: Mapping[str, bytes]) -> None:
         assert self.optimizer is not None
-        targets = self.parameters | self._buffers()
+        targets, model = self.parameters | self._buffers(), load_safetensors(files["model.safetensors"])
+        assert model.keys() == targets.keys(), f"not a checkpoint of this model: {model.keys() ^ targets.keys()}"
         with torch.no_grad():
-            for name, tensor in load_safetensors(files["model.safetensors"]).items():
+            for name, tensor in model.items():
                 targets[name].copy_(tensor)
         self.optimizer.state.clear()
         for name, tensor in load_safetensors(files["optimizer.safetensors"]).items():

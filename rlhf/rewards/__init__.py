@@ -1,6 +1,7 @@
 """Rewards: `compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float | dict`.
 
-A built-in is a module here; anything else is named ``package.module:function``. A dict has `score` and named parts.
+A built-in is a module here; anything else is named ``package.module:function``. A dict has `score` and named parts, of
+which those that are finite numbers are kept.
 """
 
 from __future__ import annotations
@@ -59,4 +60,5 @@ def score(function: RewardFunction, data_source: str, solution_str: str, ground_
         ) from None
     if not math.isfinite(total):
         raise NotFinite(f"the reward of a response ({data_source}) is {total}: nothing of it is committed")
-    return Score(total, {name: float(part) for name, part in parts.items()})
+    numbers = {name: float(part) for name, part in parts.items() if isinstance(part, int | float)}
+    return Score(total, {name: part for name, part in numbers.items() if math.isfinite(part)})

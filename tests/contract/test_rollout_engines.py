@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
 
 from rlhf.batch import TrajectoryBatch
 from rlhf.config import Model
@@ -255,3 +255,30 @@ def test_learned_positions_count_from_the_prompt_and_not_from_its_padding(tmp_pa
     whole = rollout.generate(requests(20), SAMPLING)
     for request, expected in zip(requests(20), whole, strict=True):
         assert_agree(rollout.generate([request], SAMPLING)[0], expected)
+
+
+def test_a_sliding_window_is_the_models_own_mask(tmp_path: Path) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = MistralConfig(
+            vocab_size=78,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            sliding_window=6,
+            initializer_range=0.3,
+        )
+        MistralForCausalLM(config).save_pretrained(tmp_path)
+    rollout, trainer = hf_rollout(tmp_path), TorchEngine(load_actor(Model(path=str(tmp_path))), "policy")
+    generations = rollout.generate(requests(20), SAMPLING)
+    batch = TrajectoryBatch.of(
+        {
+            "prompt_ids": [request.prompt_ids for request in requests(20)],
+            "response_ids": [generation.response_ids for generation in generations],
+        }
+    )
+    forced = trainer.infer(batch, ("log_probs",), temperature=SAMPLING.temperature, micro_batch_tokens=4096)
+    for generation, log_probs in zip(generations, forced["log_probs"].to_pylist(), strict=True):
+        assert generation.log_probs == pytest.approx(log_probs, abs=CLOSE)

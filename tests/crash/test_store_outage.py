@@ -1,4 +1,4 @@
-"""The store is away for a while: the stage is tried again in the same process, and nothing is applied or committed twice."""
+"""The store is away for a while: a stage is tried again in the same process, and nothing is applied twice."""
 
 from __future__ import annotations
 

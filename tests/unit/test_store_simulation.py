@@ -311,6 +311,7 @@ class Drivers(RuleBasedStateMachine):
                 self.done.add(thing)
             if isinstance(commit, Close):
                 self.closed.append(before.model_copy(update={"metrics": commit.metrics}))
+                assert [shard.iteration for shard in before.shards["generate"].values()] == [commit.iteration] * SHARDS
             for ref in _refs(commit):
                 data = self.backend.objects[ref.key]
                 assert sha256_of(data) == ref.sha256
