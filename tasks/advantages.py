@@ -9,7 +9,8 @@ from infra.workers.worker import Context
 from rlhf.algorithms.kl import kl_divergence
 from rlhf.batch import TrajectoryBatch, unpadded
 from rlhf.schema import TRAJECTORY
-from tasks.stage import StageSpec, rows
+from tasks.spec import StageSpec
+from tasks.stage import rows
 
 SPEC = StageSpec(
     name="advantages",

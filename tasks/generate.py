@@ -10,7 +10,8 @@ from rlhf.batch import TrajectoryBatch, ragged
 from rlhf.data.prompts import PromptDataset, encode
 from rlhf.engines.base import Request, Sampling
 from rlhf.schema import TRAJECTORY
-from tasks.stage import StageSpec, rows
+from tasks.spec import StageSpec
+from tasks.stage import rows
 
 SPEC = StageSpec(
     name="generate",

@@ -14,7 +14,7 @@ from infra.manifest import Manifest
 from infra.progress import report
 from infra.records import Diverged, Skip, Stage, Weights
 from infra.workers.worker import WEIGHTS_OF, Call, Updated
-from tasks.stage import UPDATES
+from tasks.spec import UPDATES
 
 
 class ReplayMismatch(Corrupt):

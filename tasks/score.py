@@ -9,7 +9,8 @@ from rlhf.batch import TrajectoryBatch
 from rlhf.rewards import load_reward
 from rlhf.rewards import score as score_response
 from rlhf.schema import TRAJECTORY
-from tasks.stage import StageSpec, rows
+from tasks.spec import StageSpec
+from tasks.stage import rows
 
 SPEC = StageSpec(
     name="score",

@@ -7,8 +7,7 @@ ends in a state named `Cached`. What is committed but depends on something else 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from prefect import task
@@ -18,15 +17,16 @@ from prefect.states import Completed
 from prefect.tasks import Task
 
 from infra.driver import Driver
-from infra.manifest import Fingerprint, Manifest
+from infra.manifest import Manifest
 from infra.objects import StoreUnavailable
 from infra.progress import report
 from infra.records import Shard, ShardRef, Skip, Stage, Weights
 from infra.store import MAX_ATTEMPTS
-from infra.workers.worker import WEIGHTS_OF, Call, Compute, Rows, Stale, Update, Updated
-from rlhf.config import RunConfig, parse_config
+from infra.workers.worker import Call, Compute, Rows, Stale, Update, Updated
 from rlhf.config_view import ConfigView
-from rlhf.errors import UserError
+from tasks.fingerprint import check_shard, committed_manifest, fingerprint_of, weights_of
+from tasks.restore import restore
+from tasks.spec import UPDATES, StageSpec
 
 
 def can_pass(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
@@ -38,40 +38,10 @@ RETRIES: dict[str, Any] = {"retries": 3, "retry_delay_seconds": [1, 5, 20], "ret
 assert RETRIES["retries"] < MAX_ATTEMPTS
 
 
-@dataclass(frozen=True)
-class StageSpec:
-    """What a stage consumes, produces and depends on."""
-
-    name: str
-    reads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Stages it reads, and the columns of each; a stage that the config leaves out is not read."""
-    writes: tuple[str, ...] = ()
-    """Columns it writes, besides trajectory_id."""
-    config_keys: tuple[str, ...] = ()
-    """Config it depends on: all that it can read, and all that its fingerprint holds."""
-    operational_keys: tuple[str, ...] = ()
-    """Config it reads that does not change what it computes."""
-    digests: tuple[str, ...] = ()
-    """Things outside the store that it reads: dataset, validation, reward, tokenizer."""
-    role: str | None = None
-    """The worker role that computes it; its weights are in the fingerprint."""
-    sharded: bool = True
-    """Whether a shard depends on just the same shard of each input; if not, there is one shard."""
-    version: int = 1
-    """Raised when the stage's code comes to compute something else."""
-
-    def view(self, config: RunConfig) -> ConfigView:
-        return ConfigView(config, self.config_keys + self.operational_keys)
-
-
 class StageTask(Protocol):
     """A stage as flows call it: manifests in, a manifest out; None stands for a stage that the config leaves out."""
 
     def __call__(self, iteration: int, *inputs: Manifest | None) -> Manifest: ...
-
-
-UPDATES: dict[str, tuple[StageSpec, Update]] = {}
-"""How each trainable role is updated: what a replay runs again."""
 
 
 Summary = Callable[[list[dict[str, Any]]], dict[str, float]]
@@ -153,8 +123,8 @@ def _run_rows(
 ) -> tuple[Manifest, bool]:
     driver = Driver.current()
     store, view = driver.store, spec.view(driver.config)
-    fingerprint = _fingerprint(driver, spec, view, iteration, inputs)
-    if (before := _committed(driver, spec, iteration, fingerprint)) is not None:
+    fingerprint = fingerprint_of(driver, spec, view, iteration, inputs)
+    if (before := committed_manifest(driver, spec, iteration, fingerprint)) is not None:
         report("stage", iteration=iteration, stage=spec.name, done=shards, total=shards, metrics=None)
         return before, True
 
@@ -163,9 +133,9 @@ def _run_rows(
     latest: list[Shard] = []
     for shard in range(shards):
         report("stage", iteration=iteration, stage=spec.name, done=shard, total=shards, metrics=None)
-        parts = _fingerprint(driver, spec, view, iteration, inputs, shard) if spec.sharded else fingerprint
+        parts = fingerprint_of(driver, spec, view, iteration, inputs, shard) if spec.sharded else fingerprint
         if shard in kept:
-            _check_shard(driver, spec, kept[shard], parts)
+            check_shard(driver, spec, kept[shard], parts)
             continue
         driver.check_stop()
         call = _call(driver, spec, view, iteration, inputs, attempt, shard)
@@ -218,8 +188,8 @@ def _run_update(
     driver = Driver.current()
     store, view = driver.store, spec.view(driver.config)
     assert spec.role is not None
-    fingerprint = _fingerprint(driver, spec, view, iteration, inputs)
-    if (before := _committed(driver, spec, iteration, fingerprint)) is not None:
+    fingerprint = fingerprint_of(driver, spec, view, iteration, inputs)
+    if (before := committed_manifest(driver, spec, iteration, fingerprint)) is not None:
         report("stage", iteration=iteration, stage=spec.name, done=1, total=1, metrics=None)
         return before, True
 
@@ -256,86 +226,12 @@ def _run_update(
 
 def _on_worker(driver: Driver, method: str, call: Call, function: Compute | Update) -> Any:
     """Call the worker; one that does not hold the weights is first brought to them."""
-    from tasks.restore import restore
-
     try:
         return driver.group.call(method, call, function)
     except Stale as stale:
         assert call.weights is not None
         restore(driver, str(stale), call.weights)
         return driver.group.call(method, call, function)
-
-
-def _weights(driver: Driver, spec: StageSpec, iteration: int) -> Weights | None:
-    """The weights that a stage of this iteration works with; for an update, those before it."""
-    if spec.role is None:
-        return None
-    return driver.store.iteration_state(iteration).starting[WEIGHTS_OF.get(spec.role, spec.role)]
-
-
-def _fingerprint(
-    driver: Driver,
-    spec: StageSpec,
-    view: ConfigView,
-    iteration: int,
-    inputs: tuple[Manifest, ...],
-    shard: int | None = None,
-) -> Fingerprint:
-    """Of a stage, or of one of its shards, which depends on the same shard of each input."""
-    parts: dict[str, Any] = {"stage": spec.name, "version": spec.version, "iteration": iteration}
-    parts |= _config_parts(spec, view)
-    for manifest in inputs:
-        assert manifest.stage in spec.reads, f"{spec.name} does not read {manifest.stage}"
-        parts[f"input.{manifest.stage}"] = manifest.digest if shard is None else manifest.shards[shard].sha256
-    if (weights := _weights(driver, spec, iteration)) is not None:
-        assert spec.role is not None
-        parts[f"weights.{WEIGHTS_OF.get(spec.role, spec.role)}"] = weights.digest
-    for what in spec.digests:
-        parts[what] = driver.digest(what)
-    return Fingerprint(parts=parts)
-
-
-def _config_parts(spec: StageSpec, view: ConfigView) -> dict[str, Any]:
-    values = view.values()
-    return {name: leaf for key in spec.config_keys for name, leaf in _leaves(f"config.{key}", values[key]).items()}
-
-
-def _leaves(prefix: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        return {prefix: value}
-    return {key: leaf for name, inner in value.items() for key, leaf in _leaves(f"{prefix}.{name}", inner).items()}
-
-
-def _committed(driver: Driver, spec: StageSpec, iteration: int, fingerprint: Fingerprint) -> Manifest | None:
-    """The stage's manifest if it is committed; refuses to go on if it depended on something else."""
-    committed = driver.store.committed_stage(iteration, spec.name)
-    if committed is None:
-        return None
-    if isinstance(committed, Skip):
-        raise _changed(driver, spec, iteration, [f"it was skipped: {committed.reason}"])
-    manifest = driver.store.manifest(committed)
-    if committed.fingerprint != fingerprint.digest:
-        raise _changed(driver, spec, iteration, manifest.fingerprint.differences(fingerprint))
-    return manifest
-
-
-def _check_shard(driver: Driver, spec: StageSpec, committed: Shard, now: Fingerprint) -> None:
-    if committed.fingerprint == now.digest:
-        return
-    then = parse_config(driver.store.log.claim_of(committed.epoch).config, "the claim")
-    before, after = (Fingerprint(parts=_config_parts(spec, spec.view(config))) for config in (then, driver.config))
-    differences = before.differences(after)
-    raise _changed(
-        driver, spec, committed.iteration, differences or [f"one of {', '.join(spec.digests) or 'its inputs'}"]
-    )
-
-
-def _changed(driver: Driver, spec: StageSpec, iteration: int, differences: list[str]) -> UserError:
-    return UserError(
-        f"{spec.name} of iteration {iteration} is committed, but what it depends on has changed ("
-        f"{'; '.join(differences)}): undo the change to go on, or start from here with "
-        f"`ratchet fork {driver.config.run.name} --at {iteration}:{spec.name} --run NEW`"
-    )
 
 
 def _call(
@@ -360,7 +256,7 @@ def _call(
         inputs=tuple((shards_of(manifest), spec.reads[manifest.stage]) for manifest in inputs),
         writes=spec.writes,
         role=spec.role,
-        weights=_weights(driver, spec, iteration),
+        weights=weights_of(driver, spec, iteration),
         cursor=driver.state.cursor,
         controllers=dict(driver.state.controllers),
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from infra.workers.worker import Context
 from rlhf.algorithms.objectives import ActorObjective
 from tasks.optimizer_steps import TRAINER_KEYS, optimizer_steps
-from tasks.stage import StageSpec, update
+from tasks.spec import StageSpec
+from tasks.stage import update
 
 SPEC = StageSpec(
     name="update_actor",

@@ -10,7 +10,8 @@ from rlhf.batch import TrajectoryBatch
 from rlhf.engines.base import Sampling
 from tasks.generate import respond
 from tasks.score import scores
-from tasks.stage import StageSpec, rows
+from tasks.spec import StageSpec
+from tasks.stage import rows
 
 SPEC = StageSpec(
     name="validate",

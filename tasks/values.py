@@ -5,7 +5,8 @@ from __future__ import annotations
 from infra.workers.worker import Context
 from rlhf.batch import TrajectoryBatch
 from rlhf.schema import TRAJECTORY
-from tasks.stage import StageSpec, rows
+from tasks.spec import StageSpec
+from tasks.stage import rows
 
 SPEC = StageSpec(
     name="values",

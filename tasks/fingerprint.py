@@ -1,0 +1,86 @@
+"""What a stage depends on, and what happens when a committed one depends on something else than it would now."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from infra.driver import Driver
+from infra.manifest import Fingerprint, Manifest
+from infra.records import Shard, Skip, Weights
+from infra.workers.worker import WEIGHTS_OF
+from rlhf.config import parse_config
+from rlhf.config_view import ConfigView
+from rlhf.errors import UserError
+from tasks.spec import StageSpec
+
+
+def weights_of(driver: Driver, spec: StageSpec, iteration: int) -> Weights | None:
+    """The weights that a stage of this iteration works with; for an update, those before it."""
+    if spec.role is None:
+        return None
+    return driver.store.iteration_state(iteration).starting[WEIGHTS_OF.get(spec.role, spec.role)]
+
+
+def fingerprint_of(
+    driver: Driver,
+    spec: StageSpec,
+    view: ConfigView,
+    iteration: int,
+    inputs: tuple[Manifest, ...],
+    shard: int | None = None,
+) -> Fingerprint:
+    """Of a stage, or of one of its shards, which depends on the same shard of each input."""
+    parts: dict[str, Any] = {"stage": spec.name, "version": spec.version, "iteration": iteration}
+    parts |= _config_parts(spec, view)
+    for manifest in inputs:
+        assert manifest.stage in spec.reads, f"{spec.name} does not read {manifest.stage}"
+        parts[f"input.{manifest.stage}"] = manifest.digest if shard is None else manifest.shards[shard].sha256
+    if (found := weights_of(driver, spec, iteration)) is not None:
+        assert spec.role is not None
+        parts[f"weights.{WEIGHTS_OF.get(spec.role, spec.role)}"] = found.digest
+    for what in spec.digests:
+        parts[what] = driver.digest(what)
+    return Fingerprint(parts=parts)
+
+
+def _config_parts(spec: StageSpec, view: ConfigView) -> dict[str, Any]:
+    values = view.values()
+    return {name: leaf for key in spec.config_keys for name, leaf in _leaves(f"config.{key}", values[key]).items()}
+
+
+def _leaves(prefix: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {prefix: value}
+    return {key: leaf for name, inner in value.items() for key, leaf in _leaves(f"{prefix}.{name}", inner).items()}
+
+
+def committed_manifest(driver: Driver, spec: StageSpec, iteration: int, now: Fingerprint) -> Manifest | None:
+    """The stage's manifest if it is committed; refuses to go on if it depended on something else."""
+    committed = driver.store.committed_stage(iteration, spec.name)
+    if committed is None:
+        return None
+    if isinstance(committed, Skip):
+        raise _changed(driver, spec, iteration, [f"it was skipped: {committed.reason}"])
+    manifest = driver.store.manifest(committed)
+    if committed.fingerprint != now.digest:
+        raise _changed(driver, spec, iteration, manifest.fingerprint.differences(now))
+    return manifest
+
+
+def check_shard(driver: Driver, spec: StageSpec, committed: Shard, now: Fingerprint) -> None:
+    if committed.fingerprint == now.digest:
+        return
+    then = parse_config(driver.store.log.claim_of(committed.epoch).config, "the claim")
+    before, after = (Fingerprint(parts=_config_parts(spec, spec.view(config))) for config in (then, driver.config))
+    differences = before.differences(after)
+    raise _changed(
+        driver, spec, committed.iteration, differences or [f"one of {', '.join(spec.digests) or 'its inputs'}"]
+    )
+
+
+def _changed(driver: Driver, spec: StageSpec, iteration: int, differences: list[str]) -> UserError:
+    return UserError(
+        f"{spec.name} of iteration {iteration} is committed, but what it depends on has changed ("
+        f"{'; '.join(differences)}): undo the change to go on, or start from here with "
+        f"`ratchet fork {driver.config.run.name} --at {iteration}:{spec.name} --run NEW`"
+    )
