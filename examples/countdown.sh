@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # The demo: commands that you could type yourself, from the root of a checkout. Run again, it goes on where it stopped.
 set -euo pipefail
+# one thread: the same seed gives the same numbers on any machine (results depend on the number of threads)
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 run() { echo; echo "\$ $*"; "$@"; }
 
 if [ ! -f data/countdown/train.parquet ]; then

@@ -93,6 +93,7 @@ def _load_with_missing(auto_class: Any, model: Model, **options: Any) -> tuple[P
 
     folder = model_folder(model)
     logging.set_verbosity_error()  # a critic's new head is no reason for a warning
+    logging.disable_progress_bar()
     loaded, info = auto_class.from_pretrained(
         folder,
         dtype=torch.float32,

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from botocore.exceptions import ClientError
+from s3fs import S3FileSystem
 
 from infra.objects import FsspecBackend, LocalBackend, Objects, StoreUnavailable
 from infra.store import RunStore
@@ -94,7 +95,9 @@ def test_deleting_does_not_mind_what_is_absent(url: str) -> None:
 
 
 def test_a_listing_is_fresh(url: str) -> None:
-    one, other = Objects(url), Objects(url)
+    one = Objects(url)
+    S3FileSystem.clear_instance_cache()
+    other = Objects(url)
     assert one.list("") == []
     for number in range(3):
         other.put(f"log/{number}", b"")

@@ -291,6 +291,26 @@ def test_an_older_driver_is_fenced(objects: Objects) -> None:
     assert newer.state.slot == 2
 
 
+@pytest.mark.parametrize("away", [False, True])
+def test_a_fenced_driver_takes_its_late_files_along(away: bool, memory: Memory) -> None:
+    class Away(Memory):
+        def delete(self, keys: list[str]) -> None:
+            if away:
+                raise TimeoutError
+            super().delete(keys)
+
+    objects = Objects("", Away(memory.objects), clock=Clock())
+    older = claimed(objects)
+    kept = write_shard(older, 0)
+    older.commit(as_shard(older, 0, kept))
+    claimed(objects)
+    late = write_shard(older, 1)
+    with pytest.raises(Fenced):
+        older.commit(as_shard(older, 1, late))
+    assert kept.key in memory.objects
+    assert (late.key in memory.objects) == away
+
+
 def test_claims_at_the_same_moment_follow_each_other(objects: Objects) -> None:
     together, epochs = threading.Barrier(6), []
 
@@ -391,6 +411,7 @@ def test_numbers_that_are_none_survive(objects: Objects) -> None:
     store.close({"nan": nan})
     read = RunStore(objects)
     assert str(read.log.read().controllers) == "{'beta': nan, 'limit': -inf}"
+    assert str(read.iteration_state(0).controllers) == "{'beta': nan, 'limit': -inf}"
     assert str(read.manifest(stage).metrics) == "{'nan': nan, 'inf': inf}"
 
 
