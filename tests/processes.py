@@ -192,8 +192,10 @@ def _install(fault: Fault) -> None:
             if time.monotonic() < started[0] + fault.outage_s:
                 raise ConnectionError("the store does not answer")
         elif fault.count in (0, seen):
-            time.sleep(fault.delay_s)
-            if not fault.delay_s:
+            if fault.delay_s:
+                print(f"waiting at {fault.match}")
+                time.sleep(fault.delay_s)
+            else:
                 os.kill(os.getpid(), fault.action)
 
     def wrapped(self: Any, *arguments: Any, **options: Any) -> Any:

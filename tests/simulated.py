@@ -94,13 +94,13 @@ class Memory:
 
 
 class Simulated(Memory):
-    """A store whose requests go wrong as `next_fault` says, each; a request takes a second."""
+    """A store whose requests go wrong as `next_fault` says of each; a request takes a second."""
 
     def __init__(self, clock: Clock, overtake: Callable[[], None]) -> None:
         super().__init__()
         self.clock = clock
         self.overtake = overtake
-        self.next_fault: Callable[[], Fault | None] = lambda: None
+        self.next_fault: Callable[[str], Fault | None] = lambda kind: None
         self.failed = 0
         self.late: list[tuple[float, Callable[[], object]]] = []
         """Requests that were given up and are still on their way, and when they arrive."""
@@ -108,7 +108,7 @@ class Simulated(Memory):
     def _request(self, kind: str, operation: Callable[[], T]) -> T:
         self.clock.sleep(1.0)
         self.land()
-        fault = self.next_fault()
+        fault = self.next_fault(kind)
         if fault is None:
             return super()._request(kind, operation)
         if fault.effect == "overtaken":

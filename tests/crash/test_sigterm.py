@@ -59,7 +59,7 @@ def test_a_stage_that_does_not_end_is_abandoned(
 ) -> None:
     hangs = Fault("put", "trajectories/score/iteration=000001", "before", delay_s=600)
     driver = processes.cli("train", config_file, faults=(hangs,), setup=_shorter_grace)
-    wait_until(lambda: "generate" in History.of(config).state.stages and History.of(config).state.iteration == 1)
+    wait_until(lambda: "waiting at" in driver.text)
     driver.signal(signal.SIGTERM)
     assert driver.wait(STOPS_WITHIN_S) == 1, driver.text
     resume(config, config_file, processes, uninterrupted)

@@ -219,7 +219,7 @@ def on_a_store_that_fails(*faults: Fault | None, stages: bool = False) -> tuple[
     if stages:
         store.commit(as_stage(store))
     script = iter(faults)
-    backend.next_fault = lambda: next(script, None)
+    backend.next_fault = lambda kind: next(script, None)
     backend.requests.clear()
     return store, backend
 
@@ -289,6 +289,17 @@ def test_an_older_driver_is_fenced(objects: Objects) -> None:
     assert stopped.value.exit_code == 3
     newer.commit(as_stage(newer))
     assert newer.state.slot == 2
+
+
+def test_a_claim_that_is_overtaken_takes_the_next_epoch() -> None:
+    backend = Simulated(Clock(), lambda: others.append(claimed(Objects("", Memory(backend.objects)))))
+    others: list[RunStore] = []
+    backend.next_fault = lambda kind: Fault("overtaken") if kind == "create" and len(others) < 3 else None
+    store = claimed(Objects("", backend, clock=backend.clock))
+    assert [other.log.epoch for other in others] == [1, 2, 3]
+    assert store.log.epoch == 4
+    with pytest.raises(Fenced):
+        others[-1].commit(as_stage(others[-1]))
 
 
 @pytest.mark.parametrize("away", [False, True])

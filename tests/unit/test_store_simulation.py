@@ -9,7 +9,6 @@ later, or be overtaken by another driver's claim.
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -134,11 +133,12 @@ class Drivers(RuleBasedStateMachine):
 
     @contextmanager
     def under(self, weather: str, data: st.DataObject) -> Iterator[None]:
-        self.backend.next_fault = lambda: data.draw(FAULT_IN[weather])
+        """Appends are what fails most."""
+        self.backend.next_fault = lambda kind: data.draw(FAULT_IN["gale" if kind == "create" else weather])
         try:
             yield
         finally:
-            self.backend.next_fault = lambda: None
+            self.backend.next_fault = lambda kind: None
 
     @precondition(lambda self: self.backend.late)
     @rule()
@@ -149,21 +149,19 @@ class Drivers(RuleBasedStateMachine):
     @precondition(lambda self: self.log)
     @rule(how=st.sampled_from(["lost", "garbage", "cut", "elsewhere", "digest", "no index", "older"]))
     def damage_the_hint(self, how: str) -> None:
-        hint = self.backend.objects.pop(TAIL, None)
-        if hint is None or how == "lost":
-            return
-        tree = json.loads(hint) if hint.startswith(b"{") and hint.endswith(b"}") else {"key": "", "sha256": ""}
-        record = self.backend.objects["log/000000000000.json"]
-        self.backend.objects[TAIL] = {
+        newest, older = self.states[-1].index, self.states[len(self.log) // 2].index
+        first = "log/000000000000.json"
+        hints = {
             "garbage": b"\xff\x00",
-            "cut": hint[:20],
-            "elsewhere": json.dumps(tree | {"key": "index/999999.9-9.json"}).encode(),
-            "digest": json.dumps(tree | {"sha256": "0" * 64}).encode(),
-            "no index": json.dumps({"key": "log/000000000000.json", "sha256": sha256_of(record)}).encode(),
-            "older": self.states[len(self.log) // 2].index.model_dump_json().encode()
-            if self.states[len(self.log) // 2].index
-            else b"",
-        }[how]
+            "cut": newest and newest.model_dump_json().encode()[:20],
+            "elsewhere": newest and _hint("index/999999.9-9.json", newest.sha256),
+            "digest": newest and _hint(newest.key, "0" * 64),
+            "no index": _hint(first, sha256_of(self.backend.objects[first])),
+            "older": older and _hint(older.key, older.sha256),
+        }
+        self.backend.objects.pop(TAIL, None)
+        if how != "lost":
+            self.backend.objects[TAIL] = hints[how] or b""
 
     @rule(data=st.data())
     def read(self, data: st.DataObject) -> None:
@@ -341,6 +339,10 @@ class Drivers(RuleBasedStateMachine):
 
 def _text(commits: tuple[Commit, ...]) -> str:
     return "\n".join(commit.model_dump_json() for commit in commits)
+
+
+def _hint(key: str, sha256: str) -> bytes:
+    return ObjectRef(key=key, sha256=sha256).model_dump_json().encode()
 
 
 def _refs(commit: Commit) -> list[ObjectRef | ShardRef]:
