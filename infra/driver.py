@@ -154,8 +154,8 @@ def driving(config: RunConfig, *, take_over: bool = False) -> Iterator[Driver]:
             yield active
         return
     driver = _open(config, take_over)
-    Driver._active = driver
     beat = heartbeat.Heartbeat(driver.store.objects, driver.epoch, driver.request_stop)
+    Driver._active = driver
     try:
         with on_signals(driver.request_stop):
             yield driver
@@ -222,8 +222,9 @@ def _create(store: RunStore, config: RunConfig) -> None:
             "commits: use a store with conditional writes, or set run.single_writer: true and run one driver only"
         )
     first = {"schema_version": 1, "config": config.model_dump(mode="json"), "parent": None}
+    data = json.dumps(first, indent=1).encode()
     with suppress(FileExistsError):  # another driver created the run at the same moment; the log decides between them
-        store.objects.create("run.json", json.dumps(first, indent=1).encode())
+        store.objects.retry("write run.json", lambda: store.objects.create("run.json", data))
 
 
 def _set_threads(last: Claim | None) -> int:

@@ -78,6 +78,8 @@ def test_ppo(ratchet: Ratchet, workspace: Path, prefect_server: str) -> None:
     assert set(run.store.iteration_state(1).stages) == ROWS | UPDATES
     frame = run.trajectories()
     assert len(frame) == 2 * 4 * 2
+    assert frame.groupby("iteration")["prompt"].nunique().tolist() == [4, 4]
+    assert frame["prompt"].nunique() == 8, "every iteration draws the next prompts"
     assert frame["policy_version"].tolist() == frame["iteration"].tolist()
     assert run.validation().groupby("iteration").size().to_dict() == {0: 3 * 2, 2: 3 * 2}
     assert not frame["score"].isin(run.validation()["trajectory_id"]).any()

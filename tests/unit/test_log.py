@@ -260,20 +260,21 @@ def test_a_close_in_doubt_is_not_closed_again(effect: Any) -> None:
     assert store.read_shard(metrics)["loss"].to_pylist() == [1.0]
 
 
-def test_a_close_that_failed_before_its_record_is_tried_under_other_names(memory: Memory, objects: Objects) -> None:
-    class FailsOnce(Memory):
-        def put(self, key: str, data: bytes) -> None:
-            super().put(key, data)
-            if key == "index/000000.1-0.json":
-                raise TimeoutError("applied, and not answered")
-
-    store = claimed(Objects("", FailsOnce(memory.objects), clock=Clock()))
-    store.commit(as_stage(store))
+def test_a_close_that_failed_before_its_record_is_tried_under_other_names() -> None:
+    faults = (Fault("applied"), None, None, Fault("late", delay_s=100.0))
+    store, backend = on_a_store_that_fails(*faults, stages=True)
     with pytest.raises(StoreUnavailable):
-        store.close({"loss": 1.0})
-    store.close({"loss": 2.0})
-    written = [key for key in memory.objects if key.startswith("metrics/")]
-    assert written == [store.iteration_state(0).metrics.key], "one row an iteration, in the folder, too"  # type: ignore[union-attr]
+        store.close({"loss": 1.0})  # its metrics are there
+    with pytest.raises(StoreUnavailable):
+        store.close({"loss": 2.0})  # its metrics are there, and its index is on its way
+    store.close({"loss": 3.0})
+    backend.clock.sleep(1000.0)
+    backend.land()
+    metrics = store.iteration_state(0).metrics
+    assert metrics is not None
+    assert store.read_shard(metrics)["loss"].to_pylist() == [3.0]
+    written = [key for key in backend.objects if key.startswith("metrics/")]
+    assert written == [metrics.key], "one row an iteration, in the folder, too"
 
 
 # An older driver is fenced.
