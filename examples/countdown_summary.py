@@ -42,7 +42,8 @@ def stage_seconds(run: Run) -> Table:
     table = Table(title="seconds a stage (mean over the iterations)")
     for column in ("stage", "seconds", "share"):
         table.add_column(column, justify="left" if column == "stage" else "right")
-    means = {name.removeprefix("timing_s/"): metrics[name].mean() for name in metrics if name.startswith("timing_s/")}
+    timings = [name for name in metrics if name.startswith("timing_s/")]  # a stage that did not run took no time
+    means = {name.removeprefix("timing_s/"): metrics[name].fillna(0.0).mean() for name in timings}
     total = means.pop("stages") + means["snapshot"]
     for name, seconds in means.items():
         table.add_row(name, f"{seconds:.2f}", f"{seconds / total:.0%}")

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from flows import temporary_server
 from rlhf.config import RunConfig, keys, load_config
 from rlhf.errors import RatchetError, UserError
 
@@ -305,6 +306,8 @@ def _prefect() -> None:
     os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")  # errors end in one line here, not in Prefect's log
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if not os.environ.get("PREFECT_API_URL"):
+        temporary_server.end_orphans()
+        temporary_server.mark()
         console.print("starting Prefect (a temporary server on this machine; 5 to 40 s)")
 
 

@@ -64,7 +64,6 @@ def status(console: Console, run: Run, last: int) -> None:
     if shown:
         console.print(numbers)
     snapshots = ", ".join(map(str, sorted(state.snapshots))) or "none"
-    console.print("✓ committed, – skipped, 2/4 shards committed, · missing", style="dim")
     console.print(f"epoch {state.epoch}, {state.slot + 1} log records, snapshots after iterations: {snapshots}")
 
 

@@ -34,12 +34,11 @@ def restore(driver: Driver, role: str, weights: Weights) -> None:
         at = store.checkpoint(ref).weights
         group.call("load", role, at, ref)
     while at.version < weights.version:
-        report("replay", role=role, done=at.version, total=weights.version)
-        at = _replay(driver, role, at)
+        at = _replay(driver, role, at, weights)
     assert at.version == weights.version, f"{role} is at version {at.version}, and {weights.version} was asked for"
 
 
-def _replay(driver: Driver, role: str, at: Weights) -> Weights:
+def _replay(driver: Driver, role: str, at: Weights, target: Weights) -> Weights:
     """Apply the update of iteration `at.version` again."""
     spec, compute = UPDATES[role]
     committed = driver.store.committed_stage(at.version, spec.name)
@@ -47,6 +46,7 @@ def _replay(driver: Driver, role: str, at: Weights) -> Weights:
     if isinstance(committed, Skip):
         driver.group.call("pass_through", role, committed.weights)
         return committed.weights
+    report("replay", role=role, done=at.version, total=target.version)
     manifest = driver.store.manifest(committed)
     inputs = [name.removeprefix("input.") for name in manifest.fingerprint.parts if name.startswith("input.")]
     sources = driver.store.manifests(at.version)

@@ -163,10 +163,11 @@ def test_the_kl_coefficient_goes_from_iteration_to_iteration(ratchet: Ratchet) -
 
 
 def test_a_changed_learning_rate_keeps_the_rollouts(ratchet: Ratchet) -> None:
-    done(ratchet(dies_after("stage", "advantages", 1)), -9)
-    resumed = ratchet(actor__lr=5e-4)
+    done(ratchet(dies_after("stage", "advantages", 1), checkpoint__every=3), -9)
+    resumed = ratchet(actor__lr=5e-4, checkpoint__every=3)
     done(resumed)
     assert resumed.computed_shards == []
+    assert ("update_actor", 0) in resumed.engine_calls, "replayed, with the learning rate it had"
     metrics = ratchet.history.run.metrics()
     assert metrics["actor/lr"].tolist() == [1e-3, 5e-4]
     assert metrics["critic/lr"].tolist() == [1e-3, 1e-3]
