@@ -1,8 +1,8 @@
 """Ending the temporary Prefect servers of drivers that were killed.
 
-Without a server configured, Prefect starts a temporary one beside the flow and ends it with the process. A process that is
-killed cannot: its server would stay for ever. So a driver leaves its mark in the environment that the server inherits,
-and the next command ends the servers whose driver is gone.
+Without a server configured, Prefect starts a temporary one beside the flow and ends it with the process. A process that
+is killed cannot: its server would stay for ever. So a driver leaves its mark in the environment that the server
+inherits, and the next command ends the servers whose driver is gone.
 """
 
 import os
