@@ -4,7 +4,8 @@
 
 A Llama of 3.7 M parameters, random weights, float32, one thread; 32 trajectories of 32 prompt and 64 response tokens,
 sampled one by one with end-of-sequence ignored. PPO has four models (actor, critic, reference, and the rollout that
-shares the actor's weights) and one epoch; GRPO has neither critic nor reference. CPU time is that of the driver's
+shares the actor's weights) and one epoch; with bypass, the rollout's log-probs serve as the old ones, as they do in
+TRL's PPO trainer; GRPO has neither critic nor reference. CPU time is that of the driver's
 process, and of the Prefect server beside it; the first iteration warms up and is not counted.
 """
 
@@ -42,6 +43,7 @@ from rlhf.config import RunConfig, parse_config
 from tests import tiny
 
 PROMPTS, PROMPT_TOKENS, RESPONSE_TOKENS = 32, 32, 64
+ALGORITHMS = ("ppo", "ppo-bypass", "grpo")
 
 
 class Ledger:
@@ -94,7 +96,7 @@ class Ledger:
 
 
 def config(root: Path, algorithm: str, iterations: int) -> RunConfig:
-    ppo = algorithm == "ppo"
+    ppo = algorithm.startswith("ppo")
     trainer = {"mini_batch_trajectories": PROMPTS, "micro_batch_tokens": 16384}
     return parse_config(
         {
@@ -115,6 +117,7 @@ def config(root: Path, algorithm: str, iterations: int) -> RunConfig:
             "algorithm": {
                 "advantage": {"type": "gae" if ppo else "grpo"},
                 "kl": {"in_reward": 0.01 if ppo else None},
+                "rollout_correction": {"bypass": True} if algorithm == "ppo-bypass" else None,
             },
             "actor": trainer,
             "critic": trainer if ppo else None,
@@ -198,7 +201,7 @@ def show(console: Console, algorithm: str, found: dict[str, float]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--iterations", type=int, default=5)
-    parser.add_argument("--only", choices=["ppo", "grpo"], help="measure one algorithm, in this process")
+    parser.add_argument("--only", choices=ALGORITHMS, help="measure one algorithm, in this process")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     console = Console(soft_wrap=True, width=100)
@@ -208,7 +211,7 @@ def main() -> None:
 
         machine = platform.processor() or platform.machine()
         console.print(f"{machine}, torch {torch.__version__}, 1 thread", highlight=False)
-        for algorithm in ("ppo", "grpo"):
+        for algorithm in ALGORITHMS:
             command = [sys.executable, __file__, "--only", algorithm, "--iterations", str(arguments.iterations)]
             subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path.cwd())])})
         return
