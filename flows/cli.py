@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from flows import temporary_server
-from rlhf.config import RunConfig, keys, load_config
+from rlhf.config import RunConfig, keys, load_config, validated
 from rlhf.errors import RatchetError, UserError
 
 app = typer.Typer(
@@ -41,8 +41,14 @@ class Format(StrEnum):
     md = "md"
 
 
+class Role(StrEnum):
+    actor = "actor"
+    critic = "critic"
+
+
 def main() -> None:
     """Run a command; errors that a person is meant to read are one line, and say by exit code what they are."""
+    sys.path.append(str(Path.cwd()))  # rewards of one's own lie beside the config
     try:
         app()
     except RatchetError as error:
@@ -79,7 +85,9 @@ def resume(
     """Go on from the last committed stage, with the config of the last driver."""
     from infra.runs import open_run
 
-    _drive(open_run(_url(name, store)).config, take_over)
+    url = _url(name, store)
+    parent, _, leaf = url.rpartition("/")  # the run that was opened, wherever its config says it was made
+    _drive(open_run(url).config.with_values({"run.store": parent, "run.name": leaf}), take_over)
 
 
 @app.command()
@@ -125,7 +133,7 @@ def status(
 def show(
     name: Name,
     store: Store = DEFAULT_STORE,
-    iteration: Annotated[int | None, typer.Option(help="only this iteration; by default the last closed one")] = None,
+    iteration: Annotated[int | None, typer.Option(min=0, help="this iteration; by default the last closed one")] = None,
     where: Annotated[str | None, typer.Option(help='a condition in SQL, such as "score < 0.5"')] = None,
     columns: Annotated[str | None, typer.Option(help="columns, separated by commas; `all` for every one")] = None,
     limit: Annotated[int, typer.Option(help="most rows", min=1)] = 20,
@@ -171,7 +179,7 @@ def evaluate(
         with progress(console):
             answers = flow(config)
     if output is not None:
-        answers.to_parquet(output)
+        views.write(answers, output)
     console.print(views.solve_rates(answers, name))
 
 
@@ -183,15 +191,15 @@ def export(
     iteration: Annotated[
         int | None, typer.Option(help="the snapshot after so many iterations; by default the newest")
     ] = None,
-    role: Annotated[str, typer.Option(help="actor or critic")] = "actor",
+    role: Annotated[Role, typer.Option(help="which model")] = Role.actor,
 ) -> None:
     """Write a snapshot as a Hugging Face model folder."""
     from infra.runs import open_run
 
     run = open_run(_url(name, store))
     version = run.newest_snapshot() if iteration is None else iteration
-    run.export(version, folder, role)
-    console.print(f"the {role} after {version} iterations is in {folder}")
+    run.export(version, folder, role.value)
+    console.print(f"the {role.value} after {version} iterations is in {folder}")
 
 
 @app.command()
@@ -213,7 +221,8 @@ def sft(
     from flows.sft import sft as flow
     from flows.terminal import progress
 
-    config = SFTConfig.model_validate(
+    config = validated(
+        SFTConfig,
         {
             "model": {"path": model, "dtype": dtype},
             "data": str(data),
@@ -224,7 +233,8 @@ def sft(
             "warmup_steps": warmup_steps,
             "weight_decay": weight_decay,
             "seed": seed,
-        }
+        },
+        "sft",
     )
     with progress(console):
         loss = flow(config)
@@ -294,10 +304,11 @@ def _drive(config: RunConfig, take_over: bool) -> None:
 
         with progress(console, config.train.iterations):
             flow(config, take_over=take_over)
+    elsewhere = "" if config.run.store == DEFAULT_STORE else f" --store {config.run.store}"
     console.print(
         f"run {config.run.name} has its {config.train.iterations} iterations\n"
-        f"  ratchet status {config.run.name}    what each iteration did\n"
-        f"  ratchet show {config.run.name}      the trajectories"
+        f"  ratchet status {config.run.name}{elsewhere}    what each iteration did\n"
+        f"  ratchet show {config.run.name}{elsewhere}      the trajectories"
     )
 
 
@@ -314,7 +325,9 @@ def _prefect() -> None:
 def _url(name: str, store: str) -> str:
     from infra.driver import run_url
 
-    return name if "://" in name else run_url(store, name)
+    if "://" in name:
+        return name.rstrip("/")
+    return f"file://{Path(name).resolve()}" if Path(name).is_dir() and "/" in name else run_url(store, name)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from infra.driver import driving
 from rlhf.config import RunConfig
 from tasks.advantages import advantages
 from tasks.close import close
+from tasks.fingerprint import check_open_iteration
 from tasks.generate import generate
 from tasks.old_log_probs import old_log_probs
 from tasks.ref_log_probs import ref_log_probs
@@ -20,7 +21,7 @@ from tasks.values import values
 @flow(name="iteration", flow_run_name="{config.run.name} · it {k}", persist_result=False, validate_parameters=False)
 def iteration(config: RunConfig, k: int) -> dict[str, float]:
     """Run iteration `k` of a run, or what is left of it; returns its metrics."""
-    with driving(config):
+    with driving(config, check=check_open_iteration):
         if config.validates_before(k):
             validate(k)
 

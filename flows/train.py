@@ -10,6 +10,7 @@ from flows.iteration import iteration
 from flows.tracking import tracking
 from infra.driver import driving
 from rlhf.config import RunConfig
+from tasks.fingerprint import check_open_iteration
 from tasks.validate import validate
 
 # Prefect only watches. When its server cannot record an iteration (away, or its database busy), the iteration is asked
@@ -27,7 +28,7 @@ def train(config: RunConfig, take_over: bool = False) -> None:
     """Start the run that `config` names, or go on with it, until it has `train.iterations` iterations."""
     # an iteration's own Prefect heartbeat would add a second to it; the heartbeat of this flow covers both
     quiet = temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
-    with driving(config, take_over=take_over) as driver, tracking(config) as track, quiet:
+    with driving(config, take_over=take_over, check=check_open_iteration) as driver, tracking(config) as track, quiet:
         while (k := driver.state.iteration) < config.train.iterations:
             track(k, recorded_iteration(config, k))
         if config.validation.data is not None:

@@ -15,6 +15,7 @@ from infra.driver import run_url
 from infra.runs import Run, open_run
 from rlhf.config import RunConfig, parse_config
 from rlhf.errors import UserError
+from rlhf.schema import TRAJECTORY
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -102,7 +103,7 @@ def show(
     if missing:
         raise UserError(f"--columns: there is no column {missing[0]}; there are {', '.join(trajectories.columns)}")
     quoted = ", ".join(f'"{name}"' for name in names)
-    query = f"select {quoted} from trajectories {f'where {where}' if where else ''} limit {limit}"
+    query = f"select {quoted} from trajectories {f'where ({where})' if where else ''} limit {limit}"
     try:
         found = duckdb.sql(query).df()
     except duckdb.Error as error:
@@ -144,6 +145,14 @@ def evaluation_config(name: str, store: str, iteration: int | None, folder: Path
     version = run.newest_snapshot() if iteration is None else iteration
     run.export(version, folder)
     return run.config.with_values({"model.path": str(folder)})
+
+
+def write(answers: pd.DataFrame, path: Path) -> None:
+    """Write an evaluation's trajectories as Parquet, with the types of the trajectory schema."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.Table.from_pandas(answers, schema=TRAJECTORY.arrow(tuple(answers.columns))), path)
 
 
 def solve_rates(answers: pd.DataFrame, title: str) -> Table:

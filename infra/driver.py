@@ -28,8 +28,8 @@ from infra.workers.worker import Worker, critic_model, reference_model
 from rlhf.config import RunConfig
 from rlhf.data.prompts import PromptDataset
 from rlhf.errors import RatchetError, UserError
-from rlhf.models import TOKENIZER, files_digest, model_folder
-from rlhf.rewards import load_reward, reward_digest
+from rlhf.models import TOKENIZER, check_weights, files_digest, load_tokenizer, model_folder
+from rlhf.rewards import reward_digest
 
 GRACE_S = 15.0
 """After a request to stop, a stage that has not ended by then is abandoned; it was never going to half-commit."""
@@ -72,11 +72,11 @@ class Driver:
         return self.store.log.epoch
 
     def request_stop(self, signum: int | None = None, _: Any = None) -> None:
-        """Stop before the next shard; after `GRACE_S`, or at a second Ctrl-C, abandon what is computing: nothing of
-        it is committed."""
+        """Stop before the next shard; after `GRACE_S`, or at once for Ctrl-C (which a terminal also sends to the
+        temporary Prefect server), abandon what is computing: nothing of it is committed."""
+        if signum == signal.SIGINT:
+            _abandon(self.config.run.name)
         if self._stop.is_set():
-            if signum == signal.SIGINT:
-                _abandon(self.config.run.name)
             return
         self._stop.set()
         report("note", text=f"stopping: finishing the shard at hand (at most {GRACE_S:.0f} s)")
@@ -146,14 +146,17 @@ def on_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[Non
 
 
 @contextmanager
-def driving(config: RunConfig, *, take_over: bool = False) -> Iterator[Driver]:
-    """Claim the run and drive it; inside an open driver of the same run, that one."""
+def driving(
+    config: RunConfig, *, take_over: bool = False, check: Callable[[Driver], None] = lambda driver: None
+) -> Iterator[Driver]:
+    """Claim the run and drive it; inside an open driver of the same run, that one. `check` may refuse before the
+    claim, so that a config that cannot go on leaves no trace."""
     active = Driver._active
     if active is not None and active.config.run == config.run:
         with on_signals(active.request_stop):
             yield active
         return
-    driver = _open(config, take_over)
+    driver = _open(config, take_over, check)
     beat = heartbeat.Heartbeat(driver.store.objects, driver.epoch, driver.request_stop)
     Driver._active = driver
     try:
@@ -170,16 +173,17 @@ def check_inputs(config: RunConfig) -> None:
     for path in (*config.data.train, config.validation.data):
         if path is not None:
             PromptDataset([path])
-    load_reward(config.reward.function)
+    reward_digest(config.reward.function)
     for model in (config.model, critic_model(config), reference_model(config)):
-        model_folder(model)
+        check_weights(model_folder(model))
+    load_tokenizer(config.model)
 
 
 def run_url(store: str, name: str) -> str:
     return f"{store.rstrip('/')}/{name}"
 
 
-def _open(config: RunConfig, take_over: bool) -> Driver:
+def _open(config: RunConfig, take_over: bool, check: Callable[[Driver], None]) -> Driver:
     """Check everything that a user may have got wrong, then claim. No model is loaded yet."""
     store = RunStore(Objects(run_url(config.run.store, config.run.name)))
     driver = Driver(config, store)
@@ -199,6 +203,7 @@ def _open(config: RunConfig, take_over: bool) -> Driver:
                 f"the {role}'s model is not the one that run {config.run.name} began with (model.path "
                 f"{config.model.path}): choose another run.name, or give the first model back"
             )
+    check(driver)
     threads = _set_threads(state.claim)
     store.log.claim(
         Claim(

@@ -6,7 +6,6 @@ driver's own host the process is looked at; from elsewhere the beat is watched u
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 import time
@@ -18,6 +17,7 @@ import psutil
 from pydantic import BaseModel
 
 from infra.objects import Objects, StoreUnavailable
+from rlhf.errors import RatchetError
 
 KEY = "log/heartbeat.json"
 INTERVAL_S = 5.0
@@ -67,7 +67,7 @@ class Heartbeat:
                 self._beat()
                 if self.objects.get_if_there(stop_key(self.epoch)) is not None:
                     self.on_stop()
-            except StoreUnavailable:
+            except (RatchetError, ValueError):
                 continue  # a missed beat is not an error: the next may pass
 
     def _beat(self, stopped: bool = False) -> None:
@@ -110,8 +110,6 @@ def is_alive(objects: Objects, waiting: Callable[[str], None] = lambda message: 
 
 
 def _runs(beat: Beat) -> bool:
-    if beat.pid == os.getpid():
-        return True
     try:
         process = psutil.Process(beat.pid)
         return abs(process.create_time() - beat.started) < 1.0 and process.status() != psutil.STATUS_ZOMBIE

@@ -237,7 +237,7 @@ class Objects:
 
 def is_refusal(error: BaseException) -> bool:
     """Whether the store will not have us, as we are."""
-    return isinstance(error, PermissionError) or type(error).__name__ == "NoCredentialsError"
+    return isinstance(error, PermissionError | NotADirectoryError) or type(error).__name__ == "NoCredentialsError"
 
 
 def is_transient(error: BaseException) -> bool:

@@ -59,7 +59,9 @@ class Run:
             raise UserError(
                 f"there is no column {unknown[0]}; columns are {', '.join(c.name for c in TRAJECTORY.columns)}"
             )
-        chosen = range(self.state.iteration + 1) if iterations is None else iterations
+        chosen = list(range(self.state.iteration + 1) if iterations is None else iterations)
+        if chosen and min(chosen) < 0:
+            raise UserError(f"there is no iteration {min(chosen)}: iterations count from 0")
         frames = [self._iteration(iteration, wanted, columns is None) for iteration in chosen]
         frames = [frame for frame in frames if len(frame)]
         return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=["iteration", *wanted])
@@ -108,6 +110,8 @@ class Run:
 
     def export(self, version: int, folder: str | Path, role: str = "actor") -> Path:
         """Write a snapshot as a Hugging Face model folder, tokenizer included."""
+        if role not in self.state.snapshots.get(version, {role: None}):
+            raise UserError(f"the run has no {role}: algorithm.advantage is {self.config.algorithm.advantage.type}")
         if version not in self.state.snapshots:
             there = ", ".join(map(str, sorted(self.state.snapshots))) or "none"
             raise UserError(f"there is no snapshot after {version} iterations; snapshots there are: {there}")

@@ -30,8 +30,9 @@ from infra.records import (
     Weights,
     sha256_of,
 )
+from rlhf.schema import TRAJECTORY
 
-ROW_STAGES = ("generate", "score", "old_log_probs", "ref_log_probs", "values", "advantages")
+ROW_STAGES = tuple(dict.fromkeys(column.stage for column in TRAJECTORY.columns if column.stage))
 """Stages that write trajectory columns, in order."""
 
 CLOSE = "close"

@@ -8,16 +8,21 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from rlhf.algorithms import GAE, Advantage, KLPenalty, PolicyLoss, PPOClip
 from rlhf.errors import UserError
 
 RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+M = TypeVar("M", bound=BaseModel)
+Names = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
+"""A list of names; one alone may stand without the brackets."""
 
 
 class Section(BaseModel):
@@ -40,7 +45,7 @@ class Model(Section):
 
 
 class Data(Section):
-    train: tuple[str, ...] = Field(min_length=1, description="prompt files (Parquet or JSON lines), in order")
+    train: Names = Field(min_length=1, description="prompt files (Parquet or JSON lines), in order")
     prompts_per_iteration: int = Field(64, gt=0, description="prompts each iteration draws")
     max_prompt_tokens: int = Field(512, gt=0, description="longest prompt, in tokens, chat template included")
     truncation: Literal["error", "left", "right"] = Field("error", description="what happens to a longer prompt")
@@ -286,8 +291,13 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
 
 def parse_config(tree: Mapping[str, Any], where: str) -> RunConfig:
     """Validate a tree of plain values; raises `UserError` with one line about its first problem."""
+    return validated(RunConfig, tree, where)
+
+
+def validated(model: type[M], tree: Mapping[str, Any], where: str) -> M:
+    """Validate against any model of the project, in the same words."""
     try:
-        return RunConfig.model_validate(tree)
+        return model.model_validate(tree)
     except ValidationError as error:
         raise UserError(f"{where}: {_explain(error, tree)}") from None
 

@@ -14,8 +14,3 @@ def generator(seed: int, *path: str | int) -> np.random.Generator:
     text = "\x1f".join(str(part) for part in (seed, *path))
     key = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little")
     return np.random.Generator(np.random.Philox(key=key))
-
-
-def integer(seed: int, *path: str | int) -> int:
-    """A seed of 31 bits for libraries that take one."""
-    return int(generator(seed, *path).integers(2**31))

@@ -25,7 +25,7 @@ def close(iteration: int) -> dict[str, float]:
     metrics = iteration_metrics(driver, iteration)
     if driver.state.iteration > iteration:  # an earlier try's record was written after all
         return metrics
-    if (iteration + 1) % config.checkpoint.every == 0:
+    if (iteration + 1) % config.checkpoint.every == 0 or iteration + 1 == config.train.iterations:
         driver.check_stop()
         started = time.perf_counter()
         roles = {}

@@ -6,12 +6,12 @@ from typing import Any
 
 from infra.driver import Driver
 from infra.manifest import Fingerprint, Manifest
-from infra.records import Shard, Skip, Weights
+from infra.records import Shard, Skip, Stage, Weights
 from infra.workers.worker import WEIGHTS_OF
 from rlhf.config import parse_config
 from rlhf.config_view import ConfigView
 from rlhf.errors import UserError
-from tasks.spec import StageSpec
+from tasks.spec import SPECS, StageSpec
 
 
 def weights_of(driver: Driver, spec: StageSpec, iteration: int) -> Weights | None:
@@ -43,6 +43,34 @@ def fingerprint_of(
     return Fingerprint(parts=parts)
 
 
+def check_open_iteration(driver: Driver) -> None:
+    """Before a claim: refuse a config under which what the open iteration has committed would not be what it is."""
+    state = driver.state
+    for name, stage in state.stages.items():
+        if isinstance(stage, Stage):
+            spec = SPECS[name]
+            before = _outside(spec, driver.store.manifest(stage).fingerprint.parts)
+            now = _config_parts(spec, spec.view(driver.config)) | {what: driver.digest(what) for what in spec.digests}
+            if differences := Fingerprint(parts=before).differences(Fingerprint(parts=now)):
+                raise _changed(driver, spec, state.iteration, differences)
+    for name in state.shards.keys() - state.stages.keys():
+        for shard in state.shards[name].values():
+            if differences := _config_differences(driver, SPECS[name], shard):
+                raise _changed(driver, SPECS[name], state.iteration, differences)
+
+
+def _outside(spec: StageSpec, parts: dict[str, Any]) -> dict[str, Any]:
+    """The parts of a fingerprint that come from outside the store: config, and digests of data and code."""
+    return {name: value for name, value in parts.items() if name.startswith("config.") or name in spec.digests}
+
+
+def _config_differences(driver: Driver, spec: StageSpec, shard: Shard) -> list[str]:
+    """What in the stage's config has changed since the driver that committed a shard."""
+    then = parse_config(driver.store.log.claim_of(shard.epoch).config, "the claim")
+    before, after = (Fingerprint(parts=_config_parts(spec, spec.view(config))) for config in (then, driver.config))
+    return before.differences(after)
+
+
 def _config_parts(spec: StageSpec, view: ConfigView) -> dict[str, Any]:
     values = view.values()
     return {name: leaf for key in spec.config_keys for name, leaf in _leaves(f"config.{key}", values[key]).items()}
@@ -70,9 +98,7 @@ def committed_manifest(driver: Driver, spec: StageSpec, iteration: int, now: Fin
 def check_shard(driver: Driver, spec: StageSpec, committed: Shard, now: Fingerprint) -> None:
     if committed.fingerprint == now.digest:
         return
-    then = parse_config(driver.store.log.claim_of(committed.epoch).config, "the claim")
-    before, after = (Fingerprint(parts=_config_parts(spec, spec.view(config))) for config in (then, driver.config))
-    differences = before.differences(after)
+    differences = _config_differences(driver, spec, committed)
     raise _changed(
         driver, spec, committed.iteration, differences or [f"one of {', '.join(spec.digests) or 'its inputs'}"]
     )

@@ -36,5 +36,8 @@ class StageSpec:
         return ConfigView(config, self.config_keys + self.operational_keys)
 
 
+SPECS: dict[str, StageSpec] = {}
+"""Every stage, by name."""
+
 UPDATES: dict[str, tuple[StageSpec, Update]] = {}
 """How each trainable role is updated: what a replay runs again."""

@@ -26,7 +26,7 @@ from infra.workers.worker import Call, Compute, Rows, Stale, Update, Updated
 from rlhf.config_view import ConfigView
 from tasks.fingerprint import check_shard, committed_manifest, fingerprint_of, weights_of
 from tasks.restore import restore
-from tasks.spec import UPDATES, StageSpec
+from tasks.spec import SPECS, UPDATES, StageSpec
 
 
 def can_pass(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
@@ -95,6 +95,8 @@ def skip_update(role: str, iteration: int, reason: str) -> None:
 
 
 def _as_task(spec: StageSpec, run: Callable[[int, tuple[Manifest, ...]], tuple[Manifest, bool]]) -> StageTask:
+    SPECS[spec.name] = spec
+
     @task(
         name=spec.name,
         task_run_name=f"it {{iteration}} · {spec.name}",

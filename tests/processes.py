@@ -6,6 +6,7 @@ What a child computes is counted, and faults are set, by wrapping classes inside
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import multiprocessing
@@ -70,7 +71,7 @@ class Child:
         """The exit code; a signal's number is negative."""
         self.process.join(timeout)
         if self.process.exitcode is None:
-            self.process.kill()
+            self.signal(signal.SIGABRT)  # the stacks of its threads are the last that it prints
             self.process.join()
             raise AssertionError(f"still running after {timeout} s: {self.text}")
         return self.process.exitcode
@@ -146,6 +147,7 @@ def _child(
         os.dup2(file.fileno(), 2)
     sys.stdout = os.fdopen(1, "w", buffering=1)
     sys.stderr = os.fdopen(2, "w", buffering=1)
+    faulthandler.enable()
     logging.getLogger("transformers").setLevel(logging.ERROR)
     _count(counts)
     for fault in faults:

@@ -49,10 +49,28 @@ def files_digest(folder: Path, patterns: tuple[str, ...] = WEIGHTS) -> str:
     return digest.hexdigest()
 
 
+def check_weights(folder: Path) -> None:
+    """Refuse a folder without readable safetensors."""
+    from safetensors import SafetensorError, safe_open
+
+    found = sorted(folder.glob("*.safetensors"))
+    if not found:
+        raise UserError(f"model.path {folder} holds no safetensors: convert its weights with save_pretrained")
+    for path in found:
+        try:
+            safe_open(path, framework="numpy")
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{path} is damaged: {error}") from None
+
+
 def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model_folder(model), trust_remote_code=model.trust_remote_code)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_folder(model), trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        first = str(error).splitlines()[0]
+        raise UserError(f"model.path {model.path} holds no tokenizer that can be loaded: {first}") from None
     if tokenizer.eos_token_id is None:
         raise UserError(f"the tokenizer of {model.path} has no end-of-sequence token: set eos_token in its config")
     return tokenizer

@@ -14,9 +14,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rlhf.errors import NotFinite, UserError
+from rlhf.errors import NotFinite, RatchetError, UserError
 
 RewardFunction = Callable[..., float | dict[str, float]]
+
+
+class RewardFailed(RatchetError):
+    """The reward function raised an exception."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +36,10 @@ def load_reward(name: str) -> RewardFunction:
         module_name, function = f"rlhf.rewards.{name}", "compute_score"
     try:
         found = getattr(importlib.import_module(module_name), function)
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
+    except Exception as error:  # whatever a user's module raises as it is imported
         raise UserError(
-            f"reward.function {name}: {error}; name a built-in (countdown, constant) or package.module:function"
+            f"reward.function {name}: {type(error).__name__}: {error}; name a built-in (countdown, constant) or "
+            "package.module:function"
         ) from None
     if not callable(found):
         raise UserError(f"reward.function {name} is not a function")
@@ -44,13 +49,22 @@ def load_reward(name: str) -> RewardFunction:
 def reward_digest(name: str) -> str:
     """sha256 of the source of the module that holds the reward: changed code is another reward."""
     module = inspect.getmodule(load_reward(name))
-    assert module is not None
-    return hashlib.sha256(inspect.getsource(module).encode()).hexdigest()
+    try:
+        source = inspect.getsource(module)  # type: ignore[arg-type]
+    except (OSError, TypeError):
+        raise UserError(f"reward.function {name} has no Python source to take a digest of: wrap it") from None
+    return hashlib.sha256(source.encode()).hexdigest()
 
 
 def score(function: RewardFunction, data_source: str, solution_str: str, ground_truth: str, extra_info: str) -> Score:
     """Score one response; `ground_truth` and `extra_info` are JSON text where the dataset held structures."""
-    result = function(data_source, solution_str, ground_truth, json.loads(extra_info))
+    try:
+        result = function(data_source, solution_str, ground_truth, json.loads(extra_info))
+    except Exception as error:
+        raise RewardFailed(
+            f"the reward raised {type(error).__name__}: {error} (data_source {data_source}, response "
+            f"{solution_str[:60]!r}): nothing of the shard is committed; mend the reward and resume"
+        ) from error
     parts = dict(result) if isinstance(result, dict) else {"score": result}
     try:
         total = float(parts.pop("score"))

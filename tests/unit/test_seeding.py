@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlhf.seeding import generator, integer
+from rlhf.seeding import generator
 
 
 def test_the_scheme_stays_what_it_is() -> None:
@@ -12,7 +12,7 @@ def test_the_scheme_stays_what_it_is() -> None:
     assert generator(0, "data", 0).permutation(6).tolist() == [1, 2, 3, 0, 5, 4]
     uniforms = generator(7, "generate", "it000007-p00012-s03").random(3)
     assert uniforms.tolist() == [0.3665178422505203, 0.16612327568776775, 0.9368897661061117]
-    assert integer(7, "update_actor", 3, 0) == 1274840749
+    assert int(generator(7, "update_actor", 3, 0).integers(2**31)) == 1274840749
 
 
 def test_the_same_place_draws_the_same_and_every_other_differs() -> None:
@@ -38,7 +38,7 @@ def test_a_shorter_draw_is_the_start_of_a_longer_one() -> None:
 
 
 def test_integers_are_seeds_of_31_bits() -> None:
-    found = [integer(0, "x", index) for index in range(100)]
+    found = [int(generator(0, "x", index).integers(2**31)) for index in range(100)]
     assert len(set(found)) == 100
     assert all(0 <= value < 2**31 for value in found)
     assert max(found) > 2**30
