@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import tiny
-from tests.prefect_server import locked, shared_server
+from tests.prefect_server import locked, prefect_api
 from tests.processes import Processes
 from tests.s3_server import s3_server
 
@@ -27,11 +27,12 @@ def common(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
 
 
 @pytest.fixture(scope="session")
-def prefect_server(common: Path) -> Iterator[str]:
+def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The API's URL of a real Prefect server; child processes are pointed at it."""
-    with shared_server(common / "prefect") as url:
+    folder = tmp_path_factory.mktemp("prefect")
+    with prefect_api(folder) as url:
         os.environ["PREFECT_API_URL"] = url
-        os.environ["PREFECT_HOME"] = str(common / "prefect" / "clients")
+        os.environ["PREFECT_HOME"] = str(folder / "clients")
         os.environ["PREFECT_LOGGING_TO_API_ENABLED"] = "false"
         os.environ["PREFECT_LOGGING_LEVEL"] = "CRITICAL"
         yield url

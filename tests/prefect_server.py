@@ -1,9 +1,8 @@
-"""One Prefect server for all tests of a session, shared by the workers of pytest-xdist."""
+"""A Prefect server for the tests of one process; two processes on one SQLite make it answer 503, and wait."""
 
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import socket
 import subprocess
@@ -26,26 +25,9 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def shared_server(folder: Path) -> Iterator[str]:
-    """The API's URL; the first to come starts the server, the last to leave ends it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    state = folder / "server.json"
-    with locked(folder):
-        server = json.loads(state.read_text()) if state.exists() else _start(folder)
-        state.write_text(json.dumps(server | {"users": server["users"] + 1}))
-    try:
-        yield server["url"]
-    finally:
-        with locked(folder):
-            server = json.loads(state.read_text())
-            if server["users"] > 1:
-                state.write_text(json.dumps(server | {"users": server["users"] - 1}))
-            else:
-                state.unlink()
-                os.killpg(server["pid"], 9)
-
-
-def _start(folder: Path) -> dict[str, object]:
+def prefect_api(folder: Path) -> Iterator[str]:
+    """The URL of a server's API; its database lies in `folder`. It ends with the block, and with Ctrl-C or a time-out
+    of the whole test run, since it is of the same process group."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -58,14 +40,22 @@ def _start(folder: Path) -> dict[str, object]:
     environment.pop("PREFECT_API_URL", None)
     command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
     with (folder / "server.log").open("w") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
-    url = f"http://127.0.0.1:{port}/api"
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    try:
+        url = f"http://127.0.0.1:{port}/api"
+        _wait_until_it_answers(url, process, folder / "server.log")
+        yield url
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _wait_until_it_answers(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline and process.poll() is None:
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=2):
-                return {"url": url, "pid": process.pid, "users": 0}
+                return
         except OSError:
             time.sleep(0.2)
-    process.kill()
-    raise RuntimeError(f"the Prefect server did not start: {(folder / 'server.log').read_text()[-2000:]}")
+    raise RuntimeError(f"the Prefect server did not start: {log.read_text()[-2000:]}")
