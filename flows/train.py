@@ -1,10 +1,7 @@
 """A run: iterations, one after the other, from wherever the log says it stands."""
 
-import httpx
 from prefect import flow
-from prefect.exceptions import PrefectHTTPStatusError
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
-from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
 from flows.iteration import iteration
 from flows.tracking import tracking
@@ -12,15 +9,6 @@ from infra.driver import driving
 from rlhf.config import RunConfig
 from tasks.fingerprint import check_open_iteration
 from tasks.validate import validate
-
-# Prefect only watches. When its server cannot record an iteration (away, or its database busy), the iteration is asked
-# for again: what it has committed stays, and it goes on from there.
-recorded_iteration = retry(
-    retry=retry_if_exception_type((PrefectHTTPStatusError, httpx.TransportError)),
-    wait=wait_random_exponential(max=10),
-    stop=stop_after_delay(120),
-    reraise=True,
-)(iteration)
 
 
 @flow(name="train", flow_run_name="{config.run.name}", persist_result=False)
@@ -30,6 +18,6 @@ def train(config: RunConfig, take_over: bool = False) -> None:
     quiet = temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
     with driving(config, take_over=take_over, check=check_open_iteration) as driver, tracking(config) as track, quiet:
         while (k := driver.state.iteration) < config.train.iterations:
-            track(k, recorded_iteration(config, k))
+            track(k, iteration(config, k))
         if config.validation.data is not None:
             validate(driver.state.iteration)

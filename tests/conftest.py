@@ -15,6 +15,8 @@ from tests.s3_server import s3_server
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("PREFECT_LOGGING_TO_API_ENABLED", "false")
+os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")
 
 
 @pytest.fixture(scope="session")
@@ -28,13 +30,14 @@ def common(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
 
 @pytest.fixture(scope="session")
 def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The API's URL of a real Prefect server; child processes are pointed at it."""
+    """The API's URL of a real Prefect server, which this process and its children use."""
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
     folder = tmp_path_factory.mktemp("prefect")
-    with prefect_api(folder) as url:
+    # Prefect read the environment when it was imported: only children see what is put there now
+    with prefect_api(folder) as url, temporary_settings({PREFECT_API_URL: url}):
         os.environ["PREFECT_API_URL"] = url
         os.environ["PREFECT_HOME"] = str(folder / "clients")
-        os.environ["PREFECT_LOGGING_TO_API_ENABLED"] = "false"
-        os.environ["PREFECT_LOGGING_LEVEL"] = "CRITICAL"
         yield url
         del os.environ["PREFECT_API_URL"]
 

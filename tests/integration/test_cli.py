@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
@@ -170,22 +169,3 @@ def test_doctor_tries_the_stores(ratchet: Ratchet) -> None:
     code, out, _ = ratchet("doctor")
     assert code == 0
     assert out.count("works") == 2
-
-
-def test_an_iteration_that_prefect_cannot_record_is_asked_for_again(
-    ratchet: Ratchet, config_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import httpx
-    from prefect import Task
-
-    create_run, failures = Task.create_run, [httpx.ConnectError("the server is away")]
-
-    async def sometimes_away(*arguments: Any, **options: Any) -> Any:
-        if failures:
-            raise failures.pop()
-        return await create_run(*arguments, **options)
-
-    monkeypatch.setattr(Task, "create_run", sometimes_away)
-    code, out, _ = ratchet("train", config_file, "train.iterations=1", "validation.data=null")
-    assert (code, failures) == (0, [])
-    assert "run cli has its 1 iterations" in out
