@@ -198,6 +198,7 @@ def export(
 
     run = open_run(_url(name, store))
     version = run.newest_snapshot() if iteration is None else iteration
+    _make_folder(folder)
     run.export(version, folder, role.value)
     console.print(f"the {role.value} after {version} iterations is in {folder}")
 
@@ -274,7 +275,7 @@ def countdown(
     except ValueError as error:
         raise UserError(f"data countdown: {error}") from None
     training, held_out = game.split(problems, test)
-    output.mkdir(parents=True, exist_ok=True)
+    _make_folder(output)
     pq.write_table(game.rows(training, split="train"), output / "train.parquet")
     pq.write_table(game.rows(held_out, split="test"), output / "test.parquet")
     if sft_per_problem:
@@ -310,6 +311,13 @@ def _drive(config: RunConfig, take_over: bool) -> None:
         f"  ratchet status {config.run.name}{elsewhere}    what each iteration did\n"
         f"  ratchet show {config.run.name}{elsewhere}      the trajectories"
     )
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write a folder at {path}: {error.strerror}") from None
 
 
 def _prefect() -> None:

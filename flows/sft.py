@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 from pydantic import Field
@@ -15,7 +14,7 @@ from rlhf import seeding
 from rlhf.algorithms.objectives import SupervisedObjective
 from rlhf.batch import TrajectoryBatch, ragged
 from rlhf.config import LRSchedule, Model, Section
-from rlhf.data.prompts import Prompt, encode
+from rlhf.data.prompts import Prompt, encode, read_parquet
 from rlhf.engines.base import Schedule
 from rlhf.engines.learning_rate import learning_rate
 from rlhf.errors import UserError
@@ -85,13 +84,15 @@ def _read(config: SFTConfig, tokenizer: object) -> TrajectoryBatch:
     path = Path(config.data)
     if not path.is_file():
         raise UserError(f"{path} does not exist: name a Parquet file of prompts and responses")
-    table = pq.read_table(path)
+    table = read_parquet(path)
     for column in ("prompt", "response"):
         if column not in table.column_names:
             raise UserError(f"{path} has no column {column}: supervised examples are rows of prompt and response")
     prompts, responses = [], []
-    for messages, response in zip(table["prompt"].to_pylist(), table["response"].to_pylist(), strict=True):
-        prompt = Prompt(data_source="", messages=messages, ground_truth="", extra_info="")
+    pairs = zip(table["prompt"].to_pylist(), table["response"].to_pylist(), strict=True)
+    for number, (messages, response) in enumerate(pairs, 1):
+        where = f"{path}, row {number}"
+        prompt = Prompt(data_source="", messages=messages, ground_truth="", extra_info="", where=where)
         _, ids = encode(prompt, tokenizer, max_tokens=config.max_prompt_tokens, truncation="error")
         prompts.append(ids)
         end = [tokenizer.eos_token_id]  # type: ignore[attr-defined]

@@ -20,4 +20,4 @@ def train(config: RunConfig, take_over: bool = False) -> None:
         while (k := driver.state.iteration) < config.train.iterations:
             track(k, iteration(config, k))
         if config.validation.data is not None:
-            validate(driver.state.iteration)
+            track(driver.state.iteration, validate(driver.state.iteration).metrics)

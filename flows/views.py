@@ -11,6 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from infra import heartbeat
 from infra.driver import run_url
 from infra.runs import Run, open_run
 from rlhf.config import RunConfig, parse_config
@@ -66,6 +67,8 @@ def status(console: Console, run: Run, last: int) -> None:
         console.print(numbers)
     snapshots = ", ".join(map(str, sorted(state.snapshots))) or "none"
     console.print(f"epoch {state.epoch}, {state.slot + 1} log records, snapshots after iterations: {snapshots}")
+    beat = heartbeat.is_alive(run.store.objects, console.print)
+    console.print(f"driven by pid {beat.pid} on {beat.host}" if beat is not None else "no driver is at work")
 
 
 def _stages_of(config: RunConfig) -> set[str]:

@@ -21,7 +21,8 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 M = TypeVar("M", bound=BaseModel)
-Names = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
+T = TypeVar("T")
+OneOrMore = Annotated[tuple[T, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
 """A list of names; one alone may stand without the brackets."""
 
 
@@ -45,7 +46,7 @@ class Model(Section):
 
 
 class Data(Section):
-    train: Names = Field(min_length=1, description="prompt files (Parquet or JSON lines), in order")
+    train: OneOrMore[str] = Field(min_length=1, description="prompt files (Parquet or JSON lines), in order")
     prompts_per_iteration: int = Field(64, gt=0, description="prompts each iteration draws")
     max_prompt_tokens: int = Field(512, gt=0, description="longest prompt, in tokens, chat template included")
     truncation: Literal["error", "left", "right"] = Field("error", description="what happens to a longer prompt")
@@ -166,7 +167,7 @@ class RunConfig(Section):
     reference: Reference = Field(Reference(), description="the reference model")
     checkpoint: Checkpoint = Field(Checkpoint(), description="snapshots")
     validation: Validation = Field(Validation(), description="held-out prompts")
-    tracking: tuple[Literal["tensorboard", "wandb"], ...] = Field((), description="where metrics go besides the store")
+    tracking: OneOrMore[Literal["tensorboard", "wandb"]] = Field((), description="where metrics go besides the store")
     train: Train = Field(Train(), description="how long")
 
     @property

@@ -8,10 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
 
 from rlhf import seeding
 from rlhf.errors import UserError
@@ -26,6 +28,8 @@ class Prompt:
     messages: list[dict[str, str]]
     ground_truth: str
     extra_info: str
+    where: str = field(default="the data", compare=False)
+    """File and row, for messages."""
 
 
 class PromptDataset:
@@ -69,29 +73,31 @@ def encode(
         text = "\n".join(message["content"] for message in prompt.messages)
     ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if not ids:
-        raise UserError("a prompt is empty: give each row at least one message with content")
+        raise UserError(f"{prompt.where}: the prompt is empty: give it at least one message with content")
     if len(ids) > max_tokens:
         if truncation == "error":
             raise UserError(
-                f"a prompt has {len(ids)} tokens, more than data.max_prompt_tokens {max_tokens} ({text[:60]!r}...): "
-                "raise it, or set data.truncation"
+                f"{prompt.where}: the prompt has {len(ids)} tokens, more than data.max_prompt_tokens {max_tokens} "
+                f"({text[:60]!r}...): raise it, or set data.truncation"
             )
         ids = ids[-max_tokens:] if truncation == "left" else ids[:max_tokens]
     return text, ids
+
+
+def read_parquet(path: Path) -> pa.Table:
+    import pyarrow.parquet as pq
+
+    try:
+        return pq.read_table(path)
+    except pa.ArrowInvalid as error:
+        raise UserError(f"{path} is not a Parquet file: {error}") from None
 
 
 def _read(path: Path) -> Iterable[Prompt]:
     if not path.is_file():
         raise UserError(f"{path} does not exist (data.train or validation.data); `ratchet data countdown` writes one")
     if path.suffix == ".parquet":
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        try:
-            rows = pq.read_table(path).to_pylist()
-        except pa.ArrowInvalid as error:
-            raise UserError(f"{path} is not a Parquet file: {error}") from None
-        for number, row in enumerate(rows, 1):
+        for number, row in enumerate(read_parquet(path).to_pylist(), 1):
             yield _prompt(row, f"{path}, row {number}")
     else:
         with path.open("rb") as file:
@@ -128,4 +134,5 @@ def _prompt(row: Any, where: str) -> Prompt:
         messages=messages,
         ground_truth=truth if isinstance(truth, str) else json.dumps(truth, default=str),
         extra_info=json.dumps(row.get("extra_info"), default=str),
+        where=where,
     )

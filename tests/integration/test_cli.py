@@ -68,6 +68,10 @@ def test_a_run_from_training_to_export(ratchet: Ratchet, config_file: Path, tmp_
     assert "2 of 2 iterations" in out
     assert out.count("✓") > 16
     assert "snapshots after iterations: 1, 2" in out
+    assert "no driver is at work" in out
+
+    code, _, err = ratchet("export", "cli", config_file, *store)
+    assert (code, err) == (2, f"error: cannot write a folder at {config_file}: File exists\n")
 
     code, out, _ = ratchet("show", "cli", *store, "--where", "score >= 0", "--limit", 3, "--format", "json")
     rows = [json.loads(line) for line in out.splitlines()]

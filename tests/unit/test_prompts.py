@@ -165,5 +165,5 @@ def test_truncation() -> None:
     assert encode(PROMPT, tokenizer(), max_tokens=4, truncation="right")[1] == ids[:4]
     with pytest.raises(UserError, match=r"6 tokens, more than data.max_prompt_tokens 4 .*1 \+ 1\?.*data.truncation"):
         encode(PROMPT, tokenizer(), max_tokens=4, truncation="error")
-    with pytest.raises(UserError, match="a prompt is empty"):
+    with pytest.raises(UserError, match="the prompt is empty"):
         encode(Prompt("x", [{"role": "user", "content": ""}], "", ""), tokenizer(), max_tokens=4, truncation="left")
