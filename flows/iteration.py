@@ -8,9 +8,11 @@ from tasks.advantages import advantages
 from tasks.close import close
 from tasks.fingerprint import check_open_iteration
 from tasks.generate import generate
+from tasks.greedy_baseline import greedy_baseline
 from tasks.old_log_probs import old_log_probs
 from tasks.ref_log_probs import ref_log_probs
 from tasks.score import score
+from tasks.select import select
 from tasks.stage import skip_update
 from tasks.update_actor import update_actor
 from tasks.update_critic import update_critic
@@ -27,15 +29,17 @@ def iteration(config: RunConfig, k: int) -> dict[str, float]:
 
         generated = generate(k)
         scored = score(k, generated)
-        old = old_log_probs(k, generated) if config.needs_old_log_probs else None
-        ref = ref_log_probs(k, generated) if config.needs_reference else None
-        value = values(k, generated) if config.needs_critic else None
-        advantage = advantages(k, generated, scored, old, ref, value)
+        chosen = select(k, generated, scored) if config.selects else None
+        greedy = greedy_baseline(k, generated, chosen) if config.needs_greedy_scores else None
+        old = old_log_probs(k, generated, chosen) if config.needs_old_log_probs else None
+        ref = ref_log_probs(k, generated, chosen) if config.needs_reference else None
+        value = values(k, generated, chosen) if config.needs_critic else None
+        advantage = advantages(k, generated, chosen, scored, greedy, old, ref, value)
 
         if config.needs_critic:
-            update_critic(k, generated, advantage, value)
+            update_critic(k, generated, chosen, advantage, value)
         if config.warms_up(k):
             skip_update("actor", k, "the critic warms up")
         else:
-            update_actor(k, generated, advantage, old, ref)
+            update_actor(k, generated, chosen, advantage, old, ref)
         return close(k)

@@ -26,6 +26,8 @@ SHORT = {
     "validate": "valid",
     "generate": "gen",
     "score": "score",
+    "select": "select",
+    "greedy_baseline": "greedy",
     "old_log_probs": "old",
     "ref_log_probs": "ref",
     "values": "value",
@@ -75,6 +77,8 @@ def _stages_of(config: RunConfig) -> set[str]:
     """The stages that a config's iterations have."""
     optional = {
         "validate": config.validation.data is not None,
+        "select": config.selects,
+        "greedy_baseline": config.needs_greedy_scores,
         "old_log_probs": config.needs_old_log_probs,
         "ref_log_probs": config.needs_reference,
         "values": config.needs_critic,

@@ -124,7 +124,7 @@ class Driver:
     @property
     def most_shards(self) -> int:
         config = self.config
-        prompts = config.data.prompts_per_iteration
+        prompts = config.most_prompts
         if config.validation.data is not None:
             prompts = max(prompts, len(self.group.worker.dataset((config.validation.data,))))
         return -(-prompts // config.rollout.prompts_per_shard)

@@ -94,11 +94,12 @@ class Run:
         return found
 
     def _shards_of(self, stage: str) -> int:
-        """How many shards a stage of the open iteration has; of a validation, the most that there can be."""
+        """How many shards a stage of the open iteration has; where that is open (a validation, dynamic sampling), the
+        most that there can be."""
         if stage == "validate":
             assert self.state.claim is not None
             return self.state.claim.shards
-        return -(-self.config.data.prompts_per_iteration // self.config.rollout.prompts_per_shard)
+        return -(-self.config.most_prompts // self.config.rollout.prompts_per_shard)
 
     def newest_snapshot(self) -> int:
         version = max(self.state.snapshots, default=None)

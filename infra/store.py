@@ -37,7 +37,7 @@ ROW_STAGES = tuple(dict.fromkeys(column.stage for column in TRAJECTORY.columns i
 
 CLOSE = "close"
 
-MAX_ATTEMPTS = 4
+MAX_ATTEMPTS = 8
 """A stage is tried at most so often by one driver; the sweep relies on it."""
 
 

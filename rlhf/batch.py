@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from rlhf.schema import TRAJECTORY
 
@@ -81,6 +82,13 @@ class TrajectoryBatch:
         """Tokens of each trajectory."""
         offsets = self.array(name).offsets.to_numpy()
         return np.diff(offsets)
+
+    def only(self, trajectory_ids: pa.Array) -> TrajectoryBatch:
+        """The trajectories that are named, in the order that they have here."""
+        return TrajectoryBatch(self.table.filter(pc.is_in(self.array("trajectory_id"), trajectory_ids)))
+
+    def with_column(self, name: str, column: pa.Array) -> TrajectoryBatch:
+        return TrajectoryBatch(self.table.append_column(name, column))
 
     def take(self, rows: Iterable[int]) -> TrajectoryBatch:
         return TrajectoryBatch(self.table.take(pa.array(np.fromiter(rows, dtype=np.int64))))

@@ -6,14 +6,22 @@ Every size says its unit in its name. Reading and validating a config imports no
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from rlhf.algorithms import GAE, Advantage, KLPenalty, PolicyLoss, PPOClip
+from rlhf.algorithms import (
+    GAE,
+    Advantage,
+    KLPenalty,
+    OverlongPenalty,
+    PolicyLoss,
+    PPOClip,
+    RolloutCorrection,
+)
 from rlhf.errors import UserError
 
 RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
@@ -24,6 +32,17 @@ M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
 OneOrMore = Annotated[tuple[T, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
 """A list of names; one alone may stand without the brackets."""
+
+
+def _type_may_be_left_out(default: str) -> BeforeValidator:
+    """`grpo` alone stands for {type: grpo}, and without a type, options are those of the default."""
+
+    def complete(value: Any) -> Any:
+        if isinstance(value, str):
+            return {"type": value}
+        return {"type": default, **value} if isinstance(value, Mapping) else value
+
+    return BeforeValidator(complete)
 
 
 class Section(BaseModel):
@@ -66,20 +85,23 @@ class Reward(Section):
     function: str = Field("countdown", description="a built-in reward, or package.module:function")
 
 
-class RolloutCorrection(Section):
-    """How log-probs of the rollout engine and of the trainer come together."""
+class DynamicSampling(Section):
+    """DAPO's dynamic sampling (arXiv 2503.14476): prompts whose trajectories all score the same teach nothing, so more
+    are drawn until `data.prompts_per_iteration` differ; if not enough do, the batch is filled with others."""
 
-    bypass: bool = Field(
-        True, description="the rollout's log-probs serve as the old ones, and the old-log-prob stage disappears"
-    )
+    max_prompts: int = Field(gt=0, description="most prompts an iteration draws")
 
 
 class Algorithm(Section):
-    advantage: Advantage = Field(GAE(), description="the advantage estimator")
-    loss: PolicyLoss = Field(PPOClip(), description="the policy loss")
+    advantage: Annotated[Advantage, _type_may_be_left_out("gae")] = Field(GAE(), description="the advantage estimator")
+    loss: Annotated[PolicyLoss, _type_may_be_left_out("ppo")] = Field(PPOClip(), description="the policy loss")
     kl: KLPenalty = Field(KLPenalty(), description="the KL term against the reference")
     entropy_coef: float = Field(0.0, description="weight of the entropy bonus in the actor's loss")
-    rollout_correction: RolloutCorrection | None = Field(None, description="null: old log-probs are recomputed")
+    rollout_correction: RolloutCorrection | None = Field(
+        None, description="between the rollout's log-probs and the trainer's; null: none, old log-probs are recomputed"
+    )
+    dynamic_sampling: DynamicSampling | None = Field(None, description="draw until enough prompts teach; null: no")
+    overlong_penalty: OverlongPenalty | None = Field(None, description="punish responses near the limit; null: no")
 
 
 class LRSchedule(Section):
@@ -175,8 +197,10 @@ class RunConfig(Section):
         return self.data.prompts_per_iteration * self.rollout.n
 
     @property
-    def needs_critic(self) -> bool:
-        return "values" in self.algorithm.advantage.needs
+    def most_prompts(self) -> int:
+        """Prompts that an iteration draws, at most."""
+        sampling = self.algorithm.dynamic_sampling
+        return self.data.prompts_per_iteration if sampling is None else sampling.max_prompts
 
     @property
     def on_policy(self) -> bool:
@@ -184,15 +208,40 @@ class RunConfig(Section):
         return self.actor.ppo_epochs == 1 and self.actor.mini_batch_trajectories == self.trajectories_per_iteration
 
     @property
-    def needs_old_log_probs(self) -> bool:
+    def bypass(self) -> bool:
+        """The rollout's log-probs serve as the old ones."""
         correction = self.algorithm.rollout_correction
-        if correction is not None and correction.bypass:
-            return False
-        return not self.on_policy or self.algorithm.kl.in_reward is not None
+        return correction is not None and correction.bypass
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What the algorithms ask for, by name: it decides which stages an iteration has."""
+        algorithm = self.algorithm
+        asked = {*algorithm.advantage.needs, *algorithm.kl.needs}
+        asked |= set(algorithm.rollout_correction.needs) if algorithm.rollout_correction is not None else set()
+        asked |= set() if self.on_policy else set(algorithm.loss.needs)
+        return frozenset(asked)
+
+    @property
+    def needs_critic(self) -> bool:
+        return "values" in self.needs
+
+    @property
+    def needs_old_log_probs(self) -> bool:
+        return not self.bypass and not self.needs.isdisjoint({"old_log_probs", "entropy"})
 
     @property
     def needs_reference(self) -> bool:
-        return self.algorithm.kl.needs_reference
+        return "ref_log_probs" in self.needs
+
+    @property
+    def needs_greedy_scores(self) -> bool:
+        return "greedy_scores" in self.needs
+
+    @property
+    def selects(self) -> bool:
+        """Whether more may be generated than is learned from."""
+        return self.algorithm.dynamic_sampling is not None
 
     def validates_before(self, iteration: int) -> bool:
         """Whether held-out prompts are answered before this iteration; the end of the run always is validated."""
@@ -235,20 +284,51 @@ class RunConfig(Section):
                 f"critic.warmup_iterations is set, but algorithm.advantage {self.algorithm.advantage.type} has no "
                 "critic: remove it, or choose an advantage with a critic (gae)"
             )
-        if "groups" in self.algorithm.advantage.needs and self.rollout.n == 1:
+        self._algorithms_fit()
+        if self.validation.every and self.validation.data is None:
+            raise ValueError("validation.every is set without validation.data: name a prompt file, or remove it")
+        return self
+
+    def _algorithms_fit(self) -> None:
+        """Combinations of algorithms that contradict each other."""
+        algorithm = self.algorithm
+        advantage, kl, sampling = algorithm.advantage, algorithm.kl, algorithm.dynamic_sampling
+        if self.rollout.n == 1:
+            for key, compares in (
+                (f"algorithm.advantage {advantage.type}", "group_ids" in advantage.needs),
+                ("algorithm.advantage.drop_flat_groups", advantage.drop_flat_groups),
+                ("algorithm.dynamic_sampling", sampling is not None),
+            ):
+                if compares:
+                    raise ValueError(
+                        f"{key} compares the trajectories of a prompt, but rollout.n is 1: raise rollout.n"
+                    )
+        if self.bypass and "entropy" in advantage.needs:
             raise ValueError(
-                f"algorithm.advantage {self.algorithm.advantage.type} compares the trajectories of a prompt, but "
-                "rollout.n is 1: raise rollout.n"
+                f"algorithm.advantage {advantage.type} needs the entropy, which the old-log-prob stage computes, but "
+                "algorithm.rollout_correction.bypass leaves that stage out: set bypass: false"
             )
-        kl = self.algorithm.kl
+        if "reward_parts" in advantage.needs and kl.in_reward is not None:
+            raise ValueError(
+                f"algorithm.advantage {advantage.type} reads the parts of the reward, not the token rewards, so "
+                "algorithm.kl.in_reward would do nothing: use algorithm.kl.in_loss"
+            )
         if kl.controller.type == "adaptive" and kl.in_reward is None:
             raise ValueError(
                 "algorithm.kl.controller is adaptive, but algorithm.kl.in_reward, the coefficient that it moves, is "
                 "null: set in_reward, or remove the controller"
             )
-        if self.validation.every and self.validation.data is None:
-            raise ValueError("validation.every is set without validation.data: name a prompt file, or remove it")
-        return self
+        if sampling is not None and sampling.max_prompts < self.data.prompts_per_iteration:
+            raise ValueError(
+                f"algorithm.dynamic_sampling.max_prompts is {sampling.max_prompts}, less than "
+                f"data.prompts_per_iteration {self.data.prompts_per_iteration}: raise it"
+            )
+        overlong = algorithm.overlong_penalty
+        if overlong is not None and overlong.buffer_tokens > self.rollout.max_response_tokens:
+            raise ValueError(
+                f"algorithm.overlong_penalty.buffer_tokens is {overlong.buffer_tokens}, more than "
+                f"rollout.max_response_tokens {self.rollout.max_response_tokens}: lower it"
+            )
 
     def value(self, key: str) -> Any:
         """The JSON value at a dotted key: a scalar, or a whole section."""
@@ -372,11 +452,13 @@ def _explain(error: ValidationError, tree: Mapping[str, Any]) -> str:
     return f"{key} is {given!r}: {message[0].lower()}{message[1:]}"
 
 
-def _key(location: Iterable[str | int], tree: Any) -> str:
-    """The dotted key of a place in the tree; pydantic's location also holds the `type` of each algorithm it enters."""
+def _key(location: Sequence[str | int], tree: Any) -> str:
+    """The dotted key of a place in the tree; pydantic's location also holds the type of each algorithm it enters."""
     parts = []
-    for part in location:
-        if isinstance(tree, Mapping) and part not in tree and tree.get("type") == part:
+    for depth, part in enumerate(location, 1):
+        if part == tree:
+            continue  # the type alone stands for the section
+        if isinstance(tree, Mapping) and part not in tree and (depth < len(location) or tree.get("type") == part):
             continue
         parts.append(str(part))
         try:

@@ -61,6 +61,9 @@ TRAJECTORY = TrajectorySchema(
         Column("reward_parts", pa.map_(pa.string(), pa.float32()), "score", "named parts of the reward"),
         Column("token_scores", _FLOATS, "score", "rewards of single tokens [T], if the reward gives them"),
         Column("reward_error", pa.string(), "score", "why the reward could not be computed, if so"),
+        Column("group_spread", pa.float32(), "select", "largest less smallest score of the trajectory's group"),
+        Column("greedy_response", pa.string(), "greedy_baseline", "the actor's greedy answer to the prompt"),
+        Column("greedy_score", pa.float32(), "greedy_baseline", "the reward of that answer"),
         Column("old_log_probs", _FLOATS, "old_log_probs", "log-probs [T] by the actor before the update", "nat"),
         Column("entropy", _FLOATS, "old_log_probs", "entropy [T] of the actor's distribution", "nat"),
         Column("ref_log_probs", _FLOATS, "ref_log_probs", "log-probs [T] by the reference", "nat"),
@@ -69,10 +72,11 @@ TRAJECTORY = TrajectorySchema(
             "token_rewards",
             _FLOATS,
             "advantages",
-            "score at the last token that the model wrote, less the KL penalty [T]",
+            "score and length penalty at the last token that the model wrote, less the KL penalty [T]",
         ),
         Column("advantages", _FLOATS, "advantages", "advantages [T]"),
         Column("returns", _FLOATS, "advantages", "what the critic should predict [T]"),
         Column("loss_mask", pa.list_(pa.int8()), "advantages", "1 [T] where the token enters the losses", "0 or 1"),
+        Column("rollout_is_weights", _FLOATS, "advantages", "importance weights [T] of rollout correction, if any"),
     )
 )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
 from infra.workers.worker import Context
 from rlhf.algorithms.kl import kl_divergence
+from rlhf.algorithms.rollout_correction import off_policy_metrics
 from rlhf.batch import TrajectoryBatch, unpadded
 from rlhf.schema import TRAJECTORY
 from tasks.spec import StageSpec
@@ -16,29 +19,77 @@ SPEC = StageSpec(
     name="advantages",
     reads={
         "generate": ("prompt_id", "prompt_ids", "response_mask", "rollout_log_probs", "finish_reason"),
-        "score": ("score",),
+        "select": (),
+        "score": ("score", "reward_parts"),
+        "greedy_baseline": ("greedy_score",),
         "old_log_probs": ("old_log_probs", "entropy"),
         "ref_log_probs": ("ref_log_probs",),
         "values": ("values",),
     },
     writes=TRAJECTORY.of("advantages"),
-    config_keys=("algorithm.advantage", "algorithm.kl"),
+    config_keys=(
+        "rollout.max_response_tokens",
+        "algorithm.advantage",
+        "algorithm.kl",
+        "algorithm.rollout_correction",
+        "algorithm.overlong_penalty",
+    ),
     sharded=False,
 )
 
 
 @rows(SPEC)
 def advantages(context: Context) -> TrajectoryBatch:
-    config, batch = context.config.algorithm, context.batch
-    mask = batch.padded("response_mask").double()
-    lengths = batch.lengths("response_mask")
-    scores = torch.from_numpy(batch.numpy("score").astype(np.float64))
-    token_rewards = torch.zeros_like(mask)
-    last = (mask * torch.arange(1, mask.shape[1] + 1)).argmax(-1)  # of the tokens that the model wrote
-    token_rewards[torch.arange(len(batch)), last] = scores
+    algorithm, batch = context.config.algorithm, context.batch
+    estimator = algorithm.advantage
+    mask, lengths = batch.padded("response_mask").double(), batch.lengths("response_mask")
+    scores = estimator.clipped(_doubles(batch, "score"))
+    token_rewards, metrics, controllers = _token_rewards(context, mask, scores)
+    _, groups = np.unique(batch.numpy("prompt_id").astype(str), return_inverse=True)
+    inputs: dict[str, Any] = {"group_ids": torch.from_numpy(groups)}
+    if "greedy_scores" in estimator.needs:
+        inputs["greedy_scores"] = estimator.clipped(_doubles(batch, "greedy_score"))
+    if "reward_parts" in estimator.needs:
+        inputs["reward_parts"] = {name: estimator.clipped(part) for name, part in _reward_parts(batch).items()}
+    for name in ("values", "entropy"):
+        if name in batch:
+            inputs[name] = batch.padded(name).double()
+    found, returns = estimator(token_rewards, mask, **{name: inputs[name] for name in estimator.needs})
 
+    loss_mask = estimator.loss_mask(mask, scores, inputs["group_ids"]).double()
+    weights = None
+    if "old_log_probs" in batch:
+        loss_mask, weights, distance = _rollout_correction(context, mask, loss_mask)
+        metrics |= distance
+    metrics["actor/loss_tokens_share"] = float(loss_mask.sum() / mask.sum())
+    context.outputs["controllers"] = controllers
+    context.outputs["metrics"] = metrics | _metrics(batch, mask, scores, token_rewards, found, returns)
+    return TrajectoryBatch.of(
+        {
+            "trajectory_id": batch.array("trajectory_id"),
+            "token_rewards": unpadded(token_rewards, lengths),
+            "advantages": unpadded(found, lengths),
+            "returns": unpadded(returns, lengths),
+            "loss_mask": unpadded(loss_mask, lengths).cast(TRAJECTORY["loss_mask"].type),
+            "rollout_is_weights": [None] * len(batch) if weights is None else unpadded(weights, lengths),
+        }
+    )
+
+
+def _token_rewards(
+    context: Context, mask: torch.Tensor, scores: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, float], dict[str, float]]:
+    """Score and length penalty at the last token that the model wrote, less the KL penalty; metrics; controllers."""
+    config, batch = context.config.algorithm, context.batch
     metrics: dict[str, float] = {}
     controllers: dict[str, float] = {}
+    if config.overlong_penalty is not None:
+        penalty = config.overlong_penalty(mask.sum(-1), context.config.rollout.max_response_tokens)
+        metrics["critic/overlong_penalty/mean"] = float(penalty.mean())
+        scores = scores + penalty
+    token_rewards = torch.zeros_like(mask)
+    last = (mask * torch.arange(1, mask.shape[1] + 1)).argmax(-1)
+    token_rewards[torch.arange(len(batch)), last] = scores
     if "ref_log_probs" in batch:
         old = "old_log_probs" if "old_log_probs" in batch else "rollout_log_probs"
         log_probs, ref = batch.padded(old).double(), batch.padded("ref_log_probs").double()
@@ -49,25 +100,38 @@ def advantages(context: Context) -> TrajectoryBatch:
             token_rewards = token_rewards - coefficient * kl
             controllers["kl_in_reward"] = config.kl.controller(coefficient, mean_kl, len(batch))
             metrics["actor/kl_coef"] = coefficient
+    return token_rewards, metrics, controllers
 
-    _, groups = np.unique(batch.numpy("prompt_id").astype(str), return_inverse=True)
-    inputs = {"groups": torch.from_numpy(groups)}
-    if "values" in batch:
-        inputs["values"] = batch.padded("values").double()
-    estimator = config.advantage
-    found, returns = estimator(token_rewards, mask, **{name: inputs[name] for name in estimator.needs})
 
-    context.outputs["controllers"] = controllers
-    context.outputs["metrics"] = metrics | _metrics(batch, mask, scores, token_rewards, found, returns)
-    return TrajectoryBatch.of(
-        {
-            "trajectory_id": batch.array("trajectory_id"),
-            "token_rewards": unpadded(token_rewards, lengths),
-            "advantages": unpadded(found, lengths),
-            "returns": unpadded(returns, lengths),
-            "loss_mask": batch.array("response_mask"),
-        }
-    )
+def _rollout_correction(
+    context: Context, mask: torch.Tensor, loss_mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, float]]:
+    """The mask without what is rejected, importance weights if there are any, and how far training is from rollout."""
+    correction, batch = context.config.algorithm.rollout_correction, context.batch
+    old, rollout = batch.padded("old_log_probs").double(), batch.padded("rollout_log_probs").double()
+    metrics = off_policy_metrics(old, rollout, mask)
+    weights = None
+    if correction is not None:
+        for rejection in correction.rejection:
+            rejected = 1.0 - rejection(old, rollout, mask).sum() / mask.sum()
+            metrics[f"rejected/{rejection.statistic}"] = rejected
+            loss_mask = loss_mask * rejection(old, rollout, mask)
+        if correction.weights is not None:
+            weights = correction.weights(old, rollout, mask)
+            metrics |= correction.weights.metrics(old, rollout, mask)
+    return loss_mask, weights, {f"rollout_corr/{name}": float(value) for name, value in metrics.items()}
+
+
+def _reward_parts(batch: TrajectoryBatch) -> dict[str, torch.Tensor]:
+    """The parts that the reward gave for every trajectory; `score` is one of them."""
+    rows = [dict(parts) for parts in batch.list("reward_parts")]
+    names = set.intersection(*(set(row) for row in rows)) if rows else set()
+    parts = {name: torch.tensor([row[name] for row in rows], dtype=torch.float64) for name in sorted(names)}
+    return {"score": _doubles(batch, "score"), **parts}
+
+
+def _doubles(batch: TrajectoryBatch, name: str) -> torch.Tensor:
+    return torch.from_numpy(batch.numpy(name).astype(np.float64))
 
 
 def _metrics(

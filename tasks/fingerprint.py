@@ -34,7 +34,10 @@ def fingerprint_of(
     parts |= _config_parts(spec, view)
     for manifest in inputs:
         assert manifest.stage in spec.reads, f"{spec.name} does not read {manifest.stage}"
-        parts[f"input.{manifest.stage}"] = manifest.digest if shard is None else manifest.shards[shard].sha256
+        if shard is not None and spec.reads_shard_of(manifest):
+            parts[f"input.{manifest.stage}"] = manifest.shards[shard].sha256
+        else:
+            parts[f"input.{manifest.stage}"] = manifest.digest
     if (found := weights_of(driver, spec, iteration)) is not None:
         assert spec.role is not None
         parts[f"weights.{WEIGHTS_OF.get(spec.role, spec.role)}"] = found.digest

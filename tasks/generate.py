@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 
 from infra.driver import Driver
+from infra.manifest import Manifest
 from infra.workers.worker import Context
 from rlhf.batch import TrajectoryBatch, ragged
 from rlhf.data.prompts import PromptDataset, encode
 from rlhf.engines.base import Request, Sampling
 from rlhf.schema import TRAJECTORY
+from tasks.score import score
 from tasks.spec import StageSpec
 from tasks.stage import rows
 
@@ -23,6 +28,7 @@ SPEC = StageSpec(
         "data.max_prompt_tokens",
         "data.truncation",
         "rollout",
+        "algorithm.dynamic_sampling",
     ),
     operational_keys=("data.train",),  # where the files lie; what they hold is in the dataset's digest
     digests=("dataset", "tokenizer"),
@@ -31,17 +37,42 @@ SPEC = StageSpec(
 
 
 def _shards(driver: Driver) -> int:
-    return -(-driver.config.data.prompts_per_iteration // driver.config.rollout.prompts_per_shard)
+    return -(-driver.config.most_prompts // driver.config.rollout.prompts_per_shard)
 
 
-@rows(SPEC, count=_shards)
+def _until_enough_prompts_differ(iteration: int) -> Callable[[Manifest], bool] | None:
+    """Dynamic sampling: every shard is scored as soon as it is generated."""
+    driver = Driver.current()
+    if not driver.config.selects:
+        return None
+    attempt = driver.store.begin_attempt(iteration, score.spec.name)
+
+    def enough(generated: Manifest) -> bool:
+        scored, was_committed = score.shard(iteration, (generated,), len(generated.shards) - 1, attempt)
+        if not was_committed:
+            driver.store.commit(scored)
+        shards = driver.store.committed_shards(score.spec.name).values()
+        differ = sum(shard.outputs["prompts_that_differ"] for shard in shards)
+        return bool(differ >= driver.config.data.prompts_per_iteration)
+
+    return enough
+
+
+def _generated_tokens(outputs: list[dict[str, Any]]) -> dict[str, float]:
+    return {"perf/generated_tokens": float(sum(shard["tokens"] for shard in outputs))}
+
+
+@rows(SPEC, count=_shards, summary=_generated_tokens, until=_until_enough_prompts_differ)
 def generate(context: Context) -> TrajectoryBatch:
     config = context.config
     dataset = context.worker.dataset(config.data.train)
-    drawn = dataset.draw(config.run.seed, context.call.cursor, config.data.prompts_per_iteration)
+    sampling_more = config.algorithm.dynamic_sampling
+    most = config.data.prompts_per_iteration if sampling_more is None else sampling_more.max_prompts
     first = context.shard * config.rollout.prompts_per_shard
-    context.outputs["cursor"] = context.call.cursor + config.data.prompts_per_iteration
-    prompts = list(enumerate(drawn))[first : first + config.rollout.prompts_per_shard]
+    after = min(first + config.rollout.prompts_per_shard, most)
+    context.outputs["cursor"] = context.call.cursor + after
+    drawn = dataset.draw(config.run.seed, context.call.cursor + first, after - first)
+    prompts = list(enumerate(drawn, first))
     sampling = Sampling(
         temperature=config.rollout.temperature,
         top_p=config.rollout.top_p,
@@ -76,6 +107,7 @@ def respond(
             columns["seed"].append(sampling.seed)
     generations = context.engine.generate(requests, sampling)
     lengths = np.array([len(generation.response_ids) for generation in generations])
+    context.outputs["tokens"] = int(lengths.sum())
     return TrajectoryBatch.of(
         columns
         | {

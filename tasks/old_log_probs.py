@@ -10,7 +10,7 @@ from tasks.stage import rows
 
 SPEC = StageSpec(
     name="old_log_probs",
-    reads={"generate": ("prompt_ids", "response_ids")},
+    reads={"generate": ("prompt_ids", "response_ids"), "select": ()},
     writes=TRAJECTORY.of("old_log_probs"),
     config_keys=("model.dtype", "rollout.temperature"),
     operational_keys=("actor.micro_batch_tokens",),

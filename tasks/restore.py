@@ -57,7 +57,7 @@ def _replay(driver: Driver, role: str, at: Weights, target: Weights) -> Weights:
         shard=0,
         attempt=0,
         config=spec.view(driver.config.with_values(manifest.config)),
-        inputs=tuple((sources[name].shards, spec.reads[name]) for name in inputs),
+        inputs=spec.inputs((sources[name] for name in inputs), shard=0),
         role=role,
         weights=at,
     )

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import torch
+
 from infra.workers.worker import Context
+from rlhf.algorithms.groups import Groups
 from rlhf.batch import TrajectoryBatch
 from rlhf.rewards import load_reward
 from rlhf.rewards import score as score_response
@@ -14,7 +18,7 @@ from tasks.stage import rows
 
 SPEC = StageSpec(
     name="score",
-    reads={"generate": ("data_source", "response", "ground_truth", "extra_info")},
+    reads={"generate": ("prompt_id", "data_source", "response", "ground_truth", "extra_info")},
     writes=TRAJECTORY.of("score"),
     config_keys=("reward",),
     digests=("reward",),
@@ -24,7 +28,11 @@ SPEC = StageSpec(
 @rows(SPEC)
 def score(context: Context) -> TrajectoryBatch:
     batch = context.batch
-    return TrajectoryBatch.of({"trajectory_id": batch.array("trajectory_id"), **scores(context, batch)})
+    found = scores(context, batch)
+    _, group = np.unique(batch.numpy("prompt_id").astype(str), return_inverse=True)
+    differ = Groups(torch.from_numpy(group)).differ(torch.tensor(found["score"]))
+    context.outputs["prompts_that_differ"] = len(np.unique(group[differ.numpy()]))
+    return TrajectoryBatch.of({"trajectory_id": batch.array("trajectory_id"), **found})
 
 
 def scores(context: Context, batch: TrajectoryBatch) -> dict[str, list[Any]]:

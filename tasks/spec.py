@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from infra.workers.worker import Update
+from infra.manifest import Manifest
+from infra.workers.worker import Input, Update
 from rlhf.config import RunConfig
 from rlhf.config_view import ConfigView
+
+SPECS: dict[str, StageSpec] = {}
+"""Every stage, by name."""
 
 
 @dataclass(frozen=True)
@@ -16,7 +20,8 @@ class StageSpec:
 
     name: str
     reads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Stages it reads, and the columns of each; a stage that the config leaves out is not read."""
+    """Stages it reads, and the columns of each; a stage that the config leaves out is not read. One that is read for
+    no column says which trajectories to work on."""
     writes: tuple[str, ...] = ()
     """Columns it writes, besides trajectory_id."""
     config_keys: tuple[str, ...] = ()
@@ -32,12 +37,26 @@ class StageSpec:
     version: int = 1
     """Raised when the stage's code comes to compute something else."""
 
+    def __post_init__(self) -> None:
+        SPECS[self.name] = self
+
     def view(self, config: RunConfig) -> ConfigView:
         return ConfigView(config, self.config_keys + self.operational_keys)
 
+    def inputs(self, manifests: Iterable[Manifest], shard: int) -> tuple[Input, ...]:
+        """What computing a shard reads."""
+        return tuple(
+            (
+                (manifest.shards[shard],) if self.reads_shard_of(manifest) else manifest.shards,
+                self.reads[manifest.stage],
+            )
+            for manifest in manifests
+        )
 
-SPECS: dict[str, StageSpec] = {}
-"""Every stage, by name."""
+    def reads_shard_of(self, manifest: Manifest) -> bool:
+        """Whether a shard reads just the same shard of an input; if not, all of it."""
+        return self.sharded and bool(self.reads[manifest.stage])
+
 
 UPDATES: dict[str, tuple[StageSpec, Update]] = {}
 """How each trainable role is updated: what a replay runs again."""

@@ -8,6 +8,8 @@ ends in a state named `Cached`. What is committed but depends on something else 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 from prefect import task
@@ -17,16 +19,16 @@ from prefect.states import Completed
 from prefect.tasks import Task
 
 from infra.driver import Driver
-from infra.manifest import Manifest
+from infra.manifest import Fingerprint, Manifest
 from infra.objects import StoreUnavailable
 from infra.progress import report
-from infra.records import Shard, ShardRef, Skip, Stage, Weights
+from infra.records import Shard, Skip, Stage, Weights
 from infra.store import MAX_ATTEMPTS
 from infra.workers.worker import Call, Compute, Rows, Stale, Update, Updated
 from rlhf.config_view import ConfigView
 from tasks.fingerprint import check_shard, committed_manifest, fingerprint_of, weights_of
 from tasks.restore import restore
-from tasks.spec import SPECS, UPDATES, StageSpec
+from tasks.spec import UPDATES, StageSpec
 
 
 def can_pass(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
@@ -35,7 +37,7 @@ def can_pass(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
 
 
 RETRIES: dict[str, Any] = {"retries": 3, "retry_delay_seconds": [1, 5, 20], "retry_condition_fn": can_pass}
-assert RETRIES["retries"] < MAX_ATTEMPTS
+assert 2 * (1 + RETRIES["retries"]) <= MAX_ATTEMPTS  # score is also tried from within generate, by dynamic sampling
 
 
 class StageTask(Protocol):
@@ -47,6 +49,10 @@ class StageTask(Protocol):
 Summary = Callable[[list[dict[str, Any]]], dict[str, float]]
 """From the small outputs of every shard to the stage's metrics."""
 
+Until = Callable[[int], Callable[[Manifest], bool] | None]
+"""For an iteration: nothing, or a function that is given what is committed after each shard, and says whether that is
+enough."""
+
 
 def single_shard_metrics(outputs: list[dict[str, Any]]) -> dict[str, float]:
     metrics: dict[str, float] = outputs[-1].get("metrics", {})
@@ -54,21 +60,17 @@ def single_shard_metrics(outputs: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def rows(
-    spec: StageSpec, count: Callable[[Driver], int] | None = None, summary: Summary = single_shard_metrics
-) -> Callable[[Compute], StageTask]:
+    spec: StageSpec,
+    count: Callable[[Driver], int] | None = None,
+    summary: Summary = single_shard_metrics,
+    until: Until = lambda iteration: None,
+) -> Callable[[Compute], RowsStage]:
     """A stage that writes rows; each shard is committed as soon as it is written.
 
-    There are as many shards as the first input has; a stage that reads no other stage says how many with `count`.
+    There are as many shards as the first input has; a stage that reads no other stage says how many with `count`, and
+    may end before with `until`.
     """
-
-    def decorate(compute: Compute) -> StageTask:
-        def run(iteration: int, inputs: tuple[Manifest, ...]) -> tuple[Manifest, bool]:
-            shards = 1 if not spec.sharded else count(Driver.current()) if count else len(inputs[0].shards)
-            return _run_rows(spec, compute, shards, summary, iteration, inputs)
-
-        return _as_task(spec, run)
-
-    return decorate
+    return lambda compute: RowsStage(spec, compute, count, summary, until)
 
 
 def update(spec: StageSpec) -> Callable[[Update], StageTask]:
@@ -95,8 +97,6 @@ def skip_update(role: str, iteration: int, reason: str) -> None:
 
 
 def _as_task(spec: StageSpec, run: Callable[[int, tuple[Manifest, ...]], tuple[Manifest, bool]]) -> StageTask:
-    SPECS[spec.name] = spec
-
     @task(
         name=spec.name,
         task_run_name=f"it {{iteration}} · {spec.name}",
@@ -115,73 +115,97 @@ def _as_task(spec: StageSpec, run: Callable[[int, tuple[Manifest, ...]], tuple[M
     return call
 
 
-def _run_rows(
-    spec: StageSpec,
-    compute: Compute,
-    shards: int,
-    summary: Summary,
-    iteration: int,
-    inputs: tuple[Manifest, ...],
-) -> tuple[Manifest, bool]:
-    driver = Driver.current()
-    store, view = driver.store, spec.view(driver.config)
-    fingerprint = fingerprint_of(driver, spec, view, iteration, inputs)
-    if (before := committed_manifest(driver, spec, iteration, fingerprint)) is not None:
-        report("stage", iteration=iteration, stage=spec.name, done=shards, total=shards, metrics=None)
-        return before, True
+@dataclass(frozen=True)
+class RowsStage:
+    spec: StageSpec
+    compute: Compute
+    count: Callable[[Driver], int] | None
+    summary: Summary
+    until: Until
 
-    attempt = store.begin_attempt(iteration, spec.name)
-    kept = dict(store.committed_shards(spec.name))
-    latest: list[Shard] = []
-    for shard in range(shards):
-        report("stage", iteration=iteration, stage=spec.name, done=shard, total=shards, metrics=None)
-        parts = fingerprint_of(driver, spec, view, iteration, inputs, shard) if spec.sharded else fingerprint
-        if shard in kept:
-            check_shard(driver, spec, kept[shard], parts)
-            continue
+    def __call__(self, iteration: int, *inputs: Manifest | None) -> Manifest:
+        return self._task(iteration, *inputs)
+
+    @cached_property
+    def _task(self) -> StageTask:
+        return _as_task(self.spec, self._run)
+
+    def shard(self, iteration: int, inputs: tuple[Manifest, ...], shard: int, attempt: int) -> tuple[Shard, bool]:
+        """One shard, and whether it was committed before; if not, it is computed now, and the caller commits it."""
+        driver, spec = Driver.current(), self.spec
+        view = spec.view(driver.config)
+        fingerprint = fingerprint_of(driver, spec, view, iteration, inputs, shard if spec.sharded else None)
+        if (before := driver.store.committed_shards(spec.name).get(shard)) is not None:
+            check_shard(driver, spec, before, fingerprint)
+            return before, True
         driver.check_stop()
         call = _call(driver, spec, view, iteration, inputs, attempt, shard)
-        result: Rows = _on_worker(driver, "rows", call, compute)
-        kept[shard] = Shard(
+        result: Rows = _on_worker(driver, "rows", call, self.compute)
+        found = Shard(
             iteration=iteration,
             stage=spec.name,
             shard=shard,
             epoch=driver.epoch,
             data=result.shard,
-            fingerprint=parts.digest,
+            fingerprint=fingerprint.digest,
             seconds=result.seconds,
             outputs=result.outputs,
         )
-        latest = [kept[shard]]
-        if shard < shards - 1:
-            store.commit(*latest)
-            latest = []
+        return found, False
 
-    everything = [kept[shard] for shard in range(shards)]
-    outputs = everything[-1].outputs
-    manifest = Manifest(
-        iteration=iteration,
-        stage=spec.name,
-        epoch=driver.epoch,
-        attempt=attempt,
-        fingerprint=fingerprint,
-        config=view.values(),
-        columns=("trajectory_id", *spec.writes),
-        shards=tuple(shard.data for shard in everything),
-        metrics=summary([shard.outputs for shard in everything]),
-        seconds=sum(shard.seconds for shard in everything),
-    )
-    stage = Stage(
-        iteration=iteration,
-        stage=spec.name,
-        manifest=store.write_manifest(manifest),
-        fingerprint=fingerprint.digest,
-        cursor=outputs.get("cursor"),
-        controllers=outputs.get("controllers"),
-    )
-    store.commit(*latest, stage)  # the last shard and its stage: one record
-    report("stage", iteration=iteration, stage=spec.name, done=shards, total=shards, metrics=manifest.metrics)
-    return manifest, False
+    def _run(self, iteration: int, inputs: tuple[Manifest, ...]) -> tuple[Manifest, bool]:
+        driver, spec = Driver.current(), self.spec
+        store = driver.store
+        most = 1 if not spec.sharded else self.count(driver) if self.count else len(inputs[0].shards)
+        fingerprint = fingerprint_of(driver, spec, spec.view(driver.config), iteration, inputs)
+        if (before := committed_manifest(driver, spec, iteration, fingerprint)) is not None:
+            report("stage", iteration=iteration, stage=spec.name, done=most, total=most, metrics=None)
+            return before, True
+
+        attempt = store.begin_attempt(iteration, spec.name)
+        enough = self.until(iteration)
+        done: list[Shard] = []
+        uncommitted: list[Shard] = []
+        while len(done) < most:
+            report("stage", iteration=iteration, stage=spec.name, done=len(done), total=most, metrics=None)
+            found, was_committed = self.shard(iteration, inputs, len(done), attempt)
+            done.append(found)
+            uncommitted = [] if was_committed else [found]
+            if uncommitted and (enough is not None or len(done) < most):
+                store.commit(*uncommitted)
+                uncommitted = []
+            if enough is not None and enough(self._manifest(driver, iteration, attempt, fingerprint, done)):
+                break
+
+        manifest = self._manifest(driver, iteration, attempt, fingerprint, done)
+        outputs = done[-1].outputs
+        stage = Stage(
+            iteration=iteration,
+            stage=spec.name,
+            manifest=store.write_manifest(manifest),
+            fingerprint=fingerprint.digest,
+            cursor=outputs.get("cursor"),
+            controllers=outputs.get("controllers"),
+        )
+        store.commit(*uncommitted, stage)  # the last shard and its stage: one record
+        report("stage", iteration=iteration, stage=spec.name, done=most, total=most, metrics=manifest.metrics)
+        return manifest, False
+
+    def _manifest(
+        self, driver: Driver, iteration: int, attempt: int, fingerprint: Fingerprint, shards: list[Shard]
+    ) -> Manifest:
+        return Manifest(
+            iteration=iteration,
+            stage=self.spec.name,
+            epoch=driver.epoch,
+            attempt=attempt,
+            fingerprint=fingerprint,
+            config=self.spec.view(driver.config).values(),
+            columns=("trajectory_id", *self.spec.writes),
+            shards=tuple(shard.data for shard in shards),
+            metrics=self.summary([shard.outputs for shard in shards]),
+            seconds=sum(shard.seconds for shard in shards),
+        )
 
 
 def _run_update(
@@ -245,9 +269,6 @@ def _call(
     attempt: int,
     shard: int,
 ) -> Call:
-    def shards_of(manifest: Manifest) -> tuple[ShardRef, ...]:
-        return (manifest.shards[shard],) if spec.sharded else manifest.shards
-
     return Call(
         epoch=driver.epoch,
         stage=spec.name,
@@ -255,7 +276,7 @@ def _call(
         shard=shard,
         attempt=attempt,
         config=view,
-        inputs=tuple((shards_of(manifest), spec.reads[manifest.stage]) for manifest in inputs),
+        inputs=spec.inputs(inputs, shard),
         writes=spec.writes,
         role=spec.role,
         weights=weights_of(driver, spec, iteration),

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from infra.workers.worker import Context
 from rlhf.algorithms.objectives import ActorObjective
+from rlhf.batch import ragged
+from rlhf.seeding import generator
 from tasks.optimizer_steps import TRAINER_KEYS, optimizer_steps
 from tasks.spec import StageSpec
 from tasks.stage import update
@@ -12,7 +16,8 @@ SPEC = StageSpec(
     name="update_actor",
     reads={
         "generate": ("prompt_ids", "response_ids", "rollout_log_probs"),
-        "advantages": ("advantages", "loss_mask"),
+        "select": (),
+        "advantages": ("advantages", "loss_mask", "rollout_is_weights"),
         "old_log_probs": ("old_log_probs",),
         "ref_log_probs": ("ref_log_probs",),
     },
@@ -36,15 +41,21 @@ SPEC = StageSpec(
 @update(SPEC)
 def update_actor(context: Context) -> dict[str, float]:
     config, batch = context.config, context.batch
-    correction = config.algorithm.rollout_correction
+    correction, loss = config.algorithm.rollout_correction, config.algorithm.loss
     if correction is not None and correction.bypass:
         batch = batch.renamed({"rollout_log_probs": "old_log_probs"})
+    if "selection_noise" in loss.needs:
+        lengths = batch.lengths("response_ids")
+        draw = generator(config.run.seed, context.call.stage, context.iteration, "selection")
+        noise = ragged(draw.random(lengths.sum(), dtype=np.float32), lengths)
+        batch = batch.with_column("selection_noise", noise)
     objective = ActorObjective(
-        policy_loss=config.algorithm.loss,
+        policy_loss=loss,
         kl_in_loss=config.algorithm.kl.in_loss,
         kl_estimator=config.algorithm.kl.estimator,
         entropy_coef=config.algorithm.entropy_coef,
         on_policy="old_log_probs" not in batch,
+        weighted=correction is not None and correction.weights is not None,
     )
     schedule = optimizer_steps(context, config.actor, temperature=config.rollout.temperature)
     return {**context.engine.update(batch, objective, schedule), "actor/lr": schedule.lr}

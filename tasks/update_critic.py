@@ -12,6 +12,7 @@ SPEC = StageSpec(
     name="update_critic",
     reads={
         "generate": ("prompt_ids", "response_ids"),
+        "select": (),
         "advantages": ("returns", "loss_mask"),
         "values": ("values",),
     },

@@ -10,7 +10,7 @@ from tasks.stage import rows
 
 SPEC = StageSpec(
     name="values",
-    reads={"generate": ("prompt_ids", "response_ids")},
+    reads={"generate": ("prompt_ids", "response_ids"), "select": ()},
     writes=TRAJECTORY.of("values"),
     config_keys=("model.dtype", "critic.model"),
     operational_keys=("critic.micro_batch_tokens",),

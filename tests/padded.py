@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
+from pydantic.fields import FieldInfo
 from torch import Tensor
 
 from rlhf.algorithms.base import Algorithm
 
 Batch = dict[str, Tensor]
 
-COLUMNS = ("log_probs", "old_log_probs", "ref_log_probs", "entropy", "advantages", "returns", "values", "token_rewards")
+COLUMNS = (
+    "log_probs",
+    "old_log_probs",
+    "ref_log_probs",
+    "rollout_log_probs",
+    "rollout_is_weights",
+    "selection_noise",
+    "entropy",
+    "advantages",
+    "returns",
+    "values",
+    "token_rewards",
+)
 
 properties = settings(max_examples=50, deadline=None, derandomize=True)
 
@@ -23,16 +36,18 @@ GARBAGE = (0.0, -3.5, 1e30, -1e30)
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> Batch:
+def batches(draw: st.DrawFn, scale: float | None = None) -> Batch:
     """A mini-batch: trajectories of different lengths, masked tokens in their middle, garbage where it is masked."""
     lengths = draw(st.lists(st.integers(0, 6), min_size=1, max_size=6))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    scale = draw(st.sampled_from([0.1, 1.0, 30.0]))
+    scale = scale or draw(st.sampled_from([0.1, 1.0, 30.0]))
     shape = (len(lengths), max(1, *lengths) + draw(st.integers(0, 2)))
     mask = (np.arange(shape[1]) < np.array(lengths)[:, None]) & (rng.random(shape) < 0.8)
     batch = {name: torch.from_numpy(rng.standard_normal(shape) * scale) for name in COLUMNS}
+    batch["rollout_is_weights"] = batch["rollout_is_weights"].abs()
     batch["mask"] = torch.from_numpy(mask.astype(np.float64))
-    batch["groups"] = torch.from_numpy(rng.integers(0, 3, shape[0]))
+    batch["group_ids"] = torch.from_numpy(rng.integers(0, 3, shape[0]))
+    batch |= {name: torch.from_numpy(rng.standard_normal(shape[0]) * scale) for name in ("greedy_scores", "part")}
     return spoiled(batch, draw(st.sampled_from(GARBAGE)))
 
 
@@ -55,4 +70,4 @@ def members(union: Any) -> list[type[Algorithm]]:
     """The classes of a union of algorithms, so that a new one is tested as soon as it is named there."""
     if isinstance(union, type):
         return [union]
-    return [member for part in union.__args__ for member in members(part)]
+    return [member for part in get_args(union) for member in members(part) if not isinstance(part, FieldInfo)]

@@ -15,7 +15,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -232,7 +232,8 @@ def _count(counts: Path) -> None:
 
         def wrapped(self: Any, *arguments: Any, **options: Any) -> Any:
             result = original(self, *arguments, **options)
-            write(*describe(self, *arguments, **options))
+            if not isinstance(arguments[0], Sized) or len(arguments[0]):  # dynamic sampling can empty a shard
+                write(*describe(self, *arguments, **options))
             return result
 
         setattr(owner, name, wrapped)

@@ -17,3 +17,8 @@ def digits(data_source: str, solution_str: str, ground_truth: str, extra_info: A
 
 def not_a_number(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
     return float("nan")
+
+
+def mostly_flat(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+    """1 for the quarter of the responses that begin with one of these characters: many groups do not differ."""
+    return float(solution_str[:1] in set("abcdefghijklmnopqrs"))

@@ -34,6 +34,10 @@ WEIGHTS_OF = {"rollout": "actor"}
 """The rollout generates with the actor's weights: in one process, with the very same tensors."""
 
 
+Input = tuple[tuple[ShardRef, ...], tuple[str, ...]]
+"""Of a stage that is read: its shards, and the columns. With no column, it says which trajectories to work on."""
+
+
 @dataclass(frozen=True)
 class Call:
     """One shard of a stage, or one update."""
@@ -44,8 +48,7 @@ class Call:
     shard: int
     attempt: int
     config: ConfigView
-    inputs: tuple[tuple[tuple[ShardRef, ...], tuple[str, ...]], ...]
-    """For each stage that is read: its shards, and the columns."""
+    inputs: tuple[Input, ...]
     writes: tuple[str, ...] = ()
     role: str | None = None
     weights: Weights | None = None
@@ -239,12 +242,14 @@ class Worker:
         self.epoch = call.epoch
 
     def _read(self, call: Call) -> TrajectoryBatch:
-        stages = []
-        for shards, columns in call.inputs:
-            names = ("trajectory_id", *columns)
-            tables = [self.store.read_shard(shard, names) for shard in shards]
-            stages.append(TrajectoryBatch(pa.concat_tables(tables)))
+        stages = [self._read_stage(*columns) for columns in call.inputs if columns[1]]
+        for chosen in (self._read_stage(*columns) for columns in call.inputs if not columns[1]):
+            stages = [stage.only(chosen.array("trajectory_id")) for stage in stages]
         return TrajectoryBatch.join(stages) if stages else TrajectoryBatch(pa.table({}))
+
+    def _read_stage(self, shards: tuple[ShardRef, ...], columns: tuple[str, ...]) -> TrajectoryBatch:
+        names = ("trajectory_id", *columns)
+        return TrajectoryBatch(pa.concat_tables([self.store.read_shard(shard, names) for shard in shards]))
 
 
 def critic_model(config: RunConfig) -> Model:

@@ -5,8 +5,13 @@ from typing import ClassVar
 from pydantic import BaseModel, ConfigDict
 
 
-class Algorithm(BaseModel):
+class Options(BaseModel):
+    """Parameters that are checked once and never change."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
+
+class Algorithm(Options):
     needs: ClassVar[tuple[str, ...]] = ()
-    """Inputs beyond the common ones, by the name of the argument they are passed as."""
+    """Inputs beyond the common ones, by the name of the argument they are passed as. They decide which stages an
+    iteration runs: ``values`` asks for a critic, ``ref_log_probs`` for a reference, and so on."""

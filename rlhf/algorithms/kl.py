@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from rlhf.algorithms.base import Algorithm
+from rlhf.algorithms.base import Options
 
 if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-Estimator = Literal["k1", "abs", "k2", "k3"]
+Estimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"]
 
 
 def kl_divergence(
@@ -26,8 +26,19 @@ def kl_divergence(
     - ``k2``: :math:`\Delta^2 / 2` (biased, low variance)
     - ``k3``: :math:`e^{-\Delta} - 1 + \Delta` (unbiased, never negative); :math:`\Delta` is limited to ±20 and the
       result to ±10, as in the published code, so that one stray token cannot overflow.
+
+    A ``+`` makes it straight-through: the value is the estimator's, the gradient that of k2, which alone has the
+    gradient of the KL divergence as its expectation.
     """
     delta = log_probs - ref_log_probs
+    if estimator.endswith("+"):
+        value = _estimate(delta.detach(), estimator.removesuffix("+"))
+        squared = 0.5 * delta.square()
+        return squared - squared.detach() + value
+    return _estimate(delta, estimator)
+
+
+def _estimate(delta: Float[Tensor, "batch response"], estimator: str) -> Float[Tensor, "batch response"]:
     if estimator == "k1":
         return delta
     if estimator == "abs":
@@ -38,7 +49,7 @@ def kl_divergence(
     return ((-delta).exp() - 1.0 + delta).clamp(-10.0, 10.0)
 
 
-class FixedCoefficient(Algorithm):
+class FixedCoefficient(Options):
     """The coefficient stays what it is."""
 
     type: Literal["fixed"] = "fixed"
@@ -47,7 +58,7 @@ class FixedCoefficient(Algorithm):
         return coefficient
 
 
-class AdaptiveCoefficient(Algorithm):
+class AdaptiveCoefficient(Options):
     r"""Steers the coefficient so that the measured KL nears a target (arXiv 1909.08593, section 2.2):
 
     .. math:: e = \operatorname{clip}(KL / KL_{target} - 1, -0.2, 0.2), \qquad \beta' = \beta (1 + e n / horizon)
@@ -67,7 +78,7 @@ class AdaptiveCoefficient(Algorithm):
 Controller = Annotated[FixedCoefficient | AdaptiveCoefficient, Field(discriminator="type")]
 
 
-class KLPenalty(Algorithm):
+class KLPenalty(Options):
     """The KL term: subtracted from the token rewards, added to the loss, or both; neither means no reference."""
 
     in_reward: float | None = Field(None, ge=0, description="coefficient of the KL subtracted from token rewards")
@@ -76,5 +87,6 @@ class KLPenalty(Algorithm):
     controller: Controller = Field(FixedCoefficient(), description="how the coefficient in the reward moves")
 
     @property
-    def needs_reference(self) -> bool:
-        return self.in_reward is not None or self.in_loss is not None
+    def needs(self) -> tuple[str, ...]:
+        reward = ("old_log_probs", "ref_log_probs") if self.in_reward is not None else ()
+        return reward or (("ref_log_probs",) if self.in_loss is not None else ())

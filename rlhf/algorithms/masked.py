@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"]
+Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 EPSILON = 1e-8
 """Added to counts where the published code does: no tokens, mean 0."""
@@ -22,14 +22,20 @@ EPSILON = 1e-8
 
 @dataclass(frozen=True)
 class Totals:
-    """What a mini-batch counts in all: unmasked response tokens, and trajectories that have at least one."""
+    """What a mini-batch counts in all."""
 
     tokens: int
+    """Unmasked response tokens."""
     sequences: int
+    """Trajectories that have at least one."""
+    horizon: int
+    """Tokens of the longest response, masked ones included."""
 
     @classmethod
     def of(cls, mask: Float[Tensor, "batch response"]) -> Totals:
-        return cls(tokens=int(mask.sum().item()), sequences=int((mask.sum(-1) > 0).sum().item()))
+        return cls(
+            tokens=int(mask.sum().item()), sequences=int((mask.sum(-1) > 0).sum().item()), horizon=mask.shape[-1]
+        )
 
 
 def masked_mean(
@@ -49,8 +55,10 @@ def aggregate(
 
     - ``token-mean``: every token weighs the same (DAPO, arXiv 2503.14476).
     - ``token-sum``: the plain sum.
-    - ``seq-mean-token-sum``: tokens are summed, trajectories averaged (Dr. GRPO, arXiv 2503.20783).
+    - ``seq-mean-token-sum``: tokens are summed, trajectories averaged.
     - ``seq-mean-token-mean``: each trajectory's mean, averaged (GRPO, arXiv 2402.03300).
+    - ``seq-mean-token-sum-norm``: tokens are summed and divided by one length for all, trajectories averaged
+      (Dr. GRPO, arXiv 2503.20783); the length is that of the mini-batch's longest response.
 
     Masked positions never count, whatever they hold; a trajectory with no unmasked token counts nowhere.
     """
@@ -62,7 +70,19 @@ def aggregate(
     per_sequence = loss.sum(-1)
     if how == "seq-mean-token-mean":
         per_sequence = per_sequence / (mask.sum(-1) + EPSILON)
+    if how == "seq-mean-token-sum-norm":
+        per_sequence = per_sequence / totals.horizon
     return per_sequence.sum() / max(totals.sequences, 1)
+
+
+def sequence_sum(x: Float[Tensor, "batch response"], mask: Float[Tensor, "batch response"]) -> Float[Tensor, " batch"]:
+    """The sum over each trajectory's unmasked tokens."""
+    return x.where(mask > 0, 0.0).sum(-1)
+
+
+def sequence_mean(x: Float[Tensor, "batch response"], mask: Float[Tensor, "batch response"]) -> Float[Tensor, " batch"]:
+    """The mean over each trajectory's unmasked tokens; 0 where there are none."""
+    return sequence_sum(x, mask) / (mask.sum(-1) + EPSILON)
 
 
 def whiten(

@@ -12,14 +12,17 @@ from typing import TYPE_CHECKING, Protocol
 from rlhf.algorithms import PolicyLoss
 from rlhf.algorithms.kl import Estimator, kl_divergence
 from rlhf.algorithms.masked import Aggregation, Totals, aggregate, masked_mean
+from rlhf.algorithms.policy_losses import SelectingLoss
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from jaxtyping import Float
     from torch import Tensor
 
-    Outputs = Mapping[str, Float[Tensor, "batch response"]]
+    Tokens = Float[Tensor, "batch response"]
+    Outputs = Mapping[str, Tokens]
+    Selection = Callable[[Outputs, Outputs], Tokens]
     Share = tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]
 
 
@@ -32,6 +35,11 @@ class Objective(Protocol):
     @property
     def outputs(self) -> tuple[str, ...]:
         """What it asks of the model's forward pass: `log_probs`, `entropy` or `values`."""
+        ...
+
+    @property
+    def selection(self) -> Selection | None:
+        """From a whole mini-batch to a column, `selected`, that its micro-batches are then given besides."""
         ...
 
     def __call__(self, outputs: Outputs, batch: Outputs, totals: Totals) -> Share: ...
@@ -50,30 +58,50 @@ class ActorObjective:
     kl_estimator: Estimator
     entropy_coef: float
     on_policy: bool
+    weighted: bool = False
+    """Whether rollout correction gave the tokens weights."""
 
     @property
     def columns(self) -> tuple[str, ...]:
-        old = () if self.on_policy else ("old_log_probs",)
-        return ("loss_mask", "advantages", *old, *(("ref_log_probs",) if self.kl_in_loss is not None else ()))
+        needs = [name for name in self.policy_loss.needs if name != "old_log_probs" or not self.on_policy]
+        ref = ("ref_log_probs",) if self.kl_in_loss is not None else ()
+        return ("loss_mask", "advantages", *needs, *ref, *(("rollout_is_weights",) if self.weighted else ()))
 
     @property
     def outputs(self) -> tuple[str, ...]:
         return ("log_probs", "entropy") if self.entropy_coef else ("log_probs",)
 
+    @property
+    def selection(self) -> Selection | None:
+        return self._select if isinstance(self.policy_loss, SelectingLoss) else None
+
     def __call__(self, outputs: Outputs, batch: Outputs, totals: Totals) -> Share:
-        mask, log_probs = batch["loss_mask"], outputs["log_probs"]
-        old = log_probs.detach() if self.on_policy else batch["old_log_probs"]
-        loss, metrics = self.policy_loss(log_probs, old, batch["advantages"], mask, totals)
+        mask, log_probs, how = batch["loss_mask"], outputs["log_probs"], self.policy_loss.how
+        more = {"selected": batch["selected"] > 0} if "selected" in batch else {}
+        if self.weighted:
+            more["rollout_is_weights"] = batch["rollout_is_weights"]
+        old = self._old(log_probs, batch)
+        loss, metrics = self.policy_loss(log_probs, old, batch["advantages"], mask, totals, **more)
         metrics = {f"actor/{name}": value for name, value in metrics.items()} | {"actor/pg_loss": loss}
         if self.entropy_coef:
-            entropy = aggregate(outputs["entropy"], mask, self.policy_loss.aggregate, totals)
-            metrics["actor/entropy_loss"] = entropy
+            metrics["actor/entropy_loss"] = entropy = aggregate(outputs["entropy"], mask, how, totals)
             loss = loss - self.entropy_coef * entropy
         if self.kl_in_loss is not None:
             kl = kl_divergence(log_probs, batch["ref_log_probs"], self.kl_estimator)
-            metrics["actor/kl_loss"] = aggregate(kl, mask, self.policy_loss.aggregate, totals)
+            metrics["actor/kl_loss"] = aggregate(kl, mask, how, totals)
             loss = loss + self.kl_in_loss * metrics["actor/kl_loss"]
         return loss, metrics
+
+    def _select(self, outputs: Outputs, batch: Outputs) -> Tokens:
+        assert isinstance(self.policy_loss, SelectingLoss)
+        mask, log_probs = batch["loss_mask"], outputs["log_probs"]
+        noise = batch.get("selection_noise", log_probs)  # only a loss that needs noise looks at it
+        found = self.policy_loss.select(log_probs, self._old(log_probs, batch), batch["advantages"], mask, noise)
+        return found.to(mask.dtype)
+
+    def _old(self, log_probs: Tokens, batch: Outputs) -> Tokens:
+        """The old log-probs; on policy, and for a loss without a ratio, the current ones."""
+        return batch.get("old_log_probs", log_probs.detach())
 
 
 @dataclass(frozen=True)
@@ -90,6 +118,7 @@ class CriticObjective:
     aggregate: Aggregation = "token-mean"
     columns: tuple[str, ...] = ("loss_mask", "returns", "values")
     outputs: tuple[str, ...] = ("values",)
+    selection: None = None
 
     def __call__(self, outputs: Outputs, batch: Outputs, totals: Totals) -> Share:
         mask, predicted = batch["loss_mask"], outputs["values"]
@@ -111,6 +140,7 @@ class SupervisedObjective:
 
     columns: tuple[str, ...] = ("loss_mask",)
     outputs: tuple[str, ...] = ("log_probs",)
+    selection: None = None
 
     def __call__(self, outputs: Outputs, batch: Outputs, totals: Totals) -> Share:
         loss = aggregate(-outputs["log_probs"], batch["loss_mask"], "token-mean", totals)

@@ -88,12 +88,14 @@ class TorchEngine:
         assert self.optimizer is not None
         totals = Totals.of(mini_batch.padded("loss_mask"))
         lengths = mini_batch.lengths("prompt_ids") + mini_batch.lengths("response_ids")
+        pieces = [MicroBatch.of(mini_batch, rows) for rows in by_token_budget(lengths, schedule.micro_batch_tokens)]
+        columns = {name: mini_batch.padded(name).float().to(self.device) for name in objective.columns}
+        if objective.selection is not None:
+            columns["selected"] = objective.selection(self._whole(pieces, objective, schedule, totals), columns)
         sums: dict[str, Tensor] = {}
-        for rows in by_token_budget(lengths, schedule.micro_batch_tokens):
-            micro = MicroBatch.of(mini_batch, rows)
-            part = mini_batch.take(rows)
-            columns = {name: part.padded(name).float().to(self.device) for name in objective.columns}
-            loss, metrics = objective(self._forward(micro, objective.outputs, schedule.temperature), columns, totals)
+        for micro in pieces:
+            part = {name: column[micro.rows, : micro.at.shape[1]] for name, column in columns.items()}
+            loss, metrics = objective(self._forward(micro, objective.outputs, schedule.temperature), part, totals)
             loss.backward()  # type: ignore[no-untyped-call]
             for name, value in metrics.items():
                 sums[name] = sums.get(name, torch.zeros((), device=self.device)) + value.detach()
@@ -105,6 +107,19 @@ class TorchEngine:
         self.optimizer.zero_grad(set_to_none=True)
         prefix = "critic" if self.head == "value" else "actor"
         return {name: value.item() for name, value in sums.items()} | {f"{prefix}/grad_norm": norm.item()}
+
+    def _whole(
+        self, pieces: list[MicroBatch], objective: Objective, schedule: Schedule, totals: Totals
+    ) -> dict[str, Tensor]:
+        """The model's outputs for a whole mini-batch, without gradient."""
+        shape = (sum(len(micro.rows) for micro in pieces), totals.horizon)
+        found = {name: torch.zeros(shape, device=self.device) for name in objective.outputs}
+        for micro in pieces:
+            with torch.no_grad():
+                part = self._forward(micro, objective.outputs, schedule.temperature)
+            for name, values in part.items():
+                found[name][micro.rows, : values.shape[1]] = values
+        return found
 
     def _forward(self, micro: MicroBatch, outputs: Iterable[str], temperature: float) -> dict[str, Tensor]:
         input_ids = micro.input_ids.to(self.device)

@@ -1,8 +1,9 @@
-"""Advantage estimators: by hand, against recorded cases, and what holds for all of them."""
+"""Advantage estimators: by hand, and what holds for all of them."""
 
 from __future__ import annotations
 
 import statistics
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlhf.algorithms import GAE, GRPO, Advantage
+from rlhf.algorithms.advantages import (
+    EGPO,
+    GAE,
+    GDPO,
+    GPG,
+    GRPO,
+    OPO,
+    RLOO,
+    Advantage,
+    AdvantageEstimator,
+    DrGRPO,
+    GroupEstimator,
+    GRPOPassK,
+    ReinforcePlusPlus,
+    ReinforcePlusPlusBaseline,
+    ReMax,
+)
 from rlhf.algorithms.base import Algorithm
-from tests.oracles import Case, cases
+from rlhf.errors import UserError
 from tests.padded import GARBAGE, Batch, batches, members, padded, properties, rows, spoiled
 
 
@@ -61,27 +78,113 @@ GRPO_GROUPS = torch.tensor([5, 5, 9, 9, 7])
 def test_grpo_by_hand(norm_by_std: bool) -> None:
     """Group 5 scores 1 and 3 (mean 2, deviation sqrt 2); group 9 does not spread; group 7 is one trajectory, of 6."""
     spread, alone = (1 / (2**0.5 + 1e-6), 6 / (1 + 1e-6)) if norm_by_std else (1, 6)
-    advantages, returns = GRPO(norm_by_std=norm_by_std)(GRPO_REWARDS, GRPO_MASK, groups=GRPO_GROUPS)
+    advantages, returns = GRPO(norm_by_std=norm_by_std)(GRPO_REWARDS, GRPO_MASK, group_ids=GRPO_GROUPS)
     expected = tensor(-spread, spread, 0, 0, alone)[:, None] * GRPO_MASK
     torch.testing.assert_close(advantages, expected, rtol=1e-14, atol=0)
     assert torch.equal(returns, advantages)
 
 
-@pytest.mark.parametrize("case", cases("advantage", "gae", "grpo", "dr_grpo"))
-def test_recorded_cases(case: Case) -> None:
-    estimator = (GAE if case.name == "gae" else GRPO)(**case.params)
-    mask, recorded = case.inputs["response_mask"], {"values": "values", "groups": "group_index"}
-    needs = {name: case.inputs[recorded[name]] for name in estimator.needs}
-    found = estimator(case.inputs["token_level_rewards"], mask, **needs)
-    case.check(dict(zip(("advantages", "returns"), found, strict=True)), mask)
+def test_a_group_with_scores_1_and_0_in_egpo() -> None:
+    """A is ±0.7071058; the mean entropies are 0.2 and 1.5, of which the second is limited to half of A."""
+    rewards, mask = tensor([0, 1, 99], [0, 0, 0]), tensor([1, 1, 0], [1, 1, 1])
+    entropy = tensor([0.1, 0.3, 99], [1, 1.5, 2])
+    advantages, _ = EGPO()(rewards, mask, group_ids=torch.tensor([4, 4]), entropy=entropy)
+    expected = tensor(0.7071058 + 0.4 * 0.2, -0.7071058 + 0.4 * 0.7071058 / 2)[:, None] * mask
+    torch.testing.assert_close(advantages, expected, rtol=0, atol=1e-7)
+
+
+# One trajectory a row; scores by group: (1, 3, 2), (4, 4), (6); lengths 2, 1, 3, 1, 1, 2.
+SCORES = [1.0, 3.0, 2.0, 4.0, 4.0, 6.0]
+LENGTHS = [2, 1, 3, 1, 1, 2]
+GROUPS = torch.tensor([8, 8, 8, 2, 2, 5])
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        (GRPO(), [-1 / (1 + 1e-6), 1 / (1 + 1e-6), 0, 0, 0, 6 / (1 + 1e-6)]),
+        (DrGRPO(), [-1, 1, 0, 0, 0, 6]),
+        (RLOO(), [1 - 2.5, 3 - 1.5, 0, 0, 0, 6]),
+        (OPO(), [1 - 11 / 6, 3 - 11 / 6, 2 - 11 / 6, 0, 0, 6]),
+        (GPG(), [-1, 1, 0, 0, 0, 6]),  # no score is 0
+        (GRPOPassK(), [0, 1 / (1 + 1e-6), 0, 0, 0, 0]),
+        (GRPOPassK(norm_by_std=False), [0, 1, 0, 0, 0, 0]),
+        (ReinforcePlusPlusBaseline(whiten=False), [-1, 1, 0, 0, 0, 6]),
+    ],
+    ids=lambda value: value.type if isinstance(value, Algorithm) else "",
+)
+def test_group_estimators_by_hand(estimator: GroupEstimator, expected: list[float]) -> None:
+    mask = (torch.arange(3)[None, :] < torch.tensor(LENGTHS)[:, None]).double()
+    rewards = mask * tensor(*SCORES)[:, None] / tensor(*LENGTHS)[:, None] + 77 * (1 - mask)
+    advantages, returns = estimator(rewards, mask, group_ids=GROUPS)
+    torch.testing.assert_close(advantages, tensor(*expected)[:, None] * mask, rtol=1e-12, atol=1e-12)
+    assert torch.equal(returns, advantages)
+
+
+def test_gpg_scales_by_the_share_of_scores_that_are_zero() -> None:
+    advantages, _ = GPG()(tensor([1], [0], [0], [0]), torch.ones(4, 1).double(), group_ids=torch.tensor([0, 0, 1, 1]))
+    assert advantages.flatten().tolist() == [4 * 0.5, -4 * 0.5, 0, 0]
+
+
+def test_reinforce_plus_plus_by_hand() -> None:
+    """Rewards-to-go with gamma 1/2; the masked token of the first trajectory is stepped over."""
+    rewards, mask = tensor([1, 99, 4], [0, 2, 99]), tensor([1, 0, 1], [1, 1, 0])
+    advantages, returns = ReinforcePlusPlus(gamma=0.5, whiten=False)(rewards, mask)
+    assert torch.equal(returns, tensor([3, 0, 4], [1, 2, 0]))
+    assert torch.equal(advantages, returns)
+    whitened, _ = ReinforcePlusPlus(gamma=0.5)(rewards, mask)
+    deviation = (statistics.variance([3, 4, 1, 2]) + 1e-8) ** 0.5
+    torch.testing.assert_close(whitened, (returns - 2.5) / deviation * mask, rtol=1e-12, atol=0)
+
+
+def test_remax_by_hand() -> None:
+    rewards, mask = tensor([1, 99, 4], [0, 2, 99]), tensor([1, 0, 1], [1, 1, 0])
+    advantages, returns = ReMax()(rewards, mask, greedy_scores=tensor(1, -1))
+    assert torch.equal(returns, tensor([5, 0, 4], [2, 2, 0]))
+    assert torch.equal(advantages, tensor([4, 0, 3], [3, 3, 0]))
+
+
+def test_gdpo_compares_each_part_in_its_group() -> None:
+    mask = torch.ones(4, 1).double()
+    parts = {"right": tensor(0, 1, 5, 5), "form": tensor(0, 100, 300, 100), "other": tensor(9, 9, 9, 9)}
+    gdpo = GDPO(parts=("right", "form"), weights=(0.75, 0.25), norm_by_std=False, whiten=False)
+    inputs = {"group_ids": torch.tensor([0, 0, 1, 1]), "reward_parts": parts}
+    advantages, _ = gdpo(mask * 0, mask, **inputs)
+    assert advantages.flatten().tolist() == [-0.375 - 12.5, 0.375 + 12.5, 25, -25]
+    normalized, _ = GDPO(parts=("form",), whiten=False)(mask * 0, mask, **inputs)
+    torch.testing.assert_close(normalized.flatten(), tensor(-1, 1, 1, -1) / 2**0.5, rtol=1e-6, atol=0)
+    with pytest.raises(UserError, match=r"names shape, but the reward gives every trajectory only right, form, other"):
+        GDPO(parts=("shape",))(mask * 0, mask, **inputs)
+
+
+def test_a_batch_without_a_token_has_no_advantage() -> None:
+    nothing = torch.zeros(2, 3).double()
+    for kind in members(Advantage):
+        batch = dict.fromkeys(("token_rewards", "mask", "values", "entropy"), nothing)
+        batch |= {"group_ids": torch.tensor([0, 0]), "greedy_scores": tensor(1, 2), "part": tensor(1, 2)}
+        assert (estimate(kind, batch) == 0).all()
+
+
+@pytest.mark.parametrize("kind", [GRPO, GAE])
+def test_options_of_all(kind: type[AdvantageEstimator]) -> None:
+    scores, mask = tensor(-3, 0.5, 9), torch.ones(3, 2).double()
+    assert kind(clip_rewards=2).clipped(scores).tolist() == [-2, 0.5, 2]
+    assert kind().clipped(scores) is scores
+    flat = torch.tensor([1, 1, 0])
+    assert kind().loss_mask(mask, tensor(7, 7, 9), flat).all()
+    assert kind(drop_flat_groups=True).loss_mask(mask, tensor(7, 8, 9), flat).tolist() == [[True] * 2] * 2 + [
+        [False] * 2
+    ]
 
 
 estimators = pytest.mark.parametrize("kind", members(Advantage))
 
 
 def estimate(kind: type[Algorithm], batch: Batch, **changes: object) -> Tensor:
-    estimator = kind(**{name: value for name, value in changes.items() if name in kind.model_fields})
-    needs = {name: batch[name] for name in estimator.needs}
+    parts = {"parts": ("part",)} if "parts" in kind.model_fields else {}
+    estimator = kind(**parts, **changes)
+    inputs: dict[str, Any] = batch | {"reward_parts": {"part": batch["part"]}}
+    needs = {name: inputs[name] for name in estimator.needs}
     return torch.stack(estimator(batch["token_rewards"], batch["mask"], **needs))  # type: ignore[operator]
 
 
@@ -105,3 +208,28 @@ def test_permuting_the_batch_permutes_the_result(kind: type[Algorithm], batch: B
     random.shuffle(order)  # type: ignore[attr-defined]
     found, permuted = estimate(kind, batch, whiten=False), estimate(kind, rows(batch, order), whiten=False)
     torch.testing.assert_close(permuted, found[:, order], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in members(Advantage) if kind is not GPG])
+@properties
+@given(batches(), st.floats(-5, 5))
+def test_groups_do_not_leak(kind: type[Algorithm], batch: Batch, other: float) -> None:
+    """What another group scores, values or doubts changes nothing, unless the batch is whitened.
+
+    GPG is left out: its scale is the batch's share of scores that are not zero.
+    """
+    here = batch["group_ids"] == batch["group_ids"][0]
+    changed = {
+        name: x.where(here if x.dim() == 1 else here[:, None], other)
+        for name, x in batch.items()
+        if name not in ("mask", "group_ids")
+    }
+    found, expected = estimate(kind, batch | changed, whiten=False), estimate(kind, batch, whiten=False)
+    torch.testing.assert_close(found[:, here], expected[:, here], rtol=1e-9, atol=1e-9)
+
+
+@estimators
+@given(batches(scale=1e30))
+@properties
+def test_large_finite_inputs_give_finite_output(kind: type[Algorithm], batch: Batch) -> None:
+    assert estimate(kind, batch).isfinite().all()

@@ -49,7 +49,10 @@ def test_the_minimal_config_is_the_documented_default(file: Path) -> None:
         ("critic.model={path: x, pth: y}", "critic.model.pth is not a key of the config"),
         # missing ones
         ("model={}", "model.path is missing: set it"),
-        ("algorithm.advantage.lam=0.9", "algorithm.advantage.type is missing: set it"),
+        ("algorithm.advantage=gea", "algorithm.advantage.type is 'gea': input should be one of 'gae', 'grpo'"),
+        ("algorithm.advantage=gdpo", "algorithm.advantage.parts is missing: set it"),
+        ("algorithm.advantage.lamda=0.9", "algorithm.advantage.lamda is not a key of the config"),
+        ("algorithm.advantage={type: gdpo, parts: [a], weights: [1, 2]}", "algorithm.advantage: weights has 2 values for 1 parts: give one each"),  # noqa: E501
         ("algorithm.kl.controller.type=adaptive", "algorithm.kl.controller.target is missing: set it"),
         # wrong types and values
         ("rollout.n=many", "rollout.n is 'many': input should be a valid integer"),
@@ -72,6 +75,13 @@ def test_the_minimal_config_is_the_documented_default(file: Path) -> None:
         ("critic=null", "critic is null, but algorithm.advantage gae needs values: leave critic out"),
         ("algorithm.advantage={type: grpo}; critic.warmup_iterations=1", "critic.warmup_iterations is set, but algorithm.advantage grpo has no critic: remove it"),  # noqa: E501
         ("algorithm.advantage={type: grpo}; rollout.n=1", "algorithm.advantage grpo compares the trajectories of a prompt, but rollout.n is 1: raise rollout.n"),  # noqa: E501
+        ("algorithm.dynamic_sampling.max_prompts=128; rollout.n=1", "algorithm.dynamic_sampling compares the trajectories of a prompt, but rollout.n is 1: raise rollout.n"),  # noqa: E501
+        ("algorithm.advantage.drop_flat_groups=true; rollout.n=1", "algorithm.advantage.drop_flat_groups compares the trajectories"),  # noqa: E501
+        ("algorithm.dynamic_sampling.max_prompts=63", "algorithm.dynamic_sampling.max_prompts is 63, less than data.prompts_per_iteration 64: raise it"),  # noqa: E501
+        ("algorithm.overlong_penalty.buffer_tokens=513", "algorithm.overlong_penalty.buffer_tokens is 513, more than rollout.max_response_tokens 512: lower it"),  # noqa: E501
+        ("algorithm.advantage=egpo; algorithm.rollout_correction.bypass=true", "algorithm.advantage egpo needs the entropy"),  # noqa: E501
+        ("algorithm.rollout_correction={bypass: true, weights: {}}", "algorithm.rollout_correction: bypass takes the rollout's log-probs as the old ones"),  # noqa: E501
+        ("algorithm.advantage={type: gdpo, parts: [a]}; algorithm.kl.in_reward=0.1", "algorithm.kl.in_reward would do nothing: use algorithm.kl.in_loss"),  # noqa: E501
         ("validation.every=1", "validation.every is set without validation.data: name a prompt file, or remove it"),
         ("actor.lr_schedule.type=cosine", "actor.lr_schedule: a cosine schedule needs decay_iterations"),
         # overrides that are none

@@ -1,4 +1,4 @@
-"""Objectives of the actor and the critic: by hand, against recorded cases, and what holds for all of them."""
+"""Objectives of the actor and the critic: by hand, and what holds for all of them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,23 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlhf.algorithms import PolicyLoss, PPOClip
+from rlhf.algorithms.base import Algorithm
 from rlhf.algorithms.kl import Estimator
 from rlhf.algorithms.masked import Aggregation, Totals
 from rlhf.algorithms.objectives import ActorObjective, CriticObjective, Objective, SupervisedObjective
-from tests.oracles import Case, cases
+from rlhf.algorithms.policy_losses import (
+    CISPO,
+    DPPOKL,
+    DPPOTV,
+    DRO,
+    GMPO,
+    GSPO,
+    SAPO,
+    ClipCov,
+    GPGLoss,
+    KLCov,
+    TokenLoss,
+)
 from tests.padded import GARBAGE, Batch, batches, members, padded, properties, rows, spoiled
 
 
@@ -44,7 +57,7 @@ def test_ppo_clip_by_hand(
 ) -> None:
     log_probs = row(math.log(ratio) - 1).requires_grad_()
     ppo = PPOClip(clip_ratio_low=0.1, clip_ratio_high=0.3, clip_ratio_c=2.5)
-    found, metrics = ppo(log_probs, row(-1), row(advantage), row(1), Totals(1, 1))
+    found, metrics = ppo(log_probs, row(-1), row(advantage), row(1), Totals(1, 1, 1))
     (gradient,) = torch.autograd.grad(found, log_probs)
     assert found.item() == pytest.approx(loss, rel=1e-12)
     assert gradient.item() == pytest.approx(slope, rel=1e-12)
@@ -65,12 +78,13 @@ MASK = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0]], dtype=torch.float64)
         ("token-sum", 10),
         ("seq-mean-token-sum", (6 + 4) / 2),  # a trajectory without a token counts nowhere
         ("seq-mean-token-mean", (2 + 4) / 2),
+        ("seq-mean-token-sum-norm", (6 + 4) / 2 / 3),
     ],
 )
 def test_aggregation_by_hand(how: Aggregation, expected: float) -> None:
     """The ratio is 1, so that a token's loss is minus its advantage."""
     zeros, totals = torch.zeros_like(LOSSES), Totals.of(MASK)
-    assert totals == Totals(tokens=4, sequences=2)
+    assert totals == Totals(tokens=4, sequences=2, horizon=3)
     found, _ = PPOClip(aggregate=how)(zeros, zeros, -LOSSES, MASK, totals)
     assert found.item() == pytest.approx(expected, rel=1e-7)
 
@@ -84,7 +98,7 @@ def test_actor_objective_adds_entropy_and_kl_by_hand() -> None:
         "old_log_probs": row(-1, -1, 99),
         "ref_log_probs": row(-3, -1, 99),
     }
-    loss, metrics = objective(outputs, batch, Totals(2, 1))
+    loss, metrics = objective(outputs, batch, Totals(2, 1, 2))
     # policy -(1 + 3) / 2; entropy (2 + 4) / 2; KL (2^2 / 2 + 0) / 2
     assert loss.item() == pytest.approx(-2 - 0.25 * 3 + 0.5 * 1)
     expected = {"pg_loss": -2, "entropy_loss": 3, "kl_loss": 1, "pg_clipfrac": 0, "pg_clipfrac_lower": 0, "ppo_kl": 0}
@@ -98,10 +112,94 @@ def test_on_policy_the_ratio_is_one_and_its_gradient_is_the_policy_gradient() ->
     assert objective.columns == ("loss_mask", "advantages")
     assert objective.outputs == ("log_probs",)
     log_probs = row(-1, -2).requires_grad_()
-    loss, _ = objective({"log_probs": log_probs}, {"loss_mask": row(1, 1), "advantages": row(3, -5)}, Totals(2, 1))
+    loss, _ = objective({"log_probs": log_probs}, {"loss_mask": row(1, 1), "advantages": row(3, -5)}, Totals(2, 1, 2))
     (gradient,) = torch.autograd.grad(loss, log_probs)
     assert loss.item() == 1
     assert torch.equal(gradient, row(-1.5, 2.5))
+
+
+# One row of tokens, for losses whose tokens do not see each other; the last is masked.
+OLD = torch.tensor([[0.5, 0.5, 0.2, 0.9, 0.5]], dtype=torch.float64)
+NEW = torch.tensor([[0.6, 0.75, 0.35, 0.5, 0.1]], dtype=torch.float64)
+ADVANTAGES = row(1, 1, -2, -2, 99)
+HERE = row(1, 1, 1, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("loss", "slopes"),
+    [
+        # -(d loss / d log pi) / A of each token
+        (GPGLoss(), [1, 1, 1, 1]),
+        (CISPO(clip_ratio_low=0.3, clip_ratio_high=0.4), [1.2, 1.4, 1.4, 0.7]),
+        # positive advantage: within +0.2; negative: within -0.3, and a rise is no reason to stop
+        (DPPOTV(clip_ratio_low=0.3, clip_ratio_high=0.2), [1.2, 0, 1.75, 0]),
+        (DPPOTV(clip_ratio_low=0.5, clip_ratio_high=0.3, clip_ratio_c=1.4), [1.2, 1.4, 1.4, 5 / 9]),
+        # binary divergences: 0.0204, 0.1438; the third rises; 0.3681
+        (DPPOKL(clip_ratio_low=0.4, clip_ratio_high=0.02), [0, 0, 1.75, 5 / 9]),
+        (DPPOKL(clip_ratio_low=0.3, clip_ratio_high=0.1), [1.2, 0, 1.75, 0]),
+        # minus the penalty's slope, beta log(ratio) / A
+        (
+            DRO(dro_beta=0.5),
+            [1 - math.log(1.2) / 2, 1 - math.log(1.5) / 2, 1 + math.log(1.75) / 4, 1 + math.log(5 / 9) / 4],
+        ),
+    ],
+    ids=lambda value: value.type if isinstance(value, Algorithm) else "",
+)
+def test_slopes_by_hand(loss: TokenLoss, slopes: list[float]) -> None:
+    log_probs = NEW.log().requires_grad_()
+    summed = loss.model_copy(update={"aggregate": "token-sum"})
+    found, _ = summed(log_probs, OLD.log(), ADVANTAGES, HERE, Totals.of(HERE))
+    (gradient,) = torch.autograd.grad(found, log_probs)
+    torch.testing.assert_close(gradient, -row(*slopes, 0) * ADVANTAGES, rtol=1e-10, atol=1e-12)
+
+
+def test_sapo_by_hand() -> None:
+    """At a ratio of 1 the gate's value is 2 / tau and its slope 1, whatever tau: the plain policy gradient."""
+    log_probs = row(-1, -2).requires_grad_()
+    found, _ = SAPO(tau_pos=2, tau_neg=4)(log_probs, row(-1, -2), row(3, -5), row(1, 1), Totals(2, 1, 2))
+    (gradient,) = torch.autograd.grad(found, log_probs)
+    assert found.item() == pytest.approx((-3 * 2 / 2 + 5 * 2 / 4) / 2)
+    torch.testing.assert_close(gradient, row(-3, 5) / 2, rtol=1e-7, atol=0)
+
+
+def test_gspo_and_gmpo_see_whole_responses() -> None:
+    """Ratios 2 and 1/2 make a sequence whose mean log-ratio is 0; GMPO clips them first, on the advantage's side."""
+    old, new, here = row(-2, -2), row(-2 + math.log(2), -2 - math.log(2)), row(1, 1)
+    gspo, metrics = GSPO()(new, old, row(3, 3), here, Totals.of(here))
+    assert gspo.item() == pytest.approx(-3)
+    assert metrics["pg_clipfrac"].item() == 0
+    gmpo, metrics = GMPO(clip_ratio_low=0.1, clip_ratio_high=0.2)(new, old, row(3, 3), here, Totals.of(here))
+    assert gmpo.item() == pytest.approx(-3 * math.exp((0.2 - math.log(2)) / 2))
+    assert metrics["pg_clipfrac"].item() == pytest.approx(1)
+    gmpo, metrics = GMPO(clip_ratio_low=0.1, clip_ratio_high=0.2)(new, old, row(-3, -3), here, Totals.of(here))
+    assert gmpo.item() == pytest.approx(3 * math.exp((math.log(2) - 0.1) / 2))
+
+
+# Covariances about the means (A: 1, log pi: -2): 6, 2, 0, 2; the last token is masked.
+COV_LOG_PROBS, COV_ADVANTAGES, COV_MASK = row(0, -3, -2, -3, 9), row(4, -1, 2, -1, 99), row(1, 1, 1, 1, 0)
+
+
+def test_clip_cov_draws_among_the_tokens_of_middling_covariance() -> None:
+    loss = ClipCov(clip_cov_ratio=0.3, clip_cov_lb=1, clip_cov_ub=5)  # a share of 4 tokens: one
+    arguments = COV_LOG_PROBS, COV_LOG_PROBS, COV_ADVANTAGES, COV_MASK
+    assert loss.select(*arguments, noise=row(0.9, 0.1, 0.9, 0.2, 0.9)).tolist() == [[False, False, False, True, False]]
+    selected = loss.select(*arguments, noise=row(0, 0.3, 0, 0.2, 0))
+    assert selected.tolist() == [[False, True, False, False, False]]
+    log_probs = COV_LOG_PROBS.clone().requires_grad_()
+    found, metrics = loss(log_probs, *arguments[1:], Totals.of(COV_MASK), selected=selected)
+    (gradient,) = torch.autograd.grad(found, log_probs)
+    torch.testing.assert_close(gradient, row(-1, 0, -0.5, 0.25, 0), rtol=1e-12, atol=1e-12)
+    assert metrics["pg_clipfrac"].item() == pytest.approx(0.25)
+    beyond = COV_LOG_PROBS - row(0, 0, 0, 1, 0)  # PPO's clip holds the fourth already
+    assert not loss.select(COV_LOG_PROBS, beyond + row(0, 0, 0, 2, 0), *arguments[2:], noise=row(0, 0, 0, 1, 0))[0, 3]
+
+
+def test_kl_cov_holds_the_tokens_of_largest_covariance() -> None:
+    loss = KLCov(kl_cov_ratio=0.3, ppo_kl_coef=0.5)
+    old = COV_LOG_PROBS - 0.1
+    found, metrics = loss(COV_LOG_PROBS, old, COV_ADVANTAGES, COV_MASK, Totals.of(COV_MASK))
+    assert found.item() == pytest.approx((-math.exp(0.1) * 4 + 0.5 * 0.1) / 4)
+    assert metrics["ppo_kl"].item() == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +218,7 @@ def test_value_loss_by_hand(
 ) -> None:
     values = row(predicted).requires_grad_()
     batch = {"loss_mask": row(1), "returns": row(3), "values": row(1)}
-    loss, metrics = CriticObjective(cliprange)({"values": values}, batch, Totals(1, 1))
+    loss, metrics = CriticObjective(cliprange)({"values": values}, batch, Totals(1, 1, 1))
     (gradient,) = torch.autograd.grad(loss, values)
     assert loss.item() == pytest.approx(error**2 / 2)
     assert gradient.item() == pytest.approx(slope)
@@ -129,54 +227,48 @@ def test_value_loss_by_hand(
 
 
 def test_supervised_loss_is_the_mean_negative_log_likelihood() -> None:
-    loss, _ = SupervisedObjective()({"log_probs": row(-1, -2, -99)}, {"loss_mask": row(1, 1, 0)}, Totals(2, 1))
+    loss, _ = SupervisedObjective()({"log_probs": row(-1, -2, -99)}, {"loss_mask": row(1, 1, 0)}, Totals(2, 1, 2))
     assert loss.item() == 1.5
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in cases("policy_loss", "vanilla") if "norm" not in case.values[0].params["loss_agg_mode"]]
-)
-def test_recorded_policy_losses(case: Case) -> None:
-    limits = {name: case.params[name] for name in ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")}
-    log_probs, mask = case.inputs["log_probs"].requires_grad_(), case.inputs["response_mask"]
-    ppo = PPOClip(aggregate=case.params["loss_agg_mode"], **limits)
-    loss, metrics = ppo(log_probs, case.inputs["old_log_probs"], case.inputs["advantages"], mask, Totals.of(mask))
-    (gradient,) = torch.autograd.grad(loss, log_probs)
-    case.check({"loss": loss, "grad": gradient, **metrics})
-
-
-@pytest.mark.parametrize("case", cases("value_loss", "clipped"))
-def test_recorded_value_losses(case: Case) -> None:
-    mask = case.inputs["response_mask"]
-    batch = {"loss_mask": mask, "returns": case.inputs["returns"], "values": case.inputs["values"]}
-    objective = CriticObjective(case.params["cliprange_value"], case.params["loss_agg_mode"])
-    loss, metrics = objective({"values": case.inputs["values_pred"]}, batch, Totals.of(mask))
-    case.check({"loss": loss, "clipfrac": metrics["critic/vf_clipfrac"]})
-
-
 def _objectives() -> list[Any]:
-    """Every policy loss with every aggregation, KL estimators and entropy in turn; the critic's; the supervised one."""
+    """Every policy loss with every aggregation that it has, weights, KL estimators and entropy in turn; the critic's;
+    the supervised one."""
     found: dict[str, Objective] = {"sft": SupervisedObjective()}
     estimators = get_args(Estimator)
     for how in get_args(Aggregation):
         found[f"critic-{how}"] = CriticObjective(0.5, how)
         for index, kind in enumerate(members(PolicyLoss)):
-            loss = kind.model_validate({"aggregate": how})
+            if "aggregate" not in kind.model_fields and how != "seq-mean-token-mean":
+                continue
+            loss: Any = kind.model_validate({"aggregate": how} if "aggregate" in kind.model_fields else {})
             estimator = estimators[(len(found) + index) % len(estimators)]
-            tag = loss.type  # type: ignore[attr-defined]
-            found[f"{tag}-{how}"] = ActorObjective(loss, None, "k1", 0.0, on_policy=False)  # type: ignore[arg-type]
-            found[f"{tag}-{how}-{estimator}-entropy"] = ActorObjective(loss, 0.3, estimator, 0.1, on_policy=True)  # type: ignore[arg-type]
+            name = f"{loss.type}-{how}"
+            found[name] = ActorObjective(loss, None, "k1", 0.0, on_policy=False)
+            found[f"{name}-{estimator}-entropy"] = ActorObjective(loss, 0.3, estimator, 0.1, on_policy=True)
+            found[f"{name}-weighted"] = ActorObjective(loss, None, "k1", 0.0, on_policy=False, weighted=True)
     return [pytest.param(objective, id=name) for name, objective in found.items()]
 
 
 objectives = pytest.mark.parametrize("objective", _objectives())
 
 
-def compute(objective: Objective, batch: Batch, totals: Totals | None = None) -> dict[str, Tensor]:
-    """The loss, its gradient in each output, and the metrics; shares of `totals` where they are given."""
+def columns_of(objective: Objective, batch: Batch) -> Batch:
+    return {name: batch["mask" if name == "loss_mask" else name] for name in objective.columns}
+
+
+def selected_by(objective: Objective, batch: Batch) -> Batch:
+    """The batch with the tokens that the objective picks of it as a whole, if it does."""
+    if objective.selection is None:
+        return batch
+    return batch | {"selected": objective.selection(batch, columns_of(objective, batch))}
+
+
+def compute(objective: Objective, batch: Batch, totals: Totals) -> dict[str, Tensor]:
+    """The loss, its gradient in each output, and the metrics, as shares of `totals`."""
     outputs = {name: batch[name].clone().requires_grad_() for name in objective.outputs}
-    columns = {name: batch["mask" if name == "loss_mask" else name] for name in objective.columns}
-    loss, metrics = objective(outputs, columns, totals or Totals.of(batch["mask"]))
+    columns = columns_of(objective, batch) | ({"selected": batch["selected"]} if "selected" in batch else {})
+    loss, metrics = objective(outputs, columns, totals)
     gradients = torch.autograd.grad(loss, tuple(outputs.values()))
     return {"loss": loss, **dict(zip(outputs, gradients, strict=True)), **metrics}
 
@@ -189,12 +281,13 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 @properties
 @given(batches(), st.sampled_from(GARBAGE), st.integers(0, 3))
 def test_masked_positions_never_matter(objective: Objective, batch: Batch, garbage: float, wider: int) -> None:
-    found = compute(objective, batch)
+    totals = Totals.of(batch["mask"])
+    found = compute(objective, selected_by(objective, batch), totals)
     assert all(value.isfinite().all() for value in found.values())
     assert all((found[name][batch["mask"] == 0] == 0).all() for name in objective.outputs)
-    assert_same(compute(objective, spoiled(batch, garbage)), found)
+    assert_same(compute(objective, selected_by(objective, spoiled(batch, garbage)), totals), found)
     wide = {name: torch.nn.functional.pad(x, (0, wider)) if x.dim() == 2 else x for name, x in found.items()}
-    assert_same(compute(objective, padded(batch, wider)), wide)
+    assert_same(compute(objective, selected_by(objective, padded(batch, wider)), totals), wide)
 
 
 @objectives
@@ -202,11 +295,12 @@ def test_masked_positions_never_matter(objective: Objective, batch: Batch, garba
 @given(batches(), st.data())
 def test_order_and_micro_batches_never_matter(objective: Objective, batch: Batch, data: st.DataObject) -> None:
     """Rows in any order and in any pieces: the shares add up to the whole."""
-    whole, count = compute(objective, batch), len(batch["mask"])
+    totals, count = Totals.of(batch["mask"]), len(batch["mask"])
+    batch = selected_by(objective, batch)
+    whole = compute(objective, batch, totals)
     order = data.draw(st.permutations(range(count)))
     cuts = sorted(data.draw(st.sets(st.integers(1, count - 1)) if count > 1 else st.just(set())))
     pieces = [order[start:stop] for start, stop in zip([0, *cuts], [*cuts, count], strict=True)]
-    totals = Totals.of(batch["mask"])
     summed = {name: torch.zeros_like(value) for name, value in whole.items()}
     for piece in pieces:
         for name, value in compute(objective, rows(batch, piece), totals).items():

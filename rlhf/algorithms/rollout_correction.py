@@ -1,0 +1,203 @@
+"""What to do about the distance between the policy that generated, as the rollout engine computed it, and the policy
+that is trained, as the trainer computes it: other kernels, other precision, or older weights.
+
+Throughout, :math:`\\rho = \\pi_{old} / \\pi_{rollout}` of a token.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Literal, Self
+
+from pydantic import Field, model_validator
+
+from rlhf.algorithms.base import Options
+from rlhf.algorithms.masked import EPSILON, Totals, masked_mean, sequence_mean, sequence_sum
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+    Tokens = Float[Tensor, "batch response"]
+
+MAX_LOG_RATIO = 20.0
+
+Statistic = Literal[
+    "token_k1",
+    "token_k2",
+    "token_k3",
+    "seq_sum_k1",
+    "seq_sum_k2",
+    "seq_sum_k3",
+    "seq_mean_k1",
+    "seq_mean_k2",
+    "seq_mean_k3",
+    "seq_max_k2",
+    "seq_max_k3",
+]
+
+
+class ImportanceWeights(Options):
+    r"""Truncated importance weights (arXiv 1802.01561), or masked on two sides (IcePop, arXiv 2510.18855).
+
+    .. math:: w_t = \min(\rho_t, C) \qquad\text{or}\qquad w_t = \rho_t\,[c \le \rho_t \le C]
+
+    for tokens, or with :math:`\prod_t \rho_t` for all tokens of a trajectory. Log-ratios are limited to ±20.
+    """
+
+    level: Literal["token", "sequence"] = Field("token", description="one weight a token, or one a trajectory")
+    upper: float = Field(2.0, gt=0, description="weights are truncated to this; with `lower`, those above become 0")
+    lower: float | None = Field(None, gt=0, description="weights below become 0; null: one-sided truncation")
+    normalize: bool = Field(False, description="scale the weights to mean 1 over the batch")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.lower is not None and self.lower > self.upper:
+            raise ValueError(f"lower {self.lower} is above upper {self.upper}")
+        return self
+
+    def __call__(self, old_log_probs: Tokens, rollout_log_probs: Tokens, mask: Tokens) -> Tokens:
+        weights = self.untruncated(old_log_probs, rollout_log_probs, mask)
+        if self.lower is None:
+            weights = weights.clamp(max=self.upper)
+        else:
+            weights = weights.where((weights >= self.lower) & (weights <= self.upper), 0.0)
+        return weights / self._mean(weights, mask) if self.normalize else weights
+
+    def untruncated(self, old_log_probs: Tokens, rollout_log_probs: Tokens, mask: Tokens) -> Tokens:
+        log_ratio = (old_log_probs - rollout_log_probs).where(mask > 0, 0.0)
+        if self.level == "sequence":
+            log_ratio = log_ratio.sum(-1, keepdim=True).expand_as(log_ratio)
+        return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() * mask
+
+    def _mean(self, weights: Tokens, mask: Tokens) -> Tensor:
+        """Over tokens, or over trajectories; 1 where every weight is 0, so that they stay 0."""
+        if self.level == "token":
+            mean = masked_mean(weights, mask, Totals.of(mask))
+        else:
+            there = (mask.sum(-1) > 0).to(mask.dtype)
+            mean = (sequence_mean(weights, mask) * there).sum() / there.sum().clamp(min=EPSILON)
+        return mean.where(mean > EPSILON, 1.0)
+
+    def metrics(self, old_log_probs: Tokens, rollout_log_probs: Tokens, mask: Tokens) -> dict[str, Tensor]:
+        raw = self.untruncated(old_log_probs, rollout_log_probs, mask)
+        weights = self.model_copy(update={"normalize": False})(old_log_probs, rollout_log_probs, mask)
+        totals, here = Totals.of(mask), mask > 0
+        lower = 1.0 / self.upper if self.lower is None else self.lower
+        mean = masked_mean(weights, mask, totals)
+        spread = masked_mean(weights.square(), mask, totals) - mean.square()
+        return {
+            "rollout_is_mean": mean,
+            "rollout_is_max": weights.masked_fill(~here, float("-inf")).max(),
+            "rollout_is_min": weights.masked_fill(~here, float("inf")).min(),
+            "rollout_is_std": spread.clamp(min=0.0).sqrt(),
+            "rollout_is_ratio_fraction_high": masked_mean((raw > self.upper).to(mask.dtype), mask, totals),
+            "rollout_is_ratio_fraction_low": masked_mean((raw < lower).to(mask.dtype), mask, totals),
+            "rollout_is_eff_sample_size": effective_sample_size(weights, mask),
+        }
+
+
+class Rejection(Options):
+    r"""Tokens or trajectories too far off leave the losses: hard trust regions on estimates of the divergence.
+
+    .. math:: k_1 = -\log\rho, \qquad k_2 = \tfrac12 (\log\rho)^2, \qquad k_3 = \rho - 1 - \log\rho
+
+    of single tokens, or their sum, mean or maximum over a trajectory. k1 has a side: `lower` and `upper` bound
+    :math:`e^{k_1} = 1/\rho` (of the sum or the mean); the others are bounded by `upper` alone.
+    """
+
+    statistic: Statistic = Field(description="what is bounded")
+    upper: float = Field(gt=0, description="largest value that stays")
+    lower: float | None = Field(None, gt=0, description="k1 only: smallest value that stays; null: 1 / upper")
+
+    @model_validator(mode="after")
+    def _sides(self) -> Self:
+        if self.lower is not None and not self.statistic.endswith("k1"):
+            raise ValueError(f"lower is set, but {self.statistic} has one side only: remove it")
+        if self.lower is not None and self.lower > self.upper:
+            raise ValueError(f"lower {self.lower} is above upper {self.upper}")
+        if self.lower is None and self.statistic.endswith("k1") and self.upper < 1.0:
+            raise ValueError(f"upper is {self.upper}: below 1, set lower too")
+        return self
+
+    def __call__(self, old_log_probs: Tokens, rollout_log_probs: Tokens, mask: Tokens) -> Tokens:
+        """The mask without what is rejected."""
+        log_ratio = (old_log_probs - rollout_log_probs).where(mask > 0, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        over, _, kind = self.statistic.rpartition("_")
+        divergence = {
+            "k1": lambda: -log_ratio,
+            "k2": lambda: 0.5 * log_ratio.square(),
+            "k3": lambda: log_ratio.exp() - 1.0 - log_ratio,
+        }[kind]()
+        whole = {
+            "token": lambda: divergence,
+            "seq_sum": lambda: sequence_sum(divergence, mask)[:, None],
+            "seq_mean": lambda: sequence_mean(divergence, mask)[:, None],
+            "seq_max": lambda: divergence.amax(-1, keepdim=True),
+        }[over]()
+        if kind == "k1":
+            lower = 1.0 / self.upper if self.lower is None else self.lower
+            stays = (whole >= math.log(lower)) & (whole <= math.log(self.upper))
+        else:
+            stays = whole <= self.upper
+        return mask * stays
+
+
+class RolloutCorrection(Options):
+    """How log-probs of the rollout engine and of the trainer come together."""
+
+    bypass: bool = Field(
+        False, description="the rollout's log-probs serve as the old ones, and the old-log-prob stage disappears"
+    )
+    weights: ImportanceWeights | None = Field(None, description="importance weights on the policy loss")
+    rejection: tuple[Rejection, ...] = Field((), description="what leaves the losses; all that are listed must hold")
+
+    @model_validator(mode="after")
+    def _bypass_compares_nothing(self) -> Self:
+        if self.bypass and (self.weights is not None or self.rejection):
+            raise ValueError(
+                "bypass takes the rollout's log-probs as the old ones, which leaves weights and rejection nothing to "
+                "compare: remove them, or set bypass: false"
+            )
+        return self
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return ("old_log_probs",) if self.weights is not None or self.rejection else ()
+
+
+def effective_sample_size(weights: Tokens, mask: Tokens) -> Tensor:
+    r""":math:`(\operatorname{mean} w)^2 / \operatorname{mean}(w^2)`: the share of the tokens that still counts."""
+    totals = Totals.of(mask)
+    normalized = weights / (masked_mean(weights, mask, totals) + EPSILON)
+    return 1.0 / masked_mean(normalized.square(), mask, totals).clamp(min=EPSILON)
+
+
+def off_policy_metrics(old_log_probs: Tokens, rollout_log_probs: Tokens, mask: Tokens) -> dict[str, Tensor]:
+    r"""How far training is from the rollout:
+
+    - ``kl``: :math:`E[-\log\rho]`; ``k3_kl``: :math:`E[\rho - 1 - \log\rho]`, both per token;
+    - ``training_ppl``, ``rollout_ppl``: :math:`e^{-\overline{\log\pi}}` of a trajectory, averaged; ``*_log_ppl``
+      their logarithms, ``log_ppl_*`` and ``ppl_ratio`` how they differ;
+    - ``chi2_token``: :math:`E[\rho^2] - 1`; ``chi2_seq``: the same with the product over a trajectory.
+    """
+    totals = Totals.of(mask)
+    log_ratio = (old_log_probs - rollout_log_probs).where(mask > 0, 0.0)
+    limited = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    training, rollout = -sequence_mean(old_log_probs, mask), -sequence_mean(rollout_log_probs, mask)
+    difference = training - rollout
+    return {
+        "training_ppl": training.exp().mean(),
+        "training_log_ppl": training.mean(),
+        "rollout_ppl": rollout.exp().mean(),
+        "rollout_log_ppl": rollout.mean(),
+        "kl": masked_mean(-log_ratio, mask, totals),
+        "k3_kl": masked_mean(limited.exp() - limited - 1.0, mask, totals),
+        "log_ppl_diff": difference.mean(),
+        "log_ppl_abs_diff": difference.abs().mean(),
+        "log_ppl_diff_max": difference.max(),
+        "log_ppl_diff_min": difference.min(),
+        "ppl_ratio": difference.exp().mean(),
+        "chi2_token": masked_mean((2.0 * limited).exp(), mask, totals) - 1.0,
+        "chi2_seq": (2.0 * log_ratio.sum(-1).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).exp().mean() - 1.0,
+    }

@@ -1,0 +1,57 @@
+"""greedy_baseline: the score of the actor's greedy answer to each prompt, which ReMax compares with."""
+
+from __future__ import annotations
+
+from infra.workers.worker import Context
+from rlhf.batch import TrajectoryBatch
+from rlhf.engines.base import Request, Sampling
+from rlhf.rewards import load_reward
+from rlhf.rewards import score as score_response
+from rlhf.schema import TRAJECTORY
+from tasks.spec import StageSpec
+from tasks.stage import rows
+
+SPEC = StageSpec(
+    name="greedy_baseline",
+    reads={
+        "generate": ("prompt_id", "prompt_ids", "data_source", "ground_truth", "extra_info"),
+        "select": (),
+    },
+    writes=TRAJECTORY.of("greedy_baseline"),
+    config_keys=("model.dtype", "rollout.max_response_tokens", "rollout.ignore_eos", "reward"),
+    digests=("reward", "tokenizer"),
+    role="rollout",
+)
+
+
+@rows(SPEC)
+def greedy_baseline(context: Context) -> TrajectoryBatch:
+    """One answer a prompt, written beside each of its trajectories."""
+    config, batch = context.config, context.batch
+    prompts = {row["prompt_id"]: row for row in batch.table.drop_columns(["trajectory_id"]).to_pylist()}
+    requests = [Request(f"{prompt_id}-greedy", tuple(row["prompt_ids"])) for prompt_id, row in prompts.items()]
+    sampling = Sampling(
+        temperature=0.0,
+        top_p=1.0,
+        max_tokens=config.rollout.max_response_tokens,
+        seed=0,
+        ignore_eos=config.rollout.ignore_eos,
+    )
+    generations = context.engine.generate(requests, sampling)
+    texts = context.tokenizer.batch_decode([list(one.response_ids) for one in generations], skip_special_tokens=True)
+    function = load_reward(config.reward.function)
+    answers = {
+        prompt_id: (
+            text,
+            score_response(function, row["data_source"], text, row["ground_truth"], row["extra_info"]).score,
+        )
+        for (prompt_id, row), text in zip(prompts.items(), texts, strict=True)
+    }
+    found = [answers[prompt_id] for prompt_id in batch.list("prompt_id")]
+    return TrajectoryBatch.of(
+        {
+            "trajectory_id": batch.array("trajectory_id"),
+            "greedy_response": [text for text, _ in found],
+            "greedy_score": [score for _, score in found],
+        }
+    )

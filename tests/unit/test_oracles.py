@@ -1,0 +1,133 @@
+"""Every recorded case of the published implementations, against the classes of `rlhf.algorithms`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pydantic import TypeAdapter
+from torch import Tensor
+
+from rlhf.algorithms import Advantage, PolicyLoss
+from rlhf.algorithms.kl import AdaptiveCoefficient, Estimator, kl_divergence
+from rlhf.algorithms.masked import Totals
+from rlhf.algorithms.objectives import CriticObjective
+from rlhf.algorithms.rollout_correction import ImportanceWeights, Rejection, off_policy_metrics
+from tests.oracles import RECORDED, Case
+from tests.padded import members
+
+OUR_NAMES = {
+    "vanilla": "ppo",
+    "loss_agg_mode": "aggregate",
+    "group_index": "group_ids",
+    "reward_baselines": "greedy_scores",
+}
+"""Where the field's names and the recorded ones differ."""
+
+
+def ours(name: str) -> str:
+    return OUR_NAMES.get(name, name)
+
+
+def advantage(case: Case) -> dict[str, Tensor]:
+    parts = case.inputs.get("reward_parts")
+    names = [] if parts is None else [f"part {number}" for number in range(parts.shape[1])]
+    more = {"parts": names} if names else {}
+    estimator: Any = TypeAdapter(Advantage).validate_python({"type": case.name, **case.params, **more})
+    mask = case.inputs["response_mask"]
+    inputs: dict[str, Any] = {ours(name): value for name, value in case.inputs.items()}
+    if parts is not None:
+        inputs["reward_parts"] = dict(zip(names, parts.double().unbind(1), strict=True))
+    rewards = case.inputs.get("token_level_rewards", torch.zeros_like(mask))
+    found = estimator(rewards, mask, **{name: inputs[name] for name in estimator.needs})
+    return dict(zip(("advantages", "returns"), found, strict=True))
+
+
+def policy_loss(case: Case) -> dict[str, Tensor]:
+    """The recorded parameters are those of all losses: each takes its own."""
+    loss_of: Any = TypeAdapter(PolicyLoss)
+    kind = {member.model_fields["type"].default: member for member in members(PolicyLoss)}[ours(case.name)]
+    given = {ours(name): value for name, value in case.params.items()}
+    loss_function = loss_of.validate_python(
+        {"type": ours(case.name), **{name: value for name, value in given.items() if name in kind.model_fields}}
+    )
+    log_probs, mask = case.inputs["log_probs"].clone().requires_grad_(), case.inputs["response_mask"]
+    old, advantages = case.inputs["old_log_probs"], case.inputs["advantages"]
+    loss, metrics = loss_function(log_probs, old, advantages, mask, Totals.of(mask))
+    (gradient,) = torch.autograd.grad(loss, log_probs)
+    return {"loss": loss, "grad": gradient, **metrics}
+
+
+def value_loss(case: Case) -> dict[str, Tensor]:
+    mask = case.inputs["response_mask"]
+    batch = {"loss_mask": mask, "returns": case.inputs["returns"], "values": case.inputs["values"]}
+    objective = CriticObjective(case.params["cliprange_value"], case.params["loss_agg_mode"])
+    predicted = case.inputs["values_pred"].clone().requires_grad_()
+    loss, metrics = objective({"values": predicted}, batch, Totals.of(mask))
+    (gradient,) = torch.autograd.grad(loss, predicted)
+    return {"loss": loss, "grad": gradient, "clipfrac": metrics["critic/vf_clipfrac"]}
+
+
+def kl(case: Case) -> dict[str, Tensor]:
+    estimator = TypeAdapter(Estimator).validate_python(case.name)
+    log_probs = case.inputs["log_probs"].clone().requires_grad_()
+    found = kl_divergence(log_probs, case.inputs["ref_log_probs"], estimator)
+    (gradient,) = torch.autograd.grad(found.sum(), log_probs)
+    return {"kl": found, "grad": gradient}
+
+
+def kl_controller(case: Case) -> dict[str, Tensor]:
+    assert case.name == "adaptive"
+    controller = AdaptiveCoefficient(target=case.params["target"], horizon=case.params["horizon"])
+    coefficient, found = case.params["init"], []
+    for measured in case.inputs["kl"].tolist():
+        coefficient = controller(coefficient, measured, case.params["n_steps"])
+        found.append(coefficient)
+    return {"coef": torch.tensor(found, dtype=torch.float64)}
+
+
+def thresholds(case: Case) -> dict[str, float]:
+    """Recorded as a number, or as text: `upper` or `lower_upper`."""
+    *lower, upper = map(float, str(case.params["threshold"]).split("_"))
+    return {"upper": upper, **({"lower": lower[0]} if lower else {})}
+
+
+def log_probs_of(case: Case) -> tuple[Tensor, Tensor, Tensor]:
+    return case.inputs["old_log_probs"], case.inputs["rollout_log_probs"], case.inputs["response_mask"]
+
+
+def rollout_is(case: Case) -> dict[str, Tensor]:
+    weights = ImportanceWeights.model_validate({"level": case.name, **thresholds(case)})
+    return {"weights": weights(*log_probs_of(case))}
+
+
+def rollout_rs(case: Case) -> dict[str, Tensor]:
+    rejection = Rejection.model_validate({"statistic": case.name, **thresholds(case)})
+    return {"response_mask": rejection(*log_probs_of(case))}
+
+
+def offpolicy_metrics(case: Case) -> dict[str, Tensor]:
+    assert case.name == "all"
+    return off_policy_metrics(*log_probs_of(case))
+
+
+KINDS = {
+    function.__name__: function
+    for function in (
+        advantage,
+        policy_loss,
+        value_loss,
+        kl,
+        kl_controller,
+        rollout_is,
+        rollout_rs,
+        offpolicy_metrics,
+    )
+}
+
+
+@pytest.mark.parametrize("case", RECORDED, ids=str)
+def test_recorded_case(case: Case) -> None:
+    assert case.kind in KINDS, f"no test knows the kind {case.kind}"
+    case.check(KINDS[case.kind](case))
