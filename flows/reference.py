@@ -1,11 +1,21 @@
-"""`docs/configuration.md`, generated from the config's models: `python -m flows.reference [--check]`."""
+"""`docs/configuration.md` and `docs/algorithms.md`, generated from the models: `python -m flows.reference [--check]`."""
 
+import inspect
+import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from rlhf.config import keys
+from flows import views
+from rlhf.algorithms.advantages import Advantage
+from rlhf.algorithms.kl import AdaptiveCoefficient, kl_divergence
+from rlhf.algorithms.masked import aggregate
+from rlhf.algorithms.policy_losses import PolicyLoss
+from rlhf.algorithms.reward_shaping import OverlongPenalty
+from rlhf.algorithms.rollout_correction import ImportanceWeights, Rejection, off_policy_metrics
+from rlhf.config import DynamicSampling, keys, models_in, parse_config
 
-TARGET = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 HEAD = """# Configuration
 
@@ -36,7 +46,15 @@ VERL = """
 | `actor_rollout_ref.actor.use_kl_loss`, `kl_loss_coef` | `algorithm.kl.in_loss` | null: no KL loss |
 | `algorithm.use_kl_in_reward`, `algorithm.kl_ctrl.kl_coef` | `algorithm.kl.in_reward` | null: no KL in the reward |
 | `algorithm.kl_penalty`, `actor.kl_loss_type` | `algorithm.kl.estimator` | `low_var_kl` is `k3`, `kl` is `k1`, `mse` is `k2` |
-| `algorithm.adv_estimator` | `algorithm.advantage.type` | `gae`, `grpo` |
+| `algorithm.adv_estimator` | `algorithm.advantage.type` | the same names |
+| `algorithm.norm_adv_by_std_in_grpo: false` | `algorithm.advantage.type: dr_grpo` | or `grpo` with `norm_by_std: false` |
+| `algorithm.gdpo_reward_keys`, `gdpo_reward_weights` | `algorithm.advantage.parts`, `.weights` | |
+| `actor_rollout_ref.actor.policy_loss.loss_mode` | `algorithm.loss.type` | the same names; `vanilla` is `ppo` |
+| `algorithm.rollout_correction.rollout_is`, `rollout_is_threshold` | `algorithm.rollout_correction.weights` `level`, `upper` and `lower` | |
+| `algorithm.rollout_correction.rollout_rs`, `rollout_rs_threshold` | `algorithm.rollout_correction.rejection` | a list of `statistic`, `upper` and `lower` |
+| `algorithm.rollout_correction.bypass_mode` | `algorithm.rollout_correction.bypass` | |
+| `algorithm.filter_groups.enable`, `max_num_gen_batches` | `algorithm.dynamic_sampling.max_prompts` | a bound in prompts; drawn shard by shard |
+| `reward_model.overlong_buffer` | `algorithm.overlong_penalty` | |
 | `algorithm.gamma`, `algorithm.lam` | `algorithm.advantage.gamma`, `.lam` | |
 | `critic.cliprange_value` | `critic.cliprange_value` | |
 | `trainer.critic_warmup` | `critic.warmup_iterations` | |
@@ -47,18 +65,101 @@ VERL = """
 """
 
 
-def text() -> str:
+ALGORITHMS = """# Algorithms
+
+Generated from `rlhf/algorithms/` by `make docs`. Every algorithm is one class, whose fields are its configuration; what it
+needs decides which stages an iteration runs besides `generate`, `score`, `advantages`, `update_actor` and `close`. Shipped
+recipes are in `examples/`. All are checked against recorded values of the published implementations
+(`tests/unit/test_oracles.py`).
+
+Notation: $r_t$ reward of a token, $R$ sum of a trajectory's rewards, $A$ advantage, $\\rho$ ratio of the policy to the old
+one, $\\pi$ probability of a token.
+
+"""
+
+NAMES = {
+    "group_ids": "groups (rollout.n > 1)",
+    "greedy_scores": "greedy answers",
+    "reward_parts": "parts of the reward",
+}
+
+
+def configuration() -> str:
     lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
     for key, kind, default, meaning in keys():
         lines.append(f"| `{key}` | {kind} | `{default}` | {meaning} |")
     return HEAD + "\n".join(lines) + "\n" + VERL
 
 
+def algorithms() -> str:
+    """A table and the equations of each kind of algorithm."""
+    parts = [ALGORITHMS]
+    for title, key, union in (
+        ("Advantages", "algorithm.advantage", Advantage),
+        ("Policy losses", "algorithm.loss", PolicyLoss),
+    ):
+        classes = models_in(union)
+        parts.append(f"## {title}: `{key}`\n\n| type | needs | stages it adds | paper |\n|---|---|---|---|\n")
+        parts += [_row(key, algorithm) for algorithm in classes]
+        parts += [f"\n### {_tag(algorithm)}\n\n{markdown(algorithm)}\n" for algorithm in classes]
+        parts.append("\n")
+    for title, described in (
+        ("KL: `algorithm.kl.estimator`", kl_divergence),
+        ("Adaptive KL coefficient: `algorithm.kl.controller`", AdaptiveCoefficient),
+        ("Putting token losses together: `algorithm.loss.aggregate`", aggregate),
+        ("Rollout correction: `algorithm.rollout_correction.weights`", ImportanceWeights),
+        ("Rollout correction: `algorithm.rollout_correction.rejection`", Rejection),
+        ("Rollout correction: metrics `rollout_corr/*`", off_policy_metrics),
+        ("Overlong penalty: `algorithm.overlong_penalty`", OverlongPenalty),
+        ("Dynamic sampling: `algorithm.dynamic_sampling`", DynamicSampling),
+    ):
+        parts.append(f"## {title}\n\n{markdown(described)}\n\n")
+    return "".join(parts).rstrip() + "\n"
+
+
+def _tag(algorithm: type) -> str:
+    return str(algorithm.model_fields["type"].default)  # type: ignore[attr-defined]
+
+
+def _row(key: str, algorithm: type) -> str:
+    needs = ", ".join(NAMES.get(name, name.replace("_", " ")) for name in algorithm.needs)  # type: ignore[attr-defined]
+    options = {"type": _tag(algorithm), **({"parts": ["score"]} if _tag(algorithm) == "gdpo" else {})}
+    minimal = {"model": {"path": "model"}, "data": {"train": "prompts.parquet"}, "algorithm": {"loss": "gpg"}}
+    config = parse_config(minimal, "reference").with_values({key: options})
+    stages = ", ".join(f"`{stage}`" for stage in views.stages_of(config) if stage not in views.ALWAYS)
+    papers = ", ".join(
+        f"[{paper}](https://arxiv.org/abs/{paper})"
+        for paper in re.findall(r"arXiv (\d+\.\d+)", algorithm.__doc__ or "")
+    )
+    return f"| `{_tag(algorithm)}` | {needs or 'nothing'} | {stages or 'none'} | {papers} |\n"
+
+
+def markdown(described: Callable[..., object]) -> str:
+    """A docstring, with its formulas as Markdown shows them."""
+    text = inspect.getdoc(described) or ""
+    text = re.sub(r"\.\. math::[ ]*\n?((?:[ ]*\S.*\n?)+)", _formula, text)
+    text = re.sub(r":math:`([^`]+)`", lambda found: f"${_macros(found[1])}$", text)
+    return text.replace("``", "`")
+
+
+def _formula(found: re.Match[str]) -> str:
+    lines = inspect.cleandoc(found[1].rstrip())
+    if "&" in lines and "cases" not in lines:
+        lines = f"\\begin{{aligned}}\n{lines}\n\\end{{aligned}}"
+    return f"$$\n{_macros(lines)}\n$$\n"
+
+
+def _macros(formula: str) -> str:
+    return formula.replace("\\operatorname", "\\mathrm")
+
+
 def main() -> None:
-    if "--check" not in sys.argv:
-        TARGET.write_text(text())
-    elif not TARGET.exists() or TARGET.read_text() != text():
-        sys.exit("docs/configuration.md is out of date: run `make docs`")
+    for name, text in (("configuration", configuration()), ("algorithms", algorithms())):
+        target = DOCS / f"{name}.md"
+        if "--check" not in sys.argv:
+            target.write_text(text)
+        elif not target.exists() or target.read_text() != text:
+            sys.exit(f"docs/{name}.md is out of date: run `make docs`")
 
 
 if __name__ == "__main__":

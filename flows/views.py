@@ -35,6 +35,8 @@ SHORT = {
     "update_critic": "critic",
     "update_actor": "actor",
 }
+ALWAYS = ("generate", "score", "advantages", "update_actor")
+"""Stages that every iteration has."""
 WATCHED = {
     "score": "critic/score/mean",
     "kl": "actor/ref_kl",
@@ -47,7 +49,7 @@ WATCHED = {
 def status(console: Console, run: Run, last: int) -> None:
     state, config = run.state, run.config
     first = max(0, state.iteration - last)
-    stages = [name for name in SHORT if name in _stages_of(config)]
+    stages = stages_of(config)
     done = f"{state.iteration} of {config.train.iterations} iterations"
     table = Table(title=f"{config.run.name}: {done}", box=box.SIMPLE_HEAD)
     table.add_column("it", justify="right")
@@ -73,8 +75,8 @@ def status(console: Console, run: Run, last: int) -> None:
     console.print(f"driven by pid {beat.pid} on {beat.host}" if beat is not None else "no driver is at work")
 
 
-def _stages_of(config: RunConfig) -> set[str]:
-    """The stages that a config's iterations have."""
+def stages_of(config: RunConfig) -> list[str]:
+    """The stages that a config's iterations have, in order."""
     optional = {
         "validate": config.validation.data is not None,
         "select": config.selects,
@@ -84,7 +86,7 @@ def _stages_of(config: RunConfig) -> set[str]:
         "values": config.needs_critic,
         "update_critic": config.needs_critic,
     }
-    return {name for name in SHORT if optional.get(name, True)}
+    return [name for name in SHORT if optional.get(name, True)]
 
 
 def show(

@@ -393,11 +393,23 @@ def keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> list[tuple[str
             continue
         default = "required" if field.is_required() else yaml_text(field.get_default())
         rows.append((key, _type_name(annotation), default, field.description or ""))
-        for option in _models_in(annotation):
+        options = models_in(annotation)
+        shared = _shared_base(options)
+        common = keys(shared, "") if shared is not None else []
+        rows += [(f"{key}.{name}", *rest) for name, *rest in common]  # type: ignore[misc]
+        for option in options:
             tag = option.model_fields.get("type")
             shown = f"{key}[{tag.get_default()}]." if tag is not None else f"{key}."
-            rows += [row for row in keys(option, shown) if not row[0].endswith(".type")]
+            rows += [(shown + row[0], *row[1:]) for row in keys(option) if row[0] != "type" and row not in common]
     return rows
+
+
+def _shared_base(options: Sequence[type[BaseModel]]) -> type[BaseModel] | None:
+    """The nearest class from which several choices come: its options are those of each of them."""
+    if len(options) < 2:
+        return None
+    bases = (base for base in options[0].__mro__ if issubclass(base, BaseModel) and base is not BaseModel)
+    return next((base for base in bases if all(issubclass(option, base) for option in options)), None)
 
 
 def yaml_text(value: Any) -> str:
@@ -468,7 +480,8 @@ def _key(location: Sequence[str | int], tree: Any) -> str:
     return ".".join(parts)
 
 
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
+def models_in(annotation: Any) -> list[type[BaseModel]]:
+    """The models that a type annotation names."""
     from typing import get_args
 
     found: list[type[BaseModel]] = []
@@ -476,7 +489,7 @@ def _models_in(annotation: Any) -> list[type[BaseModel]]:
         if isinstance(part, type) and issubclass(part, BaseModel):
             found.append(part)
         else:
-            found += _models_in(part)
+            found += models_in(part)
     return found
 
 

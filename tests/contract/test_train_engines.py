@@ -22,7 +22,8 @@ from torch import Tensor
 from rlhf.algorithms import PPOClip
 from rlhf.algorithms.masked import Totals
 from rlhf.algorithms.objectives import ActorObjective, CriticObjective, Objective, SupervisedObjective
-from rlhf.batch import TrajectoryBatch
+from rlhf.algorithms.policy_losses import ClipCov, KLCov, SelectingLoss
+from rlhf.batch import TrajectoryBatch, ragged
 from rlhf.config import Model
 from rlhf.engines.base import Schedule, TrainEngine
 from rlhf.engines.torch_engine import TorchEngine
@@ -175,6 +176,28 @@ def test_updates_do_not_depend_on_micro_batches(kind: Kind, batch: TrajectoryBat
     engine.update(batch, kind.objective, schedule)
     other.update(batch, kind.objective, replace(schedule, **change))
     assert_same_update(other, engine)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "loss", [KLCov(kl_cov_ratio=0.2, ppo_kl_coef=50), ClipCov(clip_cov_ratio=0.2, clip_cov_lb=-100, clip_cov_ub=100)]
+)
+def test_a_loss_that_picks_tokens_sees_the_whole_mini_batch(
+    engine: str, loss: SelectingLoss, policy_folder: Path, batch: TrajectoryBatch
+) -> None:
+    """Whatever the micro-batches, the same tokens are picked; and they make a difference."""
+    lengths = batch.lengths("response_ids")
+    noise = np.random.default_rng(0).random(lengths.sum(), dtype=np.float32)
+    batch = batch.with_column("selection_noise", ragged(noise, lengths))
+    objective = ActorObjective(loss, None, "k1", 0.0, on_policy=False)
+    schedule = replace(SCHEDULE, grad_clip=1e9)
+    engines = [ENGINES[engine](policy_folder, "policy") for _ in range(3)]
+    together = engines[0].update(batch, objective, replace(schedule, micro_batch_tokens=100_000))
+    one_by_one = engines[1].update(batch, objective, replace(schedule, micro_batch_tokens=1))
+    assert one_by_one == pytest.approx(together, rel=1e-3)
+    assert_same_update(engines[1], engines[0])
+    plain = engines[2].update(batch, ActorObjective(PPOClip(), None, "k1", 0.0, on_policy=False), schedule)
+    assert plain["actor/pg_loss"] != pytest.approx(together["actor/pg_loss"], rel=1e-2)
 
 
 def test_gradient_checkpointing_gives_the_same_update(kind: Kind, batch: TrajectoryBatch) -> None:

@@ -30,7 +30,11 @@ def test_a_reward_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_an_advantage_estimator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    header = "from typing import Literal\nfrom rlhf.algorithms.base import Algorithm\n\n"
+    header = (
+        "from typing import Literal\n"
+        "from rlhf.algorithms.advantages import AdvantageEstimator\n"
+        "from rlhf.algorithms.masked import sequence_sum\n\n"
+    )
     (tmp_path / "my_advantages.py").write_text(header + example("An advantage estimator"))
     monkeypatch.syspath_prepend(tmp_path)
     import my_advantages  # type: ignore[import-not-found]

@@ -172,6 +172,17 @@ def test_which_stages_exist() -> None:
     assert (on_policy.on_policy, on_policy.needs_old_log_probs) == (True, False)
     assert on_policy.with_values({"algorithm.kl.in_reward": 0.1}).needs_old_log_probs
     assert not on_policy.with_values({"actor.ppo_epochs": 2}).on_policy
+    assert not config.with_values({"algorithm.loss": "gpg"}).needs_old_log_probs
+    bypass = config.with_values({"algorithm.rollout_correction": {"bypass": True}, "algorithm.kl.in_reward": 0.1})
+    assert not bypass.needs_old_log_probs
+    corrected = on_policy.with_values({"algorithm.rollout_correction": {"weights": {}}})
+    assert corrected.needs_old_log_probs
+    assert on_policy.with_values({"algorithm.advantage": "egpo"}).needs_old_log_probs
+    assert config.with_values({"algorithm.advantage": "remax"}).needs_greedy_scores
+    assert not config.needs_greedy_scores
+    sampling = config.with_values({"algorithm.dynamic_sampling.max_prompts": 200})
+    assert (sampling.selects, sampling.most_prompts) == (True, 200)
+    assert (config.selects, config.most_prompts) == (False, 64)
 
     warm = config.with_values({"critic.warmup_iterations": 2})
     assert [warm.warms_up(iteration) for iteration in range(4)] == [True, True, False, False]
