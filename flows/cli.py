@@ -147,6 +147,123 @@ def show(
 
 
 @app.command()
+def query(
+    name: Name,
+    sql: Annotated[
+        str, typer.Argument(metavar="SQL", help='such as "select iteration, avg(score) from score group by 1"')
+    ],
+    store: Store = DEFAULT_STORE,
+    format: Annotated[Format, typer.Option(help="how to print the rows")] = Format.table,
+) -> None:
+    """SQL over what is committed (DuckDB): tables trajectories, metrics, and one for each stage."""
+    from flows import views
+    from infra.query import query as ask
+    from infra.runs import open_run
+
+    views.rows(console, ask(open_run(_url(name, store)), sql), format.value)
+
+
+@app.command()
+def fork(
+    name: Name,
+    at: Annotated[str, typer.Option(metavar="K[:STAGE]", help="the iteration, and the first stage that is not shared")],
+    run: Annotated[str, typer.Option(help="the new run's name")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c ...]", help="values to change")] = None,
+    store: Store = DEFAULT_STORE,
+    to_store: Annotated[str | None, typer.Option(help="where the new run goes; by default the same store")] = None,
+) -> None:
+    """A new run that shares everything committed before a point, without copying, and goes on with another config."""
+    from infra.runs import open_run
+    from tasks.plan import fork_run
+
+    parent = open_run(_url(name, store))
+    where = to_store or parent.store.url.rpartition("/")[0]
+    config = parent.config.with_values({"run.name": run, "run.store": where}).overridden(overrides or [])
+    iteration, _, stage = at.partition(":")
+    if not iteration.isdigit():
+        raise UserError(f"--at {at}: write an iteration, such as 7, or an iteration and a stage, such as 7:score")
+    fork_run(parent, config, int(iteration), stage or None)
+    elsewhere = "" if where == DEFAULT_STORE else f" --store {where}"
+    console.print(f"{run} begins where {name} stood at {at}; `ratchet resume {run}{elsewhere}` goes on with it")
+
+
+@app.command()
+def plan(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="the changed config")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c ...]", help="values to change")] = None,
+    run: Annotated[str | None, typer.Option(help="the run; by default the one that the config names")] = None,
+    store: Annotated[str | None, typer.Option(envvar="RATCHET_STORE", help="folder of runs (run.store)")] = None,
+    iteration: Annotated[
+        int | None, typer.Option(min=0, help="by default the open one, or the last with a commit")
+    ] = None,
+) -> None:
+    """What a changed config would run again of an iteration, and why."""
+    from flows import views
+    from infra.driver import run_url
+    from infra.runs import open_run
+
+    changed = load_config(config, overrides or [])
+    name = run or changed.run.name
+    views.plan(console, open_run(run_url(store or changed.run.store, name)), changed, iteration, name)
+
+
+@app.command()
+def explain(
+    name: Name,
+    checkpoint: Annotated[
+        int, typer.Argument(metavar="CHECKPOINT", min=0, help="the weights after so many iterations")
+    ],
+    store: Store = DEFAULT_STORE,
+    role: Annotated[Role, typer.Option(help="which model")] = Role.actor,
+) -> None:
+    """The lineage of a checkpoint: updates, shards, configs, seeds, code that made it."""
+    from flows import views
+    from infra.runs import open_run
+    from tasks.explain import explain as lineage
+
+    console.print(views.tree(lineage(open_run(_url(name, store)), checkpoint, role.value)))
+
+
+@app.command()
+def replay(
+    name: Name,
+    iteration: Annotated[int, typer.Option(min=0, help="which iteration to compute again")],
+    store: Store = DEFAULT_STORE,
+) -> None:
+    """Compute an iteration's committed stages again, and say which first comes out otherwise. Nothing is written."""
+    from flows.terminal import progress
+    from infra.runs import open_run
+    from tasks.replay import replay as recompute
+
+    differs = None
+    with progress(console):
+        for replayed in recompute(open_run(_url(name, store)), iteration):
+            console.print(f"{replayed.stage}: {'the same' if replayed.same else replayed.difference}", highlight=False)
+            differs = differs or (None if replayed.same else replayed.stage)
+    if differs is not None:
+        raise RatchetError(f"iteration {iteration} does not come out as it was committed: {differs} is the first")
+    console.print(f"iteration {iteration} comes out to the bit as it was committed")
+
+
+@app.command()
+def vacuum(
+    name: Name,
+    store: Store = DEFAULT_STORE,
+    take_over: Annotated[bool, typer.Option("--take-over", help="go on even if a driver is alive")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only list what would be deleted")] = False,
+) -> None:
+    """Delete what no record and no fork reaches; never a log record."""
+    from infra import vacuum as broom
+    from infra.runs import open_run
+
+    run = open_run(_url(name, store))
+    doomed = broom.unreached(run.store) if dry_run else broom.vacuum(run.store, take_over)
+    for key in doomed:
+        console.print(key, highlight=False)
+    console.print(f"{len(doomed)} objects {'would be' if dry_run else 'were'} deleted")
+
+
+@app.command()
 def evaluate(
     name: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="a run, or a Hugging Face model folder")],
     data: Annotated[Path | None, typer.Option(help="prompt file; by default the run's validation.data")] = None,

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from flows import views
 from rlhf.algorithms.advantages import Advantage
 from rlhf.algorithms.kl import AdaptiveCoefficient, kl_divergence
 from rlhf.algorithms.masked import aggregate
@@ -77,6 +76,7 @@ one, $\\pi$ probability of a token.
 
 """
 
+ALWAYS = ("generate", "score", "advantages", "update_actor")
 NAMES = {
     "group_ids": "groups (rollout.n > 1)",
     "greedy_scores": "greedy answers",
@@ -126,7 +126,7 @@ def _row(key: str, algorithm: type) -> str:
     options = {"type": _tag(algorithm), **({"parts": ["score"]} if _tag(algorithm) == "gdpo" else {})}
     minimal = {"model": {"path": "model"}, "data": {"train": "prompts.parquet"}, "algorithm": {"loss": "gpg"}}
     config = parse_config(minimal, "reference").with_values({key: options})
-    stages = ", ".join(f"`{stage}`" for stage in views.stages_of(config) if stage not in views.ALWAYS)
+    stages = ", ".join(f"`{stage}`" for stage in config.stages if stage not in ALWAYS)
     papers = ", ".join(
         f"[{paper}](https://arxiv.org/abs/{paper})"
         for paper in re.findall(r"arXiv (\d+\.\d+)", algorithm.__doc__ or "")

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
 
 from infra import heartbeat
 from infra.driver import run_url
@@ -20,6 +22,8 @@ from rlhf.schema import TRAJECTORY
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from tasks.explain import Origin
 
 SHOWN = ["prompt", "response", "score"]
 SHORT = {
@@ -35,8 +39,6 @@ SHORT = {
     "update_critic": "critic",
     "update_actor": "actor",
 }
-ALWAYS = ("generate", "score", "advantages", "update_actor")
-"""Stages that every iteration has."""
 WATCHED = {
     "score": "critic/score/mean",
     "kl": "actor/ref_kl",
@@ -49,7 +51,7 @@ WATCHED = {
 def status(console: Console, run: Run, last: int) -> None:
     state, config = run.state, run.config
     first = max(0, state.iteration - last)
-    stages = stages_of(config)
+    stages = [name for name in SHORT if name in config.stages or (name == "validate" and config.validation.data)]
     done = f"{state.iteration} of {config.train.iterations} iterations"
     table = Table(title=f"{config.run.name}: {done}", box=box.SIMPLE_HEAD)
     table.add_column("it", justify="right")
@@ -73,20 +75,6 @@ def status(console: Console, run: Run, last: int) -> None:
     console.print(f"epoch {state.epoch}, {state.slot + 1} log records, snapshots after iterations: {snapshots}")
     beat = heartbeat.is_alive(run.store.objects, console.print)
     console.print(f"driven by pid {beat.pid} on {beat.host}" if beat is not None else "no driver is at work")
-
-
-def stages_of(config: RunConfig) -> list[str]:
-    """The stages that a config's iterations have, in order."""
-    optional = {
-        "validate": config.validation.data is not None,
-        "select": config.selects,
-        "greedy_baseline": config.needs_greedy_scores,
-        "old_log_probs": config.needs_old_log_probs,
-        "ref_log_probs": config.needs_reference,
-        "values": config.needs_critic,
-        "update_critic": config.needs_critic,
-    }
-    return [name for name in SHORT if optional.get(name, True)]
 
 
 def show(
@@ -117,23 +105,56 @@ def show(
         found = duckdb.sql(query).df()
     except duckdb.Error as error:
         raise UserError(f"--where {where!r}: {str(error).splitlines()[0]}") from None
+    title = f"{run.config.run.name}, iteration {chosen}: {len(found)} of {len(trajectories)} trajectories"
+    rows(console, found, format, title)
+
+
+def rows(console: Console, frame: pd.DataFrame, format: str, title: str | None = None) -> None:
+    """Print a frame as a table, as JSON lines, as CSV or as Markdown."""
+    names = [str(name) for name in frame.columns]
     if format == "json":
-        print(found.to_json(orient="records", lines=True), end="")
+        print(frame.to_json(orient="records", lines=True), end="")
     elif format == "csv":
-        print(found.to_csv(index=False), end="")
+        print(frame.to_csv(index=False), end="")
     elif format == "md":
         print("| " + " | ".join(names) + " |\n|" + "---|" * len(names))
-        for row in found.itertuples(index=False):
+        for row in frame.itertuples(index=False):
             print("| " + " | ".join(_short(value).replace("|", "\\|").replace("\n", " ") for value in row) + " |")
     else:
-        table = Table(
-            title=f"{run.config.run.name}, iteration {chosen}: {len(found)} of {len(trajectories)} trajectories"
-        )
+        table = Table(title=title)
         for name in names:
             table.add_column(name, overflow="fold")
-        for row in found.itertuples(index=False):
+        for row in frame.itertuples(index=False):
             table.add_row(*(_short(value) for value in row))
         console.print(table, markup=False)
+
+
+def plan(console: Console, run: Run, config: RunConfig, iteration: int | None, name: str) -> None:
+    """A table of an iteration's stages under another config, and where a fork would begin."""
+    from tasks.plan import first_changed
+    from tasks.plan import plan as planned
+
+    state = run.state
+    chosen = iteration if iteration is not None else state.iteration if state.stages else max(state.iteration - 1, 0)
+    found = planned(run, config, chosen)
+    table = Table("stage", "with this config", "why", title=f"{name}, iteration {chosen}", box=box.SIMPLE_HEAD)
+    for one in found:
+        table.add_row(one.stage, "stays" if one.keeps else "runs", "; ".join(one.why))
+    console.print(table, markup=False)
+    if (stage := first_changed(found)) is None:
+        console.print("nothing that is committed would run again: `ratchet train` goes on with this config")
+    else:
+        console.print(f"what is committed before shares: `ratchet fork {name} --at {chosen}:{stage} --run NEW …`")
+
+
+def tree(origin: Origin) -> Tree:
+    """A lineage, as branches."""
+    branch = Tree(Text(origin.what, style="bold"))
+    for detail in origin.details:
+        branch.add(Text(detail, style="dim"))
+    for source in origin.made_from:
+        branch.children.append(tree(source))
+    return branch
 
 
 def evaluation_config(name: str, store: str, iteration: int | None, folder: Path) -> RunConfig:

@@ -191,14 +191,11 @@ def _open(config: RunConfig, take_over: bool, check: Callable[[Driver], None]) -
     state = store.log.read()
     if state.slot < 0:
         _create(store, config)
-    elif not take_over and (alive := heartbeat.is_alive(store.objects, lambda text: report("note", text=text))):
-        raise Fenced(
-            f"run {config.run.name} is being driven (pid {alive.pid} on {alive.host}): stop it with "
-            f"`ratchet stop {config.run.name}`, or take it over with --take-over"
-        )
+    else:
+        refuse_if_driven(store, take_over)
     for role, weights in driver.initial_weights.items():
         first = state.initial.get(role)
-        if first is not None and first != weights:
+        if first is not None and first.digest != weights.digest:
             raise UserError(
                 f"the {role}'s model is not the one that run {config.run.name} began with (model.path "
                 f"{config.model.path}): choose another run.name, or give the first model back"
@@ -220,12 +217,27 @@ def _open(config: RunConfig, take_over: bool, check: Callable[[Driver], None]) -
     return driver
 
 
-def _create(store: RunStore, config: RunConfig) -> None:
-    if not config.run.single_writer and not store.objects.honours_create():
+def refuse_if_driven(store: RunStore, take_over: bool) -> None:
+    """Raises `Fenced` if another driver is alive, unless this one may take over."""
+    if not take_over and (alive := heartbeat.is_alive(store.objects, lambda text: report("note", text=text))):
+        name = store.url.rpartition("/")[2]
+        raise Fenced(
+            f"run {name} is being driven (pid {alive.pid} on {alive.host}): stop it with "
+            f"`ratchet stop {name}`, or take it over with --take-over"
+        )
+
+
+def check_store(objects: Objects, config: RunConfig) -> None:
+    """Refuse a store on which two drivers could overwrite each other's commits."""
+    if not config.run.single_writer and not objects.honours_create():
         raise UserError(
             f"the store {config.run.store} ignores create-if-absent, so two drivers could overwrite each other's "
             "commits: use a store with conditional writes, or set run.single_writer: true and run one driver only"
         )
+
+
+def _create(store: RunStore, config: RunConfig) -> None:
+    check_store(store.objects, config)
     first = {"schema_version": 1, "config": config.model_dump(mode="json"), "parent": None}
     data = json.dumps(first, indent=1).encode()
     with suppress(FileExistsError):  # another driver created the run at the same moment; the log decides between them

@@ -14,7 +14,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 
 from infra.objects import Objects, StoreUnavailable, is_refusal, is_transient
-from infra.records import SCHEMA_VERSION, Claim, Commit, ObjectRef, Record, RunState, sha256_of
+from infra.records import SCHEMA_VERSION, Claim, Commit, M, ObjectRef, Record, RunState, seen_from_fork, sha256_of
 from rlhf.errors import RatchetError, UserError
 
 TAIL = "log/tail.json"
@@ -67,13 +67,13 @@ class RunLog:
 
     def load_index(self, ref: ObjectRef) -> RunState:
         """The state before the close that names this index."""
-        data = read_verified(self.objects, ref)
-        check_version(json.loads(data), ref.key)
-        return RunState.model_validate_json(data)
+        return read_model(self.objects, ref, RunState)
 
     def claim_of(self, epoch: int) -> Claim:
         """The claim of an epoch that worked on the open iteration."""
-        slot = self.state.open_epochs[epoch].slot
+        return self.claim_at(self.state.open_epochs[epoch].slot)
+
+    def claim_at(self, slot: int) -> Claim:
         record = self._parse(self.objects.get(slot_key(slot)), slot)
         return next(commit for commit in record.commits if isinstance(commit, Claim))
 
@@ -211,12 +211,19 @@ def check_version(tree: dict[str, object], what: str) -> None:
 
 def read_verified(objects: Objects, ref: ObjectRef) -> bytes:
     """An object's bytes, if they are what its reference says; raises `Corrupt`, naming it, if not."""
+    holder = objects.of_run(ref.run)
     try:
-        data = objects.get(ref.key)
+        data = holder.get(ref.key)
     except FileNotFoundError:
-        raise Corrupt(
-            f"{objects.url}/{ref.key} is gone, though a record commits it: restore it from a backup"
-        ) from None
+        raise Corrupt(f"{holder.url}/{ref.key} is gone, though a record commits it: restore it from a backup") from None
     if sha256_of(data) != ref.sha256:
-        raise Corrupt(f"{objects.url}/{ref.key} is damaged (its sha256 is not the committed one): restore it")
+        raise Corrupt(f"{holder.url}/{ref.key} is damaged (its sha256 is not the committed one): restore it")
     return data
+
+
+def read_model(objects: Objects, ref: ObjectRef, model: type[M]) -> M:
+    """A JSON object of this schema version; what it refers to is held by the run that holds it."""
+    data = read_verified(objects, ref)
+    check_version(json.loads(data), ref.key)
+    found = model.model_validate_json(data)
+    return found if ref.run is None else seen_from_fork(ref.run, found)

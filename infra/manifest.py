@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field
 
-from infra.records import SCHEMA_VERSION, Frozen, ShardRef, Weights, sha256_of
+from infra.records import SCHEMA_VERSION, Frozen, ObjectRef, ShardRef, Weights, sha256_of
 
 
 class Fingerprint(Frozen):
@@ -59,12 +59,10 @@ class Manifest(Frozen):
         return sha256_of(json.dumps(content).encode())
 
 
-class File(Frozen):
+class File(ObjectRef):
     """One file of a checkpoint."""
 
-    key: str
     bytes: int
-    sha256: str
 
 
 class Checkpoint(Frozen):
@@ -74,3 +72,12 @@ class Checkpoint(Frozen):
     role: str
     weights: Weights
     files: dict[str, File]
+
+
+class Registration(Frozen):
+    """Left in a run's folder, as ``forks/<child>.json``, by a fork that needs its snapshots."""
+
+    schema_version: int = SCHEMA_VERSION
+    child: str
+    at: str
+    snapshots: dict[int, dict[str, ObjectRef]]

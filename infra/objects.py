@@ -169,6 +169,17 @@ class Objects:
         self.backend = backend_for(url) if backend is None else backend
         self.deadline_s = deadline_s
         self.clock = clock
+        self._others: dict[str, Objects] = {}
+
+    def of_run(self, run: str | None) -> Objects:
+        """The folder of another run: its URL, or ``../name`` for one beside this; this one for None."""
+        if run is None:
+            return self
+        if run not in self._others:
+            parent, _, _ = self.url.rpartition("/")
+            url = f"{parent}/{run.removeprefix('../')}" if run.startswith("../") else run
+            self._others[run] = Objects(url, deadline_s=self.deadline_s, clock=self.clock)
+        return self._others[run]
 
     def create(self, key: str, data: bytes) -> None:
         """Write `key` if it is absent, once. `FileExistsError` if it is there; any other error: unknown."""

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 from datetime import datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 SCHEMA_VERSION = 1
+TRAINED = {"actor", "critic"}
+"""Roles whose weights move from version to version; the reference stays what it was."""
 PAGE = 64
 """Closed iterations a page of the history holds: finding one takes at most two reads."""
 
@@ -26,15 +28,15 @@ class ObjectRef(Frozen):
 
     key: str
     sha256: str
+    run: str | None = None
+    """The folder of the run that holds it, as a URL or, beside this run's folder, as ``../name``; null: this run's."""
 
 
-class ShardRef(Frozen):
+class ShardRef(ObjectRef):
     """An immutable committed data file. It is its own manifest: the record that names it commits it."""
 
-    key: str
     rows: int
     bytes: int
-    sha256: str
 
 
 class Weights(Frozen):
@@ -135,27 +137,6 @@ class Close(Frozen):
     metrics: ShardRef
 
 
-Commit = Annotated[Claim | Shard | Stage | Skip | Snapshot | Diverged | Retire | Close, Field(discriminator="kind")]
-
-
-class Record(Frozen):
-    """One slot of the log."""
-
-    schema_version: int = SCHEMA_VERSION
-    uuid: str
-    slot: int
-    epoch: int
-    previous: str
-    """sha256 of the record before this one; empty for the first."""
-    at: datetime
-    commits: tuple[Commit, ...]
-    index: ObjectRef | None
-    """The newest index before this record, so that any record leads to a summary."""
-
-    def to_bytes(self) -> bytes:
-        return self.model_dump_json().encode()
-
-
 class OpenEpoch(Frozen):
     slot: int
     """Of the claim."""
@@ -204,14 +185,20 @@ class RunState(BaseModel):
             raise ValueError(f"log record {record.slot} does not follow record {self.slot}: the log was tampered with")
         self.slot, self.sha256 = record.slot, sha256
         for commit in record.commits:
-            self._apply(commit, record.epoch)
+            self.apply_commit(commit, record.epoch)
 
-    def _apply(self, commit: Commit, epoch: int) -> None:
+    def apply_commit(self, commit: Commit, epoch: int) -> None:
         match commit:
+            case Fork():
+                began = commit.state.model_copy(deep=True, update={"slot": self.slot, "sha256": self.sha256})
+                for name in RunState.model_fields:
+                    setattr(self, name, getattr(began, name))
+                self.claim = commit.claim
             case Claim():
                 self.epoch, self.claim = epoch, commit
                 self.open_epochs[epoch] = OpenEpoch(slot=self.slot, shards=commit.shards)
-                for role, weights in commit.initial.items():
+                for role, first in commit.initial.items():
+                    weights = Weights(version=self.iteration, digest=first.digest)  # a fork may begin a role late
                     self.initial.setdefault(role, weights)
                     self.weights.setdefault(role, weights)
                     self.starting.setdefault(role, weights)
@@ -240,10 +227,74 @@ class RunState(BaseModel):
                 if len(self.recent) == PAGE:
                     self.pages.append(commit.index)
                     self.recent = []
+                for role in TRAINED & self.weights.keys():  # one that the iteration did not update passes through
+                    if self.weights[role].version == commit.iteration:
+                        digest = self.weights[role].digest
+                        self.weights[role] = Weights(version=commit.iteration + 1, digest=digest)
                 self.iteration = commit.iteration + 1
                 self.shards, self.stages, self.metrics = {}, {}, None
                 self.starting = dict(self.weights)
                 self.open_epochs = {epoch: self.open_epochs[epoch]}
+
+
+class Fork(Frozen):
+    """The first record of a run that begins where another one stood: its history up to there is the other run's."""
+
+    kind: Literal["fork"] = "fork"
+    parent: str
+    at: str
+    """Iteration, and the first stage that is not shared, if any, such as ``7`` or ``7:score``."""
+    claim: Claim
+    """The parent's newest, with the config that the fork begins with."""
+    state: RunState
+    """Where the parent stood; every reference in it names the run that holds the object."""
+
+
+Commit = Annotated[
+    Fork | Claim | Shard | Stage | Skip | Snapshot | Diverged | Retire | Close, Field(discriminator="kind")
+]
+
+
+class Record(Frozen):
+    """One slot of the log."""
+
+    schema_version: int = SCHEMA_VERSION
+    uuid: str
+    slot: int
+    epoch: int
+    previous: str
+    """sha256 of the record before this one; empty for the first."""
+    at: datetime
+    commits: tuple[Commit, ...]
+    index: ObjectRef | None
+    """The newest index before this record, so that any record leads to a summary."""
+
+    def to_bytes(self) -> bytes:
+        return self.model_dump_json().encode()
+
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def seen_from_fork(run: str, what: M) -> M:
+    """A copy, for a run that calls another one `run`, of what that one says: references name the run that they mean."""
+
+    def visit(value: Any) -> Any:
+        if isinstance(value, ObjectRef):
+            holder = run if value.run is None else value.run
+            if holder.startswith("../") and not run.startswith("../"):  # a sibling of a run that is elsewhere
+                holder = f"{run.rpartition('/')[0]}/{holder.removeprefix('../')}"
+            return value.model_copy(update={"run": holder})
+        if isinstance(value, BaseModel):
+            fields = {name: visit(getattr(value, name)) for name in type(value).model_fields}
+            return value.model_copy(update=fields)
+        if isinstance(value, dict):
+            return {key: visit(inner) for key, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(visit(inner) for inner in value)
+        return value
+
+    return visit(what)  # type: ignore[no-any-return]
 
 
 def sha256_of(data: bytes) -> str:

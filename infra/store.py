@@ -7,15 +7,14 @@ the epoch and the attempt, so that a writer never meets another's file.
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from infra.log import Corrupt, Fenced, RunLog, check_version, read_verified
-from infra.manifest import Checkpoint, File, Manifest
+from infra.log import Corrupt, Fenced, RunLog, read_model, read_verified
+from infra.manifest import Checkpoint, File, Manifest, Registration
 from infra.objects import Objects, StoreUnavailable
 from infra.records import (
     PAGE,
@@ -48,7 +47,7 @@ class RunStore:
         self.objects = objects
         self.log = RunLog(objects)
         self._attempts: dict[tuple[int, str], int] = {}
-        self._manifests: dict[str, Manifest] = {}
+        self._manifests: dict[ObjectRef, Manifest] = {}
         """Manifests read or written since the last close: they are immutable."""
 
     @classmethod
@@ -79,8 +78,9 @@ class RunStore:
 
     def write_manifest(self, manifest: Manifest) -> ObjectRef:
         key = f"manifests/iteration={manifest.iteration:06d}/{manifest.stage}.{self._tag(manifest.attempt)}.json"
-        self._manifests[key] = manifest
-        return self._write(key, manifest.model_dump_json().encode())
+        ref = self._write(key, manifest.model_dump_json().encode())
+        self._manifests[ref] = manifest
+        return ref
 
     def commit(self, *commits: Commit) -> None:
         """Make it so, all at once. A fenced driver deletes its files: they came too late for the new driver's sweep."""
@@ -101,12 +101,10 @@ class RunStore:
         return self.iteration_state(iteration).stages.get(stage)
 
     def manifest(self, stage: Stage) -> Manifest:
-        key = stage.manifest.key
-        if key not in self._manifests:
-            data = read_verified(self.objects, stage.manifest)
-            check_version(json.loads(data), key)
-            self._manifests[key] = Manifest.model_validate_json(data)
-        return self._manifests[key]
+        ref = stage.manifest
+        if ref not in self._manifests:
+            self._manifests[ref] = read_model(self.objects, ref, Manifest)
+        return self._manifests[ref]
 
     def manifests(self, iteration: int) -> dict[str, Manifest]:
         """Every stage that an iteration has committed with a manifest."""
@@ -114,7 +112,7 @@ class RunStore:
         return {name: self.manifest(stage) for name, stage in stages.items() if isinstance(stage, Stage)}
 
     def read_shard(self, ref: ShardRef, columns: Sequence[str] | None = None) -> pa.Table:
-        data = read_verified(self.objects, ObjectRef(key=ref.key, sha256=ref.sha256))
+        data = read_verified(self.objects, ref)
         return pq.read_table(pa.BufferReader(data), columns=None if columns is None else list(columns))
 
     # Iterations.
@@ -124,11 +122,15 @@ class RunStore:
         state = self.state
         if iteration >= state.iteration:
             return state if iteration == state.iteration else RunState()
+        return self.log.load_index(self.index_of(iteration))
+
+    def index_of(self, iteration: int) -> ObjectRef:
+        """The index that a closed iteration's last record names."""
         page, place = divmod(iteration, PAGE)
-        if page >= len(state.pages):
-            return self.log.load_index(state.recent[place])
-        last = self.log.load_index(state.pages[page])
-        return last if place == PAGE - 1 else self.log.load_index(last.recent[place])
+        if page >= len(self.state.pages):
+            return self.state.recent[place]
+        last = self.state.pages[page]
+        return last if place == PAGE - 1 else self.log.load_index(last).recent[place]
 
     def close(self, metrics: Mapping[str, float], *also: Commit) -> None:
         """Close the open iteration, together with other commits, in one record."""
@@ -181,29 +183,35 @@ class RunStore:
         return self._write(f"{folder}/manifest.json", manifest.model_dump_json().encode())
 
     def checkpoint(self, ref: ObjectRef) -> Checkpoint:
-        data = read_verified(self.objects, ref)
-        check_version(json.loads(data), ref.key)
-        return Checkpoint.model_validate_json(data)
+        return read_model(self.objects, ref, Checkpoint)
 
     def read_checkpoint(self, checkpoint: Checkpoint, names: Iterable[str] | None = None) -> dict[str, bytes]:
         """Files of a checkpoint, verified."""
         wanted = checkpoint.files if names is None else names
-        return {
-            name: read_verified(
-                self.objects, ObjectRef(key=checkpoint.files[name].key, sha256=checkpoint.files[name].sha256)
-            )
-            for name in wanted
-        }
+        return {name: read_verified(self.objects, checkpoint.files[name]) for name in wanted}
 
-    def snapshot_at_or_before(self, version: int) -> int | None:
-        return max((found for found in self.state.snapshots if found <= version), default=None)
+    def snapshot_at_or_before(self, version: int, role: str) -> int | None:
+        """The newest snapshot of a role that is not newer than `version`."""
+        snapshots = self.state.snapshots.items()
+        return max((found for found, roles in snapshots if found <= version and role in roles), default=None)
+
+    def forks(self) -> list[Registration]:
+        """What forks of this run need of it."""
+        keys = self.objects.list("forks/")
+        return [Registration.model_validate_json(self.objects.get(key)) for key in keys if key.endswith(".json")]
 
     def delete_retired(self, retired: Mapping[int, Mapping[str, ObjectRef]]) -> None:
-        """Delete the files of snapshots whose retirement is committed."""
-        for roles in retired.values():
-            for ref in roles.values():
-                checkpoint = self.checkpoint(ref)
-                self.objects.delete([*(file.key for file in checkpoint.files.values()), ref.key])
+        """Delete the files of snapshots whose retirement is committed; not those of another run, nor what a fork needs.
+
+        A fork registers first and reads the log then: one that this does not see yet sees the retirement.
+        """
+        doomed = [ref for roles in retired.values() for ref in roles.values() if ref.run is None]
+        if not doomed:
+            return
+        shared = {ref.key for fork in self.forks() for roles in fork.snapshots.values() for ref in roles.values()}
+        for ref in doomed:
+            if ref.key not in shared:
+                self.objects.delete([*(file.key for file in self.checkpoint(ref).files.values()), ref.key])
 
     # Writing immutable objects.
 

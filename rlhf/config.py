@@ -24,6 +24,20 @@ from rlhf.algorithms import (
 )
 from rlhf.errors import UserError
 
+STAGES = (
+    "generate",
+    "score",
+    "select",
+    "greedy_baseline",
+    "old_log_probs",
+    "ref_log_probs",
+    "values",
+    "advantages",
+    "update_critic",
+    "update_actor",
+)
+"""Every stage that an iteration may have, in order."""
+
 RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -243,6 +257,19 @@ class RunConfig(Section):
         """Whether more may be generated than is learned from."""
         return self.algorithm.dynamic_sampling is not None
 
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The stages that every iteration has, in order; validations come besides."""
+        optional = {
+            "select": self.selects,
+            "greedy_baseline": self.needs_greedy_scores,
+            "old_log_probs": self.needs_old_log_probs,
+            "ref_log_probs": self.needs_reference,
+            "values": self.needs_critic,
+            "update_critic": self.needs_critic,
+        }
+        return tuple(name for name in STAGES if optional.get(name, True))
+
     def validates_before(self, iteration: int) -> bool:
         """Whether held-out prompts are answered before this iteration; the end of the run always is validated."""
         if self.validation.data is None:
@@ -344,6 +371,10 @@ class RunConfig(Section):
             _set(tree, key, value)
         return parse_config(tree, "config")
 
+    def overridden(self, overrides: Iterable[str]) -> RunConfig:
+        """This config with ``a.b=c`` overrides, validated again."""
+        return parse_config(_overridden(self.model_dump(mode="json"), overrides), "config")
+
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     """Read a YAML file and apply ``a.b=c`` overrides (values in YAML's syntax).
@@ -358,6 +389,10 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
         raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
         raise UserError(f"{path} should hold sections such as `model:` and `data:`")
+    return parse_config(_overridden(tree, overrides), str(path))
+
+
+def _overridden(tree: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key:
@@ -367,7 +402,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
         except yaml.YAMLError:
             raise UserError(f"{override!r}: {text!r} is not a YAML value") from None
         _set(tree, key, value)
-    return parse_config(tree, str(path))
+    return tree
 
 
 def parse_config(tree: Mapping[str, Any], where: str) -> RunConfig:

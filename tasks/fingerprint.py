@@ -51,15 +51,24 @@ def check_open_iteration(driver: Driver) -> None:
     state = driver.state
     for name, stage in state.stages.items():
         if isinstance(stage, Stage):
-            spec = SPECS[name]
-            before = _outside(spec, driver.store.manifest(stage).fingerprint.parts)
-            now = _config_parts(spec, spec.view(driver.config)) | {what: driver.digest(what) for what in spec.digests}
-            if differences := Fingerprint(parts=before).differences(Fingerprint(parts=now)):
-                raise _changed(driver, spec, state.iteration, differences)
+            check_config(driver, SPECS[name], driver.store.manifest(stage))
     for name in state.shards.keys() - state.stages.keys():
         for shard in state.shards[name].values():
             if differences := _config_differences(driver, SPECS[name], shard):
                 raise _changed(driver, SPECS[name], state.iteration, differences)
+
+
+def check_config(driver: Driver, spec: StageSpec, manifest: Manifest) -> None:
+    """Refuse a config, data or code with which a committed stage would not be what it is."""
+    if differences := outside_differences(driver, spec, manifest):
+        raise _changed(driver, spec, manifest.iteration, differences)
+
+
+def outside_differences(driver: Driver, spec: StageSpec, manifest: Manifest) -> list[str]:
+    """What has changed, outside the store, since a stage was committed."""
+    before = _outside(spec, manifest.fingerprint.parts)
+    now = _config_parts(spec, spec.view(driver.config)) | {what: driver.digest(what) for what in spec.digests}
+    return Fingerprint(parts=before).differences(Fingerprint(parts=now))
 
 
 def _outside(spec: StageSpec, parts: dict[str, Any]) -> dict[str, Any]:

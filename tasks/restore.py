@@ -25,7 +25,7 @@ def restore(driver: Driver, role: str, weights: Weights) -> None:
     """Load `role` and replay until it is at `weights`."""
     role = WEIGHTS_OF.get(role, role)
     store, group = driver.store, driver.group
-    snapshot = store.snapshot_at_or_before(weights.version) if role in UPDATES else None
+    snapshot = store.snapshot_at_or_before(weights.version, role) if role in UPDATES else None
     if snapshot is None:
         at = driver.state.initial[role]
         group.call("load", role, at, None)
@@ -42,10 +42,10 @@ def _replay(driver: Driver, role: str, at: Weights, target: Weights) -> Weights:
     """Apply the update of iteration `at.version` again."""
     spec, compute = UPDATES[role]
     committed = driver.store.committed_stage(at.version, spec.name)
-    assert committed is not None, f"version {at.version + 1} of {role} exists, so its update is committed"
-    if isinstance(committed, Skip):
-        driver.group.call("pass_through", role, committed.weights)
-        return committed.weights
+    if committed is None or isinstance(committed, Skip):  # None: the config of the iteration had no such role
+        passed = Weights(version=at.version + 1, digest=at.digest)
+        driver.group.call("pass_through", role, passed)
+        return passed
     report("replay", role=role, done=at.version, total=target.version)
     manifest = driver.store.manifest(committed)
     inputs = [name.removeprefix("input.") for name in manifest.fingerprint.parts if name.startswith("input.")]
@@ -71,15 +71,16 @@ def _replay(driver: Driver, role: str, at: Weights, target: Weights) -> Weights:
 
 def _report_mismatch(driver: Driver, role: str, committed: Stage, manifest: Manifest, replayed: Updated) -> None:
     assert manifest.weights is not None
-    driver.store.commit(
-        Diverged(
-            iteration=committed.iteration,
-            stage=committed.stage,
-            role=role,
-            committed=manifest.weights.digest,
-            replayed=replayed.weights.digest,
+    if driver.epoch:  # a driver that has not claimed the run only looks
+        driver.store.commit(
+            Diverged(
+                iteration=committed.iteration,
+                stage=committed.stage,
+                role=role,
+                committed=manifest.weights.digest,
+                replayed=replayed.weights.digest,
+            )
         )
-    )
     policy = driver.config.checkpoint.on_replay_mismatch
     if policy == "stop" or (policy == "auto" and not torch.cuda.is_available()):
         raise ReplayMismatch(

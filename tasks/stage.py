@@ -22,7 +22,7 @@ from infra.driver import Driver
 from infra.manifest import Fingerprint, Manifest
 from infra.objects import StoreUnavailable
 from infra.progress import report
-from infra.records import Shard, Skip, Stage, Weights
+from infra.records import RunState, Shard, Skip, Stage, Weights
 from infra.store import MAX_ATTEMPTS
 from infra.workers.worker import Call, Compute, Rows, Stale, Update, Updated
 from rlhf.config_view import ConfigView
@@ -70,7 +70,12 @@ def rows(
     There are as many shards as the first input has; a stage that reads no other stage says how many with `count`, and
     may end before with `until`.
     """
-    return lambda compute: RowsStage(spec, compute, count, summary, until)
+
+    def decorate(compute: Compute) -> RowsStage:
+        ROWS[spec.name] = RowsStage(spec, compute, count, summary, until)
+        return ROWS[spec.name]
+
+    return decorate
 
 
 def update(spec: StageSpec) -> Callable[[Update], StageTask]:
@@ -94,6 +99,10 @@ def skip_update(role: str, iteration: int, reason: str) -> None:
         driver.store.commit(Skip(iteration=iteration, stage=spec.name, role=role, weights=after, reason=reason))
         if driver.group.call("holds", role, before):
             driver.group.call("pass_through", role, after)
+
+
+ROWS: dict[str, RowsStage] = {}
+"""Every stage that writes rows, by name."""
 
 
 def _as_task(spec: StageSpec, run: Callable[[int, tuple[Manifest, ...]], tuple[Manifest, bool]]) -> StageTask:
@@ -139,8 +148,8 @@ class RowsStage:
             check_shard(driver, spec, before, fingerprint)
             return before, True
         driver.check_stop()
-        call = _call(driver, spec, view, iteration, inputs, attempt, shard)
-        result: Rows = _on_worker(driver, "rows", call, self.compute)
+        call = call_of(driver, spec, view, iteration, inputs, attempt, shard)
+        result: Rows = on_worker(driver, "rows", call, self.compute)
         found = Shard(
             iteration=iteration,
             stage=spec.name,
@@ -222,8 +231,8 @@ def _run_update(
     attempt = store.begin_attempt(iteration, spec.name)
     report("stage", iteration=iteration, stage=spec.name, done=0, total=1, metrics=None)
     driver.check_stop()
-    call = _call(driver, spec, view, iteration, inputs, attempt, 0)
-    updated: Updated = _on_worker(driver, "update", call, compute)
+    call = call_of(driver, spec, view, iteration, inputs, attempt, 0)
+    updated: Updated = on_worker(driver, "update", call, compute)
     manifest = Manifest(
         iteration=iteration,
         stage=spec.name,
@@ -250,7 +259,7 @@ def _run_update(
     return manifest, False
 
 
-def _on_worker(driver: Driver, method: str, call: Call, function: Compute | Update) -> Any:
+def on_worker(driver: Driver, method: str, call: Call, function: Compute | Update) -> Any:
     """Call the worker; one that does not hold the weights is first brought to them."""
     try:
         return driver.group.call(method, call, function)
@@ -260,7 +269,7 @@ def _on_worker(driver: Driver, method: str, call: Call, function: Compute | Upda
         return driver.group.call(method, call, function)
 
 
-def _call(
+def call_of(
     driver: Driver,
     spec: StageSpec,
     view: ConfigView,
@@ -268,7 +277,10 @@ def _call(
     inputs: tuple[Manifest, ...],
     attempt: int,
     shard: int,
+    began: RunState | None = None,
 ) -> Call:
+    """What a worker is asked; `began` is the state in which the iteration began, where it is not the open one."""
+    state = driver.state if began is None else began
     return Call(
         epoch=driver.epoch,
         stage=spec.name,
@@ -280,6 +292,6 @@ def _call(
         writes=spec.writes,
         role=spec.role,
         weights=weights_of(driver, spec, iteration),
-        cursor=driver.state.cursor,
-        controllers=dict(driver.state.controllers),
+        cursor=state.cursor,
+        controllers=dict(state.controllers),
     )

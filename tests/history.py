@@ -84,4 +84,4 @@ class History:
             assert ids.is_unique, f"{stage.name} shows {ids[ids.duplicated()].tolist()} more than once"
         if closes:
             assert pd.read_parquet(self.folder / "metrics")["iteration"].is_unique
-        assert len(self.run.metrics()) == len(closes)
+        assert len(self.run.metrics()) == self.state.iteration

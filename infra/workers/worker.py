@@ -131,18 +131,24 @@ class Worker:
 
     def rows(self, call: Call, compute: Compute) -> Rows:
         """Compute one shard and write it; nothing is committed."""
+        batch, outputs, seconds = self.computed(call, compute)
+        shard = self.store.write_shard(call.iteration, call.stage, call.attempt, call.shard, batch.table)
+        return Rows(shard, outputs, seconds)
+
+    def computed(self, call: Call, compute: Compute) -> tuple[TrajectoryBatch, dict[str, Any], float]:
+        """One shard's rows, its small outputs, and the seconds it took; nothing is written."""
         self._admit(call)
         if call.role is not None and not self.holds(role := WEIGHTS_OF.get(call.role, call.role), call.weights):
             raise Stale(role)
+        batch = self._read(call)
         started = time.perf_counter()
-        context = Context(call, self._read(call), self)
-        batch = compute(context)
+        context = Context(call, batch, self)
+        found = compute(context)
         seconds = time.perf_counter() - started
         expected = ("trajectory_id", *call.writes)
-        assert tuple(batch.columns) == expected, f"{call.stage} wrote {batch.columns}, its spec says {expected}"
-        _check_finite(batch, call.stage)
-        shard = self.store.write_shard(call.iteration, call.stage, call.attempt, call.shard, batch.table)
-        return Rows(shard, context.outputs, seconds)
+        assert tuple(found.columns) == expected, f"{call.stage} wrote {found.columns}, its spec says {expected}"
+        _check_finite(found, call.stage)
+        return found, context.outputs, seconds
 
     def update(self, call: Call, update: Update) -> Updated:
         """Move a role from `call.weights` to the next version, once: asked again, the finished result is returned."""

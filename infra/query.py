@@ -1,0 +1,104 @@
+"""SQL over what a run has committed, in place: DuckDB reads the Parquet files where they lie, and only the columns and
+row groups that a query needs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+import duckdb
+import fsspec
+import pyarrow as pa
+import pyarrow.dataset as ds
+from pyarrow.fs import FSSpecHandler, PyFileSystem
+
+from infra.records import RunState, ShardRef, Stage
+from infra.runs import Run
+from infra.store import ROW_STAGES
+from rlhf.errors import UserError
+from rlhf.schema import TRAJECTORY
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+VALIDATE = "validate"
+Files = list[tuple[int, ShardRef]]
+
+
+def query(run: Run, sql: str) -> pd.DataFrame:
+    """The answer to a query over these tables:
+
+    - one for each stage, by its name, with its own columns, `trajectory_id` and `iteration`; `validate` likewise;
+    - `trajectories`: the stages joined, one row a trajectory, and NULL where a stage has not got to it;
+    - `metrics`: one row for each closed iteration.
+
+    Raises `UserError` for what DuckDB refuses.
+    """
+    connection = connect(run)
+    try:
+        frame: pd.DataFrame = connection.execute(sql).df()
+    except duckdb.Error as error:
+        raise UserError(f"query: {str(error).splitlines()[0]}; tables are {', '.join(_tables(connection))}") from None
+    return frame
+
+
+def connect(run: Run) -> duckdb.DuckDBPyConnection:
+    """A connection in which the run's tables are known, and which reaches nothing else."""
+    connection = duckdb.connect(config={"enable_external_access": "false"})
+    states = [run.store.iteration_state(iteration) for iteration in range(run.state.iteration + 1)]
+    present = []
+    for stage in (*ROW_STAGES, VALIDATE):
+        files = [(number, ref) for number, state in enumerate(states) for ref in _shards(run, state, stage)]
+        if files:
+            connection.register(stage, _dataset(run, files))
+            present.append(stage)
+    metrics = run.metrics()
+    connection.register("metrics", metrics)
+    if ROW_STAGES[0] in present:
+        connection.execute(_joined([stage for stage in present if stage != VALIDATE]))
+    return connection
+
+
+def _joined(stages: list[str]) -> str:
+    first, *others = stages
+    columns = [f"{stage}.{column}" for stage in stages for column in TRAJECTORY.of(stage)]
+    joins = " ".join(f"LEFT JOIN {stage} ON {stage}.trajectory_id = {first}.trajectory_id" for stage in others)
+    return (
+        f"CREATE VIEW trajectories AS SELECT {first}.iteration, {first}.trajectory_id, {', '.join(columns)} "
+        f"FROM {first} {joins}"
+    )
+
+
+def _shards(run: Run, state: RunState, stage: str) -> list[ShardRef]:
+    committed = state.stages.get(stage)
+    if isinstance(committed, Stage):
+        return list(run.store.manifest(committed).shards)
+    return [shard.data for _, shard in sorted(state.shards.get(stage, {}).items())]
+
+
+def _dataset(run: Run, files: Files) -> ds.Dataset:
+    """The files as one dataset, with `iteration` as a column; a fork's may lie in several stores."""
+    by_store: dict[str, Files] = defaultdict(list)
+    for iteration, ref in files:
+        by_store[run.store.objects.of_run(ref.run).url].append((iteration, ref))
+    parts: list[Any] = []
+    for url, found in by_store.items():
+        fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
+        filesystem = PyFileSystem(FSSpecHandler(fs))
+        paths = [f"{root.rstrip('/')}/{ref.key}" for _, ref in found]
+        form = ds.ParquetFileFormat()
+        schema = form.inspect(paths[0], filesystem=filesystem)
+        parts.append(
+            ds.FileSystemDataset.from_paths(
+                paths,
+                schema=schema.append(pa.field("iteration", pa.int32())),
+                format=form,
+                filesystem=filesystem,
+                partitions=[ds.field("iteration") == pa.scalar(iteration, pa.int32()) for iteration, _ in found],
+            )
+        )
+    return parts[0] if len(parts) == 1 else ds.dataset(parts)
+
+
+def _tables(connection: duckdb.DuckDBPyConnection) -> list[str]:
+    return [name for (name,) in connection.execute("SHOW TABLES").fetchall()]

@@ -1,0 +1,107 @@
+"""Where a checkpoint comes from: the update that made it, what that read, and so on down to data, seed and code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from infra.log import RunLog
+from infra.manifest import Manifest
+from infra.records import Claim, Skip, Weights
+from infra.runs import Run
+from rlhf.errors import UserError
+from tasks.spec import UPDATES
+
+
+@dataclass(frozen=True)
+class Origin:
+    """One thing, and what it was made from."""
+
+    what: str
+    details: tuple[str, ...] = ()
+    made_from: tuple[Origin, ...] = field(default=())
+
+
+def explain(run: Run, version: int, role: str = "actor") -> Origin:
+    """The lineage of a role after `version` iterations: its last update in full, the earlier ones a line each."""
+    newest = run.state.weights.get(role)
+    if role not in UPDATES or newest is None:
+        raise UserError(f"the run has no {role} that is trained")
+    if not 0 <= version <= newest.version:
+        raise UserError(f"the {role} has versions 0 to {newest.version}; there is no version {version}")
+    return Origin(
+        f"{role} after {version} iterations",
+        (f"digest {_weights(run, role, version).digest}", _snapshot(run, role, version)),
+        tuple(_updates(run, role, version)),
+    )
+
+
+def _updates(run: Run, role: str, version: int) -> Iterator[Origin]:
+    """The updates that led to a version, newest first, and what it all began with."""
+    name = UPDATES[role][0].name
+    for iteration in reversed(range(version)):
+        committed = run.store.committed_stage(iteration, name)
+        if committed is None:
+            break
+        if isinstance(committed, Skip):
+            yield Origin(f"iteration {iteration}: {name} skipped, {committed.reason}")
+            continue
+        manifest = run.store.manifest(committed)
+        if iteration == version - 1:
+            yield _stage(run, iteration, manifest, set())
+        else:
+            yield Origin(f"iteration {iteration}: {name}", (f"fingerprint {committed.fingerprint}",))
+    first = run.state.initial[role]
+    yield Origin(f"the {role} that the run began with", (f"sha256 of the model's files {first.digest}",))
+
+
+def _stage(run: Run, iteration: int, manifest: Manifest, told: set[str]) -> Origin:
+    """A stage with its fingerprint spelled out; a stage that was told already is only named."""
+    title = f"iteration {iteration}: {manifest.stage}"
+    if manifest.stage in told:
+        return Origin(f"{title} (as above)")
+    told.add(manifest.stage)
+    parts = manifest.fingerprint.parts
+    details = [f"epoch {manifest.epoch}, {manifest.seconds:.1f} s, {_output(manifest)}"]
+    if (claim := _claim(run, iteration, manifest)) is not None:
+        packages = ", ".join(f"{name} {release}" for name, release in claim.packages.items())
+        details.append(f"by {claim.host}, {claim.threads} threads, code {claim.code[:16]}, {packages}")
+    for name, value in parts.items():
+        if not name.startswith(("input.", "stage", "version", "iteration")):
+            details.append(f"{name} = {value}")
+    sources = run.store.manifests(iteration)
+    inputs = [name.removeprefix("input.") for name in parts if name.startswith("input.")]
+    return Origin(title, tuple(details), tuple(_stage(run, iteration, sources[name], told) for name in inputs))
+
+
+def _output(manifest: Manifest) -> str:
+    if manifest.weights is not None:
+        return f"weights {manifest.weights.digest[:16]}"
+    return (
+        f"{sum(shard.rows for shard in manifest.shards)} rows in {len(manifest.shards)} shards, {manifest.digest[:16]}"
+    )
+
+
+def _claim(run: Run, iteration: int, manifest: Manifest) -> Claim | None:
+    """The driver that committed a stage: known while its epoch is among those of the iteration."""
+    state = run.store.iteration_state(iteration)
+    stage = state.stages[manifest.stage]
+    assert not isinstance(stage, Skip), "a skipped stage has no manifest"
+    holder = run.store.objects.of_run(stage.manifest.run)
+    if manifest.epoch not in state.open_epochs:
+        return None
+    return RunLog(holder).claim_at(state.open_epochs[manifest.epoch].slot)
+
+
+def _weights(run: Run, role: str, version: int) -> Weights:
+    if version == run.state.weights[role].version:
+        return run.state.weights[role]
+    return run.store.iteration_state(version).starting[role]
+
+
+def _snapshot(run: Run, role: str, version: int) -> str:
+    roles = run.state.snapshots.get(version, {})
+    if role not in roles:
+        return "no snapshot: replayed from an older one when it is needed"
+    ref = roles[role]
+    return f"snapshot {run.store.objects.of_run(ref.run).url}/{ref.key}"

@@ -1,0 +1,124 @@
+"""What a changed config would run again, and where a fork has to begin so that the rest is shared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from infra.driver import Driver, check_inputs, check_store
+from infra.forks import fork
+from infra.objects import Objects
+from infra.records import Skip, Stage
+from infra.runs import Run
+from rlhf.config import RunConfig
+from rlhf.errors import UserError
+from tasks import (
+    advantages,
+    generate,
+    greedy_baseline,
+    old_log_probs,
+    ref_log_probs,
+    score,
+    select,
+    update_actor,
+    update_critic,
+    validate,
+    values,
+)
+from tasks.fingerprint import check_config, outside_differences
+
+ORDER = tuple(
+    module.SPEC
+    for module in (
+        validate,
+        generate,
+        score,
+        select,
+        greedy_baseline,
+        old_log_probs,
+        ref_log_probs,
+        values,
+        advantages,
+        update_critic,
+        update_actor,
+    )
+)
+"""Every stage, in the order of an iteration."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A stage of an iteration, under another config."""
+
+    stage: str
+    keeps: bool
+    why: tuple[str, ...]
+    """What has changed, or which stage that it reads runs again."""
+
+
+def plan(run: Run, config: RunConfig, iteration: int) -> list[Planned]:
+    """For each stage that an iteration has committed, or would have, whether it stays what it is."""
+    driver = Driver(config, run.store)
+    committed, needed = run.store.iteration_state(iteration).stages, set(config.stages) | {"validate"}
+    found: dict[str, Planned] = {}
+    for spec in ORDER:
+        stage = committed.get(spec.name)
+        if (stage is None and spec.name not in needed) or (spec.name == "validate" and stage is None):
+            continue
+        if stage is None:
+            why = ["not committed"]
+        elif spec.name not in needed:
+            why = ["the config has no such stage"]
+        elif isinstance(stage, Skip):
+            why = [] if config.warms_up(iteration) else ["it was skipped"]
+        else:
+            why = outside_differences(driver, spec, run.store.manifest(stage))
+            inputs = {name for name in spec.reads if name in committed}
+            why += [f"reads {name}" for name in spec.reads if name in found and not found[name].keeps]
+            why += [f"reads {name}, which is new" for name in spec.reads if name in needed - inputs]
+        found[spec.name] = Planned(spec.name, not why, tuple(why))
+    return list(found.values())
+
+
+def first_changed(planned: Iterable[Planned]) -> str | None:
+    """Where a fork has to begin: the first stage that does not stay, though it is committed."""
+    return next((one.stage for one in planned if not one.keeps and one.why != ("not committed",)), None)
+
+
+def fork_run(run: Run, config: RunConfig, iteration: int, stage: str | None) -> None:
+    """Make the run that `config` names a fork of `run`, which shares what is committed before the point.
+
+    Of the iteration itself it shares the stages that depend neither on `stage` nor on what depends on it; none, if
+    `stage` is None. Raises `UserError` for a point that the run has not reached, and for a config under which a
+    shared stage would not be what it is.
+    """
+    state = run.state
+    if not 0 <= iteration <= state.iteration:
+        raise UserError(f"--at {iteration}: the run has iterations 0 to {state.iteration} (the open one)")
+    shared: list[str] = []
+    if stage is not None:
+        names = [spec.name for spec in ORDER]
+        if stage not in names:
+            raise UserError(f"--at {iteration}:{stage}: stages are {', '.join(names)}")
+        committed = run.store.iteration_state(iteration).stages
+        shared = [name for name in names if name in committed and name not in dependents(stage, config)]
+        if stage not in ("validate", "generate") and "generate" not in committed:
+            raise UserError(f"--at {iteration}:{stage}: iteration {iteration} has not committed generate yet")
+        driver = Driver(config, run.store)
+        for spec in ORDER:
+            if spec.name in shared and isinstance(found := committed[spec.name], Stage):
+                check_config(driver, spec, run.store.manifest(found))
+    child = Objects(f"{config.run.store.rstrip('/')}/{config.run.name}")
+    check_inputs(config)
+    check_store(child, config)
+    at = str(iteration) if stage is None else f"{iteration}:{stage}"
+    fork(run.store, child, config.model_dump(mode="json"), iteration, shared, at)
+
+
+def dependents(stage: str, config: RunConfig) -> set[str]:
+    """A stage, and every stage of the config that reads it, or one that does."""
+    found = {stage}
+    for spec in ORDER:
+        if spec.name in config.stages and found & set(spec.reads):
+            found.add(spec.name)
+    return found

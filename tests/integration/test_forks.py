@@ -1,0 +1,270 @@
+"""Forking, planning, explaining, replaying, querying and vacuuming a run, through the command line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import yaml
+
+from flows.train import train
+from infra.records import Fork
+from infra.runs import open_run
+from rlhf.config import RunConfig
+from tests import tiny
+from tests.history import History
+from tests.integration.test_cli import Ratchet
+from tests.processes import Fault, Processes
+
+REWARD = "reward.function=tests.rewards:digits"
+
+
+@pytest.fixture
+def ratchet(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], prefect_server: str) -> Ratchet:
+    monkeypatch.setattr("flows.cli.console._width", 200)
+    return Ratchet(monkeypatch, capfd)
+
+
+@pytest.fixture
+def config(workspace: Path, tmp_path: Path) -> RunConfig:
+    return parent_config(workspace, tmp_path)
+
+
+def parent_config(workspace: Path, folder: Path) -> RunConfig:
+    return tiny.config(
+        workspace,
+        run__name="parent",
+        run__store=f"file://{folder}/runs",
+        reward__function="tests.rewards:letters",
+        train__iterations=3,
+        checkpoint={"every": 1, "keep": {"last": 1, "every": None}},
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(workspace: Path, tmp_path_factory: pytest.TempPathFactory, prefect_server: str) -> Path:
+    """The folder of a run that is done."""
+    folder = tmp_path_factory.mktemp("trained")
+    train(parent_config(workspace, folder))
+    return folder / "runs" / "parent"
+
+
+@pytest.fixture
+def parent(trained: Path, config: RunConfig, tmp_path: Path) -> History:
+    """The run, for one test alone; a run's folder can be moved."""
+    shutil.copytree(trained, tmp_path / "runs" / "parent")
+    (tmp_path / "parent.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    return History.of(config)
+
+
+def of(config: RunConfig, name: str) -> History:
+    history = History.of(config.with_values({"run.name": name}))
+    history.check_sound()
+    return history
+
+
+def test_a_fork_shares_what_came_before_and_nothing_is_copied(
+    ratchet: Ratchet, parent: History, config: RunConfig, tmp_path: Path
+) -> None:
+    store = ("--store", config.run.store)
+    before = sorted(path for path in parent.folder.rglob("*") if path.is_file())
+    code, out, err = ratchet("fork", "parent", "--at", "1:score", "--run", "child", *store, REWARD)
+    assert code == 0, err
+    assert "ratchet resume child" in out
+    assert [type(commit) for record in of(config, "child").records for commit in record.commits] == [Fork]
+    code, _, err = ratchet("resume", "child", *store)
+    assert code == 0, err
+
+    run = of(config, "child").run
+    theirs, ours = parent.run.trajectories(), run.trajectories()
+    assert len(ours) == len(theirs)
+    first = [frame[frame["iteration"] == 0].reset_index(drop=True) for frame in (theirs, ours)]
+    pd.testing.assert_frame_equal(*first)
+    same = ["trajectory_id", "response", "old_log_probs", "ref_log_probs", "values"]
+    second = [frame[frame["iteration"] == 1].reset_index(drop=True) for frame in (theirs, ours)]
+    pd.testing.assert_frame_equal(second[0][same], second[1][same])
+    assert (second[0]["score"] != second[1]["score"]).any()
+    mine = {
+        path.relative_to(run.store.url.removeprefix("file://")).parts[1]
+        for path in _files(run.store.url)
+        if "iteration=000001" in str(path) and "trajectories" in str(path)
+    }
+    assert mine == {"score", "advantages"}
+    after = sorted(path for path in parent.folder.rglob("*") if path.is_file())
+    assert [path for path in after if path not in before] in ([], [parent.folder / "forks" / "child.json"])
+
+
+def test_a_fork_that_changes_nothing_gives_the_same_weights(
+    ratchet: Ratchet, parent: History, config: RunConfig
+) -> None:
+    """Its snapshot is gone (the parent keeps one), so that the updates before are replayed from the parent's rows."""
+    store = ("--store", config.run.store)
+    for at, name in (("0", "whole"), ("2", "last"), ("1:update_actor", "update")):
+        assert ratchet("fork", "parent", "--at", at, "--run", name, *store)[0] == 0
+        assert ratchet("resume", name, *store)[0] == 0
+        assert of(config, name).state.weights == parent.state.weights
+    assert ratchet("fork", "update", "--at", "3", "--run", "grandchild", *store, "train.iterations=4")[0] == 0
+    assert ratchet("resume", "grandchild", *store)[0] == 0
+    run = of(config, "grandchild").run
+    assert len(run.trajectories()) == 4 * config.trajectories_per_iteration
+    assert list(run.metrics()["iteration"]) == [0, 1, 2, 3]
+
+
+def test_a_snapshot_that_a_fork_needs_is_not_retired(ratchet: Ratchet, parent: History, config: RunConfig) -> None:
+    store = ("--store", config.run.store)
+    assert ratchet("fork", "parent", "--at", "3", "--run", "child", *store, "train.iterations=4")[0] == 0
+    assert ratchet("train", parent.folder.parent.parent / "parent.yaml", "train.iterations=5")[0] == 0
+    assert set(History.of(config).state.snapshots) == {5}
+    assert (parent.folder / "checkpoints" / "actor").exists()
+    assert ratchet("vacuum", "parent", *store)[0] == 0
+    assert ratchet("resume", "child", *store)[0] == 0
+    assert of(config, "child").state.iteration == 4
+
+
+def test_a_fork_may_change_the_algorithm(ratchet: Ratchet, parent: History, config: RunConfig) -> None:
+    """A critic ends, and one begins late."""
+    store = ("--store", config.run.store)
+    grpo = ("algorithm.advantage=grpo", "algorithm.kl.in_reward=null", "train.iterations=4")
+    assert ratchet("fork", "parent", "--at", "2", "--run", "grpo", *store, *grpo)[0] == 0
+    assert ratchet("resume", "grpo", *store)[0] == 0
+    back = ("algorithm.advantage=gae", "train.iterations=6", "checkpoint.every=3")
+    assert ratchet("fork", "grpo", "--at", "4", "--run", "ppo", *store, *back)[0] == 0
+    code, _, err = ratchet("resume", "ppo", *store)
+    assert code == 0, err
+    state = of(config, "ppo").state
+    assert state.starting["critic"].version == state.weights["actor"].version == 6
+    assert state.weights["critic"].digest != parent.state.weights["critic"].digest
+
+
+def test_a_critic_may_begin_late(ratchet: Ratchet, config: RunConfig, tmp_path: Path) -> None:
+    store, path = ("--store", config.run.store), tmp_path / "parent.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    assert ratchet("train", path, "algorithm.advantage=rloo", "train.iterations=2")[0] == 0
+    back = ("algorithm.advantage=gae", "train.iterations=4", "checkpoint.every=3")
+    assert ratchet("fork", "parent", "--at", "2", "--run", "late", *store, *back)[0] == 0
+    assert ratchet("resume", "late", *store)[0] == 0
+    state = of(config, "late").state
+    assert (state.initial["critic"].version, state.weights["critic"].version) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--at", "9"), "--at 9: the run has iterations 0 to 3 (the open one)"),
+        (("--at", "one"), "--at one: write an iteration, such as 7"),
+        (("--at", "1:scores"), "--at 1:scores: stages are validate, generate, score"),
+        (("--at", "3:score"), "--at 3:score: iteration 3 has not committed generate yet"),
+        (("--at", "1:update_actor", REWARD), "score of iteration 1 is committed, but what it depends on has changed"),
+    ],
+)
+def test_forks_that_cannot_be(
+    ratchet: Ratchet, parent: History, config: RunConfig, arguments: tuple[str, ...], says: str
+) -> None:
+    code, _, err = ratchet("fork", "parent", "--run", "child", "--store", config.run.store, *arguments)
+    assert code == 2
+    assert says in err
+    assert not (parent.folder.parent / "child").exists()
+
+
+def test_plan_says_what_would_run_again_and_why(ratchet: Ratchet, parent: History, config: RunConfig) -> None:
+    path = parent.folder.parent.parent / "parent.yaml"
+    code, out, err = ratchet("plan", path, REWARD, "actor.lr=0.5")
+    assert code == 0, err
+    lines = {line.split()[0]: line for line in out.splitlines() if line.strip() and "─" not in line}
+    assert "stays" in lines["generate"]
+    assert "config.reward.function: tests.rewards:letters -> tests.rewards:digits" in lines["score"]
+    assert "stays" in lines["values"]
+    assert "reads score" in lines["advantages"]
+    assert "config.actor.lr: 0.001 -> 0.5" in lines["update_actor"]
+    assert "ratchet fork parent --at 2:score" in out
+    code, out, _ = ratchet("plan", path, "train.iterations=9", "checkpoint.every=2")
+    assert "nothing that is committed would run again" in out
+    code, out, _ = ratchet("plan", path, "algorithm.advantage=grpo")
+    assert "the config has no such stage" in out
+
+
+def test_explain_goes_down_to_data_seed_and_code(ratchet: Ratchet, parent: History, config: RunConfig) -> None:
+    code, out, err = ratchet("explain", "parent", 2, "--store", config.run.store)
+    assert code == 0, err
+    manifest = parent.run.store.manifests(1)["generate"].fingerprint.parts
+    for wanted in (
+        "actor after 2 iterations",
+        "iteration 1: update_actor",
+        "iteration 1: generate",
+        "iteration 0: update_actor",
+        f"dataset = {manifest['dataset']}",
+        "config.run.seed = 0",
+        "config.actor.lr = 0.001",
+        parent.state.initial["actor"].digest,
+        f"code {parent.state.claim.code[:16]}",  # type: ignore[union-attr]
+    ):
+        assert wanted in out, wanted
+    assert ratchet("explain", "parent", 7, "--store", config.run.store)[0] == 2
+
+
+def test_replay_comes_out_the_same_or_names_what_does_not(
+    ratchet: Ratchet, parent: History, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = ("--store", config.run.store)
+    records = len(parent.records)
+    code, out, err = ratchet("replay", "parent", "--iteration", 1, *store)
+    assert code == 0, err
+    assert out.count("the same") == 8
+    monkeypatch.setattr("tests.rewards.letters", lambda *_: 0.25)
+    code, out, err = ratchet("replay", "parent", "--iteration", 1, *store)
+    assert code == 1
+    assert "score: column score of it000001-p0000" in out
+    assert "now 0.25" in out
+    assert "score is the first" in err
+    assert len(History.of(config).records) == records, "nothing is written"
+
+
+def test_query_reads_in_place(ratchet: Ratchet, parent: History, config: RunConfig) -> None:
+    store = ("--store", config.run.store, "--format", "json")
+    sql = "select iteration, count(*) as n, avg(score) as mean from trajectories group by 1 order by 1"
+    code, out, err = ratchet("query", "parent", sql, *store)
+    assert code == 0, err
+    frame = parent.run.trajectories()
+    expected = frame.groupby("iteration")["score"].mean()
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert [row["n"] for row in rows] == [8, 8, 8]
+    assert [row["mean"] for row in rows] == pytest.approx(list(expected), rel=1e-6)
+    code, out, _ = ratchet("query", "parent", 'select max("critic/score/mean") as best from metrics', *store)
+    assert json.loads(out)["best"] == pytest.approx(parent.run.metrics()["critic/score/mean"].max())
+    code, _, err = ratchet("query", "parent", "select nothing from nowhere", *store)
+    assert code == 2
+    assert "tables are " in err
+    code, _, err = ratchet("query", "parent", "select * from read_text('/etc/hostname')", *store)
+    assert code == 2
+
+
+def test_vacuum_deletes_what_nothing_reaches(ratchet: Ratchet, config: RunConfig, processes: Processes) -> None:
+    """A driver that died left files; a snapshot that was retired is gone already."""
+    for fault in (
+        Fault("put", "manifests/iteration=000001/values"),
+        Fault("put", "checkpoints/critic/000002.*/model.safetensors"),
+    ):
+        assert processes.train(config, fault).wait() == -9
+    assert processes.train(config).wait() == 0
+    history, store = History.of(config), ("--store", config.run.store)
+    before = {path for path in history.folder.rglob("*") if path.is_file()}
+    code, dry, _ = ratchet("vacuum", "parent", "--dry-run", *store)
+    assert {path for path in history.folder.rglob("*") if path.is_file()} == before
+    code, out, err = ratchet("vacuum", "parent", *store)
+    assert code == 0, err
+    gone = {path.relative_to(history.folder).as_posix() for path in before if not path.exists()}
+    assert gone == set(dry.split()[:-5]) == set(out.split()[:-4])
+    assert any(name.startswith("manifests/iteration=000001/values") for name in gone)
+    assert any(name.startswith("checkpoints/critic/000002") for name in gone)
+    assert not any(name.startswith(("log/", "run.json")) for name in gone)
+    pd.testing.assert_frame_equal(open_run(history.run.store.url).trajectories(), history.run.trajectories())
+    assert processes.train(config.with_values({"train.iterations": 4})).wait() == 0
+    code, out, _ = ratchet("vacuum", "parent", *store)
+    assert "0 objects were deleted" in out
+
+
+def _files(url: str) -> list[Path]:
+    return [path for path in Path(url.removeprefix("file://")).rglob("*") if path.is_file()]
