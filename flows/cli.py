@@ -188,6 +188,28 @@ def fork(
 
 
 @app.command()
+def rescore(
+    name: Name,
+    reward: Annotated[str, typer.Option(help="a built-in reward, or package.module:function")],
+    run: Annotated[str, typer.Option(help="the new run's name")],
+    store: Store = DEFAULT_STORE,
+    learn: Annotated[bool, typer.Option("--train", help="also update on them: off-policy, and corrected")] = False,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c ...]", help="values to change")] = None,
+) -> None:
+    """New scores on old generations, compared with the old; nothing is generated."""
+    from flows import views
+    from flows.rescore import begin, rescoring_config
+    from infra.driver import run_url
+    from infra.runs import open_run
+
+    source = _url(name, store)
+    config = rescoring_config(source, run, reward, learn).overridden(overrides or [])
+    begin(config)
+    _drive(config, take_over=False)
+    views.compare_scores(console, open_run(source), open_run(run_url(config.run.store, run)))
+
+
+@app.command()
 def plan(
     config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="the changed config")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c ...]", help="values to change")] = None,

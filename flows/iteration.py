@@ -5,6 +5,7 @@ from prefect import flow
 from infra.driver import driving
 from rlhf.config import RunConfig
 from tasks.advantages import advantages
+from tasks.borrow import borrow
 from tasks.close import close
 from tasks.fingerprint import check_open_iteration
 from tasks.generate import generate
@@ -27,8 +28,12 @@ def iteration(config: RunConfig, k: int) -> dict[str, float]:
         if config.validates_before(k):
             validate(k)
 
-        generated = generate(k)
+        generated = generate(k) if config.data.generations is None else borrow(k)
         scored = score(k, generated)
+        if not config.train.updates:
+            skip_update("actor", k, "this run only scores")
+            return close(k)
+
         chosen = select(k, generated, scored) if config.selects else None
         greedy = greedy_baseline(k, generated, chosen) if config.needs_greedy_scores else None
         old = old_log_probs(k, generated, chosen) if config.needs_old_log_probs else None

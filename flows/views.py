@@ -129,6 +129,23 @@ def rows(console: Console, frame: pd.DataFrame, format: str, title: str | None =
         console.print(table, markup=False)
 
 
+def compare_scores(console: Console, old: Run, new: Run) -> None:
+    """Two runs' scores of the same trajectories, iteration by iteration."""
+    columns = ["trajectory_id", "score"]
+    iterations = range(new.state.iteration)
+    both = old.trajectories(iterations, columns).merge(
+        new.trajectories(iterations, columns), on=["iteration", "trajectory_id"], suffixes=("_old", "_new")
+    )
+    table = Table("it", "trajectories", "old mean", "new mean", "changed", "correlation", box=box.SIMPLE_HEAD)
+    for iteration, group in [*both.groupby("iteration"), ("all", both)]:
+        before, after = group["score_old"], group["score_new"]
+        related = before.corr(after) if before.nunique() > 1 and after.nunique() > 1 else float("nan")
+        changed = (before != after).mean()
+        numbers = (f"{before.mean():.3f}", f"{after.mean():.3f}", f"{changed:.1%}", f"{related:.2f}")
+        table.add_row(str(iteration), str(len(group)), *numbers)
+    console.print(table)
+
+
 def plan(console: Console, run: Run, config: RunConfig, iteration: int | None, name: str) -> None:
     """A table of an iteration's stages under another config, and where a fork would begin."""
     from tasks.plan import first_changed

@@ -58,7 +58,7 @@ def fork(
     assert claim is not None, "a run that can be read was claimed"
     first = {"schema_version": 1, "config": config, "parent": parent.objects.url, "at": at}
     child.retry("write run.json", lambda: child.create("run.json", json.dumps(first, indent=1).encode()))
-    name = _name_of(parent.objects.url, child.url)
+    name = name_of(parent.objects.url, child.url)
     RunLog(child).append(
         Fork(parent=name, at=at, claim=claim.model_copy(update={"config": config}), state=seen_from_fork(name, state))
     )
@@ -85,7 +85,7 @@ def _registration_key(child: Objects) -> str:
     return f"forks/{child.url.rpartition('/')[2]}.json"
 
 
-def _name_of(run: str, seen_from: str) -> str:
+def name_of(run: str, seen_from: str) -> str:
     """A run's URL, or ``../name`` if it lies beside the other: then both can be moved together."""
     (folder, _, leaf), (other, _, _) = run.rpartition("/"), seen_from.rpartition("/")
     return f"../{leaf}" if folder == other else run

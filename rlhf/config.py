@@ -82,6 +82,9 @@ class Data(Section):
     train: OneOrMore[str] = Field(min_length=1, description="prompt files (Parquet or JSON lines), in order")
     prompts_per_iteration: int = Field(64, gt=0, description="prompts each iteration draws")
     max_prompt_tokens: int = Field(512, gt=0, description="longest prompt, in tokens, chat template included")
+    generations: str | None = Field(
+        None, description="a run (its URL) whose generations are taken instead of new ones; null: generate"
+    )
     truncation: Literal["error", "left", "right"] = Field("error", description="what happens to a longer prompt")
 
 
@@ -187,6 +190,7 @@ class Validation(Section):
 
 class Train(Section):
     iterations: int = Field(30, gt=0, description="iterations in all; raise it to go on with a finished run")
+    updates: bool = Field(True, description="false: responses are only scored, and the actor passes through unchanged")
 
 
 class RunConfig(Section):
@@ -219,7 +223,8 @@ class RunConfig(Section):
     @property
     def on_policy(self) -> bool:
         """One pass over one mini-batch: the actor that learns is the one that generated, and every ratio is 1."""
-        return self.actor.ppo_epochs == 1 and self.actor.mini_batch_trajectories == self.trajectories_per_iteration
+        one_step = self.actor.mini_batch_trajectories == self.trajectories_per_iteration
+        return self.actor.ppo_epochs == 1 and one_step and self.data.generations is None
 
     @property
     def bypass(self) -> bool:
@@ -268,6 +273,8 @@ class RunConfig(Section):
             "values": self.needs_critic,
             "update_critic": self.needs_critic,
         }
+        if not self.train.updates:
+            return ("generate", "score", "update_actor")
         return tuple(name for name in STAGES if optional.get(name, True))
 
     def validates_before(self, iteration: int) -> bool:
@@ -312,6 +319,11 @@ class RunConfig(Section):
                 "critic: remove it, or choose an advantage with a critic (gae)"
             )
         self._algorithms_fit()
+        if self.bypass and self.data.generations is not None:
+            raise ValueError(
+                "data.generations takes what another policy generated, so old log-probs have to be recomputed: set "
+                "algorithm.rollout_correction.bypass: false"
+            )
         if self.validation.every and self.validation.data is None:
             raise ValueError("validation.every is set without validation.data: name a prompt file, or remove it")
         return self

@@ -25,7 +25,8 @@ def close(iteration: int) -> dict[str, float]:
     metrics = iteration_metrics(driver, iteration)
     if driver.state.iteration > iteration:  # an earlier try's record was written after all
         return metrics
-    if (iteration + 1) % config.checkpoint.every == 0 or iteration + 1 == config.train.iterations:
+    due = (iteration + 1) % config.checkpoint.every == 0 or iteration + 1 == config.train.iterations
+    if due and config.train.updates:
         driver.check_stop()
         started = time.perf_counter()
         roles = {}
@@ -60,5 +61,6 @@ def iteration_metrics(driver: Driver, iteration: int) -> dict[str, float]:
             metrics |= manifest.metrics
             metrics[f"timing_s/{name}"] = manifest.seconds
     metrics["timing_s/stages"] = sum(value for name, value in metrics.items() if name.startswith("timing_s/"))
-    metrics["perf/response_tokens_per_s"] = metrics["perf/response_tokens"] / max(metrics["timing_s/stages"], 1e-9)
+    if "perf/response_tokens" in metrics:
+        metrics["perf/response_tokens_per_s"] = metrics["perf/response_tokens"] / max(metrics["timing_s/stages"], 1e-9)
     return metrics

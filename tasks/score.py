@@ -25,12 +25,19 @@ SPEC = StageSpec(
 )
 
 
-@rows(SPEC)
+def _mean_score(outputs: list[dict[str, Any]]) -> dict[str, float]:
+    """Over everything that was scored; the advantages' metrics are over what is learned from."""
+    total, count = (sum(shard[name] for shard in outputs) for name in ("sum_of_scores", "scored"))
+    return {"reward/mean": total / count}
+
+
+@rows(SPEC, summary=_mean_score)
 def score(context: Context) -> TrajectoryBatch:
     batch = context.batch
     found = scores(context, batch)
     _, group = np.unique(batch.numpy("prompt_id").astype(str), return_inverse=True)
     differ = Groups(torch.from_numpy(group)).differ(torch.tensor(found["score"]))
+    context.outputs |= {"sum_of_scores": float(sum(found["score"])), "scored": len(batch)}
     context.outputs["prompts_that_differ"] = len(np.unique(group[differ.numpy()]))
     return TrajectoryBatch.of({"trajectory_id": batch.array("trajectory_id"), **found})
 

@@ -35,7 +35,6 @@ def select(context: Context) -> TrajectoryBatch:
         "sampling/prompts_drawn": float(len(prompts)),
         "sampling/prompts_that_differ": float(differ),
         "sampling/prompts_filled_up": float(max(wanted - differ, 0)),
-        "sampling/score/mean": float(scores.mean()),
     }
     rows = np.flatnonzero(kept)
     ids = batch.array("trajectory_id").take(rows)

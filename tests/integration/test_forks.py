@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 import yaml
 
+from flows.rescore import begin
 from flows.train import train
 from infra.records import Fork
 from infra.runs import open_run
@@ -18,6 +19,7 @@ from tests import tiny
 from tests.history import History
 from tests.integration.test_cli import Ratchet
 from tests.processes import Fault, Processes
+from tests.rewards import digits
 
 REWARD = "reward.function=tests.rewards:digits"
 
@@ -268,3 +270,48 @@ def test_vacuum_deletes_what_nothing_reaches(ratchet: Ratchet, config: RunConfig
 
 def _files(url: str) -> list[Path]:
     return [path for path in Path(url.removeprefix("file://")).rglob("*") if path.is_file()]
+
+
+def test_rescore_compares_new_scores_with_the_old(ratchet: Ratchet, parent: History, config: RunConfig) -> None:
+    store = ("--store", config.run.store)
+    reward = ("--reward", "tests.rewards:digits")
+    code, out, err = ratchet("rescore", "parent", *reward, "--run", "other", *store)
+    assert code == 0, err
+    run, old = of(config, "other").run, parent.run.trajectories(columns=["response", "score"])
+    new = run.trajectories(columns=["response", "score"])
+    assert list(new["response"]) == list(old["response"])
+    assert list(new["score"]) == pytest.approx([digits("", text, "") for text in new["response"]])
+    written = {path.parts[-3] for path in _files(run.store.url) if "trajectories" in path.parts}
+    assert written == {"score"}
+    assert run.state.weights["actor"].digest == parent.state.initial["actor"].digest
+    summary = [line.split() for line in out.splitlines() if line.strip().startswith("all")]
+    assert summary[0][1:4] == ["24", f"{old['score'].mean():.3f}", f"{new['score'].mean():.3f}"]
+    assert ratchet("resume", "other", *store)[0] == 0  # it is done
+    assert ratchet("rescore", "parent", *reward, "--run", "other", *store)[0] == 0
+
+
+def test_rescore_can_learn_from_old_generations(
+    ratchet: Ratchet, parent: History, config: RunConfig, processes: Processes
+) -> None:
+    """Killed and resumed, it goes on with the parent's generations; weights are those of a run left alone."""
+    store = ("--store", config.run.store)
+    reward = ("--reward", "tests.rewards:digits", "--train")
+    assert ratchet("rescore", "parent", *reward, "--run", "whole", *store)[0] == 0
+    whole = of(config, "whole")
+    begin(whole.run.config.with_values({"run.name": "killed"}))
+    fault = Fault("put", "manifests/iteration=000001/values")
+    assert processes.train(whole.run.config.with_values({"run.name": "killed"}), fault).wait() == -9
+    assert ratchet("resume", "killed", *store)[0] == 0
+    killed = of(config, "killed")
+    assert killed.state.weights == whole.state.weights
+    assert whole.state.weights["actor"].digest not in (
+        parent.state.weights["actor"].digest,
+        parent.state.initial["actor"].digest,
+    )
+    frame = whole.run.trajectories()
+    assert list(frame["response"]) == list(parent.run.trajectories()["response"])
+    assert frame["rollout_is_weights"].notna().all()
+    later = frame[frame["iteration"] == 2]
+    theirs, ours = later["rollout_log_probs"].explode(), later["old_log_probs"].explode()
+    assert (theirs.astype(float) - ours.astype(float)).abs().max() > 1e-4, "another policy generated"
+    assert (whole.run.metrics()["rollout_corr/k3_kl"].iloc[2]) > 0

@@ -1,0 +1,37 @@
+"""borrow: the generations of another run stand for this one's; nothing is generated, and nothing is copied."""
+
+from __future__ import annotations
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from infra.driver import Driver
+from infra.forks import name_of
+from infra.manifest import Manifest
+from infra.progress import report
+from infra.records import Stage, seen_from_fork
+from infra.runs import open_run
+from rlhf.errors import UserError
+from tasks.stage import RETRIES
+
+
+@task(name="borrow", task_run_name="it {iteration} · borrow", persist_result=False, cache_policy=NO_CACHE, **RETRIES)
+def borrow(iteration: int) -> Manifest:
+    """Commit what the run at `data.generations` generated in this iteration as this run's own."""
+    store, source = Driver.current().store, Driver.current().config.data.generations
+    assert source is not None
+    committed = store.committed_stage(iteration, "generate")
+    if committed is None:
+        theirs = open_run(source).store
+        found = theirs.committed_stage(iteration, "generate")
+        if not isinstance(found, Stage):
+            raise UserError(
+                f"data.generations: {source} has not generated iteration {iteration}; lower train.iterations"
+            )
+        committed = seen_from_fork(name_of(theirs.url, store.url), found)
+        store.commit(committed)
+    assert isinstance(committed, Stage)
+    manifest = store.manifest(committed)
+    shards = len(manifest.shards)
+    report("stage", iteration=iteration, stage="generate", done=shards, total=shards, metrics=None)
+    return manifest
