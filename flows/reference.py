@@ -51,6 +51,7 @@ VERL = """
 | `actor_rollout_ref.actor.policy_loss.loss_mode` | `algorithm.loss.type` | the same names; `vanilla` is `ppo` |
 | `algorithm.rollout_correction.rollout_is`, `rollout_is_threshold` | `algorithm.rollout_correction.weights` `level`, `upper` and `lower` | |
 | `algorithm.rollout_correction.rollout_rs`, `rollout_rs_threshold` | `algorithm.rollout_correction.rejection` | a list of `statistic`, `upper` and `lower` |
+| `algorithm.rollout_correction.rollout_is_batch_normalize` | `algorithm.rollout_correction.weights.normalize` | |
 | `algorithm.rollout_correction.bypass_mode` | `algorithm.rollout_correction.bypass` | |
 | `algorithm.filter_groups.enable`, `max_num_gen_batches` | `algorithm.dynamic_sampling.max_prompts` | a bound in prompts; drawn shard by shard |
 | `reward_model.overlong_buffer` | `algorithm.overlong_penalty` | |
@@ -68,7 +69,7 @@ ALGORITHMS = """# Algorithms
 
 Generated from `rlhf/algorithms/` by `make docs`. Every algorithm is one class, whose fields are its configuration; what it
 needs decides which stages an iteration runs besides `generate`, `score`, `advantages`, `update_actor` and `close`. Shipped
-recipes are in `examples/`. All are checked against recorded values of the published implementations
+recipes are in `examples/`. The formulas are checked against recorded values of the published implementations
 (`tests/unit/test_oracles.py`).
 
 Notation: $r_t$ reward of a token, $R$ sum of a trajectory's rewards, $A$ advantage, $\\rho$ ratio of the policy to the old
@@ -124,7 +125,11 @@ def _tag(algorithm: type) -> str:
 def _row(key: str, algorithm: type) -> str:
     needs = ", ".join(NAMES.get(name, name.replace("_", " ")) for name in algorithm.needs)  # type: ignore[attr-defined]
     options = {"type": _tag(algorithm), **({"parts": ["score"]} if _tag(algorithm) == "gdpo" else {})}
-    minimal = {"model": {"path": "model"}, "data": {"train": "prompts.parquet"}, "algorithm": {"loss": "gpg"}}
+    minimal = {
+        "model": {"path": "model"},
+        "data": {"train": "prompts.parquet"},
+        "algorithm": {"loss": "gpg", "advantage": "grpo"},
+    }
     config = parse_config(minimal, "reference").with_values({key: options})
     stages = ", ".join(f"`{stage}`" for stage in config.stages if stage not in ALWAYS)
     papers = ", ".join(

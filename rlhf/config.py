@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 
 from rlhf.algorithms import (
     GAE,
@@ -41,6 +42,9 @@ STAGES = (
 RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
+
+ANYTHING_FITS = "anything fits"
+"""Validation context in which impossible combinations are not refused."""
 
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
@@ -288,7 +292,10 @@ class RunConfig(Section):
         return self.needs_critic and self.critic is not None and iteration < self.critic.warmup_iterations
 
     @model_validator(mode="after")
-    def _combinations(self) -> Self:
+    def _combinations(self, info: ValidationInfo) -> Self:
+        if info.context == ANYTHING_FITS:
+            return self
+        self._algorithms_fit()
         total = self.trajectories_per_iteration
         sizes = f"data.prompts_per_iteration {self.data.prompts_per_iteration} x rollout.n {self.rollout.n} = {total}"
         trainers: list[tuple[str, Trainer]] = [("actor", self.actor)]
@@ -318,7 +325,6 @@ class RunConfig(Section):
                 f"critic.warmup_iterations is set, but algorithm.advantage {self.algorithm.advantage.type} has no "
                 "critic: remove it, or choose an advantage with a critic (gae)"
             )
-        self._algorithms_fit()
         if self.bypass and self.data.generations is not None:
             raise ValueError(
                 "data.generations takes what another policy generated, so old log-probs have to be recomputed: set "
@@ -352,10 +358,15 @@ class RunConfig(Section):
                 f"algorithm.advantage {advantage.type} reads the parts of the reward, not the token rewards, so "
                 "algorithm.kl.in_reward would do nothing: use algorithm.kl.in_loss"
             )
-        if kl.controller.type == "adaptive" and kl.in_reward is None:
+        if "reward_parts" in advantage.needs and algorithm.overlong_penalty is not None:
+            raise ValueError(
+                f"algorithm.advantage {advantage.type} reads the parts of the reward, so algorithm.overlong_penalty "
+                "would do nothing: remove it, or let the reward have such a part"
+            )
+        if kl.controller.type == "adaptive" and not kl.in_reward:
             raise ValueError(
                 "algorithm.kl.controller is adaptive, but algorithm.kl.in_reward, the coefficient that it moves, is "
-                "null: set in_reward, or remove the controller"
+                f"{yaml_text(kl.in_reward)}: set in_reward, or remove the controller"
             )
         if sampling is not None and sampling.max_prompts < self.data.prompts_per_iteration:
             raise ValueError(
@@ -373,15 +384,16 @@ class RunConfig(Section):
         """The JSON value at a dotted key: a scalar, or a whole section."""
         found: Any = self.model_dump(mode="json")
         for part in key.split("."):
-            found = found[part]
+            found = None if found is None else found[part]
         return found
 
-    def with_values(self, values: Mapping[str, Any]) -> RunConfig:
-        """This config with the values at some dotted keys replaced, validated again."""
+    def with_values(self, values: Mapping[str, Any], *, fit: bool = True) -> RunConfig:
+        """This config with the values at some dotted keys replaced, validated again; but for combinations, if they
+        need not `fit` together, because each stage only looks at some of them."""
         tree = self.model_dump(mode="json")
         for key, value in values.items():
             _set(tree, key, value)
-        return parse_config(tree, "config")
+        return validated(RunConfig, tree, "config", None if fit else ANYTHING_FITS)
 
     def overridden(self, overrides: Iterable[str]) -> RunConfig:
         """This config with ``a.b=c`` overrides, validated again."""
@@ -422,10 +434,10 @@ def parse_config(tree: Mapping[str, Any], where: str) -> RunConfig:
     return validated(RunConfig, tree, where)
 
 
-def validated(model: type[M], tree: Mapping[str, Any], where: str) -> M:
+def validated(model: type[M], tree: Mapping[str, Any], where: str, context: object = None) -> M:
     """Validate against any model of the project, in the same words."""
     try:
-        return model.model_validate(tree)
+        return model.model_validate(tree, context=context)
     except ValidationError as error:
         raise UserError(f"{where}: {_explain(error, tree)}") from None
 
@@ -477,6 +489,9 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
         if not isinstance(inner, dict):
             raise UserError(f"{key}: {part} is a value, not a section")
         tree = inner
+    before = tree.get(last)
+    if isinstance(before, dict) and "type" in before and isinstance(value, dict) and "type" not in value:
+        value = before | value  # options alone keep the algorithm
     tree[last] = value
 
 
@@ -502,13 +517,24 @@ def _explain(error: ValidationError, tree: Mapping[str, Any]) -> str:
     if problem["type"] == "union_tag_invalid":
         return f"{key}.type is {problem['ctx']['tag']!r}: input should be one of {problem['ctx']['expected_tags']}"
     if problem["type"] == "extra_forbidden":
-        return f"{key} is not a key of the config; `ratchet train --help` lists them"
+        return f"{key} is not a key of the config{_near(key)}; `ratchet train --help` lists them"
+    if problem["type"] in ("model_type", "model_attributes_type", "dict_type", "dataclass_type"):
+        return f"{key} is {given!r}: it should be a section, such as {{key: value}}"
+    if problem["type"] in ("tuple_type", "list_type"):
+        return f"{key} is {given!r}: it should be a list, such as [a, b]"
     if problem["type"] == "missing":
         return f"{key} is missing: set it"
     message = message.removeprefix("Value error, ")
     if problem["type"] == "value_error":
         return f"{key}: {message}" if key else message
     return f"{key} is {given!r}: {message[0].lower()}{message[1:]}"
+
+
+def _near(key: str) -> str:
+    """The keys that look most like this one."""
+    known = {re.sub(r"\[.*?\]", "", name) for name, *_ in keys()}
+    found = get_close_matches(key, known, n=2, cutoff=0.8)
+    return f" (is it {' or '.join(found)}?)" if found else ""
 
 
 def _key(location: Sequence[str | int], tree: Any) -> str:

@@ -63,6 +63,7 @@ TRAJECTORY = TrajectorySchema(
         Column("reward_error", pa.string(), "score", "why the reward could not be computed, if so"),
         Column("group_spread", pa.float32(), "select", "largest less smallest score of the trajectory's group"),
         Column("greedy_response", pa.string(), "greedy_baseline", "the actor's greedy answer to the prompt"),
+        Column("greedy_tokens", pa.int32(), "greedy_baseline", "the length of that answer", "tokens"),
         Column("greedy_score", pa.float32(), "greedy_baseline", "the reward of that answer"),
         Column("old_log_probs", _FLOATS, "old_log_probs", "log-probs [T] by the actor before the update", "nat"),
         Column("entropy", _FLOATS, "old_log_probs", "entropy [T] of the actor's distribution", "nat"),

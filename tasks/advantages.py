@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from infra.workers.worker import Context
-from rlhf.algorithms.kl import kl_divergence
+from rlhf.algorithms.kl import AdaptiveCoefficient, kl_divergence
 from rlhf.algorithms.rollout_correction import off_policy_metrics
 from rlhf.batch import TrajectoryBatch, unpadded
 from rlhf.schema import TRAJECTORY
@@ -21,7 +21,7 @@ SPEC = StageSpec(
         "generate": ("prompt_id", "prompt_ids", "response_mask", "rollout_log_probs", "finish_reason"),
         "select": (),
         "score": ("score", "reward_parts"),
-        "greedy_baseline": ("greedy_score",),
+        "greedy_baseline": ("greedy_score", "greedy_tokens"),
         "old_log_probs": ("old_log_probs", "entropy"),
         "ref_log_probs": ("ref_log_probs",),
         "values": ("values",),
@@ -43,12 +43,16 @@ def advantages(context: Context) -> TrajectoryBatch:
     algorithm, batch = context.config.algorithm, context.batch
     estimator = algorithm.advantage
     mask, lengths = batch.padded("response_mask").double(), batch.lengths("response_mask")
-    scores = estimator.clipped(_doubles(batch, "score"))
+    raw_scores = _doubles(batch, "score")
+    scores = estimator.clipped(raw_scores)
     token_rewards, metrics, controllers = _token_rewards(context, mask, scores)
     _, groups = np.unique(batch.numpy("prompt_id").astype(str), return_inverse=True)
     inputs: dict[str, Any] = {"group_ids": torch.from_numpy(groups)}
     if "greedy_scores" in estimator.needs:
         inputs["greedy_scores"] = estimator.clipped(_doubles(batch, "greedy_score"))
+        if algorithm.overlong_penalty is not None:
+            longest = context.config.rollout.max_response_tokens
+            inputs["greedy_scores"] += algorithm.overlong_penalty(_doubles(batch, "greedy_tokens"), longest)
     if "reward_parts" in estimator.needs:
         inputs["reward_parts"] = {name: estimator.clipped(part) for name, part in _reward_parts(batch).items()}
     for name in ("values", "entropy"):
@@ -63,7 +67,7 @@ def advantages(context: Context) -> TrajectoryBatch:
         metrics |= distance
     metrics["actor/loss_tokens_share"] = float(loss_mask.sum() / mask.sum())
     context.outputs["controllers"] = controllers
-    context.outputs["metrics"] = metrics | _metrics(batch, mask, scores, token_rewards, found, returns)
+    context.outputs["metrics"] = metrics | _metrics(batch, mask, raw_scores, token_rewards, found, returns)
     return TrajectoryBatch.of(
         {
             "trajectory_id": batch.array("trajectory_id"),
@@ -96,9 +100,11 @@ def _token_rewards(
         kl = kl_divergence(log_probs, ref, config.kl.estimator) * mask
         metrics["actor/ref_kl"] = mean_kl = float(kl.sum() / mask.sum())
         if config.kl.in_reward is not None:
-            coefficient = context.call.controllers.get("kl_in_reward", config.kl.in_reward)
+            coefficient = config.kl.in_reward
+            if isinstance(config.kl.controller, AdaptiveCoefficient):
+                coefficient = context.call.controllers.get("kl_in_reward", coefficient)
+                controllers["kl_in_reward"] = config.kl.controller(coefficient, mean_kl, len(batch))
             token_rewards = token_rewards - coefficient * kl
-            controllers["kl_in_reward"] = config.kl.controller(coefficient, mean_kl, len(batch))
             metrics["actor/kl_coef"] = coefficient
     return token_rewards, metrics, controllers
 

@@ -51,8 +51,8 @@ def _until_enough_prompts_differ(iteration: int) -> Callable[[Manifest], bool] |
         scored, was_committed = score.shard(iteration, (generated,), len(generated.shards) - 1, attempt)
         if not was_committed:
             driver.store.commit(scored)
-        shards = driver.store.committed_shards(score.spec.name).values()
-        differ = sum(shard.outputs["prompts_that_differ"] for shard in shards)
+        shards = driver.store.committed_shards(score.spec.name)  # a driver that died may have left later ones
+        differ = sum(shards[number].outputs["prompts_that_differ"] for number in range(len(generated.shards)))
         return bool(differ >= driver.config.data.prompts_per_iteration)
 
     return enough

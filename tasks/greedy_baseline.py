@@ -37,21 +37,16 @@ def greedy_baseline(context: Context) -> TrajectoryBatch:
         seed=0,
         ignore_eos=config.rollout.ignore_eos,
     )
-    generations = context.engine.generate(requests, sampling)
-    texts = context.tokenizer.batch_decode([list(one.response_ids) for one in generations], skip_special_tokens=True)
     function = load_reward(config.reward.function)
-    answers = {
-        prompt_id: (
-            text,
-            score_response(function, row["data_source"], text, row["ground_truth"], row["extra_info"]).score,
-        )
-        for (prompt_id, row), text in zip(prompts.items(), texts, strict=True)
-    }
-    found = [answers[prompt_id] for prompt_id in batch.list("prompt_id")]
-    return TrajectoryBatch.of(
-        {
-            "trajectory_id": batch.array("trajectory_id"),
-            "greedy_response": [text for text, _ in found],
-            "greedy_score": [score for _, score in found],
+    answers = {}
+    for (prompt_id, row), one in zip(prompts.items(), context.engine.generate(requests, sampling), strict=True):
+        text = context.tokenizer.decode(list(one.response_ids), skip_special_tokens=True)
+        scored = score_response(function, row["data_source"], text, row["ground_truth"], row["extra_info"])
+        answers[prompt_id] = {
+            "greedy_response": text,
+            "greedy_tokens": len(one.response_ids),
+            "greedy_score": scored.score,
         }
-    )
+    found = [answers[prompt_id] for prompt_id in batch.list("prompt_id")]
+    columns = {name: [answer[name] for answer in found] for name in SPEC.writes}
+    return TrajectoryBatch.of({"trajectory_id": batch.array("trajectory_id"), **columns})

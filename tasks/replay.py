@@ -48,7 +48,7 @@ def replay(run: Run, iteration: int) -> Iterator[Replayed]:
             continue
         manifest = manifests[spec.name]
         inputs = tuple(manifests[name] for name in spec.reads if f"input.{name}" in manifest.fingerprint.parts)
-        view = spec.view(run.config.with_values(manifest.config))
+        view = spec.view(run.config.with_values(manifest.config, fit=False))
         if spec.role in UPDATES and not manifest.shards:
             call = call_of(driver, spec, view, iteration, inputs, 0, 0, began)
             updated: Updated = on_worker(driver, "update", call, UPDATES[spec.role][1])

@@ -56,7 +56,7 @@ def _replay(driver: Driver, role: str, at: Weights, target: Weights) -> Weights:
         iteration=at.version,
         shard=0,
         attempt=0,
-        config=spec.view(driver.config.with_values(manifest.config)),
+        config=spec.view(driver.config.with_values(manifest.config, fit=False)),  # then, not with today's other keys
         inputs=spec.inputs((sources[name] for name in inputs), shard=0),
         role=role,
         weights=at,

@@ -25,6 +25,7 @@ SPEC = StageSpec(
         "run.seed",
         "model.dtype",
         "rollout.temperature",
+        "rollout.max_response_tokens",
         "algorithm.loss",
         "algorithm.kl.in_loss",
         "algorithm.kl.estimator",
@@ -56,6 +57,7 @@ def update_actor(context: Context) -> dict[str, float]:
         entropy_coef=config.algorithm.entropy_coef,
         on_policy="old_log_probs" not in batch,
         weighted=correction is not None and correction.weights is not None,
+        horizon=config.rollout.max_response_tokens,
     )
     schedule = optimizer_steps(context, config.actor, temperature=config.rollout.temperature)
     return {**context.engine.update(batch, objective, schedule), "actor/lr": schedule.lr}

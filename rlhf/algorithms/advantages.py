@@ -235,7 +235,7 @@ class GPG(GroupEstimator):
 
     .. math:: A_i = \alpha\,(R_i - \operatorname{mean}(R_{group})), \qquad \alpha = \frac{B}{|\{j : R_j \ne 0\}|}
 
-    over the B trajectories of the batch. A trajectory alone in its group has the mean 0.
+    over the B trajectories of the batch, as in the published code. A trajectory alone in its group has the mean 0.
     """
 
     type: Literal["gpg"] = "gpg"
@@ -293,11 +293,14 @@ class GDPO(AdvantageEstimator):
 
     .. math:: A_i = \operatorname{whiten}\left(\sum_k w_k A_{ik}^{GRPO}\right)
 
-    so that a part with a large spread does not drown the others. It reads the parts alone, not the token rewards.
+    so that a part with a large spread does not drown the others. It reads the parts alone, not the token rewards;
+    whether a group is flat is judged by the score.
     """
 
     type: Literal["gdpo"] = "gdpo"
-    parts: tuple[str, ...] = Field(min_length=1, description="names of the reward's parts")
+    parts: tuple[str, ...] = Field(
+        min_length=1, description="names of the reward's parts, which it gives for every response; `score` is one"
+    )
     weights: tuple[float, ...] | None = Field(None, description="a weight for each part; null: 1 each")
     norm_by_std: bool = Field(True, description="divide by the group's standard deviation")
     epsilon: float = Field(1e-6, gt=0, description="added to the standard deviation")

@@ -50,12 +50,9 @@ def _estimate(delta: Float[Tensor, "batch response"], estimator: str) -> Float[T
 
 
 class FixedCoefficient(Options):
-    """The coefficient stays what it is."""
+    """The coefficient stays what the config says."""
 
     type: Literal["fixed"] = "fixed"
-
-    def __call__(self, coefficient: float, kl: float, trajectories: int) -> float:
-        return coefficient
 
 
 class AdaptiveCoefficient(Options):

@@ -29,7 +29,7 @@ class Totals:
     sequences: int
     """Trajectories that have at least one."""
     horizon: int
-    """Tokens of the longest response, masked ones included."""
+    """A length that all trajectories have in common; unless told otherwise, that of the longest response."""
 
     @classmethod
     def of(cls, mask: Float[Tensor, "batch response"]) -> Totals:
@@ -58,7 +58,7 @@ def aggregate(
     - ``seq-mean-token-sum``: tokens are summed, trajectories averaged.
     - ``seq-mean-token-mean``: each trajectory's mean, averaged (GRPO, arXiv 2402.03300).
     - ``seq-mean-token-sum-norm``: tokens are summed and divided by one length for all, trajectories averaged
-      (Dr. GRPO, arXiv 2503.20783); the length is that of the mini-batch's longest response.
+      (Dr. GRPO, arXiv 2503.20783); the length is ``rollout.max_response_tokens``.
 
     Masked positions never count, whatever they hold; a trajectory with no unmasked token counts nowhere.
     """

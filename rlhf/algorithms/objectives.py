@@ -6,7 +6,7 @@ mini-batch's (see `masked`), so an engine only has to add them up.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from rlhf.algorithms import PolicyLoss
@@ -60,6 +60,8 @@ class ActorObjective:
     on_policy: bool
     weighted: bool = False
     """Whether rollout correction gave the tokens weights."""
+    horizon: int | None = None
+    """The longest that a response may be, for `seq-mean-token-sum-norm`; None: the longest of the mini-batch."""
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -77,6 +79,8 @@ class ActorObjective:
 
     def __call__(self, outputs: Outputs, batch: Outputs, totals: Totals) -> Share:
         mask, log_probs, how = batch["loss_mask"], outputs["log_probs"], self.policy_loss.how
+        if self.horizon is not None:
+            totals = replace(totals, horizon=self.horizon)
         more = {"selected": batch["selected"] > 0} if "selected" in batch else {}
         if self.weighted:
             more["rollout_is_weights"] = batch["rollout_is_weights"]

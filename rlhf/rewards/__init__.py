@@ -13,10 +13,17 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
+
+import numpy as np
 
 from rlhf.errors import NotFinite, RatchetError, UserError
 
 RewardFunction = Callable[..., float | dict[str, float]]
+
+
+LARGEST = float(np.finfo(np.float32).max)
+"""Parts are stored in single precision: what does not fit, or is no number, is left out."""
 
 
 class RewardFailed(RatchetError):
@@ -74,5 +81,5 @@ def score(function: RewardFunction, data_source: str, solution_str: str, ground_
         ) from None
     if not math.isfinite(total):
         raise NotFinite(f"the reward of a response ({data_source}) is {total}: nothing of it is committed")
-    numbers = {name: float(part) for name, part in parts.items() if isinstance(part, int | float)}
-    return Score(total, {name: part for name, part in numbers.items() if math.isfinite(part)})
+    parts = {name: float(part) for name, part in parts.items() if isinstance(part, Real)}
+    return Score(total, {name: part for name, part in parts.items() if abs(part) <= LARGEST})

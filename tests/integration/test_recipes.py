@@ -121,6 +121,32 @@ def test_dynamic_sampling_draws_until_enough_prompts_differ(
     assert run.state.cursor == cursor
 
 
+def test_a_greedy_baseline_of_what_dynamic_sampling_keeps(workspace: Path, tmp_path: Path, prefect_server: str) -> None:
+    """Some shards have nothing left to answer."""
+    config = recipe("dapo", workspace, tmp_path / "runs").with_values({"algorithm.advantage": "remax"})
+    train(config)
+    frame = run_of(config).trajectories()
+    assert len(frame) == 2 * config.trajectories_per_iteration
+    assert frame["greedy_score"].notna().all()
+
+
+def test_a_crash_after_the_last_score_draws_no_less(workspace: Path, processes: Processes) -> None:
+    """Scores that a driver left of later shards do not make earlier ones enough."""
+    config = recipe("dapo", workspace, processes.folder / "runs").with_values(
+        {"reward.function": "tests.rewards:letters"}
+    )
+    fault = Fault("create", '{"kind":"stage","iteration":1,"stage":"generate"', "before")
+    assert processes.train(config, fault).wait() == -9
+    whole = config.with_values({"run.store": f"file://{processes.folder}/whole"})
+    for each in (config, whole):
+        child = processes.train(each)
+        assert child.wait() == 0, child.text
+    expected = History.of(whole)
+    drawn = len(expected.run.trajectories([1], ["prompt_id"])["prompt_id"].unique())
+    assert 4 < drawn < 12, "or the case is not met"
+    assert History.of(config).results == expected.results
+
+
 @pytest.mark.parametrize(
     "fault",
     [

@@ -91,6 +91,9 @@ def test_a_group_with_scores_1_and_0_in_egpo() -> None:
     advantages, _ = EGPO()(rewards, mask, group_ids=torch.tensor([4, 4]), entropy=entropy)
     expected = tensor(0.7071058 + 0.4 * 0.2, -0.7071058 + 0.4 * 0.7071058 / 2)[:, None] * mask
     torch.testing.assert_close(advantages, expected, rtol=0, atol=1e-7)
+    half, _ = EGPO(alpha=4, lam=1)(rewards, mask, group_ids=torch.tensor([4, 4]), entropy=entropy)
+    expected = tensor(0.7071058 + 0.7071058 / 4, -0.7071058 + 0.7071058 / 4)[:, None] * mask
+    torch.testing.assert_close(half, expected, rtol=0, atol=1e-7)
 
 
 # One trajectory a row; scores by group: (1, 3, 2), (4, 4), (6); lengths 2, 1, 3, 1, 1, 2.
@@ -153,6 +156,9 @@ def test_gdpo_compares_each_part_in_its_group() -> None:
     assert advantages.flatten().tolist() == [-0.375 - 12.5, 0.375 + 12.5, 25, -25]
     normalized, _ = GDPO(parts=("form",), whiten=False)(mask * 0, mask, **inputs)
     torch.testing.assert_close(normalized.flatten(), tensor(-1, 1, 1, -1) / 2**0.5, rtol=1e-6, atol=0)
+    empty = tensor([1], [1], [1], [0])  # a trajectory without a token has no score, and no part of one
+    advantages, _ = gdpo(mask * 0, empty, **inputs)
+    assert advantages.flatten().tolist() == [-0.375 - 12.5, 0.375 + 12.5, 0.75 * 2.5 + 0.25 * 150, 0]
     with pytest.raises(UserError, match=r"names shape, but the reward gives every trajectory only right, form, other"):
         GDPO(parts=("shape",))(mask * 0, mask, **inputs)
 
@@ -167,14 +173,13 @@ def test_a_batch_without_a_token_has_no_advantage() -> None:
 
 @pytest.mark.parametrize("kind", [GRPO, GAE])
 def test_options_of_all(kind: type[AdvantageEstimator]) -> None:
-    scores, mask = tensor(-3, 0.5, 9), torch.ones(3, 2).double()
+    scores, mask = tensor(-3, 0.5, 9), tensor([1, 1], [1, 0], [1, 1])
     assert kind(clip_rewards=2).clipped(scores).tolist() == [-2, 0.5, 2]
     assert kind().clipped(scores) is scores
     flat = torch.tensor([1, 1, 0])
-    assert kind().loss_mask(mask, tensor(7, 7, 9), flat).all()
-    assert kind(drop_flat_groups=True).loss_mask(mask, tensor(7, 8, 9), flat).tolist() == [[True] * 2] * 2 + [
-        [False] * 2
-    ]
+    assert torch.equal(kind().loss_mask(mask, tensor(7, 7, 9), flat), mask > 0)
+    kept = kind(drop_flat_groups=True).loss_mask(mask, tensor(7, 8, 9), flat)
+    assert kept.tolist() == [[True, True], [True, False], [False, False]]
 
 
 estimators = pytest.mark.parametrize("kind", members(Advantage))

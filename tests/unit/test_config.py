@@ -51,7 +51,11 @@ def test_the_minimal_config_is_the_documented_default(file: Path) -> None:
         ("model={}", "model.path is missing: set it"),
         ("algorithm.advantage=gea", "algorithm.advantage.type is 'gea': input should be one of 'gae', 'grpo'"),
         ("algorithm.advantage=gdpo", "algorithm.advantage.parts is missing: set it"),
-        ("algorithm.advantage.lamda=0.9", "algorithm.advantage.lamda is not a key of the config"),
+        ("algorithm.advantage.lamda=0.9", "algorithm.advantage.lamda is not a key of the config (is it algorithm.advantage.lam"),  # noqa: E501
+        ("algorithm.kl=0.1", "algorithm.kl is 0.1: it should be a section, such as {key: value}"),
+        ("algorithm.advantage={type: gdpo, parts: score}", "algorithm.advantage.parts is 'score': it should be a list, such as [a, b]"),  # noqa: E501
+        ("algorithm.advantage={type: gdpo, parts: [a]}; algorithm.overlong_penalty.buffer_tokens=9", "algorithm.overlong_penalty would do nothing"),  # noqa: E501
+        ("algorithm.kl={in_reward: 0, controller: {type: adaptive, target: 1}}", "algorithm.kl.in_reward, the coefficient that it moves, is 0"),  # noqa: E501
         ("algorithm.advantage={type: gdpo, parts: [a], weights: [1, 2]}", "algorithm.advantage: weights has 2 values for 1 parts: give one each"),  # noqa: E501
         ("algorithm.kl.controller.type=adaptive", "algorithm.kl.controller.target is missing: set it"),
         # wrong types and values
@@ -249,3 +253,19 @@ def test_the_commands_of_the_readme_validate() -> None:
     assert len(commands) >= 3
     for path, rest in commands:
         load_config(ROOT / path, [word for word in shlex.split(rest) if "=" in word])
+
+
+def test_options_alone_keep_the_algorithm() -> None:
+    config = parse_config({**MINIMAL, "algorithm": {"advantage": {"type": "rloo"}}}, "here")
+    changed = config.with_values({"algorithm.advantage": {"whiten": True}}).algorithm.advantage
+    assert (changed.type, changed.whiten) == ("rloo", True)
+
+
+def test_a_part_of_a_config_need_not_fit_the_rest() -> None:
+    """A replay looks at an update's keys, as they were then, among others as they are now."""
+    config = parse_config({**MINIMAL, "algorithm": {"advantage": "egpo"}}, "here")
+    then = {"algorithm.rollout_correction": {"bypass": True}, "actor.mini_batch_trajectories": 9999}
+    assert config.with_values(then, fit=False).bypass
+    with pytest.raises(UserError, match="egpo needs the entropy"):
+        config.with_values(then)
+    assert config.with_values({"critic": None}, fit=False).value("critic.model") is None

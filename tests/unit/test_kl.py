@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf.algorithms import KLPenalty
-from rlhf.algorithms.kl import AdaptiveCoefficient, Estimator, FixedCoefficient, kl_divergence
+from rlhf.algorithms.kl import AdaptiveCoefficient, Estimator, kl_divergence
 from tests.padded import properties
 
 
@@ -74,7 +74,6 @@ def test_straight_through_has_the_estimates_value_and_the_gradient_of_k2(estimat
 )
 def test_adaptive_controller_by_hand(kl: float, factor: float) -> None:
     assert AdaptiveCoefficient(target=0.1)(0.05, kl, 256) == pytest.approx(0.05 * factor, rel=1e-12)
-    assert FixedCoefficient()(0.05, kl, 256) == 0.05
 
 
 @properties

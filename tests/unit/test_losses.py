@@ -153,6 +153,38 @@ def test_slopes_by_hand(loss: TokenLoss, slopes: list[float]) -> None:
     torch.testing.assert_close(gradient, -row(*slopes, 0) * ADVANTAGES, rtol=1e-10, atol=1e-12)
 
 
+def test_rollout_weights_scale_each_tokens_loss() -> None:
+    weights = row(2, 0, 0.5, 1, 99)
+    log_probs = NEW.log()
+    plain, weighted = (
+        GPGLoss(aggregate="token-sum")(
+            log_probs, OLD.log(), ADVANTAGES, HERE, Totals.of(HERE), rollout_is_weights=given
+        )[0]
+        for given in (None, weights)
+    )
+    each = -ADVANTAGES * log_probs
+    assert plain.item() == pytest.approx(each[0, :4].sum().item())
+    assert weighted.item() == pytest.approx((each * weights)[0, :4].sum().item())
+    gmpo, _ = GMPO()(OLD.log(), OLD.log(), ADVANTAGES, HERE, Totals.of(HERE), rollout_is_weights=row(1, 4, 1, 4, 99))
+    assert gmpo.item() == pytest.approx(2 / 4 * 2)  # mean advantage -1/2; geometric mean of the weights 2
+    objective = ActorObjective(GPGLoss(), None, "k1", 0.0, on_policy=False, weighted=True)
+    batch = {"loss_mask": HERE, "advantages": ADVANTAGES, "rollout_is_weights": weights}
+    loss, _ = objective({"log_probs": log_probs}, batch, Totals.of(HERE))
+    assert loss.item() == pytest.approx(weighted.item() / 4)
+
+
+def test_the_horizon_is_what_the_objective_says() -> None:
+    loss = PPOClip(aggregate="seq-mean-token-sum-norm")
+    batch = {"loss_mask": row(1, 1), "advantages": row(3, 5)}
+    found = [
+        ActorObjective(loss, None, "k1", 0.0, on_policy=True, horizon=horizon)(
+            {"log_probs": row(-1, -1)}, batch, Totals(2, 1, 2)
+        )
+        for horizon in (None, 16)
+    ]
+    assert [one[0].item() for one in found] == [-4, -0.5]
+
+
 def test_sapo_by_hand() -> None:
     """At a ratio of 1 the gate's value is 2 / tau and its slope 1, whatever tau: the plain policy gradient."""
     log_probs = row(-1, -2).requires_grad_()
@@ -190,6 +222,9 @@ def test_clip_cov_draws_among_the_tokens_of_middling_covariance() -> None:
     (gradient,) = torch.autograd.grad(found, log_probs)
     torch.testing.assert_close(gradient, row(-1, 0, -0.5, 0.25, 0), rtol=1e-12, atol=1e-12)
     assert metrics["pg_clipfrac"].item() == pytest.approx(0.25)
+    masked = torch.cat([COV_MASK] + [torch.zeros_like(COV_MASK)] * 3, -1)
+    wide = [torch.cat([x] * 4, -1) for x in (COV_LOG_PROBS, COV_LOG_PROBS, COV_ADVANTAGES)]
+    assert loss.select(*wide, masked, noise=torch.ones_like(masked)).sum() == 1, "a share of the tokens that count"
     beyond = COV_LOG_PROBS - row(0, 0, 0, 1, 0)  # PPO's clip holds the fourth already
     assert not loss.select(COV_LOG_PROBS, beyond + row(0, 0, 0, 2, 0), *arguments[2:], noise=row(0, 0, 0, 1, 0))[0, 3]
 

@@ -1,0 +1,121 @@
+"""The stage `advantages`: from the columns of other stages to what the losses read, by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from infra.workers.worker import Call, Context
+from rlhf.batch import TrajectoryBatch
+from rlhf.config import parse_config
+from rlhf.errors import UserError
+from tasks.advantages import SPEC, advantages
+
+COLUMNS: dict[str, Any] = {
+    "trajectory_id": ["it000000-p00000-s00", "it000000-p00000-s01"],
+    "prompt_id": ["it000000-p00000"] * 2,
+    "prompt_ids": [[1], [1]],
+    "response_mask": [[1, 1, 1], [1, 0]],
+    "rollout_log_probs": [[-1.0, -1.0, -1.0], [-2.0, -2.0]],
+    "finish_reason": ["stop", "length"],
+    "score": [3.0, 1.0],
+    "reward_parts": [[("form", 1.0), ("extra", 5.0)], [("form", 0.0)]],
+}
+REF = {"ref_log_probs": [[-1.5, -1.0, -1.0], [-3.0, -2.0]]}
+ENTROPY = {"entropy": [[1.0] * 3, [1.0] * 2]}
+
+
+def computed(
+    algorithm: dict[str, Any], controllers: dict[str, float] | None = None, **columns: Any
+) -> tuple[dict[str, list[Any]], dict[str, Any]]:
+    """The stage's rows and small outputs."""
+    tree = {
+        "model": {"path": "model"},
+        "data": {"train": "prompts", "prompts_per_iteration": 1},
+        "rollout": {"n": 2, "max_response_tokens": 4},
+        "actor": {"mini_batch_trajectories": 2},
+        "critic": {"mini_batch_trajectories": 2},
+        "algorithm": {"advantage": "dr_grpo"} | algorithm,
+    }
+    call = Call(0, "advantages", 0, 0, 0, SPEC.view(parse_config(tree, "here")), (), controllers=controllers or {})
+    context = Context(call, TrajectoryBatch.of(COLUMNS | columns), worker=None)  # type: ignore[arg-type]
+    return advantages.compute(context).table.to_pydict(), context.outputs
+
+
+def test_the_score_stands_at_the_last_token_that_the_model_wrote() -> None:
+    rows, outputs = computed({})
+    assert rows["token_rewards"] == [[0, 0, 3], [1, 0]]
+    assert rows["advantages"] == [[1, 1, 1], [-1, 0]]
+    assert rows["loss_mask"] == [[1, 1, 1], [1, 0]]
+    assert rows["rollout_is_weights"] == [None, None]
+    assert outputs["controllers"] == {}
+    assert outputs["metrics"]["response_length/clip_ratio"] == 0.5
+
+
+def test_kl_is_taken_off_the_rewards() -> None:
+    kl = {"in_reward": 0.5, "estimator": "k1"}
+    rows, outputs = computed({"kl": kl}, **REF)
+    assert rows["token_rewards"] == [[-0.25, 0, 3], [0.5, 0]]
+    assert outputs["metrics"]["actor/ref_kl"] == pytest.approx(1.5 / 4)
+    # from the trainer's log-probs, where there are any: here they are the reference's
+    rows, _ = computed({"kl": kl}, **REF, **ENTROPY, old_log_probs=REF["ref_log_probs"])
+    assert rows["token_rewards"] == [[0, 0, 3], [1, 0]]
+
+
+def test_an_adaptive_coefficient_goes_on_from_where_it_stood_and_a_fixed_one_is_the_configs() -> None:
+    fixed = {"in_reward": 0.5, "estimator": "k1"}
+    adaptive = fixed | {"controller": {"type": "adaptive", "target": 0.1, "horizon": 4}}
+    rows, outputs = computed({"kl": adaptive}, {"kl_in_reward": 0.25}, **REF)
+    assert rows["token_rewards"][0] == [-0.125, 0, 3]
+    assert outputs["controllers"] == {"kl_in_reward": pytest.approx(0.25 * (1 + 0.2 * 2 / 4))}
+    rows, outputs = computed({"kl": fixed}, {"kl_in_reward": 0.25}, **REF)
+    assert rows["token_rewards"][0] == [-0.25, 0, 3]
+    assert outputs["controllers"] == {}
+
+
+def test_long_responses_are_punished_and_so_is_a_long_greedy_one() -> None:
+    penalty = {"overlong_penalty": {"buffer_tokens": 2, "factor": 0.5}}
+    rows, outputs = computed(penalty)
+    assert rows["token_rewards"] == [[0, 0, 2.75], [1, 0]]
+    assert outputs["metrics"]["critic/score/mean"] == 2
+    assert outputs["metrics"]["critic/overlong_penalty/mean"] == -0.125
+    rows, _ = computed({"advantage": "remax", **penalty}, greedy_score=[2.0, 2.0], greedy_tokens=[4, 4])
+    assert rows["advantages"] == [[2.75 - 1.5] * 3, [1 - 1.5, 0]]
+
+
+def test_scores_are_clipped_but_shown_as_they_are() -> None:
+    rows, outputs = computed({"advantage": {"type": "dr_grpo", "clip_rewards": 2}})
+    assert rows["advantages"] == [[0.5] * 3, [-0.5, 0]]
+    assert outputs["metrics"]["critic/score/max"] == 3
+
+
+def test_flat_groups_leave_the_losses() -> None:
+    rows, outputs = computed({"advantage": {"type": "dr_grpo", "drop_flat_groups": True}}, score=[1.0, 1.0])
+    assert rows["loss_mask"] == [[0, 0, 0], [0, 0]]
+    assert outputs["metrics"]["actor/loss_tokens_share"] == 0
+
+
+def test_parts_that_every_response_has_can_be_compared() -> None:
+    gdpo = {"type": "gdpo", "parts": ["form", "score"], "norm_by_std": False, "whiten": False}
+    rows, _ = computed({"advantage": gdpo})
+    assert rows["advantages"] == [[1.5] * 3, [-1.5, 0]]
+    with pytest.raises(UserError, match="names extra, but the reward gives every trajectory only score, form"):
+        computed({"advantage": gdpo | {"parts": ["extra"]}})
+
+
+def test_rollout_correction_weighs_and_rejects() -> None:
+    old = {"old_log_probs": [[-1.0, -1.0 + np.log(4), -1.0], [-2.0 - np.log(8), -2.0]]} | ENTROPY
+    correction = {"weights": {"upper": 3}, "rejection": [{"statistic": "token_k1", "lower": 0.2, "upper": 4}]}
+    rows, outputs = computed({"rollout_correction": correction}, **old)
+    assert np.concatenate(rows["rollout_is_weights"]) == pytest.approx([1, 3, 1, 1 / 8, 0])
+    assert rows["loss_mask"] == [[1, 1, 1], [0, 0]]  # the rollout was eight times as likely to say that token
+    assert rows["advantages"] == [[1, 1, 1], [-1, 0]]
+    metrics = outputs["metrics"]
+    assert metrics["rollout_corr/rejected/token_k1"] == pytest.approx(0.25)
+    assert metrics["rollout_corr/rollout_is_max"] == 3
+    assert metrics["rollout_corr/kl"] == pytest.approx((np.log(8) - np.log(4)) / 4)
+    plain, outputs = computed({}, **old)
+    assert plain["rollout_is_weights"] == [None, None]
+    assert "rollout_corr/chi2_token" in outputs["metrics"]
