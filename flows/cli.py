@@ -423,6 +423,50 @@ def countdown(
 
 
 @app.command()
+def deploy(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="the run's config")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c ...]", help="values to change")] = None,
+    pool: Annotated[str, typer.Option(help="the work pool; a process pool is made if there is none")] = "ratchet",
+    cron: Annotated[str | None, typer.Option(help='when train starts or goes on, such as "0 3 * * *"')] = None,
+    every: Annotated[int | None, typer.Option(metavar="MINUTES", help="or how often", min=1)] = None,
+) -> None:
+    """Register train, iteration, evaluate, rescore and vacuum on the Prefect server (PREFECT_API_URL)."""
+    from datetime import timedelta
+
+    loaded = load_config(config, overrides or [])
+    _needs_server()
+    if cron and every:
+        raise UserError("--cron and --every are two schedules: give one")
+    from flows.deploy import deploy as register
+
+    names = register(loaded, pool=pool, cron=cron, every=None if every is None else timedelta(minutes=every))
+    for name in names:
+        console.print(name, highlight=False)
+    console.print(f"start a worker with `ratchet worker --pool {pool}`; then `prefect deployment run {names[0]}`")
+
+
+@app.command()
+def worker(
+    pool: Annotated[str, typer.Option(help="the work pool")] = "ratchet",
+    once: Annotated[bool, typer.Option("--once", help="start what is due, wait for it, and end")] = False,
+) -> None:
+    """Start a Prefect worker that runs deployed flows on this machine."""
+    import subprocess
+
+    _needs_server()
+    command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool, "--type", "process"]
+    sys.exit(subprocess.call([*command, *(["--run-once"] if once else [])]))
+
+
+def _needs_server() -> None:
+    if not os.environ.get("PREFECT_API_URL"):
+        raise UserError(
+            "PREFECT_API_URL is not set: start a server with `prefect server start`, and "
+            "`export PREFECT_API_URL=http://127.0.0.1:4200/api`"
+        )
+
+
+@app.command()
 def doctor() -> None:
     """What is installed, and which engines and stores work here."""
     from flows import views

@@ -2,6 +2,7 @@
 
 from prefect import flow
 
+from flows.artifacts import show_iteration
 from infra.driver import driving
 from rlhf.config import RunConfig
 from tasks.advantages import advantages
@@ -32,7 +33,7 @@ def iteration(config: RunConfig, k: int) -> dict[str, float]:
         scored = score(k, generated)
         if not config.train.updates:
             skip_update("actor", k, "this run only scores")
-            return close(k)
+            return closed(k)
 
         chosen = select(k, generated, scored) if config.selects else None
         greedy = greedy_baseline(k, generated, chosen) if config.needs_greedy_scores else None
@@ -47,4 +48,10 @@ def iteration(config: RunConfig, k: int) -> dict[str, float]:
             skip_update("actor", k, "the critic warms up")
         else:
             update_actor(k, generated, chosen, advantage, old, ref)
-        return close(k)
+        return closed(k)
+
+
+def closed(k: int) -> dict[str, float]:
+    metrics = close(k)
+    show_iteration(k, metrics)
+    return metrics

@@ -1,19 +1,30 @@
 """A run: iterations, one after the other, from wherever the log says it stands."""
 
 from prefect import flow
+from prefect.client.schemas.objects import State
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+from prefect.states import Failed
 
 from flows.iteration import iteration
 from flows.tracking import tracking
 from infra.driver import driving
+from infra.log import Fenced
 from rlhf.config import RunConfig
 from tasks.fingerprint import check_open_iteration
 from tasks.validate import validate
 
 
 @flow(name="train", flow_run_name="{config.run.name}", persist_result=False)
-def train(config: RunConfig, take_over: bool = False) -> None:
+def train(config: RunConfig, take_over: bool = False) -> State[None] | None:
     """Start the run that `config` names, or go on with it, until it has `train.iterations` iterations."""
+    try:
+        _train(config, take_over)
+    except Fenced as error:  # a state of its own, so that no automation takes it for a crash
+        return Failed(name="Fenced", message=str(error), data=error)
+    return None
+
+
+def _train(config: RunConfig, take_over: bool) -> None:
     # an iteration's own Prefect heartbeat would add a second to it; the heartbeat of this flow covers both
     quiet = temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
     with driving(config, take_over=take_over, check=check_open_iteration) as driver, tracking(config) as track, quiet:

@@ -1,0 +1,99 @@
+"""Deployments on a real server: registered, checked, started by a real worker, and asked for again after a crash."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.filters import (
+    ArtifactFilter,
+    ArtifactFilterKey,
+    FlowRunFilter,
+    FlowRunFilterDeploymentId,
+)
+from prefect.exceptions import PrefectHTTPStatusError
+
+from rlhf.config import RunConfig
+from tests import tiny
+from tests.history import History
+
+RATCHET = [sys.executable, "-c", "from flows.cli import main; main()"]
+
+
+@pytest.fixture
+def config(workspace: Path, tmp_path: Path) -> RunConfig:
+    return tiny.config(
+        workspace,
+        run__name=f"deployed-{os.getpid()}",
+        run__store=f"file://{tmp_path}/runs",
+        reward__function="tests.rewards:letters",
+        train__iterations=200,
+        checkpoint={"every": 10},
+    )
+
+
+@pytest.fixture
+def worker(prefect_server: str, tmp_path: Path) -> Iterator[str]:
+    """The pool that a worker serves; the worker and what it started end with the test."""
+    pool = f"pool-{os.getpid()}"
+    with (tmp_path / "worker.log").open("w") as log:
+        process = psutil.Popen([*RATCHET, "worker", "--pool", pool], stdout=log, stderr=log)
+    yield pool
+    for child in [*process.children(recursive=True), process]:
+        child.kill()
+    process.wait()
+
+
+def deploy(config: RunConfig, folder: Path, *options: str) -> None:
+    path = folder / "deployed.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    subprocess.run([*RATCHET, "deploy", str(path), *options], check=True, timeout=120)
+
+
+def test_a_deployed_run_survives_its_process(
+    config: RunConfig, worker: str, prefect_server: str, tmp_path: Path
+) -> None:
+    deploy(config, tmp_path, "--pool", worker, "--cron", "0 3 * * *")
+    deploy(config, tmp_path, "--pool", worker, "--cron", "0 4 * * *")  # again: it takes the place of the first
+    with SyncPrefectClient(prefect_server) as client:
+        names = ("train", "iteration", "evaluate", "rescore", "vacuum")
+        found = {name: client.read_deployment_by_name(f"{name}/{config.run.name}") for name in names}
+        train = found["train"]
+        assert [schedule.schedule.cron for schedule in train.schedules] == ["0 4 * * *"]  # type: ignore[union-attr]
+        assert all(not deployment.schedules for name, deployment in found.items() if name != "train")
+        wrong: dict[str, Any] = {"config": config.model_dump(mode="json") | {"model": {"path": 3}}}
+        with pytest.raises(PrefectHTTPStatusError, match="409"):
+            client.create_flow_run_from_deployment(train.id, parameters=wrong)
+
+        run = client.create_flow_run_from_deployment(train.id)
+        wait(lambda: (tmp_path / "runs" / config.run.name / "log").exists() and History.of(config).state.iteration > 2)
+        driver = int(client.read_flow_run(run.id).infrastructure_pid.split(":")[-1])  # type: ignore[union-attr]
+        os.kill(driver, signal.SIGKILL)
+        died_at = History.of(config).state.iteration
+        wait(lambda: History.of(config).state.iteration > died_at + 2)
+        assert History.of(config).state.epoch == 2
+        only = FlowRunFilter(deployment_id=FlowRunFilterDeploymentId(any_=[train.id]))
+        begun = [one for one in client.read_flow_runs(flow_run_filter=only) if one.state_name != "Scheduled"]
+        assert [one.id for one in begun] == [run.id], "the same flow run, not another"
+
+        key = ArtifactFilterKey(any_=[f"{config.run.name}-iterations"])
+        artifact = client.read_artifacts(artifact_filter=ArtifactFilter(key=key), limit=1)[0]
+        for shown in ("critic/score/mean", "| update_actor |", "## Best trajectories", "ratchet show deployed-"):
+            assert shown in str(artifact.data)
+
+
+def wait(until: Any, seconds: float = 180.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not until():
+        assert time.monotonic() < deadline, "it did not come to pass"
+        time.sleep(0.5)
