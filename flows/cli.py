@@ -164,6 +164,20 @@ def query(
 
 
 @app.command()
+def report(
+    names: Annotated[list[str], typer.Argument(metavar="RUN...", help="names in the store, or full URLs")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="the HTML file to write, or to write again")],
+    store: Store = DEFAULT_STORE,
+) -> None:
+    """Runs side by side as one HTML file: curves, configs, and a browser of their trajectories."""
+    from flows import report as html
+    from infra.runs import open_run
+
+    html.write([open_run(_url(name, store)) for name in names], output)
+    console.print(f"the report is in {output}")
+
+
+@app.command()
 def fork(
     name: Name,
     at: Annotated[str, typer.Option(metavar="K[:STAGE]", help="the iteration, and the first stage that is not shared")],

@@ -11,7 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,7 +95,9 @@ def page(runs: Sequence[Run]) -> str:
         "config": _config([run.config for run in runs]),
     }
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    template = jinja2.Environment(loader=loader, autoescape=True).get_template("report.html.jinja")
+    environment = jinja2.Environment(loader=loader, autoescape=True)
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False}  # and keys stay in their order
+    template = environment.get_template("report.html.jinja")
     return template.render(title=", ".join(names), report=report, plotly=get_plotlyjs())
 
 
@@ -116,7 +118,7 @@ def _run(run: Run) -> dict[str, Any]:
         "closed": run.state.iteration,
         "iterations": run.config.train.iterations,
         "snapshots": sorted(run.state.snapshots),
-        "parent": {"url": first["parent"], "at": first["at"]} if "parent" in first else None,
+        "parent": f"{first['parent']} at {first['at']}" if first["parent"] else None,
         "metrics": _metrics(run),
         "trajectories": _trajectories(run),
     }
@@ -124,14 +126,14 @@ def _run(run: Run) -> dict[str, Any]:
 
 def _metrics(run: Run) -> dict[str, list[Any]]:
     """Columns of numbers, those that the report draws; the open iteration gives its validation, if it is committed."""
-    rows: list[dict[str, Any]] = run.metrics().to_dict("records")
+    rows: list[Mapping[Any, Any]] = [*run.metrics().to_dict("records")]
     validation = run.state.stages.get("validate")
     if isinstance(validation, Stage):
         rows.append({"iteration": run.state.iteration, **run.store.manifest(validation).metrics})
     names = dict.fromkeys(name for row in rows for name in row)
     stages = (name for name in names if name.startswith(SECONDS) and name != ALL_SECONDS)
     drawn = [*CURVES, *stages, *(name for name in names if name.startswith(VALIDATION))]
-    return {name: [_number(row.get(name)) for row in rows] for name in ("iteration", *drawn) if name in names}
+    return {name: [_number(row.get(name), 7) for row in rows] for name in ("iteration", *drawn) if name in names}
 
 
 def _config(configs: Sequence[RunConfig]) -> dict[str, list[str]]:
@@ -143,7 +145,7 @@ def _config(configs: Sequence[RunConfig]) -> dict[str, list[str]]:
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    found = {}
+    found: dict[str, str] = {}
     for key, value in tree.items():
         inner = isinstance(value, dict) and value
         found |= _flat(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": json.dumps(value).strip('"')}
@@ -172,7 +174,7 @@ def _sample(frame: pd.DataFrame) -> pd.DataFrame:
     return ordered.iloc[kept]
 
 
-def _trajectory(row: Mapping[str, Any], decode: Decode | None) -> dict[str, Any]:
+def _trajectory(row: Mapping[Any, Any], decode: Decode | None) -> dict[str, Any]:
     ids = tuple(int(token) for token in row["response_ids"])
     return {
         "id": row["trajectory_id"],
@@ -189,7 +191,7 @@ def _trajectory(row: Mapping[str, Any], decode: Decode | None) -> dict[str, Any]
     }
 
 
-def _quantities(row: Mapping[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
+def _quantities(row: Mapping[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
     """What a token may be coloured by, as far as the run has it."""
     there = {name: value for name, value in row.items() if isinstance(value, np.ndarray)}
     old = there.get("old_log_probs", there["rollout_log_probs"])
@@ -208,7 +210,7 @@ def _decoder(config: RunConfig) -> Decode | None:
     except UserError:
         return None
 
-    @lru_cache(maxsize=None)
+    @cache
     def decode(ids: tuple[int, ...]) -> str:
         return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
@@ -230,6 +232,6 @@ def token_texts(ids: tuple[int, ...], decode: Decode) -> list[str]:
     return texts
 
 
-def _number(value: Any) -> float | None:
-    """Four digits, which is what can be seen; None for what is missing or infinite, which JSON does not know."""
-    return float(f"{value:.4g}") if value is not None and math.isfinite(value) else None
+def _number(value: Any, digits: int = 4) -> float | None:
+    """As many digits as can be seen; None for what is missing or infinite, which JSON does not know."""
+    return float(f"{value:.{digits}g}") if value is not None and math.isfinite(value) else None

@@ -174,15 +174,14 @@ def _install(fault: Fault) -> None:
     import torch
     from prefect.client.orchestration import SyncPrefectClient
 
-    from infra.objects import LocalBackend
+    from infra.objects import FsspecBackend, LocalBackend
 
-    owner, method = {
-        "put": (LocalBackend, "put"),
-        "create": (LocalBackend, "create"),
-        "step": (torch.optim.AdamW, "step"),
-        "state": (SyncPrefectClient, "set_flow_run_state"),
+    owners, method = {
+        "put": ((LocalBackend, FsspecBackend), "put"),
+        "create": ((LocalBackend, FsspecBackend), "create"),
+        "step": ((torch.optim.AdamW,), "step"),
+        "state": ((SyncPrefectClient,), "set_flow_run_state"),
     }[fault.operation]
-    original = getattr(owner, method)
     seen = 0
     started: list[float] = []
 
@@ -205,15 +204,19 @@ def _install(fault: Fault) -> None:
             else:
                 os.kill(os.getpid(), fault.action)
 
-    def wrapped(self: Any, *arguments: Any, **options: Any) -> Any:
-        if fault.when == "before":
-            strike(arguments)
-        result = original(self, *arguments, **options)
-        if fault.when == "after":
-            strike(arguments)
-        return result
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(self: Any, *arguments: Any, **options: Any) -> Any:
+            if fault.when == "before":
+                strike(arguments)
+            result = original(self, *arguments, **options)
+            if fault.when == "after":
+                strike(arguments)
+            return result
 
-    setattr(owner, method, wrapped)
+        return wrapped
+
+    for owner in owners:
+        setattr(owner, method, wrap(getattr(owner, method)))
 
 
 def _count(counts: Path) -> None:
