@@ -1,9 +1,11 @@
 """A run: iterations, one after the other, from wherever the log says it stands."""
 
+import httpx
 from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 from prefect.states import Failed
+from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
 from flows.iteration import iteration
 from flows.tracking import tracking
@@ -12,6 +14,15 @@ from infra.log import Fenced
 from rlhf.config import RunConfig
 from tasks.fingerprint import check_open_iteration
 from tasks.validate import validate
+
+# Prefect only watches. While its server is away, an iteration that it cannot record is asked for again: what it has
+# committed stays, and it goes on from there. (Prefect's own client tries again only where it was connected before.)
+recorded_iteration = retry(
+    retry=retry_if_exception_type(httpx.TransportError),
+    wait=wait_random_exponential(max=10),
+    stop=stop_after_delay(300),
+    reraise=True,
+)(iteration)
 
 
 @flow(name="train", flow_run_name="{config.run.name}", persist_result=False)
@@ -29,6 +40,6 @@ def _train(config: RunConfig, take_over: bool) -> None:
     quiet = temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
     with driving(config, take_over=take_over, check=check_open_iteration) as driver, tracking(config) as track, quiet:
         while (k := driver.state.iteration) < config.train.iterations:
-            track(k, iteration(config, k))
+            track(k, recorded_iteration(config, k))
         if config.validation.data is not None:
             track(driver.state.iteration, validate(driver.state.iteration).metrics)

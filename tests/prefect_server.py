@@ -25,11 +25,12 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def prefect_api(folder: Path) -> Iterator[str]:
-    """The URL of a server's API; its database lies in `folder`. It ends with the block, and with Ctrl-C or a time-out
-    of the whole test run, since it is of the same process group."""
+def prefect_api(folder: Path, port: int = 0) -> Iterator[str]:
+    """The URL of a server's API, on a free port unless one is given; its database lies in `folder`. It ends with the
+    block, and with Ctrl-C or a time-out of the whole test run, since it is of the same process group."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", port))
         port = probe.getsockname()[1]
     environment = os.environ | {
         "PREFECT_HOME": str(folder / "home"),

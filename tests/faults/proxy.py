@@ -1,0 +1,107 @@
+"""A proxy before an object store that breaks what it is told to, on the wire, where real networks do."""
+
+from __future__ import annotations
+
+import http.client
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Literal
+
+Action = Literal["503", "409", "slow", "never", "dropped before", "dropped after"]
+SLOW_S, NEVER_S = 1.0, 6.0
+ANSWERS = {"503": (503, "SlowDown"), "409": (409, "ConditionalRequestConflict")}
+
+
+@dataclass
+class Rule:
+    """What happens to the next `times` requests of a method whose path matches."""
+
+    method: str
+    path: str
+    action: Action
+    times: int = 1
+    struck: int = 0
+
+
+class Proxy(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, port: int, rules: list[Rule]) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.upstream, self.rules, self.lock = port, rules, threading.Lock()
+
+    def rule_for(self, method: str, path: str) -> Rule | None:
+        with self.lock:
+            for rule in self.rules:
+                if rule.struck < rule.times and rule.method == method and re.search(rule.path, path):
+                    rule.struck += 1
+                    return rule
+        return None
+
+
+@contextmanager
+def proxy(port: int, *rules: Rule) -> Iterator[str]:
+    """The URL to use in place of the server on loopback that listens on `port`."""
+    server = Proxy(port, list(rules))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Proxy
+
+    def _answer(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        rule = self.server.rule_for(self.command, self.path)
+        action = None if rule is None else rule.action
+        if action in ANSWERS:
+            status, code = ANSWERS[action]
+            self._send(status, {"Content-Type": "application/xml"}, f"<Error><Code>{code}</Code></Error>".encode())
+        elif action == "dropped before":
+            self.close_connection = True
+            self.connection.close()
+        else:
+            if action in ("slow", "never"):
+                time.sleep(SLOW_S if action == "slow" else NEVER_S)
+            status, headers, data = self._forward(body)
+            if action in ("dropped after", "never"):
+                self.close_connection = True
+                self.connection.close()
+            else:
+                self._send(status, headers, data)
+
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _answer
+
+    def _forward(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
+        upstream = http.client.HTTPConnection("127.0.0.1", self.server.upstream)
+        upstream.request(self.command, self.path, body, dict(self.headers))
+        answer = upstream.getresponse()
+        data = answer.read()
+        upstream.close()
+        return answer.status, dict(answer.headers), data
+
+    def _send(self, status: int, headers: dict[str, str], data: bytes) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            if name.lower() not in ("transfer-encoding", "content-length", "connection", "server", "date"):
+                self.send_header(name, value)
+        length = headers.get("Content-Length", "0") if self.command == "HEAD" else str(len(data))
+        self.send_header("Content-Length", length)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""

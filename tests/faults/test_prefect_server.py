@@ -1,0 +1,49 @@
+"""The Prefect server dies and comes back while a run is at work: the run's log decides, Prefect only watches."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import yaml
+
+from tests import tiny
+from tests.history import History
+from tests.prefect_server import prefect_api
+
+
+def test_a_run_outlives_a_restart_of_the_server(workspace: Path, tmp_path: Path) -> None:
+    config = tiny.config(
+        workspace,
+        run__name="outlives",
+        run__store=f"file://{tmp_path}/runs",
+        reward__function="tests.rewards:letters",
+        train__iterations=12,
+    )
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    with prefect_api(tmp_path) as url:
+        server = next(child for child in psutil.Process().children(recursive=True) if "server" in child.cmdline())
+        environment = os.environ | {"PREFECT_API_URL": url, "PREFECT_HOME": str(tmp_path / "client")}
+        driver = subprocess.Popen(
+            [sys.executable, "-c", "from flows.cli import main; main()", "train", str(path)],
+            env=environment,
+            stdout=subprocess.DEVNULL,
+        )
+        deadline = time.monotonic() + 120
+        while not ((tmp_path / "runs/outlives/log").exists() and History.of(config).state.iteration >= 2):
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        port = url.split(":")[2].split("/")[0]
+        server.send_signal(signal.SIGKILL)
+        time.sleep(3)
+        with prefect_api(tmp_path, port=int(port)):
+            assert driver.wait(timeout=180) == 0
+    history = History.of(config)
+    history.check_sound()
+    assert (history.state.iteration, history.state.epoch) == (12, 1), "the same driver went on"
