@@ -1,0 +1,33 @@
+"""The notebook in `examples/` runs from the first cell to the last."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from flows.train import train
+from tests import tiny
+
+NOTEBOOK = Path(__file__).parents[2] / "examples" / "inspect.ipynb"
+
+
+def test_inspect(workspace: Path, tmp_path: Path, prefect_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny.config(
+        workspace,
+        run__name="inspected",
+        run__store=f"file://{tmp_path}/runs",
+        reward__function="tests.rewards:letters",
+        train__iterations=2,
+    )
+    train(config)
+    monkeypatch.setenv("RATCHET_RUN", f"file://{tmp_path}/runs/inspected")
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    outputs = json.dumps([cell.get("outputs") for cell in notebook.cells])
+    assert "image/png" in outputs, "the curve"
+    assert "it000001-p00000" in outputs
+    assert all("execution_count" not in cell or cell["execution_count"] for cell in notebook.cells)
