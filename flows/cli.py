@@ -211,6 +211,7 @@ def rescore(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c ...]", help="values to change")] = None,
 ) -> None:
     """New scores on old generations, compared with the old; nothing is generated."""
+    _quiet()
     from flows import views
     from flows.rescore import begin, rescoring_config
     from infra.driver import run_url
@@ -517,10 +518,15 @@ def _make_folder(path: Path) -> None:
         raise UserError(f"cannot write a folder at {path}: {error.strerror}") from None
 
 
+def _quiet() -> None:
+    """Before Prefect is imported: errors end in one line here, not in its log."""
+    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
 def _prefect() -> None:
     """Importing torch and Prefect, and starting a temporary server, take a while: say so."""
-    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")  # errors end in one line here, not in Prefect's log
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    _quiet()
     if not os.environ.get("PREFECT_API_URL"):
         temporary_server.end_orphans()
         temporary_server.mark()

@@ -161,7 +161,7 @@ def plan(console: Console, run: Run, config: RunConfig, iteration: int | None, n
     if (stage := first_changed(found)) is None:
         console.print("nothing that is committed would run again: `ratchet train` goes on with this config")
     else:
-        console.print(f"what is committed before shares: `ratchet fork {name} --at {chosen}:{stage} --run NEW …`")
+        console.print(f"to keep what stays, fork: `ratchet fork {name} --at {chosen}:{stage} --run NEW …`")
 
 
 def tree(origin: Origin) -> Tree:

@@ -10,7 +10,9 @@ from infra.manifest import Manifest
 from infra.records import Claim, Skip, Weights
 from infra.runs import Run
 from rlhf.errors import UserError
-from tasks.spec import UPDATES
+from tasks import update_actor, update_critic
+
+TRAINED = {"actor": update_actor.SPEC, "critic": update_critic.SPEC}
 
 
 @dataclass(frozen=True)
@@ -23,9 +25,9 @@ class Origin:
 
 
 def explain(run: Run, version: int, role: str = "actor") -> Origin:
-    """The lineage of a role after `version` iterations: its last update in full, the earlier ones a line each."""
+    """The lineage of a role after `version` iterations: its newest update in full, the earlier ones a line each."""
     newest = run.state.weights.get(role)
-    if role not in UPDATES or newest is None:
+    if role not in TRAINED or newest is None:
         raise UserError(f"the run has no {role} that is trained")
     if not 0 <= version <= newest.version:
         raise UserError(f"the {role} has versions 0 to {newest.version}; there is no version {version}")
@@ -38,7 +40,7 @@ def explain(run: Run, version: int, role: str = "actor") -> Origin:
 
 def _updates(run: Run, role: str, version: int) -> Iterator[Origin]:
     """The updates that led to a version, newest first, and what it all began with."""
-    name = UPDATES[role][0].name
+    name, told = TRAINED[role].name, set[str]()
     for iteration in reversed(range(version)):
         committed = run.store.committed_stage(iteration, name)
         if committed is None:
@@ -46,9 +48,8 @@ def _updates(run: Run, role: str, version: int) -> Iterator[Origin]:
         if isinstance(committed, Skip):
             yield Origin(f"iteration {iteration}: {name} skipped, {committed.reason}")
             continue
-        manifest = run.store.manifest(committed)
-        if iteration == version - 1:
-            yield _stage(run, iteration, manifest, set())
+        if not told:
+            yield _stage(run, iteration, run.store.manifest(committed), told)
         else:
             yield Origin(f"iteration {iteration}: {name}", (f"fingerprint {committed.fingerprint}",))
     first = run.state.initial[role]
