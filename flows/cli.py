@@ -444,6 +444,7 @@ def deploy(
     pool: Annotated[str, typer.Option(help="the work pool; a process pool is made if there is none")] = "ratchet",
     cron: Annotated[str | None, typer.Option(help='when train starts or goes on, such as "0 3 * * *"')] = None,
     every: Annotated[int | None, typer.Option(metavar="MINUTES", help="or how often", min=1)] = None,
+    new_runs: Annotated[bool, typer.Option("--new-runs", help="each start is a run of its own")] = False,
 ) -> None:
     """Register train, iteration, evaluate, rescore and vacuum on the Prefect server (PREFECT_API_URL)."""
     from datetime import timedelta
@@ -454,7 +455,8 @@ def deploy(
         raise UserError("--cron and --every are two schedules: give one")
     from flows.deploy import deploy as register
 
-    names = register(loaded, pool=pool, cron=cron, every=None if every is None else timedelta(minutes=every))
+    interval = None if every is None else timedelta(minutes=every)
+    names = register(loaded, pool=pool, cron=cron, every=interval, new_runs=new_runs)
     for name in names:
         console.print(name, highlight=False)
     console.print(f"start a worker with `ratchet worker --pool {pool}`; then `prefect deployment run {names[0]}`")

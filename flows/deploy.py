@@ -37,12 +37,17 @@ def vacuum(run: str, take_over: bool = False) -> list[str]:
 
 
 def deploy(
-    config: RunConfig, *, pool: str = "ratchet", cron: str | None = None, every: timedelta | None = None
+    config: RunConfig,
+    *,
+    pool: str = "ratchet",
+    cron: str | None = None,
+    every: timedelta | None = None,
+    new_runs: bool = False,
 ) -> list[str]:
     """Register the flows with `config` as their default, under the run's name; returns the deployments' names.
 
     The server checks parameters against the config's schema before anything starts. `train` starts as `cron` or `every`
-    say, and never runs twice at once: a start while it runs is dropped.
+    say, and never runs twice at once: a start while it runs is dropped. With `new_runs`, each start is its own run.
     """
     _work_pool(pool)
     shown = config.model_dump(mode="json")
@@ -51,7 +56,7 @@ def deploy(
     alone = ConcurrencyLimitConfig(limit=1, collision_strategy=ConcurrencyLimitStrategy.CANCEL_NEW)
     names = []
     offered: list[tuple[Flow[Any, Any], dict[str, Any], dict[str, Any]]] = [
-        (train, {"config": shown}, schedule),
+        (train, {"config": shown, "new_run": new_runs}, schedule),
         (iteration, {"config": shown, "k": 0}, {}),
         (evaluate, {"config": shown}, {}),
         (rescore, {"config": shown}, {}),

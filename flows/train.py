@@ -3,6 +3,7 @@
 import httpx
 from prefect import flow
 from prefect.client.schemas.objects import State
+from prefect.runtime import flow_run
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 from prefect.states import Failed
 from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_random_exponential
@@ -26,8 +27,14 @@ recorded_iteration = retry(
 
 
 @flow(name="train", flow_run_name="{config.run.name}", persist_result=False)
-def train(config: RunConfig, take_over: bool = False) -> State[None] | None:
-    """Start the run that `config` names, or go on with it, until it has `train.iterations` iterations."""
+def train(config: RunConfig, take_over: bool = False, new_run: bool = False) -> State[None] | None:
+    """Start the run that `config` names, or go on with it, until it has `train.iterations` iterations.
+
+    With `new_run`, the flow run's id is a second part of the run's name: every flow run is a run of its own, and one
+    that is asked for again goes on with its own.
+    """
+    if new_run:
+        config = config.with_values({"run.name": f"{config.run.name}-{flow_run.id[:8]}"})
     try:
         _train(config, take_over)
     except Fenced as error:  # a state of its own, so that no automation takes it for a crash

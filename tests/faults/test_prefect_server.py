@@ -28,7 +28,8 @@ def test_a_run_outlives_a_restart_of_the_server(workspace: Path, tmp_path: Path)
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
     with prefect_api(tmp_path) as url:
-        server = next(child for child in psutil.Process().children(recursive=True) if "server" in child.cmdline())
+        port = url.split(":")[2].split("/")[0]
+        server = next(child for child in psutil.Process().children(recursive=True) if port in child.cmdline())
         environment = os.environ | {"PREFECT_API_URL": url, "PREFECT_HOME": str(tmp_path / "client")}
         driver = subprocess.Popen(
             [sys.executable, "-c", "from flows.cli import main; main()", "train", str(path)],
@@ -39,7 +40,6 @@ def test_a_run_outlives_a_restart_of_the_server(workspace: Path, tmp_path: Path)
         while not ((tmp_path / "runs/outlives/log").exists() and History.of(config).state.iteration >= 2):
             assert time.monotonic() < deadline
             time.sleep(0.2)
-        port = url.split(":")[2].split("/")[0]
         server.send_signal(signal.SIGKILL)
         time.sleep(3)
         with prefect_api(tmp_path, port=int(port)):

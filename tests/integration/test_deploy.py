@@ -23,6 +23,7 @@ from prefect.client.schemas.filters import (
 )
 from prefect.exceptions import PrefectHTTPStatusError
 
+from flows.train import train
 from rlhf.config import RunConfig
 from tests import tiny
 from tests.history import History
@@ -68,21 +69,21 @@ def test_a_deployed_run_survives_its_process(
     with SyncPrefectClient(prefect_server) as client:
         names = ("train", "iteration", "evaluate", "rescore", "vacuum")
         found = {name: client.read_deployment_by_name(f"{name}/{config.run.name}") for name in names}
-        train = found["train"]
-        assert [schedule.schedule.cron for schedule in train.schedules] == ["0 4 * * *"]  # type: ignore[union-attr]
+        deployed = found["train"]
+        assert [schedule.schedule.cron for schedule in deployed.schedules] == ["0 4 * * *"]  # type: ignore[union-attr]
         assert all(not deployment.schedules for name, deployment in found.items() if name != "train")
         wrong: dict[str, Any] = {"config": config.model_dump(mode="json") | {"model": {"path": 3}}}
         with pytest.raises(PrefectHTTPStatusError, match="409"):
-            client.create_flow_run_from_deployment(train.id, parameters=wrong)
+            client.create_flow_run_from_deployment(deployed.id, parameters=wrong)
 
-        run = client.create_flow_run_from_deployment(train.id)
+        run = client.create_flow_run_from_deployment(deployed.id)
         wait(lambda: (tmp_path / "runs" / config.run.name / "log").exists() and History.of(config).state.iteration > 2)
         driver = int(client.read_flow_run(run.id).infrastructure_pid.split(":")[-1])  # type: ignore[union-attr]
         os.kill(driver, signal.SIGKILL)
         died_at = History.of(config).state.iteration
         wait(lambda: History.of(config).state.iteration > died_at + 2)
         assert History.of(config).state.epoch == 2
-        only = FlowRunFilter(deployment_id=FlowRunFilterDeploymentId(any_=[train.id]))
+        only = FlowRunFilter(deployment_id=FlowRunFilterDeploymentId(any_=[deployed.id]))
         begun = [one for one in client.read_flow_runs(flow_run_filter=only) if one.state_name != "Scheduled"]
         assert [one.id for one in begun] == [run.id], "the same flow run, not another"
 
@@ -90,6 +91,15 @@ def test_a_deployed_run_survives_its_process(
         artifact = client.read_artifacts(artifact_filter=ArtifactFilter(key=key), limit=1)[0]
         for shown in ("critic/score/mean", "| update_actor |", "## Best trajectories", "ratchet show deployed-"):
             assert shown in str(artifact.data)
+
+
+def test_each_start_can_be_a_run_of_its_own(config: RunConfig, prefect_server: str, tmp_path: Path) -> None:
+    short = config.with_values({"train.iterations": 1})
+    for _ in range(2):
+        train(short, new_run=True)
+    runs = sorted(path.name for path in (tmp_path / "runs").iterdir())
+    assert len(runs) == 2
+    assert all(name.startswith(f"{config.run.name}-") for name in runs)
 
 
 def wait(until: Any, seconds: float = 180.0) -> None:
