@@ -20,6 +20,7 @@ from flows.evaluate import evaluate
 from flows.iteration import iteration
 from flows.rescore import rescore
 from flows.train import train
+from infra.driver import run_url
 from infra.runs import open_run
 from infra.vacuum import vacuum as delete_unreached
 from rlhf.config import RunConfig
@@ -51,7 +52,7 @@ def deploy(
     """
     _work_pool(pool)
     shown = config.model_dump(mode="json")
-    url = f"{config.run.store.rstrip('/')}/{config.run.name}"
+    url = run_url(config.run.store, config.run.name)
     schedule: dict[str, Any] = {"cron": cron} if cron else {"interval": every} if every else {}
     alone = ConcurrencyLimitConfig(limit=1, collision_strategy=ConcurrencyLimitStrategy.CANCEL_NEW)
     names = []

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 from pyarrow.fs import FSSpecHandler, PyFileSystem
 
-from infra.records import RunState, ShardRef, Stage
+from infra.records import ShardRef
 from infra.runs import Run
 from infra.store import ROW_STAGES
 from rlhf.errors import UserError
@@ -48,7 +48,7 @@ def connect(run: Run) -> duckdb.DuckDBPyConnection:
     states = [run.store.iteration_state(iteration) for iteration in range(run.state.iteration + 1)]
     present = []
     for stage in (*ROW_STAGES, VALIDATE):
-        files = [(number, ref) for number, state in enumerate(states) for ref in _shards(run, state, stage)]
+        files = [(number, ref) for number, state in enumerate(states) for ref in run.store.shards_of(state, stage)]
         if files:
             connection.register(stage, _dataset(run, files))
             present.append(stage)
@@ -67,13 +67,6 @@ def _joined(stages: list[str]) -> str:
         f"CREATE VIEW trajectories AS SELECT {first}.iteration, {first}.trajectory_id, {', '.join(columns)} "
         f"FROM {first} {joins}"
     )
-
-
-def _shards(run: Run, state: RunState, stage: str) -> list[ShardRef]:
-    committed = state.stages.get(stage)
-    if isinstance(committed, Stage):
-        return list(run.store.manifest(committed).shards)
-    return [shard.data for _, shard in sorted(state.shards.get(stage, {}).items())]
 
 
 def _dataset(run: Run, files: Files) -> ds.Dataset:

@@ -151,11 +151,7 @@ class Run:
         return joined[order].assign(iteration=iteration)[["iteration", *order]]
 
     def _stage_frame(self, state: RunState, stage: str, columns: list[str] | None) -> pd.DataFrame | None:
-        committed = state.stages.get(stage)
-        if isinstance(committed, Stage):
-            refs = list(self.store.manifest(committed).shards)
-        else:
-            refs = [shard.data for _, shard in sorted(state.shards.get(stage, {}).items())]
+        refs = self.store.shards_of(state, stage)
         if not refs:
             return None
         frame: pd.DataFrame = pa.concat_tables([self.store.read_shard(ref, columns) for ref in refs]).to_pandas()

@@ -106,6 +106,13 @@ class RunStore:
             self._manifests[ref] = read_model(self.objects, ref, Manifest)
         return self._manifests[ref]
 
+    def shards_of(self, state: RunState, stage: str) -> list[ShardRef]:
+        """The data files that a stage has committed in an iteration, whether or not it is complete."""
+        committed = state.stages.get(stage)
+        if isinstance(committed, Stage):
+            return list(self.manifest(committed).shards)
+        return [shard.data for _, shard in sorted(state.shards.get(stage, {}).items())]
+
     def manifests(self, iteration: int) -> dict[str, Manifest]:
         """Every stage that an iteration has committed with a manifest."""
         stages = self.iteration_state(iteration).stages

@@ -119,9 +119,9 @@ def _rollout_correction(
     weights = None
     if correction is not None:
         for rejection in correction.rejection:
-            rejected = 1.0 - rejection(old, rollout, mask).sum() / mask.sum()
-            metrics[f"rejected/{rejection.statistic}"] = rejected
-            loss_mask = loss_mask * rejection(old, rollout, mask)
+            kept = rejection(old, rollout, mask)
+            metrics[f"rejected/{rejection.statistic}"] = 1.0 - kept.sum() / mask.sum()
+            loss_mask = loss_mask * kept
         if correction.weights is not None:
             weights = correction.weights(old, rollout, mask)
             metrics |= correction.weights.metrics(old, rollout, mask)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from infra.driver import Driver, check_inputs, check_store
+from infra.driver import Driver, check_inputs, check_store, run_url
 from infra.forks import fork
 from infra.objects import Objects
 from infra.records import Skip, Stage
@@ -108,7 +108,7 @@ def fork_run(run: Run, config: RunConfig, iteration: int, stage: str | None) -> 
         for spec in ORDER:
             if spec.name in shared and isinstance(found := committed[spec.name], Stage):
                 check_config(driver, spec, run.store.manifest(found))
-    child = Objects(f"{config.run.store.rstrip('/')}/{config.run.name}")
+    child = Objects(run_url(config.run.store, config.run.name))
     check_inputs(config)
     check_store(child, config)
     at = str(iteration) if stage is None else f"{iteration}:{stage}"

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are limited to ± this before they are exponentiated, as in the published code."""
+
 EPSILON = 1e-8
 """Added to counts where the published code does: no tokens, mean 0."""
 

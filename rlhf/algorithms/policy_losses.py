@@ -14,6 +14,7 @@ from pydantic import Field
 from rlhf.algorithms.base import Algorithm
 from rlhf.algorithms.masked import (
     EPSILON,
+    MAX_LOG_RATIO,
     Aggregation,
     Totals,
     aggregate,
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     Tokens = Float[Tensor, "batch response"]
     Flags = Bool[Tensor, "batch response"]
     Scalar = Float[Tensor, ""]
-
-MAX_LOG_RATIO = 20.0
 
 
 class PolicyLossBase(Algorithm):

@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING, Literal, Self
 from pydantic import Field, model_validator
 
 from rlhf.algorithms.base import Options
-from rlhf.algorithms.masked import EPSILON, Totals, masked_mean, sequence_mean, sequence_sum
+from rlhf.algorithms.masked import EPSILON, MAX_LOG_RATIO, Totals, masked_mean, sequence_mean, sequence_sum
 
 if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
     Tokens = Float[Tensor, "batch response"]
-
-MAX_LOG_RATIO = 20.0
 
 Statistic = Literal[
     "token_k1",
