@@ -446,7 +446,7 @@ def deploy(
     every: Annotated[int | None, typer.Option(metavar="MINUTES", help="or how often", min=1)] = None,
     new_runs: Annotated[bool, typer.Option("--new-runs", help="each start is a run of its own")] = False,
 ) -> None:
-    """Register train, iteration, evaluate, rescore and vacuum on the Prefect server (PREFECT_API_URL)."""
+    """Register train, iteration, evaluate, rescore, report and vacuum on the Prefect server (PREFECT_API_URL)."""
     from datetime import timedelta
 
     loaded = load_config(config, overrides or [])
@@ -521,8 +521,9 @@ def _make_folder(path: Path) -> None:
 
 
 def _quiet() -> None:
-    """Before Prefect is imported: errors end in one line here, not in its log."""
-    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")
+    """Before Prefect is imported: errors end in one line here, not in its log, which only a server that stays gets."""
+    silent = "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL" if os.environ.get("PREFECT_API_URL") else "PREFECT_LOGGING_LEVEL"
+    os.environ.setdefault(silent, "CRITICAL")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 

@@ -18,6 +18,7 @@ from prefect.types.entrypoint import EntrypointType
 
 from flows.evaluate import evaluate
 from flows.iteration import iteration
+from flows.prefect_pages import show_report
 from flows.rescore import rescore
 from flows.train import train
 from infra.driver import run_url
@@ -35,6 +36,12 @@ GONE_S = 90
 def vacuum(run: str, take_over: bool = False) -> list[str]:
     """Delete what no record and no fork of the run at the URL `run` reaches; returns the keys."""
     return delete_unreached(open_run(run).store, take_over)
+
+
+@flow(name="report", flow_run_name="{run}", persist_result=False)
+def report(run: str) -> str:
+    """Write the report of the run at the URL `run` into its folder, as it stands, and leave a link; returns its URL."""
+    return show_report(run)
 
 
 def deploy(
@@ -61,13 +68,14 @@ def deploy(
         (iteration, {"config": shown, "k": 0}, {}),
         (evaluate, {"config": shown}, {}),
         (rescore, {"config": shown}, {}),
+        (report, {"run": url}, {}),
         (vacuum, {"run": url}, {}),
     ]
     for offer, parameters, options in offered:
         deployment = offer.to_deployment(
             name=config.run.name,
             parameters=parameters,
-            tags=[TAG],
+            tags=[TAG, config.run.name],
             concurrency_limit=alone,
             entrypoint_type=EntrypointType.MODULE_PATH,
             work_pool_name=pool,

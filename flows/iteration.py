@@ -2,7 +2,7 @@
 
 from prefect import flow
 
-from flows.artifacts import show_iteration
+from flows.prefect_pages import show_iteration, shown
 from infra.driver import driving
 from rlhf.config import RunConfig
 from tasks.advantages import advantages
@@ -25,7 +25,7 @@ from tasks.values import values
 @flow(name="iteration", flow_run_name="{config.run.name} · it {k}", persist_result=False, validate_parameters=False)
 def iteration(config: RunConfig, k: int) -> dict[str, float]:
     """Run iteration `k` of a run, or what is left of it; returns its metrics."""
-    with driving(config, check=check_open_iteration):
+    with driving(config, check=check_open_iteration), shown(config.run.name):
         if config.validates_before(k):
             validate(k)
 

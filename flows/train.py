@@ -4,11 +4,12 @@ import httpx
 from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run
-from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 from prefect.states import Failed
 from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
 from flows.iteration import iteration
+from flows.prefect_pages import show_report, shown, tagged
 from flows.tracking import tracking
 from infra.driver import driving
 from infra.log import Fenced
@@ -45,8 +46,16 @@ def train(config: RunConfig, take_over: bool = False, new_run: bool = False) -> 
 def _train(config: RunConfig, take_over: bool) -> None:
     # an iteration's own Prefect heartbeat would add a second to it; the heartbeat of this flow covers both
     quiet = temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
-    with driving(config, take_over=take_over, check=check_open_iteration) as driver, tracking(config) as track, quiet:
+    with (
+        driving(config, take_over=take_over, check=check_open_iteration) as driver,
+        tracking(config) as track,
+        quiet,
+        tagged(config.run.name),
+    ):
         while (k := driver.state.iteration) < config.train.iterations:
             track(k, recorded_iteration(config, k))
         if config.validation.data is not None:
-            track(driver.state.iteration, validate(driver.state.iteration).metrics)
+            with shown(config.run.name):
+                track(driver.state.iteration, validate(driver.state.iteration).metrics)
+    if PREFECT_API_URL.value():
+        show_report(driver.store.url)

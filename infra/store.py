@@ -35,6 +35,8 @@ ROW_STAGES = tuple(dict.fromkeys(column.stage for column in TRAJECTORY.columns i
 """Stages that write trajectory columns, in order."""
 
 CLOSE = "close"
+REPORT = "report.html"
+"""Not part of the run: a page that may lie in its folder."""
 
 MAX_ATTEMPTS = 8
 """A stage is tried at most so often by one driver; the sweep relies on it."""

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from infra.driver import refuse_if_driven
 from infra.log import slot_key
 from infra.records import Close, ObjectRef, Record, Retire, Shard, Snapshot, Stage
-from infra.store import RunStore
+from infra.store import REPORT, RunStore
 
-KEPT = ("run.json", "log/", "forks/")
+KEPT = ("run.json", "log/", "forks/", REPORT)
 
 
 def vacuum(store: RunStore, take_over: bool = False) -> list[str]:

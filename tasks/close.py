@@ -12,10 +12,10 @@ from infra.progress import report
 from infra.records import Commit, Retire, Snapshot, Stage
 from rlhf.config import Checkpoint
 from tasks.restore import restore
-from tasks.stage import RETRIES
+from tasks.stage import RETRIES, named
 
 
-@task(name="close", task_run_name="it {iteration} · close", persist_result=False, cache_policy=NO_CACHE, **RETRIES)
+@task(name="close", task_run_name=named("close"), persist_result=False, cache_policy=NO_CACHE, **RETRIES)
 def close(iteration: int) -> dict[str, float]:
     """Commit the end of an iteration; returns its metrics."""
     driver = Driver.current()

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
+from prefect.runtime import task_run
 from prefect.states import Completed
 from prefect.tasks import Task
 
@@ -38,6 +39,11 @@ def can_pass(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
 
 RETRIES: dict[str, Any] = {"retries": 3, "retry_delay_seconds": [1, 5, 20], "retry_condition_fn": can_pass}
 assert 2 * (1 + RETRIES["retries"]) <= MAX_ATTEMPTS  # score is also tried from within generate, by dynamic sampling
+
+
+def named(stage: str) -> Callable[[], str]:
+    """Names a task's runs, such as `countdown · it 7 · generate`."""
+    return lambda: f"{Driver.current().config.run.name} · it {task_run.parameters['iteration']} · {stage}"
 
 
 class StageTask(Protocol):
@@ -108,7 +114,7 @@ ROWS: dict[str, RowsStage] = {}
 def _as_task(spec: StageSpec, run: Callable[[int, tuple[Manifest, ...]], tuple[Manifest, bool]]) -> StageTask:
     @task(
         name=spec.name,
-        task_run_name=f"it {{iteration}} · {spec.name}",
+        task_run_name=named(spec.name),
         **RETRIES,
         persist_result=False,
         cache_policy=NO_CACHE,

@@ -1,0 +1,155 @@
+"""What people see of a run in Prefect's pages, on a server that stays: names, tags, logs, progress, and artifacts.
+
+A temporary server ends with the process, and nobody looks at it: there, nothing of this happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
+from uuid import UUID
+
+import httpx
+from prefect import get_run_logger, tags
+from prefect.artifacts import (
+    create_link_artifact,
+    create_markdown_artifact,
+    create_progress_artifact,
+    update_progress_artifact,
+)
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.context import TaskRunContext
+from prefect.exceptions import PrefectHTTPStatusError
+from prefect.settings import PREFECT_API_URL
+
+from flows import report
+from infra.driver import Driver
+from infra.objects import Objects
+from infra.progress import listening
+from infra.runs import Run, open_run
+from infra.store import REPORT
+
+WATCHED = (
+    "reward/mean",
+    "critic/score/mean",
+    "actor/ref_kl",
+    "actor/entropy",
+    "actor/pg_loss",
+    "actor/pg_clipfrac",
+    "critic/vf_loss",
+    "critic/vf_explained_var",
+    "response_length/mean",
+)
+
+
+@contextmanager
+def tagged(run: str) -> Iterator[None]:
+    """Flow runs and task runs that begin inside are tagged with `run`."""
+    with tags(run) if PREFECT_API_URL.value() else nullcontext():
+        yield
+
+
+@contextmanager
+def shown(run: str) -> Iterator[None]:
+    """Inside a flow: what is reported is logged, and shown as the progress of its task."""
+    if not PREFECT_API_URL.value():
+        yield
+        return
+    with get_client(sync_client=True) as client, listening(_Pages(run, client)):
+        yield
+
+
+class _Pages:
+    """Listens to what is going on. A server that does not take it is no reason to stop."""
+
+    def __init__(self, run: str, client: SyncPrefectClient) -> None:
+        self.run = run
+        self.client = client
+        self.bars: dict[str, UUID] = {}
+
+    def __call__(self, event: str, details: dict[str, Any]) -> None:
+        show: Callable[..., None] | None = getattr(self, f"_{event}", None)
+        if show is not None:
+            with suppress(PrefectHTTPStatusError, httpx.TransportError):
+                show(**details)
+
+    def _note(self, text: str) -> None:
+        get_run_logger().warning(f"{self.run} · {text}")
+
+    def _replay(self, role: str, done: int, total: int) -> None:
+        get_run_logger().info(f"{self.run} · restoring the {role}: update {done + 1} of {total} again")
+
+    def _stage(self, iteration: int, stage: str, done: int, total: int, metrics: Mapping[str, float] | None) -> None:
+        name = f"{self.run} · it {iteration} · {stage}" + (f" {done}/{total}" if total > 1 else "")
+        get_run_logger().info(name if total > 1 or not done else f"{name}: done")
+        context = TaskRunContext.get()
+        if total == 1 or context is None:
+            return
+        context.task_run.name = name  # what the task's next events say, too
+        self.client.set_task_run_name(context.task_run.id, name)
+        bar = f"{_slug(self.run)}-{_slug(stage)}"
+        if done == 0 or bar not in self.bars:
+            created = create_progress_artifact(100 * done / total, key=bar, description=name)
+            assert isinstance(created, UUID), "called from a task that is not asynchronous"
+            self.bars[bar] = created
+        else:
+            update_progress_artifact(self.bars[bar], 100 * done / total, description=name)
+
+    def _closed(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        watched = ", ".join(f"{name} {metrics[name]:.4g}" for name in WATCHED if name in metrics)
+        get_run_logger().info(f"{self.run} · it {iteration} closed: {watched}")
+
+
+def show_iteration(iteration: int, metrics: Mapping[str, float]) -> None:
+    """Leave an artifact; a server that does not take it is no reason to stop."""
+    if not PREFECT_API_URL.value():
+        return
+    driver = Driver.current()
+    with suppress(PrefectHTTPStatusError, httpx.TransportError):
+        create_markdown_artifact(
+            markdown(Run(driver.store), iteration, metrics),
+            key=f"{_slug(driver.config.run.name)}-iterations",
+            description=f"{driver.config.run.name}, iteration {iteration}",
+        )
+
+
+def show_report(url: str) -> str:
+    """Write the report of the run at `url` into its folder, and leave a link to it; returns the report's URL."""
+    objects = Objects(url)
+    objects.put(REPORT, report.page([open_run(url)]).encode())
+    name = objects.url.rpartition("/")[2]
+    written = f"{objects.url}/{REPORT}"
+    if PREFECT_API_URL.value():
+        with suppress(PrefectHTTPStatusError, httpx.TransportError):
+            create_link_artifact(written, link_text=f"report of {name}", key=f"{_slug(name)}-report")
+    return written
+
+
+def markdown(run: Run, iteration: int, metrics: Mapping[str, float]) -> str:
+    """Metrics, stage times, the best and the worst trajectories."""
+    config = run.config
+    place = f"{config.run.name} --store {config.run.store}"
+    lines = [f"# {config.run.name}, iteration {iteration}", "", "| metric | value |", "|---|---|"]
+    lines += [f"| {name} | {metrics[name]:.4g} |" for name in WATCHED if name in metrics]
+    lines += ["", "| stage | seconds |", "|---|---|"]
+    timings = {name.removeprefix("timing_s/"): value for name, value in metrics.items() if name.startswith("timing_s/")}
+    lines += [f"| {name} | {seconds:.2f} |" for name, seconds in timings.items()]
+    frame = run.trajectories([iteration], ["prompt", "response", "score"]).sort_values("score", kind="stable")
+    for title, rows in (("Worst", frame.head(3)), ("Best", frame.tail(3)[::-1])):
+        lines += ["", f"## {title} trajectories", ""]
+        for row in rows.itertuples():
+            lines += [f"Score {row.score:.3g}:", "", *_quoted(f"{row.prompt}\n→ {row.response}"), ""]
+    lines += ["", f"Look further: `ratchet show {place}`, `ratchet report {place} -o report.html`"]
+    return "\n".join(lines)
+
+
+def _quoted(text: str, longest: int = 1_000) -> list[str]:
+    """As a code block that nothing in the text can end."""
+    shown = text if len(text) <= longest else f"{text[:longest]} …"
+    return [f"    {line}" for line in shown.splitlines()]
+
+
+def _slug(name: str) -> str:
+    """Prefect's keys are of lower-case letters, digits and dashes."""
+    return "".join(letter if letter.isalnum() and letter.isascii() else "-" for letter in name.lower()).strip("-")
