@@ -5,6 +5,7 @@ from prefect import flow
 from flows.prefect_pages import show_iteration, shown
 from infra.driver import driving
 from rlhf.config import RunConfig
+from rlhf.errors import NotFinite
 from tasks.advantages import advantages
 from tasks.borrow import borrow
 from tasks.close import close
@@ -15,7 +16,7 @@ from tasks.old_log_probs import old_log_probs
 from tasks.ref_log_probs import ref_log_probs
 from tasks.score import score
 from tasks.select import select
-from tasks.stage import skip_update
+from tasks.stage import skip_update, skip_what_is_left
 from tasks.update_actor import update_actor
 from tasks.update_critic import update_critic
 from tasks.validate import validate
@@ -28,30 +29,31 @@ def iteration(config: RunConfig, k: int) -> dict[str, float]:
     with driving(config, check=check_open_iteration), shown(config.run.name):
         if config.validates_before(k):
             validate(k)
-
-        generated = generate(k) if config.data.generations is None else borrow(k)
-        scored = score(k, generated)
-        if not config.train.updates:
-            skip_update("actor", k, "this run only scores")
-            return closed(k)
-
-        chosen = select(k, generated, scored) if config.selects else None
-        greedy = greedy_baseline(k, generated, chosen) if config.needs_greedy_scores else None
-        old = old_log_probs(k, generated, chosen) if config.needs_old_log_probs else None
-        ref = ref_log_probs(k, generated, chosen) if config.needs_reference else None
-        value = values(k, generated, chosen) if config.needs_critic else None
-        advantage = advantages(k, generated, chosen, scored, greedy, old, ref, value)
-
-        if config.needs_critic:
-            update_critic(k, generated, chosen, advantage, value)
-        if config.warms_up(k):
-            skip_update("actor", k, "the critic warms up")
-        else:
-            update_actor(k, generated, chosen, advantage, old, ref)
-        return closed(k)
+        try:
+            stages(config, k)
+        except NotFinite as error:
+            skip_what_is_left(k, error)
+        metrics = close(k)
+        show_iteration(k, metrics)
+        return metrics
 
 
-def closed(k: int) -> dict[str, float]:
-    metrics = close(k)
-    show_iteration(k, metrics)
-    return metrics
+def stages(config: RunConfig, k: int) -> None:
+    generated = generate(k) if config.data.generations is None else borrow(k)
+    scored = score(k, generated)
+    if not config.train.updates:
+        return skip_update("actor", k, "this run only scores")
+
+    chosen = select(k, generated, scored) if config.selects else None
+    greedy = greedy_baseline(k, generated, chosen) if config.needs_greedy_scores else None
+    old = old_log_probs(k, generated, chosen) if config.needs_old_log_probs else None
+    ref = ref_log_probs(k, generated, chosen) if config.needs_reference else None
+    value = values(k, generated, chosen) if config.needs_critic else None
+    advantage = advantages(k, generated, chosen, scored, greedy, old, ref, value)
+
+    if config.needs_critic:
+        update_critic(k, generated, chosen, advantage, value)
+    if config.warms_up(k):
+        skip_update("actor", k, "the critic warms up")
+    else:
+        update_actor(k, generated, chosen, advantage, old, ref)

@@ -156,8 +156,9 @@ def _trajectories(run: Run) -> list[dict[str, Any]]:
     """A sample of the newest closed iterations, with what each token is coloured by."""
     closed = run.state.iteration
     frame = run.trajectories(range(max(0, closed - SAMPLED_ITERATIONS), closed)) if closed else None
-    if frame is None or frame.empty:
+    if frame is None or "score" not in frame:  # nothing yet, or nothing that could be scored
         return []
+    frame = frame.dropna(subset=["score"])
     decode = _decoder(run.config)
     return [_trajectory(row, decode) for row in _sample(frame).to_dict("records")]
 

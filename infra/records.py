@@ -100,6 +100,8 @@ class Skip(Frozen):
     role: str
     weights: Weights
     reason: str
+    not_finite: bool = False
+    """Whether it was to happen, and something came out as NaN or infinite (`train.on_nan: skip`)."""
 
 
 class Snapshot(Frozen):

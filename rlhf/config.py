@@ -194,6 +194,11 @@ class Validation(Section):
 
 class Train(Section):
     iterations: int = Field(30, gt=0, description="iterations in all; raise it to go on with a finished run")
+    on_nan: Literal["stop", "skip"] = Field(
+        "stop",
+        description="a reward, loss or gradient that is not finite: stop the run, or go on without the iteration's "
+        "updates that depend on it (a validation's always stops)",
+    )
     updates: bool = Field(True, description="false: responses are only scored, and the actor passes through unchanged")
 
 
@@ -248,6 +253,11 @@ class RunConfig(Section):
     @property
     def needs_critic(self) -> bool:
         return "values" in self.needs
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """Roles whose weights every iteration moves, or records as passed through."""
+        return ("actor", "critic") if self.needs_critic and self.train.updates else ("actor",)
 
     @property
     def needs_old_log_probs(self) -> bool:

@@ -30,7 +30,7 @@ def close(iteration: int) -> dict[str, float]:
         driver.check_stop()
         started = time.perf_counter()
         roles = {}
-        for role in ("actor", *(("critic",) if config.needs_critic else ())):
+        for role in config.trained:
             weights = driver.state.weights[role]
             if not driver.group.call("holds", role, weights):
                 restore(driver, role, weights)

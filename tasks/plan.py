@@ -70,7 +70,8 @@ def plan(run: Run, config: RunConfig, iteration: int) -> list[Planned]:
         elif spec.name not in needed:
             why = ["the config has no such stage"]
         elif isinstance(stage, Skip):
-            why = [] if config.warms_up(iteration) else ["it was skipped"]
+            stays = config.warms_up(iteration) or (stage.not_finite and config.train.on_nan == "skip")
+            why = [] if stays else [f"it was skipped: {stage.reason}"]
         else:
             why = outside_differences(driver, spec, run.store.manifest(stage))
             inputs = {name for name in spec.reads if name in committed}

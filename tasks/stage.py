@@ -27,6 +27,7 @@ from infra.records import RunState, Shard, Skip, Stage, Weights
 from infra.store import MAX_ATTEMPTS
 from infra.workers.worker import Call, Compute, Rows, Stale, Update, Updated
 from rlhf.config_view import ConfigView
+from rlhf.errors import NotFinite
 from tasks.fingerprint import check_shard, committed_manifest, fingerprint_of, weights_of
 from tasks.restore import restore
 from tasks.spec import UPDATES, StageSpec
@@ -50,6 +51,12 @@ class StageTask(Protocol):
     """A stage as flows call it: manifests in, a manifest out; None stands for a stage that the config leaves out."""
 
     def __call__(self, iteration: int, *inputs: Manifest | None) -> Manifest: ...
+
+
+class UpdateTask(Protocol):
+    """An update as flows call it: manifests in, and weights that have moved, or a skip that is committed."""
+
+    def __call__(self, iteration: int, *inputs: Manifest | None) -> Manifest | None: ...
 
 
 Summary = Callable[[list[dict[str, Any]]], dict[str, float]]
@@ -84,10 +91,10 @@ def rows(
     return decorate
 
 
-def update(spec: StageSpec) -> Callable[[Update], StageTask]:
+def update(spec: StageSpec) -> Callable[[Update], UpdateTask]:
     """A stage that moves its role's weights to the next version, and returns metrics."""
 
-    def decorate(compute: Update) -> StageTask:
+    def decorate(compute: Update) -> UpdateTask:
         assert spec.role is not None and not spec.sharded
         UPDATES[spec.role] = (spec, compute)
         return _as_task(spec, lambda iteration, inputs: _run_update(spec, compute, iteration, inputs))
@@ -95,23 +102,37 @@ def update(spec: StageSpec) -> Callable[[Update], StageTask]:
     return decorate
 
 
-def skip_update(role: str, iteration: int, reason: str) -> None:
+def skip_update(role: str, iteration: int, reason: str, *, not_finite: bool = False) -> None:
     """Commit that a role's weights pass through this iteration unchanged."""
     driver = Driver.current()
     spec, _ = UPDATES[role]
     if driver.store.committed_stage(iteration, spec.name) is None:
         before = driver.state.weights[role]
         after = Weights(version=before.version + 1, digest=before.digest)
-        driver.store.commit(Skip(iteration=iteration, stage=spec.name, role=role, weights=after, reason=reason))
-        if driver.group.call("holds", role, before):
+        driver.store.commit(
+            Skip(iteration=iteration, stage=spec.name, role=role, weights=after, reason=reason, not_finite=not_finite)
+        )
+        if driver.group.call("holds", role, before):  # else, in the middle of its steps: it is loaded anew
             driver.group.call("pass_through", role, after)
+
+
+def skip_what_is_left(iteration: int, error: NotFinite) -> None:
+    """With `train.on_nan: skip`, no role learns from here on in this iteration; else raises the error."""
+    driver = Driver.current()
+    if driver.config.train.on_nan == "stop":
+        raise error
+    report("note", text=f"iteration {iteration} goes on without what depends on it: {error}")
+    for role in driver.config.trained:
+        skip_update(role, iteration, str(error), not_finite=True)
 
 
 ROWS: dict[str, RowsStage] = {}
 """Every stage that writes rows, by name."""
 
 
-def _as_task(spec: StageSpec, run: Callable[[int, tuple[Manifest, ...]], tuple[Manifest, bool]]) -> StageTask:
+def _as_task(
+    spec: StageSpec, run: Callable[[int, tuple[Manifest, ...]], tuple[Manifest | None, bool]]
+) -> Callable[..., Any]:
     @task(
         name=spec.name,
         task_run_name=named(spec.name),
@@ -123,9 +144,9 @@ def _as_task(spec: StageSpec, run: Callable[[int, tuple[Manifest, ...]], tuple[M
         manifest, committed_before = run(iteration, inputs)
         return Completed(name="Cached", data=manifest, message="committed before") if committed_before else manifest
 
-    def call(iteration: int, *inputs: Manifest | None) -> Manifest:
+    def call(iteration: int, *inputs: Manifest | None) -> Any:
         result: Any = stage_task(iteration, tuple(manifest for manifest in inputs if manifest is not None))
-        return result.result() if isinstance(result, State) else result  # type: ignore[no-any-return]
+        return result.result() if isinstance(result, State) else result
 
     return call
 
@@ -225,10 +246,12 @@ class RowsStage:
 
 def _run_update(
     spec: StageSpec, compute: Update, iteration: int, inputs: tuple[Manifest, ...]
-) -> tuple[Manifest, bool]:
+) -> tuple[Manifest | None, bool]:
     driver = Driver.current()
     store, view = driver.store, spec.view(driver.config)
     assert spec.role is not None
+    if isinstance(skipped := store.committed_stage(iteration, spec.name), Skip) and skipped.not_finite:
+        return None, True
     fingerprint = fingerprint_of(driver, spec, view, iteration, inputs)
     if (before := committed_manifest(driver, spec, iteration, fingerprint)) is not None:
         report("stage", iteration=iteration, stage=spec.name, done=1, total=1, metrics=None)
@@ -238,7 +261,14 @@ def _run_update(
     report("stage", iteration=iteration, stage=spec.name, done=0, total=1, metrics=None)
     driver.check_stop()
     call = call_of(driver, spec, view, iteration, inputs, attempt, 0)
-    updated: Updated = on_worker(driver, "update", call, compute)
+    try:
+        updated: Updated = on_worker(driver, "update", call, compute)
+    except NotFinite as error:
+        if driver.config.train.on_nan == "stop":
+            raise
+        report("note", text=f"{spec.name} of iteration {iteration} is skipped: {error}")
+        skip_update(spec.role, iteration, str(error), not_finite=True)
+        return None, False
     manifest = Manifest(
         iteration=iteration,
         stage=spec.name,

@@ -85,13 +85,13 @@ def test_ppo(ratchet: Ratchet, workspace: Path, prefect_server: str) -> None:
     assert not frame["score"].isin(run.validation()["trajectory_id"]).any()
 
     # what a person sees in Prefect: the stages that were committed before are Cached
-    expected = {(f"it 1 · {stage}", "Cached") for stage in ROWS - {"advantages"}}
-    expected |= {(f"it 1 · {stage}", "Completed") for stage in UPDATES | {"advantages", "close"}}
-    states = _task_states(prefect_server, f"{ratchet.config.run.name} · it 1", expected)
+    flow_run = f"{ratchet.config.run.name} · it 1"
+    cached = {f"{flow_run} · {stage} 2/2" for stage in ROWS - {"advantages"}}
+    expected = {(name, "Cached") for name in cached}
+    expected |= {(f"{flow_run} · {stage}", "Completed") for stage in UPDATES | {"advantages", "close"}}
+    states = _task_states(prefect_server, flow_run, expected)
     assert expected <= states
-    assert {name for name, state in states if state == "Cached"} == {
-        f"it 1 · {stage}" for stage in ROWS - {"advantages"}
-    }
+    assert {name for name, state in states if state == "Cached"} == cached
     persisted = Path(os.environ["PREFECT_HOME"]) / "storage"
     assert not persisted.exists(), "results stay in the run's store; Prefect keeps none"
 
@@ -219,6 +219,44 @@ def test_a_reward_that_is_not_a_number_commits_nothing(ratchet: Ratchet) -> None
     resumed = ratchet()
     done(resumed)
     assert ("generate", 0, 0) not in resumed.computed_shards
+
+
+def test_a_reward_that_is_not_a_number_can_be_passed_over(ratchet: Ratchet, workspace: Path) -> None:
+    bad: dict[str, Any] = {"reward__function": "tests.rewards:not_a_number", "train__on_nan": "skip"}
+    killed = ratchet(dies_after("skip", "update_actor", 0), **bad)
+    assert killed.wait() == -9
+    done(ratchet(**bad))
+    history = ratchet.history
+    assert set(history.stages) == {
+        (stage, k) for k in (0, 1) for stage in ("generate", "update_actor", "update_critic")
+    }
+    assert all("nan" in skip.reason for skip in history.commits(Skip))
+    roles = history.state.weights
+    assert {role: (roles[role].version, roles[role].digest) for role in ("actor", "critic")} == {
+        role: (2, history.state.initial[role].digest) for role in ("actor", "critic")
+    }
+    done(ratchet(train__iterations=3))
+    frame = ratchet.history.run.trajectories()
+    assert frame.groupby("iteration")["score"].count().to_dict() == {0: 0, 1: 0, 2: 8}
+    assert frame["prompt"].nunique() == 12, "every iteration draws the next prompts"
+
+
+def test_an_update_that_is_not_finite_can_be_passed_over(ratchet: Ratchet) -> None:
+    """The actor's second step is; its first, which was taken, must leave no trace."""
+    bad: dict[str, Any] = {"actor__lr": 1e30, "train__iterations": 3}
+    assert "is nan" in done(ratchet(**bad), 1)
+    killed = ratchet(dies_after("skip", "update_actor", 1), train__on_nan="skip", **bad)
+    assert killed.wait() == -9
+    done(ratchet(train__on_nan="skip", **bad))
+    history = ratchet.history
+    skipped = [(skip.stage, skip.iteration) for skip in history.commits(Skip)]
+    assert skipped == [("update_actor", k) for k in range(3)]
+    assert history.state.weights["critic"].digest != history.state.initial["critic"].digest
+    actor = load_file(
+        history.folder / history.state.snapshots[3]["actor"].key.replace("manifest.json", "model.safetensors")
+    )
+    initial = load_file(Path(ratchet.config.model.path) / "model.safetensors")
+    assert all(actor[name].equal(initial[name]) for name in initial)
 
 
 def test_another_model_is_refused(ratchet: Ratchet, tmp_path: Path) -> None:
