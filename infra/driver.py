@@ -21,7 +21,7 @@ from infra import heartbeat
 from infra.log import Fenced
 from infra.objects import Objects
 from infra.progress import report
-from infra.records import Claim, RunState, Weights
+from infra.records import SCHEMA_VERSION, Claim, RunState, Weights
 from infra.store import ROW_STAGES, RunStore
 from infra.workers.local import LocalGroup
 from infra.workers.worker import Worker, critic_model, reference_model
@@ -238,7 +238,7 @@ def check_store(objects: Objects, config: RunConfig) -> None:
 
 def _create(store: RunStore, config: RunConfig) -> None:
     check_store(store.objects, config)
-    first = {"schema_version": 1, "config": config.model_dump(mode="json"), "parent": None}
+    first = {"schema_version": SCHEMA_VERSION, "config": config.model_dump(mode="json"), "parent": None}
     data = json.dumps(first, indent=1).encode()
     with suppress(FileExistsError):  # another driver created the run at the same moment; the log decides between them
         store.objects.retry("write run.json", lambda: store.objects.create("run.json", data))

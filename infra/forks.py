@@ -9,7 +9,7 @@ from typing import Any
 from infra.log import RunLog
 from infra.manifest import Registration
 from infra.objects import Objects
-from infra.records import Close, Fork, RunState, seen_from_fork
+from infra.records import SCHEMA_VERSION, Close, Fork, RunState, seen_from_fork
 from infra.store import RunStore
 from rlhf.errors import RatchetError, UserError
 
@@ -56,7 +56,7 @@ def fork(
             raise RatchetError("the snapshot to begin with was retired at this very moment: fork again")
     claim = parent.state.claim
     assert claim is not None, "a run that can be read was claimed"
-    first = {"schema_version": 1, "config": config, "parent": parent.objects.url, "at": at}
+    first = {"schema_version": SCHEMA_VERSION, "config": config, "parent": parent.objects.url, "at": at}
     child.retry("write run.json", lambda: child.create("run.json", json.dumps(first, indent=1).encode()))
     name = name_of(parent.objects.url, child.url)
     RunLog(child).append(

@@ -13,8 +13,8 @@ from infra.records import SCHEMA_VERSION, Frozen, ObjectRef, ShardRef, Weights, 
 class Fingerprint(Frozen):
     """Everything a stage's output is a function of, by name, so that a difference can be named.
 
-    `parts` maps ``stage``, ``version``, ``config.<key>``, ``input.<stage>``, ``weights.<role>`` and, where the
-    stage reads them, ``dataset``, ``reward``, ``tokenizer`` to values or digests.
+    `parts` maps ``stage``, ``version``, ``config.<key>`` (where it is not the default), ``input.<stage>``,
+    ``weights.<role>`` and, where the stage reads them, ``dataset``, ``reward``, ``tokenizer`` to values or digests.
     """
 
     parts: dict[str, Any]
@@ -26,11 +26,12 @@ class Fingerprint(Frozen):
     def differences(self, other: Fingerprint) -> list[str]:
         """Lines such as ``config.actor.lr: 1e-05 -> 2e-05``, from this fingerprint to the other."""
         names = sorted(self.parts.keys() | other.parts.keys())
-        return [
-            f"{name}: {self.parts.get(name)} -> {other.parts.get(name)}"
-            for name in names
-            if self.parts.get(name) != other.parts.get(name)
-        ]
+        found = ((name, *(_shown(name, parts) for parts in (self.parts, other.parts))) for name in names)
+        return [f"{name}: {before} -> {after}" for name, before, after in found if before != after]
+
+
+def _shown(name: str, parts: dict[str, Any]) -> str:
+    return str(parts.get(name, "the default" if name.startswith("config.") else "none"))
 
 
 class Manifest(Frozen):

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 TRAINED = {"actor", "critic"}
 """Roles whose weights move from version to version; the reference stays what it was."""
 PAGE = 64

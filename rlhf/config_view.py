@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
+
 from rlhf.config import RunConfig
 
 
@@ -31,8 +34,30 @@ class ConfigView:
         """The JSON values of the keys."""
         return {key: self._config.value(key) for key in self._keys}
 
+    def chosen(self, keys: Iterable[str]) -> dict[str, Any]:
+        """The JSON values, by dotted key, in which the config differs from the defaults: a key that a later release
+        adds, and that nobody has set, is not among them."""
+        return {leaf: value for key in keys for leaf, value in self._chosen(key).items()}
+
+    def _chosen(self, key: str) -> dict[str, Any]:
+        section, _, name = key.rpartition(".")
+        holder = self._attribute(section) if section else self._config
+        if not isinstance(holder, BaseModel):  # a section that is null holds nothing
+            return {}
+        return _differing(key, getattr(holder, name), type(holder).model_fields[name].get_default())
+
     def _attribute(self, key: str) -> Any:
         found: Any = self._config
         for part in key.split("."):
             found = getattr(found, part)
         return found
+
+
+def _differing(key: str, value: Any, default: Any) -> dict[str, Any]:
+    if not isinstance(value, BaseModel):
+        return {} if value == default else {key: to_jsonable_python(value)}
+    found = {} if type(value) is type(default) else {key: type(value).__name__}
+    for name, field in type(value).model_fields.items():
+        if name != "type":  # the class's name says it
+            found |= _differing(f"{key}.{name}", getattr(value, name), field.get_default())
+    return found

@@ -68,8 +68,9 @@ def _stage(run: Run, iteration: int, manifest: Manifest, told: set[str]) -> Orig
         packages = ", ".join(f"{name} {release}" for name, release in claim.packages.items())
         details.append(f"by {claim.host}, {claim.threads} threads, code {claim.code[:16]}, {packages}")
     for name, value in parts.items():
-        if not name.startswith(("input.", "stage", "version", "iteration")):
+        if not name.startswith(("config.", "input.", "stage", "version", "iteration")):
             details.append(f"{name} = {value}")
+    details += [f"config.{key} = {value}" for key, value in manifest.config.items()]
     sources = run.store.manifests(iteration)
     inputs = [name.removeprefix("input.") for name in parts if name.startswith("input.")]
     return Origin(title, tuple(details), tuple(_stage(run, iteration, sources[name], told) for name in inputs))

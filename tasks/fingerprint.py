@@ -84,14 +84,7 @@ def _config_differences(driver: Driver, spec: StageSpec, shard: Shard) -> list[s
 
 
 def _config_parts(spec: StageSpec, view: ConfigView) -> dict[str, Any]:
-    values = view.values()
-    return {name: leaf for key in spec.config_keys for name, leaf in _leaves(f"config.{key}", values[key]).items()}
-
-
-def _leaves(prefix: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        return {prefix: value}
-    return {key: leaf for name, inner in value.items() for key, leaf in _leaves(f"{prefix}.{name}", inner).items()}
+    return {f"config.{key}": value for key, value in view.chosen(spec.config_keys).items()}
 
 
 def committed_manifest(driver: Driver, spec: StageSpec, iteration: int, now: Fingerprint) -> Manifest | None:

@@ -1,0 +1,61 @@
+"""Runs that earlier states of this project wrote, kept as they were: they are read and gone on with, or refused."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from infra.runs import open_run
+from tests.history import History
+from tests.processes import Processes
+
+STORED = Path(__file__).parents[1] / "data" / "stored"
+
+
+@pytest.fixture
+def stored(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of a stored run, in a folder as its config's relative paths want it."""
+    shutil.copytree(STORED / request.param, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "runs").mkdir()
+    shutil.move(tmp_path / "run", tmp_path / "runs" / "stored")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "runs" / "stored"
+
+
+@pytest.mark.parametrize("stored", ["schema-2"], indirect=True)
+def test_a_run_of_this_schema_is_read_and_gone_on_with(stored: Path, processes: Processes) -> None:
+    run = open_run(f"file://{stored}")
+    assert (run.state.iteration, run.progress(1)) == (1, {"generate": "✓"})
+    frame = run.trajectories()
+    assert frame.groupby("iteration").size().to_dict() == {0: 8, 1: 8}
+    first = frame.iloc[0]
+    assert first["trajectory_id"] == "it000000-p00000-s00"
+    assert first["response_ids"].tolist() == [8, 40, 42, 8, 45, 6, 10, 68]
+    assert len(first["advantages"]) == len(first["old_log_probs"]) == 8
+    assert run.metrics()["response_length/max"].tolist() == [8.0]
+
+    resumed = processes.cli(
+        "resume", "stored", "--store", f"file://{stored.parent}", setup=partial(os.chdir, Path.cwd())
+    )
+    assert resumed.wait() == 0, resumed.text
+    computed = {stage for stage, iteration, _ in resumed.computed_shards}
+    assert computed == {"score", "old_log_probs", "ref_log_probs", "values", "advantages"}, "generations are kept"
+    history = History.of(open_run(f"file://{stored}").config)
+    history.check_sound()
+    assert history.state.iteration == 2
+    assert history.run.trajectories()["response_ids"].map(list).tolist() == frame["response_ids"].map(list).tolist()
+
+
+@pytest.mark.parametrize("stored", ["schema-1"], indirect=True)
+@pytest.mark.parametrize("command", ["status", "resume"])
+def test_a_run_of_an_older_schema_is_refused(stored: Path, processes: Processes, command: str) -> None:
+    before = {path: path.read_bytes() for path in stored.rglob("*") if path.is_file()}
+    refused = processes.cli(command, "stored", "--store", f"file://{stored.parent}")
+    assert refused.wait() == 2
+    assert "is of schema version 1, and this release reads version 2: open the run with the release" in refused.text
+    assert len(refused.text.strip().splitlines()) == 1
+    assert {path: path.read_bytes() for path in stored.rglob("*") if path.is_file()} == before
