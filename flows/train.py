@@ -1,5 +1,7 @@
 """A run: iterations, one after the other, from wherever the log says it stands."""
 
+from contextlib import suppress
+
 import httpx
 from prefect import flow
 from prefect.client.schemas.objects import State
@@ -13,6 +15,7 @@ from flows.prefect_pages import show_report, shown, tagged
 from flows.tracking import tracking
 from infra.driver import driving
 from infra.log import Fenced
+from infra.objects import StoreUnavailable
 from rlhf.config import RunConfig
 from tasks.fingerprint import check_open_iteration
 from tasks.validate import validate
@@ -58,4 +61,5 @@ def _train(config: RunConfig, take_over: bool) -> None:
             with shown(config.run.name):
                 track(driver.state.iteration, validate(driver.state.iteration).metrics)
     if PREFECT_API_URL.value():
-        show_report(driver.store.url)
+        with suppress(StoreUnavailable):  # the run is done, and its report can be had at any time
+            show_report(driver.store.url)

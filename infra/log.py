@@ -13,7 +13,7 @@ import uuid
 from contextlib import suppress
 from datetime import UTC, datetime
 
-from infra.objects import Objects, StoreUnavailable, is_refusal, is_transient
+from infra.objects import Objects, StoreUnavailable, is_full, is_refusal, is_transient
 from infra.records import SCHEMA_VERSION, Claim, Commit, M, ObjectRef, Record, RunState, seen_from_fork, sha256_of
 from rlhf.errors import RatchetError, UserError
 
@@ -175,6 +175,8 @@ class RunLog:
                 found = self.objects.get_if_there(key)
             if found is not None:
                 return self._apply(found).uuid == record.uuid
+            if error is not None and is_full(error):
+                raise self.objects.full(f"append {key}") from error
             if self.objects.clock.monotonic() >= deadline:
                 raise StoreUnavailable(f"could not append {key} to {self.objects.url}: {error}") from error
             self.objects.clock.sleep(self.objects.pause(attempt))

@@ -8,6 +8,7 @@ own object from another's.
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import threading
@@ -28,6 +29,10 @@ T = TypeVar("T")
 
 class StoreUnavailable(RatchetError):
     """The store did not answer within the deadline; what was being written may or may not be there."""
+
+
+class StoreFull(StoreUnavailable):
+    """There is no room: waiting rarely helps, and a person should know at once."""
 
 
 class Backend(Protocol):
@@ -226,11 +231,14 @@ class Objects:
         finally:
             self.delete([key])
 
+    def full(self, what: str) -> StoreFull:
+        return StoreFull(f"could not {what}: the disk that holds {self.url} is full; free some space, and resume")
+
     def retry(self, what: str, operation: Callable[[], T]) -> T:
         """Run an operation that may be repeated until it answers; `StoreUnavailable` after the deadline."""
         deadline = self.clock.monotonic() + self.deadline_s
         attempts: Any = Retrying(
-            retry=retry_if_exception(is_transient),
+            retry=retry_if_exception(lambda error: is_transient(error) and not is_full(error)),
             wait=lambda state: self.pause(state.attempt_number),
             stop=lambda state: self.clock.monotonic() >= deadline,
             sleep=self.clock.sleep,
@@ -241,9 +249,15 @@ class Objects:
         except Exception as error:
             if is_refusal(error):
                 raise UserError(f"the store {self.url} refuses to {what}: {error}") from error
+            if is_full(error):
+                raise self.full(what) from error
             if not is_transient(error):
                 raise
             raise StoreUnavailable(f"could not {what} in {self.url} within {self.deadline_s:.0f} s: {error}") from error
+
+
+def is_full(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def is_refusal(error: BaseException) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from pydantic import BaseModel
-from pydantic_core import to_jsonable_python
+from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from rlhf.config import RunConfig
 
@@ -56,7 +56,7 @@ class ConfigView:
 def _differing(key: str, value: Any, default: Any) -> dict[str, Any]:
     if not isinstance(value, BaseModel):
         return {} if value == default else {key: to_jsonable_python(value)}
-    found = {} if type(value) is type(default) else {key: type(value).__name__}
+    found = {} if type(value) is type(default) or default is PydanticUndefined else {key: type(value).__name__}
     for name, field in type(value).model_fields.items():
         if name != "type":  # the class's name says it
             found |= _differing(f"{key}.{name}", getattr(value, name), field.get_default())

@@ -21,7 +21,7 @@ from prefect.tasks import Task
 
 from infra.driver import Driver
 from infra.manifest import Fingerprint, Manifest
-from infra.objects import StoreUnavailable
+from infra.objects import StoreFull, StoreUnavailable
 from infra.progress import report
 from infra.records import RunState, Shard, Skip, Stage, Weights
 from infra.store import MAX_ATTEMPTS
@@ -35,7 +35,8 @@ from tasks.spec import UPDATES, StageSpec
 
 def can_pass(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
     """Only what may pass is tried again: a store that did not answer. Never a bad config, reward or loss."""
-    return isinstance(state.result(raise_on_failure=False), StoreUnavailable)
+    error = state.result(raise_on_failure=False)
+    return isinstance(error, StoreUnavailable) and not isinstance(error, StoreFull)
 
 
 RETRIES: dict[str, Any] = {"retries": 3, "retry_delay_seconds": [1, 5, 20], "retry_condition_fn": can_pass}

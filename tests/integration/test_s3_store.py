@@ -136,3 +136,16 @@ def test_pandas_in_another_process_needs_the_url_only(url: str) -> None:
         [sys.executable, "-c", script, url], env=os.environ, capture_output=True, text=True, check=True, timeout=120
     )
     assert shown.stdout.split() == ["2", "[0.5]"]
+
+
+def test_a_checkpoint_of_many_parts(s3: str) -> None:
+    """Above 100 MiB, s3fs uploads in parts: the object is whole, or not there."""
+    store = claimed(f"{s3}/{uuid.uuid4().hex}")
+    large = os.urandom(2**20) * 130
+    ref = store.write_checkpoint("actor", {"model.safetensors": large}, Weights(version=1, digest="x"))
+    checkpoint = store.checkpoint(ref)
+    assert checkpoint.files["model.safetensors"].bytes == len(large)
+    assert store.read_checkpoint(checkpoint)["model.safetensors"] == large
+    [key] = [key for key in store.objects.list("checkpoints/") if key.endswith(".safetensors")]
+    info = store.objects.backend.fs.info(f"{s3.removeprefix('s3://')}/{store.url.rpartition('/')[2]}/{key}")  # type: ignore[attr-defined]
+    assert info["ETag"].strip('"').endswith("-3"), "three parts"

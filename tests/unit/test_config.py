@@ -269,3 +269,49 @@ def test_a_part_of_a_config_need_not_fit_the_rest() -> None:
     with pytest.raises(UserError, match="egpo needs the entropy"):
         config.with_values(then)
     assert config.with_values({"critic": None}, fit=False).value("critic.model") is None
+
+
+ALL = (*RunConfig.model_fields,)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_what_is_chosen_tells_configs_apart(path: Path) -> None:
+    """A fingerprint holds what is chosen: two configs choose the same if, and only if, they are the same."""
+    config = load_config(path)
+    others = [load_config(other) for other in EXAMPLES]
+    others += [config.with_values({key: value}, fit=False) for key, value in SINGLE_CHANGES]
+    for other in others:
+        same = ConfigView(config, ALL).chosen(ALL) == ConfigView(other, ALL).chosen(ALL)
+        assert same == (config == other)
+
+
+SINGLE_CHANGES: list[tuple[str, Any]] = [
+    ("actor.lr", 0.25),
+    ("actor.lr_schedule.warmup_iterations", 7),
+    ("actor.grad_clip", None),
+    ("critic", None),
+    ("critic.model", {"path": "another"}),
+    ("reference.model", {"path": "another"}),
+    ("data.train", ["another"]),
+    ("rollout.top_p", 0.75),
+    ("algorithm.loss", {"type": "gspo"}),
+    ("algorithm.loss", {"type": "ppo"}),
+    ("algorithm.advantage", {"type": "grpo"}),
+    ("algorithm.advantage", {"type": "gae", "lam": 0.5}),
+    ("algorithm.rollout_correction", {}),
+    ("algorithm.rollout_correction", {"weights": {}}),
+    ("algorithm.rollout_correction", {"weights": {"level": "sequence"}}),
+    ("algorithm.dynamic_sampling", {"max_prompts": 4096}),
+    ("algorithm.overlong_penalty", {"buffer_tokens": 3}),
+    ("algorithm.kl.controller", {"type": "adaptive", "target": 1.0, "horizon": 10}),
+]
+
+
+def test_a_key_at_its_default_is_not_chosen() -> None:
+    """So a key that a later release adds leaves what is committed alone."""
+    config = parse_config(MINIMAL, "here")
+    assert ConfigView(config, ALL).chosen(ALL) == {"model.path": "somewhere", "data.train": ["prompts.parquet"]}
+    changed = config.with_values({"actor.lr": 0.5, "algorithm.rollout_correction": {"weights": {}}})
+    chosen = ConfigView(changed, ("actor.lr", "algorithm")).chosen(("actor.lr", "algorithm"))
+    assert chosen["actor.lr"] == 0.5
+    assert chosen["algorithm.rollout_correction"] == "RolloutCorrection"
