@@ -121,7 +121,8 @@ class Run:
         checkpoint = self.store.checkpoint(self.state.snapshots[version][role])
         target = Path(folder)
         target.mkdir(parents=True, exist_ok=True)
-        for name, data in self.store.read_checkpoint(checkpoint, ("config.json", "model.safetensors")).items():
+        wanted = [name for name in checkpoint.files if name.startswith(("config", "model"))]
+        for name, data in self.store.read_checkpoint(checkpoint, wanted).items():
             (target / name).write_bytes(data)
         source = model_folder(self.config.model)
         for pattern in (*TOKENIZER, "generation_config.json"):

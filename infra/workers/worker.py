@@ -185,8 +185,7 @@ class Worker:
             self.engine(role)
         else:
             found = self.store.checkpoint(checkpoint)
-            names = ("model.safetensors", "optimizer.safetensors", "state.json")
-            self.engine(role).load_state(self.store.read_checkpoint(found, names))
+            self.engine(role).load_state(self.store.read_checkpoint(found))
         self._weights[role] = weights
 
     def pass_through(self, role: str, weights: Weights) -> None:

@@ -1,0 +1,169 @@
+"""`engine: deepspeed`: ZeRO stages 0 to 3 (arXiv 1910.02054), on CUDA with NCCL or on the CPU with gloo."""
+
+from __future__ import annotations
+
+import math
+import os
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from rlhf.engines import ranks
+from rlhf.engines.base import Schedule
+from rlhf.engines.model_engine import Dtype, Head, ModelEngine, not_finite, set_options
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+Stage = Literal[0, 1, 2, 3]
+
+
+class DeepSpeedEngine(ModelEngine):
+    """With bfloat16 the model itself is in bfloat16, and the optimizer holds float32 weights. In stage 0 the optimizer
+    has no weights of its own: there the model is in float32, and computes in bfloat16."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        head: Head,
+        *,
+        dtype: Dtype = "float32",
+        trainable: bool = True,
+        gradient_checkpointing: bool = False,
+        stage: Stage = 2,
+        offload: bool = False,
+    ) -> None:
+        ranks.initialized()
+        self.device = ranks.device()
+        os.environ.setdefault("DS_ACCELERATOR", self.device.type)
+        import deepspeed
+
+        # Its own collectives on the CPU would be compiled now, for a minute; a build that is killed leaves a lock on
+        # which the next one waits for ever, and gloo does as well.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        self.head, self.dtype, self.trainable = head, dtype, trainable
+        model.train(trainable and gradient_checkpointing)
+        if trainable and gradient_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.requires_grad_(trainable)
+        self.stage = stage = stage if trainable or stage == 3 else 0  # only parameters are left to spread
+        zero: dict[str, Any] = {"stage": stage}
+        if offload:
+            zero["offload_optimizer"] = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
+            if stage == 3:
+                zero["offload_param"] = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
+        config = {
+            "train_micro_batch_size_per_gpu": 1,  # it counts nothing: we say where a mini-batch ends
+            "gradient_accumulation_steps": 1,
+            "zero_optimization": zero,
+            "zero_force_ds_cpu_optimizer": False,
+            "bf16": {"enabled": dtype == "bfloat16" and stage > 0},
+            "steps_per_print": 2**62,
+        }
+        optimizer = torch.optim.AdamW(model.parameters()) if trainable else None
+        self.engine, self.wrapper, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        self.model = self.engine.module
+        self.parameters = dict(self.model.named_parameters())
+        self.optimizer = optimizer
+
+    def _call(self, **inputs: Tensor) -> Tensor:
+        with self._autocast() if self.stage == 0 else nullcontext():
+            return self.engine(**inputs, use_cache=False).logits  # type: ignore[no-any-return]
+
+    def _backward(self, loss: Tensor, last: bool) -> None:
+        self.engine.set_gradient_accumulation_boundary(last)
+        self.engine.backward(loss * ranks.count())  # it averages over ranks, and every loss is already a share
+        if not last:
+            self.engine.step()  # of which nothing comes but the end of a micro-batch
+
+    def _step(self, schedule: Schedule) -> float:
+        assert self.optimizer is not None
+        set_options(self.optimizer, schedule)
+        clip = schedule.grad_clip or math.inf
+        if self.stage == 0:  # its gradients are whole, and it would not tell their norm
+            norm = float(torch.nn.utils.clip_grad_norm_(self.parameters.values(), clip))
+        else:
+            self.wrapper.clip_grad = clip
+        self.engine.step()
+        if self.stage > 0:
+            norm = float(self.engine.get_global_grad_norm())
+        if not math.isfinite(norm):
+            raise not_finite(norm)
+        return norm
+
+    def names(self) -> list[str]:
+        return sorted(self.parameters)
+
+    def get(self, kind: str, name: str) -> Tensor:
+        from deepspeed.runtime.zero import GatheredParameters
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        parameter = self.parameters[name]
+        found: Tensor
+        if self.stage == 0:
+            found = parameter.detach() if kind == "model" else self._plain_state(parameter)[kind]
+        elif kind != "model":
+            found = safe_get_full_optimizer_state(parameter, kind)
+        elif self.trainable:
+            found = safe_get_full_fp32_param(parameter)
+        else:
+            with GatheredParameters([parameter]):
+                found = parameter.detach().float().clone()
+        return found
+
+    def set(self, kind: str, name: str, value: Tensor) -> None:
+        from deepspeed import utils
+        from deepspeed.runtime.zero import GatheredParameters
+
+        parameter, value = self.parameters[name], value.to(self.device)
+        if kind != "model":
+            self._make_state()
+        if self.stage == 0:
+            (parameter.data if kind == "model" else self._plain_state(parameter)[kind]).copy_(value)
+        elif self.stage < 3 and kind == "model":
+            utils.safe_set_full_fp32_param(parameter, value)
+            parameter.data.copy_(value)
+        elif self.stage < 3:
+            utils.safe_set_full_optimizer_state(parameter, value, kind)
+        elif kind == "model":
+            utils.safe_set_local_fp32_param(parameter, self._part(parameter, value))
+            with GatheredParameters([parameter], modifier_rank=0):
+                parameter.data.copy_(value)
+        else:
+            utils.safe_set_local_optimizer_state(parameter, self._part(parameter, value), kind)
+
+    def _part(self, parameter: Any, value: Tensor) -> Tensor:
+        """This rank's share in stage 3, padded (DeepSpeed's `safe_set_full_…` fail where a share is all padding)."""
+        size, first = parameter.ds_tensor.numel(), ranks.rank() * parameter.ds_tensor.numel()
+        padded = torch.nn.functional.pad(value.flatten(), (0, size * ranks.count() - value.numel()))
+        return padded[first : first + size]
+
+    def _plain_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        assert self.optimizer is not None
+        state: dict[str, Tensor] = self.optimizer.state[parameter]
+        return state
+
+    def _reset_optimizer(self) -> None:
+        assert self.optimizer is not None
+        for state in self.optimizer.state.values():
+            for tensor in state.values():
+                tensor.zero_()
+
+    def _make_state(self) -> None:
+        """DeepSpeed makes the optimizer's state at its first step: one that changes nothing, if there was none yet."""
+        assert self.optimizer is not None
+        if not self.optimizer.state:
+            set_options(self.optimizer, STILL)
+            nothing = torch.zeros((1, 2), dtype=torch.long, device=self.device)
+            with torch.enable_grad():
+                self._backward(0 * self._call(input_ids=nothing).sum(), last=True)
+            self.engine.step()
+        for state in self.optimizer.state.values():
+            state["step"].fill_(self.steps)
+
+
+STILL = Schedule(
+    lr=0.0, betas=(0.9, 0.999), weight_decay=0.0, grad_clip=None, micro_batch_tokens=0, mini_batches=(), temperature=1.0
+)

@@ -1,0 +1,285 @@
+"""How a batch becomes outputs and gradients, and a model's state becomes files: the same for every train engine.
+
+An engine says where the tensors live, how a loss is propagated and how a step is taken. Everything here is SPMD: each
+rank is given the whole batch, computes its share, and has the whole result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import pyarrow as pa
+import torch
+from safetensors.torch import load as load_safetensors
+from safetensors.torch import save as save_safetensors
+
+from rlhf.algorithms.masked import Totals
+from rlhf.batch import TrajectoryBatch, ragged
+from rlhf.engines import ranks
+from rlhf.engines.base import Schedule
+from rlhf.engines.micro_batches import MicroBatch
+from rlhf.errors import NotFinite
+from rlhf.models import config_json
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from rlhf.algorithms.objectives import Objective
+
+Head = Literal["policy", "value"]
+Dtype = Literal["float32", "bfloat16"]
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""AdamW's state, besides the number of steps."""
+
+
+class ModelEngine(ABC):
+    """A model with its optimizer. Weights and optimizer state are float32; bfloat16 is the type of the computation.
+
+    `head` says what the model gives: a policy's log-probs and entropy, or a critic's values.
+    """
+
+    head: Head
+    dtype: Dtype
+    trainable: bool
+    device: torch.device
+    model: PreTrainedModel
+    """The module; in sharded engines its tensors are not whole."""
+    steps: int = 0
+    """Optimizer steps taken so far."""
+
+    # What an engine is.
+
+    @abstractmethod
+    def _backward(self, loss: Tensor, last: bool) -> None:
+        """Add a loss's gradients to those of the mini-batch; summed over ranks, not averaged."""
+
+    @abstractmethod
+    def _step(self, schedule: Schedule) -> float:
+        """Clip, take the step, forget the gradients; returns the gradient's norm. Raises `NotFinite`: the engine is
+        then to be loaded anew."""
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """The parameters' names, sorted, the same on every rank."""
+
+    @abstractmethod
+    def get(self, kind: str, name: str) -> Tensor:
+        """A parameter (`model`) or its moment, float32 and whole; every rank asks for the same."""
+
+    @abstractmethod
+    def set(self, kind: str, name: str, value: Tensor) -> None: ...
+
+    @abstractmethod
+    def _reset_optimizer(self) -> None:
+        """No step has been taken."""
+
+    def _call(self, **inputs: Tensor) -> Tensor:
+        """The module's logits."""
+        with self._autocast():
+            return self.model(**inputs, use_cache=False).logits  # type: ignore[no-any-return]
+
+    # Computing.
+
+    def infer(
+        self, batch: TrajectoryBatch, outputs: Iterable[str], *, temperature: float, micro_batch_tokens: int
+    ) -> dict[str, pa.Array]:
+        wanted = tuple(outputs)
+        lengths = batch.lengths("response_ids")
+        starts = np.concatenate([[0], np.cumsum(lengths)])
+        flat = {name: np.zeros(starts[-1], dtype=np.float32) for name in wanted}
+        for rows in ranks.pieces(batch.lengths("prompt_ids") + lengths, micro_batch_tokens):
+            micro = MicroBatch.of(batch, rows if len(rows) else [0])
+            with torch.no_grad():
+                found = self._forward(micro, wanted, temperature)
+            for name in wanted:
+                padded = found[name].float().cpu().numpy()
+                for row, values in zip(rows, padded, strict=False):
+                    flat[name][starts[row] : starts[row + 1]] = values[: lengths[row]]
+        return {name: ragged(self._from_all(values), lengths) for name, values in flat.items()}
+
+    def update(self, batch: TrajectoryBatch, objective: Objective, schedule: Schedule) -> dict[str, float]:
+        assert self.trainable, "a reference is never updated"
+        sums: dict[str, float] = {}
+        for rows in schedule.mini_batches:
+            for name, value in self._mini_batch(batch.take(rows), objective, schedule).items():
+                sums[name] = sums.get(name, 0.0) + value
+        return {name: value / len(schedule.mini_batches) for name, value in sums.items()}
+
+    def _mini_batch(self, mini_batch: TrajectoryBatch, objective: Objective, schedule: Schedule) -> dict[str, float]:
+        """One optimizer step; the gradient is that of the whole mini-batch, however it is cut and dealt out."""
+        totals = Totals.of(mini_batch.padded("loss_mask"))
+        lengths = mini_batch.lengths("prompt_ids") + mini_batch.lengths("response_ids")
+        pieces = ranks.pieces(lengths, schedule.micro_batch_tokens)
+        micro_batches = [MicroBatch.of(mini_batch, rows if len(rows) else [0]) for rows in pieces]
+        columns = {name: mini_batch.padded(name).float().to(self.device) for name in objective.columns}
+        if objective.selection is not None:
+            whole = self._whole(pieces, micro_batches, objective, schedule, totals)
+            columns["selected"] = objective.selection(whole, columns)
+        sums: dict[str, Tensor] = {}
+        for number, (rows, micro) in enumerate(zip(pieces, micro_batches, strict=True), 1):
+            part = {name: column[micro.rows, : micro.at.shape[1]] for name, column in columns.items()}
+            loss, metrics = objective(self._forward(micro, objective.outputs, schedule.temperature), part, totals)
+            self._backward(loss if len(rows) else 0 * loss, last=number == len(pieces))
+            for name, value in metrics.items():
+                sums.setdefault(name, torch.zeros((), device=self.device)).add_(value.detach() if len(rows) else 0)
+        norm = self._step(schedule)
+        self.steps += 1
+        prefix = "critic" if self.head == "value" else "actor"
+        return {name: ranks.summed(value).item() for name, value in sums.items()} | {f"{prefix}/grad_norm": norm}
+
+    def _whole(
+        self,
+        pieces: list[np.ndarray],
+        micro_batches: list[MicroBatch],
+        objective: Objective,
+        schedule: Schedule,
+        totals: Totals,
+    ) -> dict[str, Tensor]:
+        """The model's outputs for a whole mini-batch, without gradient."""
+        rows_in_all = int(ranks.summed(torch.tensor(sum(len(rows) for rows in pieces), device=self.device)))
+        found = {name: torch.zeros((rows_in_all, totals.horizon), device=self.device) for name in objective.outputs}
+        for rows, micro in zip(pieces, micro_batches, strict=True):
+            with torch.no_grad():
+                part = self._forward(micro, objective.outputs, schedule.temperature)
+            for name, values in part.items():
+                found[name][rows, : values.shape[1]] = values[: len(rows)]
+        return {name: ranks.summed(values) for name, values in found.items()}
+
+    def _forward(self, micro: MicroBatch, outputs: Iterable[str], temperature: float) -> dict[str, Tensor]:
+        input_ids = micro.input_ids.to(self.device)
+        if self.head == "value":
+            values = self._call(input_ids=input_ids).squeeze(-1)
+            return {"values": micro.pick(values[:, micro.first : -1].float())}
+        keep = torch.arange(micro.first, input_ids.shape[1] - 1, device=self.device)
+        logits = self._call(input_ids=input_ids, logits_to_keep=keep)
+        log_probs, entropy = log_probs_and_entropy(
+            logits, input_ids[:, micro.first + 1 :], temperature, entropy="entropy" in outputs
+        )
+        found = {"log_probs": micro.pick(log_probs)}
+        if entropy is not None:
+            found["entropy"] = micro.pick(entropy)
+        return found
+
+    def _autocast(self) -> AbstractContextManager[None]:
+        if self.dtype == "float32":
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+
+    def _from_all(self, values: np.ndarray) -> np.ndarray:
+        """Each rank has filled in its own rows, and left the others zero."""
+        if ranks.count() == 1:
+            return values
+        return ranks.summed(torch.from_numpy(values).to(self.device)).cpu().numpy()
+
+    # State, as logical tensors, whole whatever the layout. Each belongs to one rank, which hashes and writes it.
+
+    def digest(self) -> str:
+        mine = {}
+        for name, tensor, is_mine in self._tensors():
+            if is_mine:
+                data = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+                mine[name] = f"{tensor.dtype} {tuple(tensor.shape)} {hashlib.sha256(data.data).hexdigest()}"
+        every = {name: digest for part in ranks.gathered(mine) for name, digest in part.items()}
+        return hashlib.sha256(json.dumps([self.steps, every], sort_keys=True).encode()).hexdigest()
+
+    def state(self) -> dict[str, bytes]:
+        """This rank's files: its share of the tensors, in the layout that `from_pretrained` reads."""
+        part = "" if ranks.count() == 1 else f"-{ranks.rank() + 1:05d}-of-{ranks.count():05d}"
+        shares: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}}
+        for name, tensor, is_mine in self._tensors():
+            if is_mine:
+                kind, _, parameter = name.partition(".")
+                which = "model" if kind == "model" else "optimizer"
+                shares[which][parameter if kind == "model" else name] = tensor.contiguous()
+        files = {
+            f"{which}{part}.safetensors": save_safetensors(share, metadata={"format": "pt"})
+            for which, share in shares.items()
+        }
+        owners = ranks.gathered(dict.fromkeys(shares["model"], f"model{part}.safetensors"))
+        if ranks.rank() == 0:
+            files["config.json"] = config_json(self.model)
+            files["state.json"] = json.dumps({"format": 2, "head": self.head, "steps": self.steps}).encode()
+            if ranks.count() > 1:
+                index = {"metadata": {}, "weight_map": {name: file for part in owners for name, file in part.items()}}
+                files["model.safetensors.index.json"] = json.dumps(index, indent=1).encode()
+        return files
+
+    def load_state(self, files: Mapping[str, bytes]) -> None:
+        """From the files of all ranks that wrote it, however many there were."""
+        model = _merged(files, "model")
+        names, buffers = self.names(), self._buffers()
+        assert model.keys() == {*names, *buffers}, (
+            f"not a checkpoint of this model: {model.keys() ^ {*names, *buffers}}"
+        )
+        with torch.no_grad():
+            for name in names:
+                self.set("model", name, model[name])
+            for name, buffer in buffers.items():
+                buffer.copy_(model[name])
+            self._reset_optimizer()
+            self.steps = json.loads(files["state.json"])["steps"]
+            moments = _merged(files, "optimizer")
+            for kind in MOMENTS if self.steps else ():
+                for name in names:
+                    self.set(kind, name, moments[f"{kind}.{name}"])
+
+    def copy_to(self, model: PreTrainedModel) -> None:
+        """The weights into a plain model, such as the one that a rollout generates with."""
+        targets = dict(model.named_parameters())
+        with torch.no_grad():
+            for name in self.names():
+                targets[name].copy_(self.get("model", name))
+            buffers = dict(model.named_buffers())
+            for name, buffer in self._buffers().items():
+                buffers[name].copy_(buffer)
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor, bool]]:
+        """Every logical tensor by name, on the CPU where it is this rank's."""
+        kinds = ["model", *(MOMENTS if self.trainable and self.steps else ())]
+        whole = [(kind, name) for kind in kinds for name in self.names()]
+        for number, (kind, name) in enumerate(whole):
+            is_mine = number % ranks.count() == ranks.rank()
+            tensor = self.get(kind, name).detach()
+            yield f"{kind}.{name}", tensor.cpu() if is_mine else tensor, is_mine
+        for name, buffer in self._buffers().items():
+            yield f"model.{name}", buffer.detach().cpu(), ranks.rank() == 0
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """Buffers that a checkpoint holds (not those that the model derives, such as rotary frequencies)."""
+        names = self.model.state_dict().keys() - set(self.names())
+        return {name: buffer for name, buffer in self.model.named_buffers() if name in names}
+
+
+def _merged(files: Mapping[str, bytes], which: str) -> dict[str, Tensor]:
+    parts = [data for name, data in files.items() if name.startswith(which) and name.endswith(".safetensors")]
+    return {name: tensor for part in parts for name, tensor in load_safetensors(part).items()}
+
+
+def log_probs_and_entropy(
+    logits: Float[Tensor, "micro time vocab"], targets: Tensor, temperature: float, *, entropy: bool
+) -> tuple[Float[Tensor, "micro time"], Float[Tensor, "micro time"] | None]:
+    r""":math:`\log\pi(y) = z_y - lse(z)` and :math:`H = lse(z) - \sum_v \pi_v z_v` of the temperature-scaled
+    logits z, in float32; lse is the log of the sum of exponentials."""
+    scaled = logits.float() / temperature if temperature != 1.0 else logits.float()
+    normalizer = scaled.logsumexp(-1)
+    log_probs = scaled.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - normalizer
+    if not entropy:
+        return log_probs, None
+    return log_probs, normalizer - ((scaled - normalizer.unsqueeze(-1)).exp() * scaled).sum(-1)
+
+
+def not_finite(norm: float) -> NotFinite:
+    return NotFinite(f"the gradient's norm is {norm}; nothing of this update is committed")
+
+
+def set_options(optimizer: torch.optim.Optimizer, schedule: Schedule) -> None:
+    for group in optimizer.param_groups:
+        group["lr"], group["betas"], group["weight_decay"] = schedule.lr, schedule.betas, schedule.weight_decay

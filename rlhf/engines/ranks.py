@@ -1,0 +1,68 @@
+"""The processes that compute one model together: each knows its rank, and all make the same calls (SPMD).
+
+One process is a group of one: nothing is sent, and nothing has to be set up.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rlhf.engines.micro_batches import by_token_budget
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def count() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def backend() -> str:
+    return "nccl" if torch.cuda.is_available() else "gloo"
+
+
+def initialized() -> None:
+    """For engines that need a process group even when they are alone."""
+    os.environ.setdefault("LOCAL_RANK", "0")
+    if not dist.is_initialized():
+        dist.init_process_group(backend(), rank=0, world_size=1, store=dist.HashStore())  # type: ignore[attr-defined]
+
+
+def device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def summed(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum over the ranks, in place."""
+    if count() > 1:
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def gathered(mine: Any) -> list[Any]:
+    """What each rank brings, by rank; plain data."""
+    if count() == 1:
+        return [mine]
+    found: list[Any] = [None] * count()
+    dist.all_gather_object(found, mine)
+    return found
+
+
+def pieces(lengths: np.ndarray, budget: int) -> list[np.ndarray]:
+    """This rank's pieces of a batch: rows, at most `budget` padded tokens at once.
+
+    Rows are dealt out by length, so that ranks have about the same number of tokens. Every rank gets the same number of
+    pieces, since sharded models are computed in step: a piece may be empty.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    dealt = [order[other :: count()] for other in range(count())]
+    cut = [[rows[piece] for piece in by_token_budget(lengths[rows], budget)] for rows in dealt]
+    most = max(len(one) for one in cut)
+    mine = cut[rank()]
+    return mine + [order[:0]] * (most - len(mine))

@@ -1,0 +1,179 @@
+"""One model computed by two processes: from the same batch to the same weights, whatever the engine.
+
+Each layout adds in another order, so a float32 gradient differs by some roundings; `assert_same_update` says how much
+of that AdamW makes a step of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+from rlhf.batch import TrajectoryBatch
+from rlhf.engines.base import TrainEngine
+from rlhf.errors import NotFinite
+from tests.contract.test_train_engines import (
+    ENGINES,
+    SCHEDULE,
+    Kind,
+    assert_close,
+    assert_same_update,
+    folder_of,
+    infer,
+    kind_of,
+)
+from tests.ranks import Ranks
+
+Files = dict[str, bytes]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    started = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield started
+    started.close()
+
+
+@pytest.fixture(params=[(engine, head) for engine in ENGINES for head in ("policy", "value")], ids="-".join)
+def kind(request: pytest.FixtureRequest, policy_folder: Path, critic_folder: Path) -> Kind:
+    return kind_of(*request.param, policy_folder, critic_folder)
+
+
+@pytest.fixture
+def one(kind: Kind) -> TrainEngine:
+    """Plain PyTorch in one process."""
+    return ENGINES["torch"](kind.folder, kind.head)
+
+
+# What the ranks run.
+
+
+def run(kind: Kind, batch: TrajectoryBatch, options: dict[str, Any], load: Files | None = None) -> dict[str, Any]:
+    """Ask, update, and tell everything."""
+    engine = kind.build(**options)
+    if load is not None:
+        engine.load_state(load)
+    began = engine.digest()
+    outputs = infer(engine, kind, batch)
+    metrics = engine.update(batch, kind.objective, SCHEDULE)
+    return {"began": began, "outputs": outputs, "metrics": metrics, "digest": engine.digest(), "files": engine.state()}
+
+
+def run_few(kind: Kind, batch: TrajectoryBatch) -> Any:
+    """One trajectory: a rank has none."""
+    engine = kind.build()
+    return infer(engine, kind, batch.take([3])), infer(engine, kind, batch.take([0, 3, 5]))
+
+
+def run_spoiled(kind: Kind, batch: TrajectoryBatch) -> tuple[str, str]:
+    engine = kind.build()
+    before, digest = engine.state(), engine.digest()
+    gathered: dict[str, bytes] = {}
+    from rlhf.engines import ranks
+
+    for part in ranks.gathered(before):
+        gathered |= part
+    with pytest.raises(NotFinite):
+        engine.update(batch, kind.objective, SCHEDULE)
+    engine.load_state(gathered)
+    return digest, engine.digest()
+
+
+# What comes of it.
+
+
+def together(told: list[dict[str, Any]]) -> Files:
+    """The files of all ranks; every file is one rank's."""
+    names = [name for rank in told for name in rank["files"]]
+    assert len(names) == len(set(names))
+    assert all(any(name.startswith("model-") for name in rank["files"]) for rank in told), "each writes its share"
+    return {name: data for rank in told for name, data in rank["files"].items()}
+
+
+def test_two_processes_do_what_one_does(
+    kind: Kind, one: TrainEngine, batch: TrajectoryBatch, ranks: Ranks, tmp_path: Path
+) -> None:
+    told = ranks(run, kind, batch, {})
+    assert told[0]["outputs"] == told[1]["outputs"]
+    assert told[0]["metrics"] == told[1]["metrics"]
+    assert told[0]["digest"] == told[1]["digest"]
+    assert told[0]["began"] == one.digest(), "the same weights have the same digest in every layout"
+    assert_close(told[0]["outputs"], infer(one, kind, batch))
+    metrics = one.update(batch, kind.objective, SCHEDULE)
+    assert told[0]["metrics"] == pytest.approx(metrics, rel=2e-3, abs=1e-4)
+
+    # two processes wrote it: one process, of another engine, goes on from it
+    files = together(told)
+    loaded = ENGINES["torch"](kind.folder, kind.head)
+    loaded.load_state(files)
+    assert loaded.digest() == told[0]["digest"]
+    assert_same_update(loaded, one)
+
+    # and it is a model folder
+    auto = AutoModelForTokenClassification if kind.head == "value" else AutoModelForCausalLM
+    exported = auto.from_pretrained(folder_of(files, tmp_path), dtype=torch.float32)
+    tokens = torch.tensor([[5, 9, 30, 31, 7]])
+    with torch.no_grad():
+        assert torch.equal(exported(tokens).logits, loaded.model(tokens).logits)  # type: ignore[attr-defined]
+
+
+def test_two_processes_go_on_where_one_stopped(
+    kind: Kind, one: TrainEngine, batch: TrajectoryBatch, ranks: Ranks
+) -> None:
+    one.update(batch, kind.objective, SCHEDULE)
+    digest, files, outputs = one.digest(), one.state(), infer(one, kind, batch)
+    told = ranks(run, kind, batch, {}, files)
+    assert told[0]["began"] == digest
+    assert_close(told[0]["outputs"], outputs)
+    one.update(batch, kind.objective, SCHEDULE)
+    loaded = ENGINES["torch"](kind.folder, kind.head)
+    loaded.load_state(together(told))
+    assert_same_update(loaded, one)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_rank_may_have_nothing_to_do(engine: str, policy_folder: Path, batch: TrajectoryBatch, ranks: Ranks) -> None:
+    kind = kind_of(engine, "policy", policy_folder, policy_folder)
+    alone = kind.build()
+    for found in ranks(run_few, kind, batch):
+        for rows, outputs in zip(([3], [0, 3, 5]), found, strict=True):
+            assert_close(outputs, infer(alone, kind, batch.take(rows)))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_nan_in_one_rank_is_refused_by_all(
+    engine: str, policy_folder: Path, batch: TrajectoryBatch, ranks: Ranks
+) -> None:
+    kind = kind_of(engine, "policy", policy_folder, policy_folder)
+    advantages = batch.list("advantages")
+    advantages[3][0] = float("nan")
+    columns = {name: advantages if name == "advantages" else batch.array(name) for name in batch.columns}
+    for before, after in ranks(run_spoiled, kind, TrajectoryBatch.of(columns)):
+        assert before == after
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "zero1", "zero2", "zero3"])
+def test_offloading_changes_nothing(engine: str, policy_folder: Path, batch: TrajectoryBatch, ranks: Ranks) -> None:
+    kind = kind_of(engine, "policy", policy_folder, policy_folder)
+    [plain, _], [offloaded, _] = (ranks(run, kind, batch, {"offload": offload}) for offload in (False, True))
+    assert_close(offloaded["outputs"], plain["outputs"])
+    assert offloaded["metrics"] == pytest.approx(plain["metrics"], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_bfloat16_by_two_processes(engine: str, policy_folder: Path, batch: TrajectoryBatch, ranks: Ranks) -> None:
+    """A bfloat16 has 8 bits; the optimizer's weights stay float32."""
+    kind = kind_of(engine, "policy", policy_folder, policy_folder)
+    options = {"dtype": "bfloat16", "gradient_checkpointing": True}
+    told = ranks(run, kind, batch, options)
+    alone = ENGINES["torch"](kind.folder, kind.head)
+    assert told[0]["outputs"] != infer(alone, kind, batch)
+    assert_close(told[0]["outputs"], infer(alone, kind, batch), atol=0.3)
+    loaded = ENGINES["torch"](kind.folder, kind.head)
+    loaded.load_state(together(told))
+    assert loaded.digest() == told[0]["digest"]
