@@ -23,8 +23,8 @@ from infra.objects import Objects
 from infra.progress import report
 from infra.records import SCHEMA_VERSION, Claim, RunState, Weights
 from infra.store import ROW_STAGES, RunStore
-from infra.workers.local import LocalGroup
-from infra.workers.worker import Worker, critic_model, reference_model
+from infra.workers.groups import Groups
+from infra.workers.worker import critic_model, reference_model
 from rlhf.config import RunConfig
 from rlhf.data.prompts import PromptDataset
 from rlhf.errors import RatchetError, UserError
@@ -53,7 +53,7 @@ class Driver:
     def __init__(self, config: RunConfig, store: RunStore) -> None:
         self.config = config
         self.store = store
-        self.group = LocalGroup(Worker(config, store))
+        self.groups = Groups(config, store)
         self.digests: dict[str, str] = {}
         self._stop = threading.Event()
         self._grace: threading.Timer | None = None
@@ -100,7 +100,7 @@ class Driver:
         return self.digests[what]
 
     def _digest(self, what: str) -> str:
-        config, worker = self.config, self.group.worker
+        config, worker = self.config, self.groups.local.worker
         if what == "dataset":
             return worker.dataset(config.data.train).digest
         if what == "validation":
@@ -126,7 +126,7 @@ class Driver:
         config = self.config
         prompts = config.most_prompts
         if config.validation.data is not None:
-            prompts = max(prompts, len(self.group.worker.dataset((config.validation.data,))))
+            prompts = max(prompts, len(self.groups.local.worker.dataset((config.validation.data,))))
         return -(-prompts // config.rollout.prompts_per_shard)
 
 

@@ -181,15 +181,22 @@ class RunStore:
 
     # Checkpoints.
 
-    def write_checkpoint(self, role: str, checkpoint_files: Mapping[str, bytes], weights: Weights) -> ObjectRef:
-        """Write a role's full state; it exists once a `Snapshot` names the manifest returned."""
-        folder = f"checkpoints/{role}/{weights.version:06d}.{self._tag(0)}"
-        files = {}
-        for name, data in checkpoint_files.items():
-            ref = self._write(f"{folder}/{name}", data)
-            files[name] = File(key=ref.key, bytes=len(data), sha256=ref.sha256)
+    def write_checkpoint_files(self, role: str, files: Mapping[str, bytes], weights: Weights) -> dict[str, File]:
+        """Write files of a role's full state: all of them, or those of one rank."""
+        written = {}
+        for name, data in files.items():
+            ref = self._write(f"{self._checkpoint_folder(role, weights)}/{name}", data)
+            written[name] = File(key=ref.key, bytes=len(data), sha256=ref.sha256)
+        return written
+
+    def write_checkpoint_manifest(self, role: str, files: dict[str, File], weights: Weights) -> ObjectRef:
+        """What makes files a checkpoint; it exists once a `Snapshot` names what is returned."""
         manifest = Checkpoint(role=role, weights=weights, files=files)
-        return self._write(f"{folder}/manifest.json", manifest.model_dump_json().encode())
+        key = f"{self._checkpoint_folder(role, weights)}/manifest.json"
+        return self._write(key, manifest.model_dump_json().encode())
+
+    def _checkpoint_folder(self, role: str, weights: Weights) -> str:
+        return f"checkpoints/{role}/{weights.version:06d}.{self._tag(0)}"
 
     def checkpoint(self, ref: ObjectRef) -> Checkpoint:
         return read_model(self.objects, ref, Checkpoint)
@@ -223,6 +230,10 @@ class RunStore:
                 self.objects.delete([*(file.key for file in self.checkpoint(ref).files.values()), ref.key])
 
     # Writing immutable objects.
+
+    def write_as(self, epoch: int) -> None:
+        """Name what is written after this epoch: for a worker in another process than the driver that claimed."""
+        self.log.epoch = epoch
 
     def _tag(self, attempt: int) -> str:
         return f"{self.log.epoch}-{attempt}"

@@ -143,7 +143,16 @@ class LRSchedule(Section):
 class Trainer(Section):
     """How a model is updated; sizes are of the whole run, not of one device."""
 
-    engine: Literal["torch"] = Field("torch", description="what trains: torch (one process, CPU or GPU)")
+    engine: Literal["torch", "fsdp", "deepspeed"] = Field(
+        "torch", description="what trains: torch (each process has it all), fsdp (FSDP2) or deepspeed (ZeRO)"
+    )
+    zero_stage: Literal[0, 1, 2, 3] = Field(
+        2, description="deepspeed: processes share out the optimizer's state (1), gradients (2), parameters (3)"
+    )
+    offload: bool = Field(
+        False,
+        description="fsdp, deepspeed: optimizer state, and parameters where they are shared out, stay in host memory",
+    )
     lr: float = Field(gt=0, description="learning rate of AdamW")
     lr_schedule: LRSchedule = Field(LRSchedule(), description="learning rate over the iterations")
     betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="AdamW's betas")
@@ -202,6 +211,18 @@ class Train(Section):
     updates: bool = Field(True, description="false: responses are only scored, and the actor passes through unchanged")
 
 
+class Pool(Section):
+    """Processes with devices of their own, which hold the models of some roles between them."""
+
+    workers: int = Field(1, gt=0, description="processes")
+    gpus_per_worker: float = Field(0, ge=0, description="GPUs of each")
+    cpus_per_worker: float = Field(1, gt=0, description="CPU cores of each")
+    idle_minutes: float = Field(30, gt=0, description="after so long without a call, its processes end")
+
+
+Role = Literal["actor", "critic", "reference", "rollout"]
+
+
 class RunConfig(Section):
     """Everything a run is made of."""
 
@@ -214,6 +235,11 @@ class RunConfig(Section):
     actor: Actor = Field(Actor(), description="how the actor is updated")
     critic: Critic | None = Field(Critic(), description="how the critic is updated; null: no critic")
     reference: Reference = Field(Reference(), description="the reference model")
+    pools: dict[str, Pool] = Field({}, description="worker groups on Ray, by name; none: everything in this process")
+    placement: Literal["colocated", "separate"] | dict[Role, str] = Field(
+        "colocated",
+        description="roles by pool: all in the one pool, each in the pool of its name, or as a mapping says",
+    )
     checkpoint: Checkpoint = Field(Checkpoint(), description="snapshots")
     validation: Validation = Field(Validation(), description="held-out prompts")
     tracking: OneOrMore[Literal["tensorboard", "wandb"]] = Field((), description="where metrics go besides the store")
@@ -228,6 +254,21 @@ class RunConfig(Section):
         """Prompts that an iteration draws, at most."""
         sampling = self.algorithm.dynamic_sampling
         return self.data.prompts_per_iteration if sampling is None else sampling.max_prompts
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """Roles that have a model."""
+        critic: tuple[Role, ...] = ("critic",) if self.needs_critic else ()
+        reference: tuple[Role, ...] = ("reference",) if self.needs_reference else ()
+        return ("actor", *critic, *reference, "rollout")
+
+    def pool_of(self, role: str) -> str | None:
+        """The pool that serves a role; None: the driver's own process."""
+        if not self.pools:
+            return None
+        if isinstance(self.placement, dict):
+            return self.placement.get(role)  # type: ignore[call-overload, no-any-return]
+        return role if self.placement == "separate" else next(iter(self.pools))
 
     @property
     def on_policy(self) -> bool:
@@ -301,11 +342,33 @@ class RunConfig(Section):
         """Whether only the critic learns in this iteration."""
         return self.needs_critic and self.critic is not None and iteration < self.critic.warmup_iterations
 
+    def _roles_are_placed(self) -> None:
+        if not self.pools:
+            if self.placement != "colocated":
+                raise ValueError(f"placement is {self.placement}, but there are no pools: name them in pools")
+            return
+        if self.placement == "colocated" and len(self.pools) > 1:
+            raise ValueError(
+                f"placement is colocated, but there are {len(self.pools)} pools: leave one, or say in placement which "
+                "role is where"
+            )
+        for role in self.roles:
+            pool = self.pool_of(role)
+            if pool not in self.pools:
+                there = ", ".join(self.pools)
+                raise ValueError(f"placement puts the {role} in {pool or 'no pool'}: name one of the pools ({there})")
+        if self.pool_of("rollout") != self.pool_of("actor") and self.checkpoint.every != 1:
+            raise ValueError(
+                f"checkpoint.every is {self.checkpoint.every}, but the rollout is not in the actor's pool and takes "
+                "its weights from the snapshot of every iteration: set it to 1"
+            )
+
     @model_validator(mode="after")
     def _combinations(self, info: ValidationInfo) -> Self:
         if info.context == ANYTHING_FITS:
             return self
         self._algorithms_fit()
+        self._roles_are_placed()
         total = self.trajectories_per_iteration
         sizes = f"data.prompts_per_iteration {self.data.prompts_per_iteration} x rollout.n {self.rollout.n} = {total}"
         trainers: list[tuple[str, Trainer]] = [("actor", self.actor)]

@@ -32,9 +32,10 @@ def close(iteration: int) -> dict[str, float]:
         roles = {}
         for role in config.trained:
             weights = driver.state.weights[role]
-            if not driver.group.call("holds", role, weights):
+            group = driver.groups.of(role)
+            if not group.call("holds", role, weights):
                 restore(driver, role, weights)
-            roles[role] = driver.group.call("save", role)
+            roles[role] = group.call("save", role)
         commits.append(Snapshot(version=iteration + 1, roles=roles))
         kept = kept_snapshots([*driver.state.snapshots, iteration + 1], config.checkpoint)
         retired = {version: refs for version, refs in driver.state.snapshots.items() if version not in kept}

@@ -13,6 +13,7 @@ from infra.log import Corrupt
 from infra.manifest import Manifest
 from infra.progress import report
 from infra.records import Diverged, Skip, Stage, Weights
+from infra.workers.groups import WorkerGroup
 from infra.workers.worker import WEIGHTS_OF, Call, Updated
 from tasks.spec import UPDATES
 
@@ -22,9 +23,9 @@ class ReplayMismatch(Corrupt):
 
 
 def restore(driver: Driver, role: str, weights: Weights) -> None:
-    """Load `role` and replay until it is at `weights`."""
+    """Load what `role` computes with, where it computes, and replay until it is at `weights`."""
+    store, group = driver.store, driver.groups.of(role)
     role = WEIGHTS_OF.get(role, role)
-    store, group = driver.store, driver.group
     snapshot = store.snapshot_at_or_before(weights.version, role) if role in UPDATES else None
     if snapshot is None:
         at = driver.state.initial[role]
@@ -34,17 +35,17 @@ def restore(driver: Driver, role: str, weights: Weights) -> None:
         at = store.checkpoint(ref).weights
         group.call("load", role, at, ref)
     while at.version < weights.version:
-        at = _replay(driver, role, at, weights)
+        at = _replay(driver, group, role, at, weights)
     assert at.version == weights.version, f"{role} is at version {at.version}, and {weights.version} was asked for"
 
 
-def _replay(driver: Driver, role: str, at: Weights, target: Weights) -> Weights:
+def _replay(driver: Driver, group: WorkerGroup, role: str, at: Weights, target: Weights) -> Weights:
     """Apply the update of iteration `at.version` again."""
     spec, compute = UPDATES[role]
     committed = driver.store.committed_stage(at.version, spec.name)
     if committed is None or isinstance(committed, Skip):  # None: the config of the iteration had no such role
         passed = Weights(version=at.version + 1, digest=at.digest)
-        driver.group.call("pass_through", role, passed)
+        group.call("pass_through", role, passed)
         return passed
     report("replay", role=role, done=at.version, total=target.version)
     manifest = driver.store.manifest(committed)
@@ -61,11 +62,11 @@ def _replay(driver: Driver, role: str, at: Weights, target: Weights) -> Weights:
         role=role,
         weights=at,
     )
-    replayed: Updated = driver.group.call("update", call, compute)
+    replayed: Updated = group.call("update", call, compute)
     assert manifest.weights is not None
     if replayed.weights != manifest.weights:
         _report_mismatch(driver, role, committed, manifest, replayed)
-        driver.group.call("pass_through", role, manifest.weights)
+        group.call("pass_through", role, manifest.weights)
     return manifest.weights
 
 

@@ -7,6 +7,7 @@ ends in a state named `Cached`. What is committed but depends on something else 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,9 +24,10 @@ from infra.driver import Driver
 from infra.manifest import Fingerprint, Manifest
 from infra.objects import StoreFull, StoreUnavailable
 from infra.progress import report
-from infra.records import RunState, Shard, Skip, Stage, Weights
+from infra.records import RunState, Shard, ShardRef, Skip, Stage, Weights
 from infra.store import MAX_ATTEMPTS
-from infra.workers.worker import Call, Compute, Rows, Stale, Update, Updated
+from infra.workers.ray_group import GroupLost
+from infra.workers.worker import Call, Compute, Context, Rows, Stale, Update, Updated
 from rlhf.config_view import ConfigView
 from rlhf.errors import NotFinite
 from tasks.fingerprint import check_shard, committed_manifest, fingerprint_of, weights_of
@@ -34,13 +36,34 @@ from tasks.spec import UPDATES, StageSpec
 
 
 def can_pass(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
-    """Only what may pass is tried again: a store that did not answer. Never a bad config, reward or loss."""
+    """Only what may pass is tried again: a store that did not answer, a worker
+    that died. Never a bad config, reward or loss."""
     error = state.result(raise_on_failure=False)
-    return isinstance(error, StoreUnavailable) and not isinstance(error, StoreFull)
+    return isinstance(error, (StoreUnavailable, GroupLost)) and not isinstance(error, StoreFull)
 
 
 RETRIES: dict[str, Any] = {"retries": 3, "retry_delay_seconds": [1, 5, 20], "retry_condition_fn": can_pass}
 assert 2 * (1 + RETRIES["retries"]) <= MAX_ATTEMPTS  # score is also tried from within generate, by dynamic sampling
+
+
+COMPUTES: dict[str, Callable[[Context], Any]] = {}
+
+
+@dataclass(frozen=True)
+class ByName:
+    """What a stage computes, in a form that can be sent to another process."""
+
+    module: str
+    stage: str
+
+    @classmethod
+    def of(cls, spec: StageSpec, function: Callable[[Context], Any]) -> ByName:
+        COMPUTES[spec.name] = function
+        return cls(function.__module__, spec.name)
+
+    def __call__(self, context: Context) -> Any:
+        importlib.import_module(self.module)
+        return COMPUTES[self.stage](context)
 
 
 def named(stage: str) -> Callable[[], str]:
@@ -86,7 +109,7 @@ def rows(
     """
 
     def decorate(compute: Compute) -> RowsStage:
-        ROWS[spec.name] = RowsStage(spec, compute, count, summary, until)
+        ROWS[spec.name] = RowsStage(spec, ByName.of(spec, compute), count, summary, until)
         return ROWS[spec.name]
 
     return decorate
@@ -95,8 +118,9 @@ def rows(
 def update(spec: StageSpec) -> Callable[[Update], UpdateTask]:
     """A stage that moves its role's weights to the next version, and returns metrics."""
 
-    def decorate(compute: Update) -> UpdateTask:
+    def decorate(function: Update) -> UpdateTask:
         assert spec.role is not None and not spec.sharded
+        compute = ByName.of(spec, function)
         UPDATES[spec.role] = (spec, compute)
         return _as_task(spec, lambda iteration, inputs: _run_update(spec, compute, iteration, inputs))
 
@@ -113,8 +137,9 @@ def skip_update(role: str, iteration: int, reason: str, *, not_finite: bool = Fa
         driver.store.commit(
             Skip(iteration=iteration, stage=spec.name, role=role, weights=after, reason=reason, not_finite=not_finite)
         )
-        if driver.group.call("holds", role, before):  # else, in the middle of its steps: it is loaded anew
-            driver.group.call("pass_through", role, after)
+        group = driver.groups.of(role)
+        if group.call("holds", role, before):  # else, in the middle of its steps: it is loaded anew
+            group.call("pass_through", role, after)
 
 
 def skip_what_is_left(iteration: int, error: NotFinite) -> None:
@@ -183,7 +208,7 @@ class RowsStage:
             stage=spec.name,
             shard=shard,
             epoch=driver.epoch,
-            data=result.shard,
+            data=_written(result),
             fingerprint=fingerprint.digest,
             seconds=result.seconds,
             outputs=result.outputs,
@@ -296,14 +321,20 @@ def _run_update(
     return manifest, False
 
 
+def _written(result: Rows) -> ShardRef:
+    assert result.shard is not None, "rank 0 answers"
+    return result.shard
+
+
 def on_worker(driver: Driver, method: str, call: Call, function: Compute | Update) -> Any:
     """Call the worker; one that does not hold the weights is first brought to them."""
+    group = driver.groups.of(call.role)
     try:
-        return driver.group.call(method, call, function)
-    except Stale as stale:
-        assert call.weights is not None
-        restore(driver, str(stale), call.weights)
-        return driver.group.call(method, call, function)
+        return group.call(method, call, function)
+    except Stale:
+        assert call.role is not None and call.weights is not None
+        restore(driver, call.role, call.weights)
+        return group.call(method, call, function)
 
 
 def call_of(

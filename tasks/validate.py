@@ -48,7 +48,7 @@ SPEC = StageSpec(
 
 def _shards(driver: Driver) -> int:
     assert driver.config.validation.data is not None
-    prompts = len(driver.group.worker.dataset((driver.config.validation.data,)))
+    prompts = len(driver.groups.local.worker.dataset((driver.config.validation.data,)))
     return -(-prompts // driver.config.rollout.prompts_per_shard)
 
 

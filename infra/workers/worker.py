@@ -7,7 +7,7 @@ writes what the stage writes.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from rlhf.batch import TrajectoryBatch
 from rlhf.config import Model, RunConfig
 from rlhf.config_view import ConfigView
 from rlhf.data.prompts import PromptDataset
+from rlhf.engines import ranks
 from rlhf.errors import NotFinite
 from rlhf.models import load_actor, load_critic, load_tokenizer
 
@@ -100,7 +101,8 @@ Update = Callable[[Context], dict[str, float]]
 
 @dataclass(frozen=True)
 class Rows:
-    shard: ShardRef
+    shard: ShardRef | None
+    """What was written, by the rank that writes."""
     outputs: dict[str, Any]
     seconds: float
 
@@ -119,25 +121,30 @@ class Stale(Exception):
 class Worker:
     """Builds each role's engine when first asked, and keeps it."""
 
-    def __init__(self, config: RunConfig, store: RunStore) -> None:
+    def __init__(self, config: RunConfig, store: RunStore, roles: Iterable[str] | None = None) -> None:
         self.config = config
         self.store = store
+        self.roles = frozenset(config.roles if roles is None else roles)
         self.epoch = 0
         self._engines: dict[str, Any] = {}
         self._weights: dict[str, Weights | None] = {}
         """What each trainable role holds; None: dirty, in the middle of an update."""
         self._updated: dict[str, Updated] = {}
+        self._rollout_has: Weights | None = None
+        """What the rollout's own copy of the actor's weights is, where it needs one."""
         self._datasets: dict[tuple[str, ...], PromptDataset] = {}
 
     def rows(self, call: Call, compute: Compute) -> Rows:
         """Compute one shard and write it; nothing is committed."""
         batch, outputs, seconds = self.computed(call, compute)
-        shard = self.store.write_shard(call.iteration, call.stage, call.attempt, call.shard, batch.table)
+        shard = None
+        if ranks.rank() == 0:  # the others hold the same rows
+            shard = self.store.write_shard(call.iteration, call.stage, call.attempt, call.shard, batch.table)
         return Rows(shard, outputs, seconds)
 
     def computed(self, call: Call, compute: Compute) -> tuple[TrajectoryBatch, dict[str, Any], float]:
         """One shard's rows, its small outputs, and the seconds it took; nothing is written."""
-        self._admit(call)
+        self.admit(call.epoch)
         if call.role is not None and not self.holds(role := WEIGHTS_OF.get(call.role, call.role), call.weights):
             raise Stale(role)
         batch = self._read(call)
@@ -152,7 +159,7 @@ class Worker:
 
     def update(self, call: Call, update: Update) -> Updated:
         """Move a role from `call.weights` to the next version, once: asked again, the finished result is returned."""
-        self._admit(call)
+        self.admit(call.epoch)
         assert call.role is not None and call.weights is not None
         done = self._updated.get(call.role)
         if (
@@ -178,15 +185,26 @@ class Worker:
     def load(self, role: str, weights: Weights, checkpoint: ObjectRef | None) -> None:
         """Load a role's snapshot; without one, the weights it starts from."""
         self._weights[role] = None
-        if checkpoint is None:
+        files = None if checkpoint is None else self.store.read_checkpoint(self.store.checkpoint(checkpoint))
+        if role not in self.roles:
+            self._load_rollout(files)
+        elif files is None:
             self._engines.pop(role, None)
             if role == "actor":
                 self._engines.pop("rollout", None)
             self.engine(role)
         else:
-            found = self.store.checkpoint(checkpoint)
-            self.engine(role).load_state(self.store.read_checkpoint(found))
+            self.engine(role).load_state(files)
         self._weights[role] = weights
+
+    def _load_rollout(self, files: Mapping[str, bytes] | None) -> None:
+        """The actor's weights, for a rollout whose actor is elsewhere."""
+        from rlhf.engines.model_engine import copy_weights
+
+        if files is None:
+            self._engines.pop("rollout", None)
+        else:
+            copy_weights(files, self.engine("rollout").model)
 
     def pass_through(self, role: str, weights: Weights) -> None:
         """The role's tensors count as `weights` from here on: an update was skipped, or replayed with other bits."""
@@ -196,12 +214,23 @@ class Worker:
         """Write a role's full state as a checkpoint; it exists once a snapshot record names it."""
         weights = self._weights[role]
         assert weights is not None, "a role in the middle of an update has no state to save"
-        return self.store.write_checkpoint(role, self.engine(role).state(), weights)
+        mine = self.store.write_checkpoint_files(role, self.engine(role).state(), weights)
+        files = {name: file for share in ranks.gathered(mine) for name, file in share.items()}
+        return self.store.write_checkpoint_manifest(role, files, weights)
 
     def engine(self, role: str) -> Any:
         if role not in self._engines:
             self._engines[role] = self._build(role)
+        if role == "rollout" and "actor" in self.roles:
+            self._bring_rollout_up()
         return self._engines[role]
+
+    def _bring_rollout_up(self) -> None:
+        """Where the rollout does not generate with the actor's very tensors, copy them if they have changed."""
+        actor, rollout, has = self.engine("actor"), self._engines["rollout"], self._weights.get("actor")
+        if rollout.model is not actor.model and (has is None or has != self._rollout_has):
+            actor.copy_to(rollout.model)
+            self._rollout_has = has
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -214,37 +243,28 @@ class Worker:
         return self._datasets[key]
 
     def _build(self, role: str) -> RolloutEngine | TrainEngine:
+        from rlhf.engines.build import train_engine
         from rlhf.engines.hf_rollout import HFRollout
-        from rlhf.engines.torch_engine import TorchEngine
         from rlhf.models import eos_token_ids
 
         config = self.config
         if role == "rollout":
-            model = self.engine("actor").model
+            shared = "actor" in self.roles and config.actor.engine == "torch"
+            model = self.engine("actor").model if shared else load_actor(config.model).to(ranks.device())
             eos = eos_token_ids(model, self.tokenizer)
             return HFRollout(model, eos_token_ids=eos, dtype=config.model.dtype)
         if role == "critic":
             assert config.critic is not None
             chosen = critic_model(config)
-            return TorchEngine(
-                load_critic(chosen),
-                "value",
-                dtype=chosen.dtype,
-                gradient_checkpointing=config.critic.gradient_checkpointing,
-            )
+            return train_engine(config.critic, load_critic(chosen), "value", dtype=chosen.dtype)
         chosen = config.model if role == "actor" else reference_model(config)
-        return TorchEngine(
-            load_actor(chosen),
-            "policy",
-            dtype=chosen.dtype,
-            trainable=role == "actor",
-            gradient_checkpointing=role == "actor" and config.actor.gradient_checkpointing,
-        )
+        trainable = role == "actor"
+        return train_engine(config.actor, load_actor(chosen), "policy", dtype=chosen.dtype, trainable=trainable)
 
-    def _admit(self, call: Call) -> None:
-        if call.epoch < self.epoch:
-            raise Fenced(f"a worker refused a call of epoch {call.epoch}: it serves epoch {self.epoch}")
-        self.epoch = call.epoch
+    def admit(self, epoch: int) -> None:
+        if epoch < self.epoch:
+            raise Fenced(f"a worker refused a call of epoch {epoch}: it serves epoch {self.epoch}")
+        self.epoch = epoch
 
     def _read(self, call: Call) -> TrajectoryBatch:
         stages = [self._read_stage(*columns) for columns in call.inputs if columns[1]]

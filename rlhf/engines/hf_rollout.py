@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from rlhf import seeding
+from rlhf.engines import ranks
 from rlhf.engines.base import Generation, Request, Sampling
 
 if TYPE_CHECKING:
@@ -37,6 +38,12 @@ class HFRollout:
         self.eos = torch.tensor(eos_token_ids, device=model.device)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Generation]:
+        """Every rank is given all requests, answers its share, and has all the answers."""
+        mine = self._generate_here(requests[ranks.rank() :: ranks.count()], sampling)
+        shares = ranks.gathered(mine)
+        return [shares[number % len(shares)][number // len(shares)] for number in range(len(requests))]
+
+    def _generate_here(self, requests: Sequence[Request], sampling: Sampling) -> list[Generation]:
         if not requests:
             return []
         was_training = self.model.training

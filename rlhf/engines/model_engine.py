@@ -258,6 +258,14 @@ class ModelEngine(ABC):
         return {name: buffer for name, buffer in self.model.named_buffers() if name in names}
 
 
+def copy_weights(files: Mapping[str, bytes], model: PreTrainedModel) -> None:
+    """The weights of a checkpoint, however many ranks wrote it, into a plain model."""
+    targets = dict(model.named_parameters()) | dict(model.named_buffers())
+    with torch.no_grad():
+        for name, tensor in _merged(files, "model").items():
+            targets[name].copy_(tensor)
+
+
 def _merged(files: Mapping[str, bytes], which: str) -> dict[str, Tensor]:
     parts = [data for name, data in files.items() if name.startswith(which) and name.endswith(".safetensors")]
     return {name: tensor for part in parts for name, tensor in load_safetensors(part).items()}

@@ -1,45 +1,67 @@
 """The processes that compute one model together: each knows its rank, and all make the same calls (SPMD).
 
-One process is a group of one: nothing is sent, and nothing has to be set up.
+One process is a group of one: nothing is sent, and nothing has to be set up. torch is imported when something is
+computed, so that this module costs nothing to import.
 """
 
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-import torch.distributed as dist
 
 from rlhf.engines.micro_batches import by_token_budget
 
+if TYPE_CHECKING:
+    import torch
+
 
 def rank() -> int:
+    import torch.distributed as dist
+
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def count() -> int:
+    import torch.distributed as dist
+
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def backend() -> str:
-    return "nccl" if torch.cuda.is_available() else "gloo"
+def join(rank: int, count: int, address: str) -> None:
+    """Become one of `count` ranks, which meet at ``host:port``, where rank 0 listens."""
+    import torch.distributed as dist
+
+    dist.init_process_group(_backend(), rank=rank, world_size=count, init_method=f"tcp://{address}")
 
 
 def initialized() -> None:
     """For engines that need a process group even when they are alone."""
+    import torch.distributed as dist
+
     os.environ.setdefault("LOCAL_RANK", "0")
     if not dist.is_initialized():
-        dist.init_process_group(backend(), rank=0, world_size=1, store=dist.HashStore())  # type: ignore[attr-defined]
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(_backend(), rank=0, world_size=1, store=store)
+
+
+def _backend() -> str:
+    import torch
+
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
 def device() -> torch.device:
+    import torch
+
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def summed(tensor: torch.Tensor) -> torch.Tensor:
     """The sum over the ranks, in place."""
+    import torch.distributed as dist
+
     if count() > 1:
         dist.all_reduce(tensor)
     return tensor
@@ -47,6 +69,8 @@ def summed(tensor: torch.Tensor) -> torch.Tensor:
 
 def gathered(mine: Any) -> list[Any]:
     """What each rank brings, by rank; plain data."""
+    import torch.distributed as dist
+
     if count() == 1:
         return [mine]
     found: list[Any] = [None] * count()

@@ -142,7 +142,9 @@ def test_a_checkpoint_of_many_parts(s3: str) -> None:
     """Above 100 MiB, s3fs uploads in parts: the object is whole, or not there."""
     store = claimed(f"{s3}/{uuid.uuid4().hex}")
     large = os.urandom(2**20) * 130
-    ref = store.write_checkpoint("actor", {"model.safetensors": large}, Weights(version=1, digest="x"))
+    weights = Weights(version=1, digest="x")
+    files = store.write_checkpoint_files("actor", {"model.safetensors": large}, weights)
+    ref = store.write_checkpoint_manifest("actor", files, weights)
     checkpoint = store.checkpoint(ref)
     assert checkpoint.files["model.safetensors"].bytes == len(large)
     assert store.read_checkpoint(checkpoint)["model.safetensors"] == large

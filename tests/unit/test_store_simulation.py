@@ -229,9 +229,9 @@ class Drivers(RuleBasedStateMachine):
 
     def close(self, store: Watched) -> None:
         version = store.state.iteration + 1
-        checkpoint = store.write_checkpoint(
-            "actor", {"model.safetensors": f"{version}".encode()}, store.state.weights["actor"]
-        )
+        weights = store.state.weights["actor"]
+        files = store.write_checkpoint_files("actor", {"model.safetensors": f"{version}".encode()}, weights)
+        checkpoint = store.write_checkpoint_manifest("actor", files, weights)
         store.close({"loss": float(next(self.nonces))}, Snapshot(version=version, roles={"actor": checkpoint}))
 
     def stage(self, store: Watched, iteration: int, name: str, attempt: int, data: tuple[ShardRef, ...]) -> Stage:

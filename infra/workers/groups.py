@@ -1,0 +1,41 @@
+"""Which group serves which role: one in the driver's process, and one for each pool."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from infra.store import RunStore
+from infra.workers.local import LocalGroup
+from infra.workers.worker import Worker
+from rlhf.config import RunConfig
+
+
+class WorkerGroup(Protocol):
+    """The processes that hold the models of some roles; `call` asks all of them, and gives the first one's answer."""
+
+    def call(self, method: str, *arguments: Any) -> Any: ...
+
+    def end(self) -> None: ...
+
+
+class Groups:
+    def __init__(self, config: RunConfig, store: RunStore) -> None:
+        self.config, self.store = config, store
+        here = [role for role in config.roles if config.pool_of(role) is None]
+        self.local = LocalGroup(Worker(config, store, here))
+        self._pools: dict[str, Any] = {}
+
+    def of(self, role: str | None) -> WorkerGroup:
+        """The group of a role; what has no role is computed in the driver's process."""
+        pool = None if role is None else self.config.pool_of(role)
+        if pool is None:
+            return self.local
+        if pool not in self._pools:
+            import torch
+
+            from infra.workers.ray_group import RayGroup
+
+            self._pools[pool] = RayGroup(self.config, self.store.url, pool, torch.get_num_threads())
+        group = self._pools[pool]
+        group.epoch = self.store.log.epoch
+        return group  # type: ignore[no-any-return]

@@ -1,0 +1,248 @@
+"""A pool on Ray: processes with devices of their own, which hold the models of some roles between them.
+
+The processes are Ray actors, gang-scheduled by a placement group; among themselves they talk through torch.distributed.
+Only references pass through Ray: each process reads from the store what a stage reads, and rank 0 writes.
+On a Ray that outlives the driver they are detached and named: the next driver of the run finds them, models loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from infra.objects import Objects
+from infra.progress import report
+from infra.store import RunStore
+from infra.workers.worker import Stale, Worker
+from rlhf.config import Pool, RunConfig
+from rlhf.errors import RatchetError, UserError
+
+NAMESPACE = "ratchet"
+PATIENCE_S = 60.0
+"""A process that does not say that it is alive for so long is taken for dead."""
+START_S = 600.0
+OPERATIONAL = {"train", "checkpoint", "validation", "tracking"}
+"""Sections of the config that loaded models do not depend on."""
+
+
+class GroupLost(RatchetError):
+    """A process of a worker group died. The group begins anew with the next call, which loads what is committed."""
+
+
+class RayWorker:
+    """One process of a pool."""
+
+    def __init__(self, config: RunConfig, url: str, roles: Sequence[str], rank: int, threads: int) -> None:
+        import torch
+
+        torch.set_num_threads(threads)
+        os.environ["LOCAL_RANK"] = "0"  # Ray shows each process its own devices only
+        self.config, self.rank = config, rank
+        self.worker = Worker(config, RunStore(Objects(url)), roles)
+        self.busy = 0
+        self.last = time.monotonic()
+        threading.Thread(target=self._end_when_idle, daemon=True).start()
+
+    def alive(self) -> bool:
+        return True
+
+    def meeting_point(self) -> str:
+        """Where the ranks may meet: this machine's address, and a port that is free."""
+        import ray
+
+        host = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return f"{host}:{probe.getsockname()[1]}"
+
+    def join(self, count: int, address: str) -> None:
+        from rlhf.engines import ranks
+
+        if count > 1:
+            ranks.join(self.rank, count, address)
+
+    def serves(self) -> dict[str, Any]:
+        return _engines_of(self.config)
+
+    def do(self, epoch: int, method: str, arguments: tuple[Any, ...]) -> tuple[bool, Any]:
+        """Whether it went well, and the result, or an error that the driver knows what to do with."""
+        self.busy += 1
+        try:
+            self.worker.admit(epoch)
+            self.worker.store.write_as(epoch)
+            return True, getattr(self.worker, method)(*arguments)
+        except (RatchetError, Stale) as error:
+            return False, error
+        finally:
+            self.busy -= 1
+            self.last = time.monotonic()
+
+    def _end_when_idle(self) -> None:
+        limit = 60 * self.config.pools[self.config.pool_of(next(iter(self.worker.roles))) or ""].idle_minutes
+        while self.busy or time.monotonic() - self.last < limit:
+            time.sleep(min(limit / 4, 10))
+        import ray
+
+        ray.util.remove_placement_group(ray.util.get_current_placement_group())  # the other ranks end with it
+
+
+class RayGroup:
+    def __init__(self, config: RunConfig, url: str, pool: str, threads: int) -> None:
+        self.config, self.url, self.name, self.threads = config, url, pool, threads
+        self.pool: Pool = config.pools[pool]
+        self.roles = [role for role in config.roles if config.pool_of(role) == pool]
+        self.epoch = 0
+        self._actors: list[Any] = []
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """What rank 0 answers. Raises what the worker raised, or `GroupLost`."""
+        import ray
+
+        actors = self._ready()
+        pending = [actor.do.remote(self.epoch, method, arguments) for actor in actors]
+        try:
+            answers = self._patiently(actors, pending)
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+            self.end()
+            first = str(error).strip().splitlines()[0]
+            raise GroupLost(f"a process of pool {self.name} died during {method} ({first})") from None
+        for good, answer in answers:
+            if not good:
+                raise answer
+        return answers[0][1]
+
+    def end(self) -> None:
+        """End the processes; the next call starts new ones."""
+        import ray
+
+        self._actors = []
+        with suppress(ValueError):  # there is none
+            ray.util.remove_placement_group(ray.util.get_placement_group(self._place))
+
+    def _patiently(self, actors: list[Any], pending: list[Any]) -> list[Any]:
+        """The answers, however long they take, as long as every process says that it is alive."""
+        import ray
+
+        left = pending
+        while left:
+            ready, left = ray.wait(left, num_returns=len(left), timeout=PATIENCE_S / 4)
+            ray.get(ready)  # a process that died is told at once
+            if left:
+                ray.get([actor.alive.remote() for actor in actors], timeout=PATIENCE_S)
+        return list(ray.get(pending))
+
+    def _ready(self) -> list[Any]:
+        if not self._actors:
+            connect()
+            self._actors = self._found() or self._started()
+        return self._actors
+
+    def _found(self) -> list[Any]:
+        """The processes that an earlier driver of this run left, if they are all there and hold the same engines."""
+        import ray
+
+        found = []
+        for rank in range(self.pool.workers):
+            with suppress(ValueError):
+                found.append(ray.get_actor(self._actor_name(rank), namespace=NAMESPACE))
+        try:
+            good = len(found) == self.pool.workers and all(
+                serves == _engines_of(self.config)
+                for serves in ray.get([actor.serves.remote() for actor in found], timeout=PATIENCE_S)
+            )
+        except ray.exceptions.RayError:
+            good = False
+        if good:
+            return found
+        self.end()
+        return []
+
+    def _started(self) -> list[Any]:
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        outlives = not _started_here
+        pool = self.pool
+        need = {"CPU": pool.cpus_per_worker, "GPU": pool.gpus_per_worker}
+        bundle = {name: amount for name, amount in need.items() if amount}
+        report("note", text=f"starting pool {self.name}: {pool.workers} x {bundle} for {', '.join(self.roles)}")
+        placed = ray.util.placement_group(
+            [bundle] * pool.workers, strategy="PACK", lifetime="detached" if outlives else None, name=self._place
+        )
+        if not placed.wait(timeout_seconds=START_S if outlives else 30):
+            ray.util.remove_placement_group(placed)
+            there = {name: amount for name, amount in ray.cluster_resources().items() if name in bundle}
+            raise UserError(
+                f"pools.{self.name} asks for {pool.workers} x {bundle}, and Ray has {there}, some of it in use: "
+                "ask for less, or give the cluster more"
+            )
+        remote = ray.remote(concurrency_groups={"health": 1})(_with_health(RayWorker))
+        actors = [
+            remote.options(
+                num_cpus=pool.cpus_per_worker,
+                num_gpus=pool.gpus_per_worker,
+                name=self._actor_name(rank),
+                namespace=NAMESPACE,
+                lifetime="detached" if outlives else None,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(placed, placement_group_bundle_index=rank),
+            ).remote(self.config, self.url, self.roles, rank, self.threads)
+            for rank in range(pool.workers)
+        ]
+        address = ray.get(actors[0].meeting_point.remote(), timeout=START_S)
+        ray.get([actor.join.remote(pool.workers, address) for actor in actors], timeout=START_S)
+        return actors
+
+    @property
+    def _place(self) -> str:
+        """The placement group's name: that of the run, and the pool."""
+        return f"{hashlib.sha256(self.url.encode()).hexdigest()[:16]}/{self.name}"
+
+    def _actor_name(self, rank: int) -> str:
+        return f"{self._place}/{rank}"
+
+
+def _with_health(cls: type[RayWorker]) -> type[RayWorker]:
+    """`alive` and `serves` answer while the process computes."""
+    import ray
+
+    class Process(cls):  # type: ignore[misc, valid-type]
+        @ray.method(concurrency_group="health")  # type: ignore[untyped-decorator]
+        def alive(self) -> bool:
+            return True
+
+        @ray.method(concurrency_group="health")  # type: ignore[untyped-decorator]
+        def serves(self) -> dict[str, Any]:
+            return super().serves()  # type: ignore[no-any-return]
+
+    return Process
+
+
+def _engines_of(config: RunConfig) -> dict[str, Any]:
+    """What loaded engines depend on."""
+    return config.model_dump(mode="json", exclude=OPERATIONAL)
+
+
+_started_here = False
+
+
+def connect() -> None:
+    """To the Ray at RAY_ADDRESS, or one that runs on this machine, or one that ends with this process."""
+    global _started_here
+    import ray
+
+    if ray.is_initialized():
+        return
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "namespace": NAMESPACE}
+    try:
+        ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), **quiet)
+    except ConnectionError:
+        if "RAY_ADDRESS" in os.environ:
+            raise UserError(f"RAY_ADDRESS is {os.environ['RAY_ADDRESS']}, but no Ray answers there") from None
+        ray.init(address="local", include_dashboard=False, _node_ip_address="127.0.0.1", **quiet)
+        _started_here = True

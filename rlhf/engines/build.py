@@ -1,0 +1,44 @@
+"""From a trainer's section of the config to its engine; what an engine needs is imported when it is built."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rlhf.engines.model_engine import Dtype, Head, ModelEngine
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from rlhf.config import Trainer
+
+
+def train_engine(
+    trainer: Trainer, model: PreTrainedModel, head: Head, *, dtype: Dtype, trainable: bool = True
+) -> ModelEngine:
+    checkpointing = trainable and trainer.gradient_checkpointing
+    if trainer.engine == "fsdp":
+        from rlhf.engines.fsdp_engine import FSDPEngine
+
+        return FSDPEngine(
+            model,
+            head,
+            dtype=dtype,
+            trainable=trainable,
+            gradient_checkpointing=checkpointing,
+            offload=trainer.offload,
+        )
+    if trainer.engine == "deepspeed":
+        from rlhf.engines.deepspeed_engine import DeepSpeedEngine
+
+        return DeepSpeedEngine(
+            model,
+            head,
+            dtype=dtype,
+            trainable=trainable,
+            gradient_checkpointing=checkpointing,
+            stage=trainer.zero_stage,
+            offload=trainer.offload,
+        )
+    from rlhf.engines.torch_engine import TorchEngine
+
+    return TorchEngine(model, head, dtype=dtype, trainable=trainable, gradient_checkpointing=checkpointing)
