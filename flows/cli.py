@@ -92,16 +92,18 @@ def resume(
 
 @app.command()
 def stop(name: Name, store: Store = DEFAULT_STORE) -> None:
-    """Ask the run's driver to finish or abandon its stage, and wait until it has."""
+    """Ask the run's driver to finish or abandon its stage, and wait until it has; then end its workers on Ray."""
     import time
 
     from infra import heartbeat
     from infra.runs import open_run
+    from infra.workers.ray_group import end_idle
 
     run = open_run(_url(name, store))
     beat = heartbeat.is_alive(run.store.objects, lambda text: console.print(text))
     if beat is None:
-        console.print(f"{name} has no live driver; nothing to stop")
+        workers = "its workers on Ray have ended" if end_idle(run.config, run.store.url) else "nothing to stop"
+        console.print(f"{name} has no live driver; {workers}")
         return
     run.store.objects.put(heartbeat.stop_key(beat.epoch), b"{}")
     console.print(f"asked the driver (pid {beat.pid} on {beat.host}) to stop")
@@ -109,6 +111,7 @@ def stop(name: Name, store: Store = DEFAULT_STORE) -> None:
     while time.monotonic() < deadline:
         time.sleep(1)
         if heartbeat.is_alive(run.store.objects) is None:
+            end_idle(run.config, run.store.url)
             console.print(f"{name} has stopped; `ratchet resume {name}` goes on from the last commit")
             return
     raise RatchetError(
@@ -468,11 +471,10 @@ def worker(
     once: Annotated[bool, typer.Option("--once", help="start what is due, wait for it, and end")] = False,
 ) -> None:
     """Start a Prefect worker that runs deployed flows on this machine."""
-    import subprocess
-
     _needs_server()
     command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool, "--type", "process"]
-    sys.exit(subprocess.call([*command, *(["--run-once"] if once else [])]))
+    sys.stdout.flush()
+    os.execv(sys.executable, [*command, *(["--run-once"] if once else [])])  # so that signals reach it
 
 
 def _needs_server() -> None:

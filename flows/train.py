@@ -5,10 +5,11 @@ from contextlib import suppress
 import httpx
 from prefect import flow
 from prefect.client.schemas.objects import State
+from prefect.exceptions import PrefectHTTPStatusError
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 from prefect.states import Failed
-from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_random_exponential
+from tenacity import retry, retry_if_exception, stop_after_delay, wait_random_exponential
 
 from flows.iteration import iteration
 from flows.prefect_pages import show_report, shown, tagged
@@ -20,10 +21,17 @@ from rlhf.config import RunConfig
 from tasks.fingerprint import check_open_iteration
 from tasks.validate import validate
 
+
+def is_away(error: BaseException) -> bool:
+    """Whether Prefect's server, or the database behind it, does not answer."""
+    broken = isinstance(error, PrefectHTTPStatusError) and error.response.status_code >= 500
+    return broken or isinstance(error, httpx.TransportError)
+
+
 # Prefect only watches. While its server is away, an iteration that it cannot record is asked for again: what it has
 # committed stays, and it goes on from there. (Prefect's own client tries again only where it was connected before.)
 recorded_iteration = retry(
-    retry=retry_if_exception_type(httpx.TransportError),
+    retry=retry_if_exception(is_away),
     wait=wait_random_exponential(max=10),
     stop=stop_after_delay(300),
     reraise=True,

@@ -119,10 +119,10 @@ class Processes:
         output, counts = self.folder / f"{name}.out", self.folder / f"{name}.counts"
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(PRELOAD))
-        aws = {
-            name: value for name, value in os.environ.items() if name.startswith("AWS_")
-        }  # set since the fork server
-        process = context.Process(target=_child, args=(output, counts, faults, setup, run, argument, aws), daemon=True)
+        later = {name: value for name, value in os.environ.items() if name.startswith(("AWS_", "RAY_"))}
+        process = context.Process(
+            target=_child, args=(output, counts, faults, setup, run, argument, later), daemon=True
+        )
         process.start()
         self.children.append(Child(process, output, counts))
         return self.children[-1]
@@ -144,7 +144,7 @@ def _child(
     setup: Callable[[], None] | None,
     run: Callable[[Any], None],
     argument: Any,
-    environment: dict[str, str],
+    environment: dict[str, str],  # what was set since the fork server began
 ) -> None:
     os.environ.update(environment)
     with output.open("wb", buffering=0) as file:

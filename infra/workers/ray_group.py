@@ -108,10 +108,11 @@ class RayGroup:
         pending = [actor.do.remote(self.epoch, method, arguments) for actor in actors]
         try:
             answers = self._patiently(actors, pending)
-        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+        except ray.exceptions.RayError as error:
+            if isinstance(error, ray.exceptions.RayTaskError) and self._all_alive(actors):
+                raise  # a mistake in what was computed
             self.end()
-            first = str(error).strip().splitlines()[0]
-            raise GroupLost(f"a process of pool {self.name} died during {method} ({first})") from None
+            raise GroupLost(f"a process of pool {self.name} died during {method}: it is begun anew") from error
         for good, answer in answers:
             if not good:
                 raise answer
@@ -136,6 +137,16 @@ class RayGroup:
             if left:
                 ray.get([actor.alive.remote() for actor in actors], timeout=PATIENCE_S)
         return list(ray.get(pending))
+
+    def _all_alive(self, actors: list[Any]) -> bool:
+        """Where one process dies, another may be the first to fail, since it cannot reach it."""
+        import ray
+
+        time.sleep(1.0)  # for Ray to notice
+        try:
+            return all(ray.get([actor.alive.remote() for actor in actors], timeout=PATIENCE_S))
+        except ray.exceptions.RayError:
+            return False
 
     def _ready(self) -> list[Any]:
         if not self._actors:
@@ -175,7 +186,10 @@ class RayGroup:
         placed = ray.util.placement_group(
             [bundle] * pool.workers, strategy="PACK", lifetime="detached" if outlives else None, name=self._place
         )
-        if not placed.wait(timeout_seconds=START_S if outlives else 30):
+        fits = _fits(bundle, pool.workers)
+        if fits and not placed.wait(timeout_seconds=10):
+            report("note", text=f"pool {self.name} waits for Ray to have room (at most {START_S / 60:.0f} minutes)")
+        if not fits or not placed.wait(timeout_seconds=START_S):
             ray.util.remove_placement_group(placed)
             there = {name: amount for name, amount in ray.cluster_resources().items() if name in bundle}
             raise UserError(
@@ -207,6 +221,14 @@ class RayGroup:
         return f"{self._place}/{rank}"
 
 
+def _fits(bundle: dict[str, float], workers: int) -> bool:
+    """Whether the cluster, were it empty, could give that; a node that is yet to come does not count."""
+    import ray
+
+    there = ray.cluster_resources()
+    return all(there.get(name, 0) >= amount * workers for name, amount in bundle.items())
+
+
 def _with_health(cls: type[RayWorker]) -> type[RayWorker]:
     """`alive` and `serves` answer while the process computes."""
     import ray
@@ -228,6 +250,15 @@ def _engines_of(config: RunConfig) -> dict[str, Any]:
     return config.model_dump(mode="json", exclude=OPERATIONAL)
 
 
+def end_idle(config: RunConfig, url: str) -> bool:
+    """End the processes that drivers of a run left on a Ray that outlives them; whether there was such a Ray."""
+    if not config.pools or not _connect_to_existing():
+        return False
+    for pool in config.pools:
+        RayGroup(config, url, pool, threads=1).end()
+    return True
+
+
 _started_here = False
 
 
@@ -236,13 +267,22 @@ def connect() -> None:
     global _started_here
     import ray
 
-    if ray.is_initialized():
-        return
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "namespace": NAMESPACE}
-    try:
-        ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), **quiet)
-    except ConnectionError:
-        if "RAY_ADDRESS" in os.environ:
-            raise UserError(f"RAY_ADDRESS is {os.environ['RAY_ADDRESS']}, but no Ray answers there") from None
-        ray.init(address="local", include_dashboard=False, _node_ip_address="127.0.0.1", **quiet)
+    if not ray.is_initialized() and not _connect_to_existing():
+        ray.init(address="local", include_dashboard=False, _node_ip_address="127.0.0.1", **QUIET)
         _started_here = True
+
+
+def _connect_to_existing() -> bool:
+    import ray
+
+    address = os.environ.get("RAY_ADDRESS", "auto")
+    try:
+        ray.init(address=address, **QUIET)
+    except (ConnectionError, ValueError) as error:
+        if address != "auto":
+            raise UserError(f"RAY_ADDRESS is {address}, but no Ray answers there ({error})") from None
+        return False
+    return True
+
+
+QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "namespace": NAMESPACE}

@@ -28,6 +28,7 @@ from rlhf.config import RunConfig
 from tests import tiny
 from tests.history import History
 
+AGAIN = "ratchet: a %s flow run is asked for again"
 RATCHET = [sys.executable, "-c", "from flows.cli import main; main()"]
 
 
@@ -65,9 +66,12 @@ def test_a_deployed_run_survives_its_process(
     config: RunConfig, worker: str, prefect_server: str, tmp_path: Path
 ) -> None:
     deploy(config, tmp_path, "--pool", worker, "--cron", "0 3 * * *")
+    before = automations(prefect_server)
     deploy(config, tmp_path, "--pool", worker, "--cron", "0 4 * * *")  # again: it takes the place of the first
+    assert len(before) == 2
+    assert automations(prefect_server) == before, "what they know of silent flow runs is not lost"
     with SyncPrefectClient(prefect_server) as client:
-        names = ("train", "iteration", "evaluate", "rescore", "vacuum")
+        names = ("train", "iteration", "evaluate", "rescore", "report", "vacuum")
         found = {name: client.read_deployment_by_name(f"{name}/{config.run.name}") for name in names}
         deployed = found["train"]
         assert [schedule.schedule.cron for schedule in deployed.schedules] == ["0 4 * * *"]  # type: ignore[union-attr]
@@ -100,6 +104,13 @@ def test_each_start_can_be_a_run_of_its_own(config: RunConfig, prefect_server: s
     runs = sorted(path.name for path in (tmp_path / "runs").iterdir())
     assert len(runs) == 2
     assert all(name.startswith(f"{config.run.name}-") for name in runs)
+
+
+def automations(url: str) -> set[str]:
+    with SyncPrefectClient(url) as client:
+        return {
+            str(found.id) for flow in ("silent", "crashed") for found in client.read_automations_by_name(AGAIN % flow)
+        }
 
 
 def wait(until: Any, seconds: float = 180.0) -> None:

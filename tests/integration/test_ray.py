@@ -1,0 +1,144 @@
+"""Runs whose models live in worker groups on Ray: two nodes on this machine, and processes that are killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import yaml
+
+from rlhf.config import RunConfig
+from tests import tiny
+from tests.history import History
+from tests.processes import Child, Fault, Processes
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[str]:
+    """The address of a Ray of two nodes, one CPU each; it outlives every driver."""
+    from ray.cluster_utils import Cluster
+
+    options: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
+    cluster = Cluster(initialize_head=True, head_node_args={**options, "include_dashboard": False})
+    cluster.add_node(**options)
+    os.environ["RAY_ADDRESS"] = cluster.address
+    yield cluster.address
+    del os.environ["RAY_ADDRESS"]
+    cluster.shutdown()
+
+
+class Runs:
+    """`ratchet` on Ray; what it leaves there is ended with `ratchet stop`, so that the next run has room."""
+
+    def __init__(self, workspace: Path, processes: Processes) -> None:
+        self.workspace, self.processes = workspace, processes
+
+    def config(self, name: str, **changes: Any) -> RunConfig:
+        defaults: dict[str, Any] = {
+            "run__name": name,
+            "run__store": f"file://{self.processes.folder}/runs",
+            "reward__function": "tests.rewards:letters",
+            "pools": {"train": {"workers": 2}},  # a node each
+            "actor__engine": "fsdp",
+            "critic__engine": "deepspeed",
+        }
+        return tiny.config(self.workspace, **defaults | changes)
+
+    def train(self, config: RunConfig, *faults: Fault) -> Child:
+        path = self.processes.folder / f"{config.run.name}.yaml"
+        path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+        return self.processes.cli("train", path, faults=faults)
+
+    def finish(self, config: RunConfig) -> History:
+        child = self.train(config)
+        assert child.wait(240) == 0, child.text
+        stopped = self.processes.cli("stop", config.run.name, "--store", config.run.store)
+        assert stopped.wait() == 0, stopped.text
+        assert "its workers on Ray have ended" in stopped.text
+        history = History.of(config)
+        history.check_sound()
+        return history
+
+
+@pytest.fixture
+def runs(workspace: Path, processes: Processes, ray_cluster: str) -> Runs:
+    return Runs(workspace, processes)
+
+
+def computing() -> list[psutil.Process]:
+    """Ray's processes that hold our models."""
+    return [process for process in psutil.process_iter(["cmdline"]) if "ray::Process" in str(process.info["cmdline"])]
+
+
+def until(true: Any, seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_drivers_and_workers_that_are_killed_leave_no_trace(runs: Runs) -> None:
+    expected = runs.finish(runs.config("quiet"))
+    assert expected.state.iteration == 3
+
+    # the driver dies: the next one finds the models where they are
+    config = runs.config("driver")
+    killed = runs.train(config, Fault("create", '{"kind":"stage","iteration":1,"stage":"update_critic"'))
+    assert killed.wait(240) == -signal.SIGKILL, killed.text
+    assert "starting pool train" in killed.text
+    held = {process.pid for process in computing()}
+    assert len(held) == 2
+    resumed = runs.train(config)
+    assert resumed.wait(240) == 0, resumed.text
+    assert "starting pool" not in resumed.text
+    assert "replaying" not in resumed.text, "the workers were where the log is"
+    assert {process.pid for process in computing()} == held
+    history = runs.finish(config)
+    until(lambda: not computing())
+    assert history.results == expected.results
+    assert history.stages == expected.stages
+
+    # a worker dies: its group begins anew, from what is committed
+    config = runs.config("worker")
+    child = runs.train(config)
+    log = Path(config.run.store.removeprefix("file://")) / "worker" / "log"
+    until(lambda: log.exists() and History.of(config).state.iteration >= 1)
+    computing()[-1].kill()
+    assert child.wait(240) == 0, child.text
+    assert child.text.count("starting pool train") == 2
+    history = runs.finish(config)
+    assert history.results == expected.results
+    assert history.state.epoch == 2, "the first driver came through; the second found the run done"
+
+
+def test_a_rollout_in_a_pool_of_its_own_has_the_newest_weights(runs: Runs) -> None:
+    config = runs.config(
+        "apart",
+        pools={"train": {"workers": 1}, "answers": {"workers": 1}},
+        placement={"actor": "train", "critic": "train", "reference": "train", "rollout": "answers"},
+        actor__engine="torch",
+        critic__engine="torch",
+        actor__lr=0.01,
+    )
+    frame = runs.finish(config).run.trajectories()
+    assert frame["policy_version"].tolist() == frame["iteration"].tolist()
+    gaps = (frame["rollout_log_probs"] - frame["old_log_probs"]).map(lambda row: np.abs(row).max())
+    assert gaps.max() < 1e-4, "the actor finds what the rollout found, in float32"
+    moved = (frame["old_log_probs"] - frame["ref_log_probs"]).map(lambda row: np.abs(row).max())
+    assert moved[frame["iteration"] == 2].max() > 1e-2, "and it has moved"
+
+
+def test_a_pool_that_does_not_fit_is_refused(runs: Runs) -> None:
+    config = runs.config("large", pools={"train": {"workers": 1, "gpus_per_worker": 64}})
+    child = runs.train(config)
+    child.process.join(1)
+    refused = child.wait(120)
+    assert refused == 2, child.text
+    assert "pools.train asks for 1 x {'CPU': 1.0, 'GPU': 64.0}, and Ray has {'CPU': 2.0}" in child.text
