@@ -486,11 +486,14 @@ def _needs_server() -> None:
 
 
 @app.command()
-def doctor() -> None:
+def doctor(
+    engines: Annotated[bool, typer.Option("--engines", help="try every engine, and Ray: half a minute")] = False,
+) -> None:
     """What is installed, and which engines and stores work here."""
-    from flows import views
+    _quiet()
+    from flows.doctor import doctor as examine
 
-    views.doctor(console)
+    examine(console, engines)
 
 
 def _drive(config: RunConfig, take_over: bool) -> None:

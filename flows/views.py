@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -228,45 +227,6 @@ def mean_and_interval(answers: pd.DataFrame) -> tuple[float, float]:
     return float(prompts.mean()), 1.96 * float(prompts.std(ddof=1)) / math.sqrt(len(prompts)) if len(
         prompts
     ) > 1 else 0.0
-
-
-def doctor(console: Console) -> None:
-    import tempfile
-
-    import torch
-
-    from infra.objects import Objects
-
-    table = Table(title="this machine")
-    table.add_column("what")
-    table.add_column("found")
-    for package in (
-        "ratchet-rlhf",
-        "torch",
-        "transformers",
-        "prefect",
-        "pyarrow",
-        "fsspec",
-        "s3fs",
-        "vllm",
-        "deepspeed",
-        "ray",
-    ):
-        try:
-            table.add_row(package, importlib.metadata.version(package))
-        except importlib.metadata.PackageNotFoundError:
-            table.add_row(package, "not installed")
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
-    table.add_row("computes on", device)
-    table.add_row("rollout engines", "hf")
-    table.add_row("train engines", "torch")
-    with tempfile.TemporaryDirectory() as folder:
-        for url in (f"file://{folder}", "memory://doctor"):
-            table.add_row(
-                f"store {url.split(':')[0]}://",
-                "works" if Objects(url).honours_create() else "ignores create-if-absent",
-            )
-    console.print(table)
 
 
 def _short(value: object) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -40,6 +41,7 @@ class DeepSpeedEngine(ModelEngine):
         os.environ.setdefault("DS_ACCELERATOR", self.device.type)
         import deepspeed
 
+        warnings.filterwarnings("ignore", message="`torch.distributed.*is deprecated", category=FutureWarning)
         # Its own collectives on the CPU would be compiled now, for a minute; a build that is killed leaves a lock on
         # which the next one waits for ever, and gloo does as well.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

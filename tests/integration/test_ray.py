@@ -142,3 +142,14 @@ def test_a_pool_that_does_not_fit_is_refused(runs: Runs) -> None:
     refused = child.wait(120)
     assert refused == 2, child.text
     assert "pools.train asks for 1 x {'CPU': 1.0, 'GPU': 64.0}, and Ray has {'CPU': 2.0}" in child.text
+
+
+def test_doctor_tries_every_engine(runs: Runs) -> None:
+    child = runs.processes.cli("doctor", "--engines")
+    assert child.wait() == 0, child.text
+    cells = [[cell.strip() for cell in line.split("│")[1:3]] for line in child.text.splitlines() if "│" in line]
+    said = dict(cells)
+    engines = ["torch", "fsdp", *(f"deepspeed, zero_stage {stage}" for stage in range(4))]
+    assert [said[f"engine {name}"] for name in engines] == ["works (float32, bfloat16)"] * 6
+    assert said["rollout.engine hf"] == said["store file://"] == "works"
+    assert said["pools on Ray"] == "works: 2 node(s), 2 CPUs, 0 GPUs"

@@ -1,0 +1,135 @@
+"""What is installed and, if asked, which engines, accelerators and stores work on this machine: by trying them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import tempfile
+from collections.abc import Callable
+from typing import Any, get_args
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from infra.objects import Objects
+from rlhf.config import Actor, Trainer
+
+PACKAGES = ("ratchet-rlhf", "torch", "transformers", "prefect", "pyarrow", "fsspec", "s3fs", "vllm", "deepspeed", "ray")
+
+
+def doctor(console: Console, engines: bool) -> None:
+    table = Table(title="this machine")
+    table.add_column("what")
+    table.add_column("found")
+    for package in PACKAGES:
+        try:
+            table.add_row(package, importlib.metadata.version(package))
+        except importlib.metadata.PackageNotFoundError:
+            table.add_row(package, "not installed")
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
+    table.add_row("computes on", device)
+    with tempfile.TemporaryDirectory() as folder:
+        for url in (f"file://{folder}", "memory://doctor"):
+            table.add_row(f"store {url.split(':')[0]}://", _tried(lambda url=url: _store(url)))  # type: ignore[misc]
+    if engines:
+        for name, trainer in _trainers().items():
+            with console.status(f"trying {name}"):
+                table.add_row(name, _tried(lambda trainer=trainer: _update(trainer)))  # type: ignore[misc]
+        with console.status("trying rollout.engine hf"):
+            table.add_row("rollout.engine hf", _tried(_generate))
+        with console.status("trying Ray"):
+            table.add_row("pools on Ray", _tried(_ray))
+    console.print(table)
+
+
+def _tried(attempt: Callable[[], str]) -> str:
+    """What came of it: whatever goes wrong is the answer."""
+    try:
+        return attempt()
+    except ModuleNotFoundError as error:
+        return f"{error.name} is not installed"
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        return f"fails: {type(error).__name__}: {first[:120]}"
+
+
+def _trainers() -> dict[str, Trainer]:
+    stages = get_args(Trainer.model_fields["zero_stage"].annotation)
+    found: dict[str, Trainer] = {"engine torch": Actor(), "engine fsdp": Actor(engine="fsdp")}
+    return found | {f"engine deepspeed, zero_stage {n}": Actor(engine="deepspeed", zero_stage=n) for n in stages}
+
+
+def _store(url: str) -> str:
+    return "works" if Objects(url).honours_create() else "ignores create-if-absent"
+
+
+def _model() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=32,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+        )
+    )
+
+
+def _update(trainer: Trainer) -> str:
+    """Two supervised steps in each type: the loss falls."""
+    from rlhf.algorithms.objectives import SupervisedObjective
+    from rlhf.batch import TrajectoryBatch
+    from rlhf.engines.base import Schedule
+    from rlhf.engines.build import train_engine
+    from rlhf.engines.model_engine import Dtype
+
+    batch = TrajectoryBatch.of(
+        {
+            "trajectory_id": ["it000000-p00000-s00", "it000000-p00000-s01"],
+            "prompt_ids": [[1, 2, 3]] * 2,
+            "response_ids": [[4, 5], [6, 7]],
+            "loss_mask": [[1, 1]] * 2,
+        }
+    )
+    schedule = Schedule(
+        lr=0.01,
+        betas=(0.9, 0.999),
+        weight_decay=0.0,
+        grad_clip=1.0,
+        micro_batch_tokens=64,
+        mini_batches=((0, 1),),
+        temperature=1.0,
+    )
+    works = []
+    for dtype in get_args(Dtype):
+        engine = train_engine(trainer, _model(), "policy", dtype=dtype)
+        first, second = (engine.update(batch, SupervisedObjective(), schedule)["sft/loss"] for _ in range(2))
+        if not second < first:
+            return f"does not learn in {dtype}: the loss went from {first:.3f} to {second:.3f}"
+        works.append(dtype)
+    return f"works ({', '.join(works)})"
+
+
+def _generate() -> str:
+    from rlhf.engines import ranks
+    from rlhf.engines.base import Request, Sampling
+    from rlhf.engines.hf_rollout import HFRollout
+
+    engine = HFRollout(_model().to(ranks.device()), eos_token_ids=(0,))
+    engine.generate([Request("doctor", (1, 2))], Sampling(temperature=1.0, top_p=1.0, max_tokens=4, seed=0))
+    return "works"
+
+
+def _ray() -> str:
+    import ray
+
+    from infra.workers.ray_group import connect
+
+    connect()
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    there = ray.cluster_resources()
+    return f"works: {len(nodes)} node(s), {there.get('CPU', 0):.0f} CPUs, {there.get('GPU', 0):.0f} GPUs"
