@@ -120,7 +120,9 @@ def _generate() -> str:
     from rlhf.engines.hf_rollout import HFRollout
 
     engine = HFRollout(_model().to(ranks.device()), eos_token_ids=(0,))
-    engine.generate([Request("doctor", (1, 2))], Sampling(temperature=1.0, top_p=1.0, max_tokens=4, seed=0))
+    engine.generate(
+        [Request("it000000-p00000-s00", (1, 2))], Sampling(temperature=1.0, top_p=1.0, max_tokens=4, seed=0)
+    )
     return "works"
 
 
