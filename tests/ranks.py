@@ -57,3 +57,14 @@ def _serve(pipe: Connection, rank: int, rendezvous: str) -> None:
             pipe.send((True, function(*arguments)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
+
+
+def one_rank_fails(context: Any) -> Any:
+    """A stage that one rank cannot read for, while the other waits for it."""
+    from infra.objects import StoreUnavailable
+    from rlhf.engines import ranks
+
+    if ranks.rank() == 1:
+        raise StoreUnavailable("the store does not answer rank 1")
+    ranks.gathered("rank 0 waits here for rank 1")
+    raise AssertionError("they never meet")

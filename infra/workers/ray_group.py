@@ -26,6 +26,8 @@ from rlhf.errors import RatchetError, UserError
 NAMESPACE = "ratchet"
 PATIENCE_S = 60.0
 """A process that does not say that it is alive for so long is taken for dead."""
+GRACE_S = 10.0
+"""Where one process of a group has failed, the others have so long to say what came of it for them."""
 START_S = 600.0
 OPERATIONAL = {"train", "checkpoint", "validation", "tracking"}
 """Sections of the config that loaded models do not depend on."""
@@ -109,13 +111,16 @@ class RayGroup:
         try:
             answers = self._patiently(actors, pending)
         except ray.exceptions.RayError as error:
-            if isinstance(error, ray.exceptions.RayTaskError) and self._all_alive(actors):
-                raise  # a mistake in what was computed
-            self.end()
+            mistake = isinstance(error, ray.exceptions.RayTaskError) and self._all_alive(actors)
+            self.end()  # those that are left may wait for the one that failed
+            if mistake:
+                raise
             raise GroupLost(f"a process of pool {self.name} died during {method}: it is begun anew") from error
         for good, answer in answers:
             if not good:
                 raise answer
+        if method == "holds":  # ranks that disagree hold nothing
+            return all(answer for _, answer in answers)
         return answers[0][1]
 
     def end(self) -> None:
@@ -127,14 +132,23 @@ class RayGroup:
             ray.util.remove_placement_group(ray.util.get_placement_group(self._place))
 
     def _patiently(self, actors: list[Any], pending: list[Any]) -> list[Any]:
-        """The answers, however long they take, as long as every process says that it is alive."""
+        """The answers, however long they take, as long as every process says that it is alive.
+
+        Where one has failed, others may wait for it in a collective, in vain: after a moment the group is ended, and
+        the error stands for all.
+        """
         import ray
 
         left = pending
         while left:
-            ready, left = ray.wait(left, num_returns=len(left), timeout=PATIENCE_S / 4)
-            ray.get(ready)  # a process that died is told at once
-            if left:
+            ready, left = ray.wait(left, timeout=PATIENCE_S / 4)
+            failed = [answer for answer in ray.get(ready) if not answer[0]]
+            if failed and left:
+                _, left = ray.wait(left, num_returns=len(left), timeout=GRACE_S)
+                if left:
+                    self.end()
+                    return failed
+            elif not ready:
                 ray.get([actor.alive.remote() for actor in actors], timeout=PATIENCE_S)
         return list(ray.get(pending))
 

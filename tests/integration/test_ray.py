@@ -14,10 +14,17 @@ import psutil
 import pytest
 import yaml
 
+from infra.log import Fenced
+from infra.objects import StoreUnavailable
+from infra.records import Weights
+from infra.workers.ray_group import RayGroup
+from infra.workers.worker import Call
 from rlhf.config import RunConfig
+from rlhf.config_view import ConfigView
 from tests import tiny
 from tests.history import History
 from tests.processes import Child, Fault, Processes
+from tests.ranks import one_rank_fails
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +149,30 @@ def test_a_pool_that_does_not_fit_is_refused(runs: Runs) -> None:
     refused = child.wait(120)
     assert refused == 2, child.text
     assert "pools.train asks for 1 x {'CPU': 1.0, 'GPU': 64.0}, and Ray has {'CPU': 2.0}" in child.text
+
+
+def test_a_group_whose_ranks_part_begins_anew(runs: Runs, tmp_path: Path) -> None:
+    import ray
+
+    config = runs.config("parts")
+    call = Call(1, "generate", 0, 0, 0, ConfigView(config, ()), inputs=())
+    group = RayGroup(config, f"file://{tmp_path}/runs/parts", "train", threads=1)
+    group.epoch = 1
+    weights = Weights(version=0, digest="first")
+    try:
+        group.call("load", "actor", weights, None)
+        assert group.call("holds", "actor", weights)
+        with pytest.raises(StoreUnavailable, match="rank 1"):
+            group.call("rows", call, one_rank_fails)
+        assert not group.call("holds", "actor", weights), "new processes hold nothing"
+        group.epoch = 3
+        group.call("load", "actor", weights, None)
+        group.epoch = 2
+        with pytest.raises(Fenced, match="serves epoch 3"):
+            group.call("holds", "actor", weights)
+    finally:
+        group.end()
+        ray.shutdown()
 
 
 def test_doctor_tries_every_engine(runs: Runs) -> None:
