@@ -27,6 +27,8 @@ check: .venv/installed ## lint, types, and the direction of imports
 
 bench: .venv/installed ## the figures of docs/benchmarks.md
 	OMP_NUM_THREADS=1 python benchmarks/iteration.py
+	OMP_NUM_THREADS=1 python benchmarks/engines.py --ray
+	python benchmarks/resume.py
 
 docs: .venv/installed ## what is generated: docs/configuration.md
 	python -m flows.reference

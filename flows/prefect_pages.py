@@ -5,6 +5,7 @@ A temporary server ends with the process, and nobody looks at it: there, nothing
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
@@ -25,7 +26,7 @@ from prefect.settings import PREFECT_API_URL
 
 from flows import report
 from infra.driver import Driver
-from infra.objects import Objects
+from infra.objects import Objects, StoreUnavailable
 from infra.progress import listening
 from infra.runs import Run, open_run
 from infra.store import REPORT
@@ -41,6 +42,10 @@ WATCHED = (
     "critic/vf_explained_var",
     "response_length/mean",
 )
+
+
+EVERY_S = 1.0
+"""Progress is told at most so often, and of nothing shorter: each time is some requests to the server."""
 
 
 @contextmanager
@@ -67,6 +72,7 @@ class _Pages:
         self.run = run
         self.client = client
         self.bars: dict[str, UUID] = {}
+        self.told: dict[str, float] = {}
 
     def __call__(self, event: str, details: dict[str, Any]) -> None:
         show: Callable[..., None] | None = getattr(self, f"_{event}", None)
@@ -86,10 +92,17 @@ class _Pages:
         context = TaskRunContext.get()
         if total == 1 or context is None:
             return
-        context.task_run.name = name  # what the task's next events say, too
+        context.task_run.name = name  # which the task's next event tells the server; while it runs, we do
+        bar, now = f"{_slug(self.run)}-{_slug(stage)}", time.monotonic()
+        if done == 0:
+            self.bars.pop(bar, None)
+            self.told[bar] = now
+        finishes = done == total and bar in self.bars
+        if now - self.told.get(bar, now) < EVERY_S and not finishes:
+            return
+        self.told[bar] = now
         self.client.set_task_run_name(context.task_run.id, name)
-        bar = f"{_slug(self.run)}-{_slug(stage)}"
-        if done == 0 or bar not in self.bars:
+        if bar not in self.bars:
             created = create_progress_artifact(100 * done / total, key=bar, description=name)
             assert isinstance(created, UUID), "called from a task that is not asynchronous"
             self.bars[bar] = created
@@ -102,11 +115,11 @@ class _Pages:
 
 
 def show_iteration(iteration: int, metrics: Mapping[str, float]) -> None:
-    """Leave an artifact; a server that does not take it is no reason to stop."""
+    """Leave an artifact; a server or a store that does not answer is no reason to stop."""
     if not PREFECT_API_URL.value():
         return
     driver = Driver.current()
-    with suppress(PrefectHTTPStatusError, httpx.TransportError):
+    with suppress(PrefectHTTPStatusError, httpx.TransportError, StoreUnavailable):
         create_markdown_artifact(
             markdown(Run(driver.store), iteration, metrics),
             key=f"{_slug(driver.config.run.name)}-iterations",

@@ -53,7 +53,7 @@ class Driver:
     def __init__(self, config: RunConfig, store: RunStore) -> None:
         self.config = config
         self.store = store
-        self.groups = Groups(config, store)
+        self.groups = Groups(config, store, self._identity)
         self.digests: dict[str, str] = {}
         self._stop = threading.Event()
         self._grace: threading.Timer | None = None
@@ -98,6 +98,13 @@ class Driver:
         if what not in self.digests:
             self.digests[what] = self._digest(what)
         return self.digests[what]
+
+    def _identity(self) -> str:
+        """Of everything outside the config that workers hold: code, packages, models, and what stages read."""
+        data = ["dataset", "reward", "tokenizer", *(["validation"] if self.config.validation.data is not None else [])]
+        digests = {what: self.digest(what) for what in data}
+        models = {role: weights.digest for role, weights in self.initial_weights.items()}
+        return json.dumps([_code_digest(), _package_versions(), models, digests], sort_keys=True)
 
     def _digest(self, what: str) -> str:
         config, worker = self.config, self.groups.local.worker

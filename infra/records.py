@@ -102,6 +102,8 @@ class Skip(Frozen):
     reason: str
     not_finite: bool = False
     """Whether it was to happen, and something came out as NaN or infinite (`train.on_nan: skip`)."""
+    cursor: int | None = None
+    """Set if generate itself was given up: past every prompt that it may have drawn."""
 
 
 class Snapshot(Frozen):
@@ -217,6 +219,8 @@ class RunState(BaseModel):
             case Skip():
                 self.stages[commit.stage] = commit
                 self.weights[commit.role] = commit.weights
+                if commit.cursor is not None:
+                    self.cursor = commit.cursor
             case Snapshot():
                 self.snapshots[commit.version] = dict(commit.roles)
             case Diverged():

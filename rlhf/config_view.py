@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from rlhf.config import RunConfig
@@ -53,11 +54,16 @@ class ConfigView:
         return found
 
 
+def _is_tag(field: FieldInfo) -> bool:
+    """Whether it can only have one value."""
+    return get_origin(field.annotation) is Literal and len(get_args(field.annotation)) == 1
+
+
 def _differing(key: str, value: Any, default: Any) -> dict[str, Any]:
     if not isinstance(value, BaseModel):
         return {} if value == default else {key: to_jsonable_python(value)}
     found = {} if type(value) is type(default) or default is PydanticUndefined else {key: type(value).__name__}
     for name, field in type(value).model_fields.items():
-        if name != "type":  # the class's name says it
+        if not _is_tag(field):  # the class's name says it
             found |= _differing(f"{key}.{name}", getattr(value, name), field.get_default())
     return found

@@ -6,8 +6,6 @@ the config that its manifest recorded; nothing is generated or scored again, and
 
 from __future__ import annotations
 
-import torch
-
 from infra.driver import Driver
 from infra.log import Corrupt
 from infra.manifest import Manifest
@@ -15,6 +13,7 @@ from infra.progress import report
 from infra.records import Diverged, Skip, Stage, Weights
 from infra.workers.groups import WorkerGroup
 from infra.workers.worker import WEIGHTS_OF, Call, Updated
+from rlhf.errors import NotFinite
 from tasks.spec import UPDATES
 
 
@@ -26,6 +25,12 @@ def restore(driver: Driver, role: str, weights: Weights) -> None:
     """Load what `role` computes with, where it computes, and replay until it is at `weights`."""
     store, group = driver.store, driver.groups.of(role)
     role = WEIGHTS_OF.get(role, role)
+    owner = driver.groups.of(role)
+    if owner is not group and weights.version not in store.state.snapshots and weights.version > 0:
+        if not owner.call("holds", role, weights):  # only where it is trained can it be replayed
+            restore(driver, role, weights)
+        group.call("load", role, weights, owner.call("save", role))
+        return
     snapshot = store.snapshot_at_or_before(weights.version, role) if role in UPDATES else None
     if snapshot is None:
         at = driver.state.initial[role]
@@ -62,7 +67,10 @@ def _replay(driver: Driver, group: WorkerGroup, role: str, at: Weights, target: 
         role=role,
         weights=at,
     )
-    replayed: Updated = group.call("update", call, compute)
+    try:
+        replayed: Updated = group.call("update", call, compute)
+    except NotFinite as error:
+        raise ReplayMismatch(f"replaying {committed.stage} of iteration {committed.iteration}: {error}") from error
     assert manifest.weights is not None
     if replayed.weights != manifest.weights:
         _report_mismatch(driver, role, committed, manifest, replayed)
@@ -83,10 +91,10 @@ def _report_mismatch(driver: Driver, role: str, committed: Stage, manifest: Mani
             )
         )
     policy = driver.config.checkpoint.on_replay_mismatch
-    if policy == "stop" or (policy == "auto" and not torch.cuda.is_available()):
+    if policy == "stop" or (policy == "auto" and replayed.device == "cpu"):
         raise ReplayMismatch(
             f"replaying {committed.stage} of iteration {committed.iteration} gave other weights than were committed: "
-            "on one machine with one thread count that is a bug or a changed package; "
+            "with the same engine, processes and threads that is a bug or a changed package; "
             "checkpoint.on_replay_mismatch=continue goes on with the replayed weights"
         )
     report("note", text=f"replaying {committed.stage} of iteration {committed.iteration} gave other weights; going on")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -127,7 +128,7 @@ def update(spec: StageSpec) -> Callable[[Update], UpdateTask]:
     return decorate
 
 
-def skip_update(role: str, iteration: int, reason: str, *, not_finite: bool = False) -> None:
+def skip_update(role: str, iteration: int, reason: str, *, not_finite: bool = False, cursor: int | None = None) -> None:
     """Commit that a role's weights pass through this iteration unchanged."""
     driver = Driver.current()
     spec, _ = UPDATES[role]
@@ -135,11 +136,20 @@ def skip_update(role: str, iteration: int, reason: str, *, not_finite: bool = Fa
         before = driver.state.weights[role]
         after = Weights(version=before.version + 1, digest=before.digest)
         driver.store.commit(
-            Skip(iteration=iteration, stage=spec.name, role=role, weights=after, reason=reason, not_finite=not_finite)
+            Skip(
+                iteration=iteration,
+                stage=spec.name,
+                role=role,
+                weights=after,
+                reason=reason,
+                not_finite=not_finite,
+                cursor=cursor,
+            )
         )
         group = driver.groups.of(role)
-        if group.call("holds", role, before):  # else, in the middle of its steps: it is loaded anew
-            group.call("pass_through", role, after)
+        with suppress(GroupLost):  # then its weights are loaded when they are needed
+            if group.call("holds", role, before):  # else, in the middle of its steps: it is loaded anew
+                group.call("pass_through", role, after)
 
 
 def skip_what_is_left(iteration: int, error: NotFinite) -> None:
@@ -148,8 +158,10 @@ def skip_what_is_left(iteration: int, error: NotFinite) -> None:
     if driver.config.train.on_nan == "stop":
         raise error
     report("note", text=f"iteration {iteration} goes on without what depends on it: {error}")
+    drawn = driver.store.committed_stage(iteration, "generate")
+    beyond = driver.state.cursor + driver.config.most_prompts if drawn is None else None  # or the same come again
     for role in driver.config.trained:
-        skip_update(role, iteration, str(error), not_finite=True)
+        skip_update(role, iteration, str(error), not_finite=True, cursor=beyond)
 
 
 ROWS: dict[str, RowsStage] = {}

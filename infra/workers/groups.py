@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from infra.store import RunStore
@@ -19,8 +20,9 @@ class WorkerGroup(Protocol):
 
 
 class Groups:
-    def __init__(self, config: RunConfig, store: RunStore) -> None:
-        self.config, self.store = config, store
+    def __init__(self, config: RunConfig, store: RunStore, identity: Callable[[], str]) -> None:
+        """`identity` tells models, code and data apart, for workers that outlive a driver."""
+        self.config, self.store, self.identity = config, store, identity
         here = [role for role in config.roles if config.pool_of(role) is None]
         self.local = LocalGroup(Worker(config, store, here))
         self._pools: dict[str, Any] = {}
@@ -35,7 +37,7 @@ class Groups:
 
             from infra.workers.ray_group import RayGroup
 
-            self._pools[pool] = RayGroup(self.config, self.store.url, pool, torch.get_num_threads())
+            self._pools[pool] = RayGroup(self.config, self.store.url, pool, torch.get_num_threads(), self.identity())
         group = self._pools[pool]
         group.epoch = self.store.log.epoch
         return group  # type: ignore[no-any-return]

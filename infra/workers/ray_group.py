@@ -14,10 +14,13 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+from infra.log import Fenced
 from infra.objects import Objects
 from infra.progress import report
+from infra.records import sha256_of
 from infra.store import RunStore
 from infra.workers.worker import Stale, Worker
 from rlhf.config import Pool, RunConfig
@@ -40,12 +43,15 @@ class GroupLost(RatchetError):
 class RayWorker:
     """One process of a pool."""
 
-    def __init__(self, config: RunConfig, url: str, roles: Sequence[str], rank: int, threads: int) -> None:
+    def __init__(
+        self, config: RunConfig, url: str, roles: Sequence[str], rank: int, threads: int, identity: str
+    ) -> None:
         import torch
 
         torch.set_num_threads(threads)
         os.environ["LOCAL_RANK"] = "0"  # Ray shows each process its own devices only
-        self.config, self.rank = config, rank
+        self.config, self.rank, self.identity = config, rank, identity
+        self.ranks = 0
         self.worker = Worker(config, RunStore(Objects(url)), roles)
         self.busy = 0
         self.last = time.monotonic()
@@ -68,9 +74,11 @@ class RayWorker:
 
         if count > 1:
             ranks.join(self.rank, count, address)
+        self.ranks = ranks.count()
 
-    def serves(self) -> dict[str, Any]:
-        return _engines_of(self.config)
+    def serves(self) -> tuple[str, int]:
+        """Which models, code and data, and among how many ranks; none before they have met."""
+        return self.identity, self.ranks
 
     def do(self, epoch: int, method: str, arguments: tuple[Any, ...]) -> tuple[bool, Any]:
         """Whether it went well, and the result, or an error that the driver knows what to do with."""
@@ -95,8 +103,11 @@ class RayWorker:
 
 
 class RayGroup:
-    def __init__(self, config: RunConfig, url: str, pool: str, threads: int) -> None:
-        self.config, self.url, self.name, self.threads = config, url, pool, threads
+    def __init__(self, config: RunConfig, url: str, pool: str, threads: int, identity: str) -> None:
+        """`identity`: what loaded models, code and data are, besides the config; who serves others is ended."""
+        self.config, self.name, self.threads = config, pool, threads
+        self.url = f"file://{Path(url.removeprefix('file://')).resolve()}" if url.startswith("file://") else url
+        self.identity = sha256_of(f"{identity}\n{_engines_of(config)}".encode())
         self.pool: Pool = config.pools[pool]
         self.roles = [role for role in config.roles if config.pool_of(role) == pool]
         self.epoch = 0
@@ -130,6 +141,12 @@ class RayGroup:
         self._actors = []
         with suppress(ValueError):  # there is none
             ray.util.remove_placement_group(ray.util.get_placement_group(self._place))
+        for rank in range(self.pool.workers):  # their names are free when they are gone
+            deadline = time.monotonic() + 30
+            with suppress(ValueError):
+                while time.monotonic() < deadline:
+                    ray.get_actor(self._actor_name(rank), namespace=NAMESPACE)
+                    time.sleep(0.1)
 
     def _patiently(self, actors: list[Any], pending: list[Any]) -> list[Any]:
         """The answers, however long they take, as long as every process says that it is alive.
@@ -146,7 +163,8 @@ class RayGroup:
             if failed and left:
                 _, left = ray.wait(left, num_returns=len(left), timeout=GRACE_S)
                 if left:
-                    self.end()
+                    if not isinstance(failed[0][1], Fenced):  # else the processes are another driver's by now
+                        self.end()
                     return failed
             elif not ready:
                 ray.get([actor.alive.remote() for actor in actors], timeout=PATIENCE_S)
@@ -178,7 +196,7 @@ class RayGroup:
                 found.append(ray.get_actor(self._actor_name(rank), namespace=NAMESPACE))
         try:
             good = len(found) == self.pool.workers and all(
-                serves == _engines_of(self.config)
+                tuple(serves) == (self.identity, self.pool.workers)
                 for serves in ray.get([actor.serves.remote() for actor in found], timeout=PATIENCE_S)
             )
         except ray.exceptions.RayError:
@@ -219,7 +237,7 @@ class RayGroup:
                 namespace=NAMESPACE,
                 lifetime="detached" if outlives else None,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(placed, placement_group_bundle_index=rank),
-            ).remote(self.config, self.url, self.roles, rank, self.threads)
+            ).remote(self.config, self.url, self.roles, rank, self.threads, self.identity)
             for rank in range(pool.workers)
         ]
         address = ray.get(actors[0].meeting_point.remote(), timeout=START_S)
@@ -253,7 +271,7 @@ def _with_health(cls: type[RayWorker]) -> type[RayWorker]:
             return True
 
         @ray.method(concurrency_group="health")  # type: ignore[untyped-decorator]
-        def serves(self) -> dict[str, Any]:
+        def serves(self) -> tuple[str, int]:
             return super().serves()  # type: ignore[no-any-return]
 
     return Process
@@ -269,7 +287,7 @@ def end_idle(config: RunConfig, url: str) -> bool:
     if not config.pools or not _connect_to_existing():
         return False
     for pool in config.pools:
-        RayGroup(config, url, pool, threads=1).end()
+        RayGroup(config, url, pool, threads=1, identity="").end()
     return True
 
 

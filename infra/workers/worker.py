@@ -109,9 +109,12 @@ class Rows:
 
 @dataclass(frozen=True)
 class Updated:
+    before: Weights
     weights: Weights
     metrics: dict[str, float]
     seconds: float
+    device: str
+    """What computed it: cpu or cuda."""
 
 
 class Stale(Exception):
@@ -160,13 +163,9 @@ class Worker:
     def update(self, call: Call, update: Update) -> Updated:
         """Move a role from `call.weights` to the next version, once: asked again, the finished result is returned."""
         self.admit(call.epoch)
-        assert call.role is not None and call.weights is not None
+        assert call.role in self.roles and call.weights is not None
         done = self._updated.get(call.role)
-        if (
-            done is not None
-            and self._weights[call.role] == done.weights
-            and done.weights.version == call.weights.version + 1
-        ):
+        if done is not None and self._weights[call.role] == done.weights and done.before == call.weights:
             return done
         if self._weights.get(call.role) != call.weights:
             raise Stale(call.role)
@@ -174,9 +173,11 @@ class Worker:
         started = time.perf_counter()
         self._weights[call.role] = None
         metrics = update(Context(call, batch, self))
-        weights = Weights(version=call.weights.version + 1, digest=self.engine(call.role).digest())
+        engine = self.engine(call.role)
+        weights = Weights(version=call.weights.version + 1, digest=engine.digest())
         self._weights[call.role] = weights
-        self._updated[call.role] = Updated(weights, metrics, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        self._updated[call.role] = Updated(call.weights, weights, metrics, seconds, ranks.device().type)
         return self._updated[call.role]
 
     def holds(self, role: str, weights: Weights | None) -> bool:
@@ -185,6 +186,7 @@ class Worker:
     def load(self, role: str, weights: Weights, checkpoint: ObjectRef | None) -> None:
         """Load a role's snapshot; without one, the weights it starts from."""
         self._weights[role] = None
+        self._rollout_has = None
         files = None if checkpoint is None else self.store.read_checkpoint(self.store.checkpoint(checkpoint))
         if role not in self.roles:
             self._load_rollout(files)

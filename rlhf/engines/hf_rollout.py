@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -11,6 +12,7 @@ import torch
 from rlhf import seeding
 from rlhf.engines import ranks
 from rlhf.engines.base import Generation, Request, Sampling
+from rlhf.errors import NotFinite
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -41,6 +43,12 @@ class HFRollout:
         """Every rank is given all requests, answers its share, and has all the answers."""
         mine = self._generate_here(requests[ranks.rank() :: ranks.count()], sampling)
         shares = ranks.gathered(mine)
+        for share in shares:  # every rank looks at all of them, so that all refuse
+            for generation in share:
+                if not all(map(math.isfinite, generation.log_probs)):
+                    raise NotFinite(
+                        "the model gave log-probs that are not finite while generating: nothing is committed"
+                    )
         return [shares[number % len(shares)][number // len(shares)] for number in range(len(requests))]
 
     def _generate_here(self, requests: Sequence[Request], sampling: Sampling) -> list[Generation]:
@@ -142,7 +150,7 @@ def sample(
     cumulative = probs.cumsum(-1)
     # just below the total, so that rounding never points past the last token that has any probability
     drawn = uniforms[:, None] * cumulative[:, -1:] * (1 - 1e-12)
-    tokens = torch.searchsorted(cumulative, drawn, right=True).squeeze(-1)
+    tokens = torch.searchsorted(cumulative, drawn, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)  # NaN
     return tokens, log_probs.gather(-1, tokens[:, None]).squeeze(-1)
 
 

@@ -7,6 +7,7 @@ of that AdamW makes a step of.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ from tests.contract.test_train_engines import (
 from tests.ranks import Ranks
 
 Files = dict[str, bytes]
+
+DEALT = replace(SCHEDULE, micro_batch_tokens=20, mini_batches=((0, 2, 4, 6, 1, 3, 5), (7,)))
+"""Of the first mini-batch each rank has several pieces, of the second one rank has none."""
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +64,7 @@ def run(kind: Kind, batch: TrajectoryBatch, options: dict[str, Any], load: Files
         engine.load_state(load)
     began = engine.digest()
     outputs = infer(engine, kind, batch)
-    metrics = engine.update(batch, kind.objective, SCHEDULE)
+    metrics = engine.update(batch, kind.objective, DEALT)
     return {"began": began, "outputs": outputs, "metrics": metrics, "digest": engine.digest(), "files": engine.state()}
 
 
@@ -79,7 +83,7 @@ def run_spoiled(kind: Kind, batch: TrajectoryBatch) -> tuple[str, str]:
     for part in ranks.gathered(before):
         gathered |= part
     with pytest.raises(NotFinite):
-        engine.update(batch, kind.objective, SCHEDULE)
+        engine.update(batch, kind.objective, DEALT)
     engine.load_state(gathered)
     return digest, engine.digest()
 
@@ -104,7 +108,7 @@ def test_two_processes_do_what_one_does(
     assert told[0]["digest"] == told[1]["digest"]
     assert told[0]["began"] == one.digest(), "the same weights have the same digest in every layout"
     assert_close(told[0]["outputs"], infer(one, kind, batch))
-    metrics = one.update(batch, kind.objective, SCHEDULE)
+    metrics = one.update(batch, kind.objective, DEALT)
     assert told[0]["metrics"] == pytest.approx(metrics, rel=2e-3, abs=1e-4)
 
     # two processes wrote it: one process, of another engine, goes on from it
@@ -125,12 +129,12 @@ def test_two_processes_do_what_one_does(
 def test_two_processes_go_on_where_one_stopped(
     kind: Kind, one: TrainEngine, batch: TrajectoryBatch, ranks: Ranks
 ) -> None:
-    one.update(batch, kind.objective, SCHEDULE)
+    one.update(batch, kind.objective, DEALT)
     digest, files, outputs = one.digest(), one.state(), infer(one, kind, batch)
     told = ranks(run, kind, batch, {}, files)
     assert told[0]["began"] == digest
     assert_close(told[0]["outputs"], outputs)
-    one.update(batch, kind.objective, SCHEDULE)
+    one.update(batch, kind.objective, DEALT)
     loaded = ENGINES["torch"](kind.folder, kind.head)
     loaded.load_state(together(told))
     assert_same_update(loaded, one)

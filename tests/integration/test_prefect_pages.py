@@ -32,7 +32,7 @@ T = TypeVar("T")
 def test_a_run_can_be_followed_on_the_server(workspace: Path, prefect_server: str, tmp_path: Path) -> None:
     name = f"Followed-{os.getpid()}"
     config = tiny.config(
-        workspace, run__name=name, run__store=f"file://{tmp_path}", reward__function="tests.rewards:letters"
+        workspace, run__name=name, run__store=f"file://{tmp_path}", reward__function="tests.rewards:slow_letters"
     ).with_values({"train.iterations": 1})
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
@@ -51,8 +51,8 @@ def test_a_run_can_be_followed_on_the_server(workspace: Path, prefect_server: st
         assert sharded | {f"{name} · it 0 · {stage}" for stage in ("advantages", "update_actor", "close")} <= set(tasks)
         assert all(name in run.tags for run in tasks.values())
 
-        bar = artifact(client, f"{name.lower()}-generate")
-        assert (bar.type, bar.data, bar.description) == ("progress", 100.0, f"{name} · it 0 · generate 2/2")
+        bar = artifact(client, f"{name.lower()}-score")
+        assert (bar.type, bar.data, bar.description) == ("progress", 100.0, f"{name} · it 0 · score 2/2")
         link = artifact(client, f"{name.lower()}-report")
         assert f"file://{tmp_path}/{name}/report.html" in str(link.data)
 

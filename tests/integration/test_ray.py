@@ -84,6 +84,13 @@ def computing() -> list[psutil.Process]:
     return [process for process in psutil.process_iter(["cmdline"]) if "ray::Process" in str(process.info["cmdline"])]
 
 
+def gap(history: History) -> float:
+    """Between what the rollout and the actor find, over all tokens."""
+    frame = history.run.trajectories()
+    gaps = (frame["rollout_log_probs"] - frame["old_log_probs"]).map(lambda row: np.abs(row).max())
+    return float(gaps.max())
+
+
 def until(true: Any, seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not true():
@@ -94,6 +101,9 @@ def until(true: Any, seconds: float = 120.0) -> None:
 def test_drivers_and_workers_that_are_killed_leave_no_trace(runs: Runs) -> None:
     expected = runs.finish(runs.config("quiet"))
     assert expected.state.iteration == 3
+    wrote = expected.results["checkpoints"]["actor"]
+    assert {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"} <= wrote.keys(), "two ranks"
+    assert gap(expected) < 1e-4, "the rollout's copy is the actor as it is"
 
     # the driver dies: the next one finds the models where they are
     config = runs.config("driver")
@@ -134,10 +144,10 @@ def test_a_rollout_in_a_pool_of_its_own_has_the_newest_weights(runs: Runs) -> No
         critic__engine="torch",
         actor__lr=0.01,
     )
-    frame = runs.finish(config).run.trajectories()
+    history = runs.finish(config)
+    frame = history.run.trajectories()
     assert frame["policy_version"].tolist() == frame["iteration"].tolist()
-    gaps = (frame["rollout_log_probs"] - frame["old_log_probs"]).map(lambda row: np.abs(row).max())
-    assert gaps.max() < 1e-4, "the actor finds what the rollout found, in float32"
+    assert gap(history) < 1e-4, "the actor finds what the rollout found, in float32"
     moved = (frame["old_log_probs"] - frame["ref_log_probs"]).map(lambda row: np.abs(row).max())
     assert moved[frame["iteration"] == 2].max() > 1e-2, "and it has moved"
 
@@ -156,7 +166,7 @@ def test_a_group_whose_ranks_part_begins_anew(runs: Runs, tmp_path: Path) -> Non
 
     config = runs.config("parts")
     call = Call(1, "generate", 0, 0, 0, ConfigView(config, ()), inputs=())
-    group = RayGroup(config, f"file://{tmp_path}/runs/parts", "train", threads=1)
+    group = RayGroup(config, f"file://{tmp_path}/runs/parts", "train", threads=1, identity="")
     group.epoch = 1
     weights = Weights(version=0, digest="first")
     try:

@@ -7,6 +7,7 @@ import shutil
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from infra.runs import open_run
@@ -44,6 +45,9 @@ def test_a_run_of_this_schema_is_read_and_gone_on_with(stored: Path, processes: 
     assert resumed.wait() == 0, resumed.text
     computed = {stage for stage, iteration, _ in resumed.computed_shards}
     assert computed == {"score", "old_log_probs", "ref_log_probs", "values", "advantages"}, "generations are kept"
+    resumed_with = open_run(f"file://{stored}").trajectories([1])
+    gaps = (resumed_with["rollout_log_probs"] - resumed_with["old_log_probs"]).map(lambda row: np.abs(row).max())
+    assert gaps.max() < 1e-4, "the stored weights were loaded: those that generated"
     history = History.of(open_run(f"file://{stored}").config)
     history.check_sound()
     assert history.state.iteration == 2
