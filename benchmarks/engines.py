@@ -44,9 +44,7 @@ def update(pipe: Any, rank: int, count: int, meeting: str, trainer: dict[str, An
 
     os.environ["LOCAL_RANK"] = str(rank)
     if count > 1:
-        import torch.distributed as dist
-
-        dist.init_process_group(ranks._backend(), rank=rank, world_size=count, init_method=f"file://{meeting}")
+        ranks.join(rank, count, f"file://{meeting}")
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(

@@ -140,6 +140,6 @@ def _replace(automation: Automation) -> None:
 
 
 def _says(automation: Any) -> dict[str, Any]:
-    told: dict[str, Any] = automation.model_dump(mode="json", include={"enabled", "trigger", "actions"})
+    told: dict[str, Any] = automation.model_dump(include={"enabled", "trigger", "actions"})  # sets of events stay sets
     told["trigger"].pop("id", None)
     return told

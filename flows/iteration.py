@@ -16,7 +16,7 @@ from tasks.old_log_probs import old_log_probs
 from tasks.ref_log_probs import ref_log_probs
 from tasks.score import score
 from tasks.select import select
-from tasks.stage import skip_update, skip_what_is_left
+from tasks.stage import check_not_given_up, skip_update, skip_what_is_left
 from tasks.update_actor import update_actor
 from tasks.update_critic import update_critic
 from tasks.validate import validate
@@ -30,6 +30,7 @@ def iteration(config: RunConfig, k: int) -> dict[str, float]:
         if config.validates_before(k):
             validate(k)
         try:
+            check_not_given_up(k)
             stages(config, k)
         except NotFinite as error:
             skip_what_is_left(k, error)

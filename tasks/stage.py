@@ -37,8 +37,7 @@ from tasks.spec import UPDATES, StageSpec
 
 
 def can_pass(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
-    """Only what may pass is tried again: a store that did not answer, a worker
-    that died. Never a bad config, reward or loss."""
+    """Only what may pass is tried again: a store that did not answer, a worker that died; never a bad loss."""
     error = state.result(raise_on_failure=False)
     return isinstance(error, (StoreUnavailable, GroupLost)) and not isinstance(error, StoreFull)
 
@@ -162,6 +161,14 @@ def skip_what_is_left(iteration: int, error: NotFinite) -> None:
     beyond = driver.state.cursor + driver.config.most_prompts if drawn is None else None  # or the same come again
     for role in driver.config.trained:
         skip_update(role, iteration, str(error), not_finite=True, cursor=beyond)
+        beyond = None  # once, whichever driver comes to the next role
+
+
+def check_not_given_up(iteration: int) -> None:
+    """Raise what a driver before this one gave up the iteration for: it does not begin to learn again half-way."""
+    for committed in Driver.current().store.iteration_state(iteration).stages.values():
+        if isinstance(committed, Skip) and committed.not_finite:
+            raise NotFinite(committed.reason)
 
 
 ROWS: dict[str, RowsStage] = {}

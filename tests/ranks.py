@@ -48,9 +48,9 @@ class Ranks:
 def _serve(pipe: Connection, rank: int, rendezvous: str) -> None:
     os.environ["LOCAL_RANK"] = str(rank)
     os.environ["OMP_NUM_THREADS"] = "1"
-    import torch.distributed as dist
+    from rlhf.engines import ranks
 
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD, init_method=f"file://{rendezvous}")
+    ranks.join(rank, WORLD, f"file://{rendezvous}")
     while True:
         function, arguments = pipe.recv()
         try:

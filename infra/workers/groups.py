@@ -16,8 +16,6 @@ class WorkerGroup(Protocol):
 
     def call(self, method: str, *arguments: Any) -> Any: ...
 
-    def end(self) -> None: ...
-
 
 class Groups:
     def __init__(self, config: RunConfig, store: RunStore, identity: Callable[[], str]) -> None:

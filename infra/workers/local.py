@@ -13,6 +13,3 @@ class LocalGroup:
 
     def call(self, method: str, *arguments: Any) -> Any:
         return getattr(self.worker, method)(*arguments)
-
-    def end(self) -> None:
-        """It ends with the driver."""

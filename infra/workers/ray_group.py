@@ -67,13 +67,13 @@ class RayWorker:
         host = ray.util.get_node_ip_address()
         with socket.socket() as probe:
             probe.bind((host, 0))
-            return f"{host}:{probe.getsockname()[1]}"
+            return f"tcp://{host}:{probe.getsockname()[1]}"
 
-    def join(self, count: int, address: str) -> None:
+    def join(self, count: int, meeting: str) -> None:
         from rlhf.engines import ranks
 
         if count > 1:
-            ranks.join(self.rank, count, address)
+            ranks.join(self.rank, count, meeting)
         self.ranks = ranks.count()
 
     def serves(self) -> tuple[str, int]:
@@ -141,12 +141,9 @@ class RayGroup:
         self._actors = []
         with suppress(ValueError):  # there is none
             ray.util.remove_placement_group(ray.util.get_placement_group(self._place))
-        for rank in range(self.pool.workers):  # their names are free when they are gone
-            deadline = time.monotonic() + 30
-            with suppress(ValueError):
-                while time.monotonic() < deadline:
-                    ray.get_actor(self._actor_name(rank), namespace=NAMESPACE)
-                    time.sleep(0.1)
+        deadline = time.monotonic() + 30
+        while self._named() and time.monotonic() < deadline:  # until they are gone, their names are taken
+            time.sleep(0.1)
 
     def _patiently(self, actors: list[Any], pending: list[Any]) -> list[Any]:
         """The answers, however long they take, as long as every process says that it is alive.
@@ -191,9 +188,8 @@ class RayGroup:
         import ray
 
         found = []
-        for rank in range(self.pool.workers):
-            with suppress(ValueError):
-                found.append(ray.get_actor(self._actor_name(rank), namespace=NAMESPACE))
+        with suppress(ValueError, AssertionError):  # those that end just now: their class goes before their name
+            found = [ray.get_actor(name, namespace=NAMESPACE) for name in sorted(self._named())]
         try:
             good = len(found) == self.pool.workers and all(
                 tuple(serves) == (self.identity, self.pool.workers)
@@ -240,8 +236,8 @@ class RayGroup:
             ).remote(self.config, self.url, self.roles, rank, self.threads, self.identity)
             for rank in range(pool.workers)
         ]
-        address = ray.get(actors[0].meeting_point.remote(), timeout=START_S)
-        ray.get([actor.join.remote(pool.workers, address) for actor in actors], timeout=START_S)
+        meeting = ray.get(actors[0].meeting_point.remote(), timeout=START_S)
+        ray.get([actor.join.remote(pool.workers, meeting) for actor in actors], timeout=START_S)
         return actors
 
     @property
@@ -250,7 +246,14 @@ class RayGroup:
         return f"{hashlib.sha256(self.url.encode()).hexdigest()[:16]}/{self.name}"
 
     def _actor_name(self, rank: int) -> str:
-        return f"{self._place}/{rank}"
+        return f"{self._place}/{rank:06}"
+
+    def _named(self) -> set[str]:
+        """The names of its processes that there are."""
+        import ray
+
+        there = {each["name"] for each in ray.util.list_named_actors(all_namespaces=True)}
+        return there & {self._actor_name(rank) for rank in range(self.pool.workers)}
 
 
 def _fits(bundle: dict[str, float], workers: int) -> bool:

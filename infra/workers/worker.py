@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from infra.log import Fenced
+from infra.manifest import Checkpoint
 from infra.records import ObjectRef, ShardRef, Weights
 from infra.store import RunStore
 from rlhf.batch import TrajectoryBatch
@@ -187,26 +188,27 @@ class Worker:
         """Load a role's snapshot; without one, the weights it starts from."""
         self._weights[role] = None
         self._rollout_has = None
-        files = None if checkpoint is None else self.store.read_checkpoint(self.store.checkpoint(checkpoint))
+        found = None if checkpoint is None else self.store.checkpoint(checkpoint)
         if role not in self.roles:
-            self._load_rollout(files)
-        elif files is None:
+            self._load_rollout(found)
+        elif found is None:
             self._engines.pop(role, None)
             if role == "actor":
                 self._engines.pop("rollout", None)
             self.engine(role)
         else:
-            self.engine(role).load_state(files)
+            self.engine(role).load_state(self.store.read_checkpoint(found))
         self._weights[role] = weights
 
-    def _load_rollout(self, files: Mapping[str, bytes] | None) -> None:
-        """The actor's weights, for a rollout whose actor is elsewhere."""
+    def _load_rollout(self, checkpoint: Checkpoint | None) -> None:
+        """The actor's weights alone, for a rollout whose actor is elsewhere."""
         from rlhf.engines.model_engine import copy_weights
 
-        if files is None:
+        if checkpoint is None:
             self._engines.pop("rollout", None)
         else:
-            copy_weights(files, self.engine("rollout").model)
+            names = [name for name in checkpoint.files if name.startswith("model")]
+            copy_weights(self.store.read_checkpoint(checkpoint, names), self.engine("rollout").model)
 
     def pass_through(self, role: str, weights: Weights) -> None:
         """The role's tensors count as `weights` from here on: an update was skipped, or replayed with other bits."""

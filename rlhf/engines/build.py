@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlhf.engines.model_engine import Dtype, Head, ModelEngine
 
@@ -15,30 +15,19 @@ if TYPE_CHECKING:
 def train_engine(
     trainer: Trainer, model: PreTrainedModel, head: Head, *, dtype: Dtype, trainable: bool = True
 ) -> ModelEngine:
-    checkpointing = trainable and trainer.gradient_checkpointing
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "trainable": trainable,
+        "gradient_checkpointing": trainer.gradient_checkpointing,
+    }
     if trainer.engine == "fsdp":
         from rlhf.engines.fsdp_engine import FSDPEngine
 
-        return FSDPEngine(
-            model,
-            head,
-            dtype=dtype,
-            trainable=trainable,
-            gradient_checkpointing=checkpointing,
-            offload=trainer.offload,
-        )
+        return FSDPEngine(model, head, offload=trainer.offload, **options)
     if trainer.engine == "deepspeed":
         from rlhf.engines.deepspeed_engine import DeepSpeedEngine
 
-        return DeepSpeedEngine(
-            model,
-            head,
-            dtype=dtype,
-            trainable=trainable,
-            gradient_checkpointing=checkpointing,
-            stage=trainer.zero_stage,
-            offload=trainer.offload,
-        )
+        return DeepSpeedEngine(model, head, stage=trainer.zero_stage, offload=trainer.offload, **options)
     from rlhf.engines.torch_engine import TorchEngine
 
-    return TorchEngine(model, head, dtype=dtype, trainable=trainable, gradient_checkpointing=checkpointing)
+    return TorchEngine(model, head, **options)

@@ -12,7 +12,7 @@ import torch
 
 from rlhf.engines import ranks
 from rlhf.engines.base import Schedule
-from rlhf.engines.model_engine import Dtype, Head, ModelEngine, not_finite, set_options
+from rlhf.engines.model_engine import Head, ModelEngine, not_finite, set_options
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,18 +26,10 @@ class DeepSpeedEngine(ModelEngine):
     has no weights of its own: there the model is in float32, and computes in bfloat16."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        head: Head,
-        *,
-        dtype: Dtype = "float32",
-        trainable: bool = True,
-        gradient_checkpointing: bool = False,
-        stage: Stage = 2,
-        offload: bool = False,
+        self, model: PreTrainedModel, head: Head, *, stage: Stage = 2, offload: bool = False, **options: Any
     ) -> None:
+        super().__init__(model, head, **options)
         ranks.initialized()
-        self.device = ranks.device()
         os.environ.setdefault("DS_ACCELERATOR", self.device.type)
         import deepspeed
 
@@ -45,26 +37,23 @@ class DeepSpeedEngine(ModelEngine):
         # Its own collectives on the CPU would be compiled now, for a minute; a build that is killed leaves a lock on
         # which the next one waits for ever, and gloo does as well.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        self.head, self.dtype, self.trainable = head, dtype, trainable
-        model.train(trainable and gradient_checkpointing)
-        if trainable and gradient_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.requires_grad_(trainable)
-        self.stage = stage = stage if trainable or stage == 3 else 0  # only parameters are left to spread
+        self.stage = stage = stage if self.trainable or stage == 3 else 0  # only parameters are left to spread
         zero: dict[str, Any] = {"stage": stage}
+        host = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
         if offload:
-            zero["offload_optimizer"] = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
-            if stage == 3:
-                zero["offload_param"] = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
+            zero["offload_optimizer"] = host
+        if offload and stage == 3:
+            zero["offload_param"] = host
         config = {
             "train_micro_batch_size_per_gpu": 1,  # it counts nothing: we say where a mini-batch ends
             "gradient_accumulation_steps": 1,
             "zero_optimization": zero,
             "zero_force_ds_cpu_optimizer": False,
-            "bf16": {"enabled": dtype == "bfloat16" and stage > 0},
+            "bf16": {"enabled": self.dtype == "bfloat16" and stage > 0},
+            "gradient_clipping": 0.0,  # its default is 1; the schedule says
             "steps_per_print": 2**62,
         }
-        optimizer = torch.optim.AdamW(model.parameters()) if trainable else None
+        optimizer = torch.optim.AdamW(model.parameters()) if self.trainable else None
         self.engine, self.wrapper, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         self.model = self.engine.module
         self.parameters = dict(self.model.named_parameters())

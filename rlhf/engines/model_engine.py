@@ -46,14 +46,26 @@ class ModelEngine(ABC):
     `head` says what the model gives: a policy's log-probs and entropy, or a critic's values.
     """
 
-    head: Head
-    dtype: Dtype
-    trainable: bool
-    device: torch.device
-    model: PreTrainedModel
-    """The module; in sharded engines its tensors are not whole."""
-    steps: int = 0
-    """Optimizer steps taken so far."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        head: Head,
+        *,
+        dtype: Dtype = "float32",
+        trainable: bool = True,
+        gradient_checkpointing: bool = False,
+    ) -> None:
+        self.model = model
+        """The module; in engines that share it out its tensors are not whole."""
+        self.head, self.dtype, self.trainable = head, dtype, trainable
+        self.device = ranks.device()
+        self.steps = 0
+        """Optimizer steps taken so far."""
+        checkpointed = trainable and gradient_checkpointing
+        model.train(checkpointed)  # dropout is off either way
+        if checkpointed:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.requires_grad_(trainable)
 
     # What an engine is.
 

@@ -29,11 +29,11 @@ def count() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def join(rank: int, count: int, address: str) -> None:
-    """Become one of `count` ranks, which meet at ``host:port``, where rank 0 listens."""
+def join(rank: int, count: int, meeting: str) -> None:
+    """Become one of `count` ranks, which meet at ``tcp://host:port``, where rank 0 listens, or at ``file://path``."""
     import torch.distributed as dist
 
-    dist.init_process_group(_backend(), rank=rank, world_size=count, init_method=f"tcp://{address}")
+    dist.init_process_group(_backend(), rank=rank, world_size=count, init_method=meeting)
 
 
 def initialized() -> None:

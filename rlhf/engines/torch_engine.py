@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rlhf.engines import ranks
 from rlhf.engines.base import Schedule
-from rlhf.engines.model_engine import Dtype, Head, ModelEngine, not_finite, set_options
+from rlhf.engines.model_engine import Head, ModelEngine, not_finite, set_options
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,24 +17,16 @@ if TYPE_CHECKING:
 
 
 class TorchEngine(ModelEngine):
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        head: Head,
-        *,
-        dtype: Dtype = "float32",
-        trainable: bool = True,
-        gradient_checkpointing: bool = False,
-    ) -> None:
-        self.device = ranks.device()
-        self.model = model.to(self.device)
-        self.head, self.dtype, self.trainable = head, dtype, trainable
-        self.model.train(trainable and gradient_checkpointing)  # dropout is off either way
-        if trainable and gradient_checkpointing:
-            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self.model.requires_grad_(trainable)
+    adamw: dict[str, Any] = {"fused": True}
+
+    def __init__(self, model: PreTrainedModel, head: Head, **options: Any) -> None:
+        super().__init__(model, head, **options)
+        self._place()
         self.parameters: dict[str, torch.nn.Parameter] = dict(self.model.named_parameters())
-        self.optimizer = torch.optim.AdamW(self.parameters.values(), fused=True) if trainable else None
+        self.optimizer = torch.optim.AdamW(self.parameters.values(), **self.adamw) if self.trainable else None
+
+    def _place(self) -> None:
+        self.model.to(self.device)
 
     def _backward(self, loss: Tensor, last: bool) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
@@ -46,13 +38,14 @@ class TorchEngine(ModelEngine):
     def _step(self, schedule: Schedule) -> float:
         assert self.optimizer is not None
         set_options(self.optimizer, schedule)
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), schedule.grad_clip or math.inf)
-        if torch.isfinite(norm):
+        total = torch.nn.utils.clip_grad_norm_(self.parameters.values(), schedule.grad_clip or math.inf)
+        norm = float(self._gathered(total))
+        if math.isfinite(norm):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        if not torch.isfinite(norm):
-            raise not_finite(norm.item())
-        return norm.item()
+        if not math.isfinite(norm):
+            raise not_finite(norm)
+        return norm
 
     def names(self) -> list[str]:
         return sorted(self.parameters)
@@ -60,20 +53,31 @@ class TorchEngine(ModelEngine):
     def get(self, kind: str, name: str) -> Tensor:
         parameter = self.parameters[name]
         if kind == "model":
-            return parameter.data
+            return self._gathered(parameter.data)
         assert self.optimizer is not None
         moment: Tensor | None = self.optimizer.state.get(parameter, {}).get(kind)
-        return moment if moment is not None else torch.zeros_like(parameter)  # it has never had a gradient
+        if moment is None:  # it has never had a gradient
+            return torch.zeros(parameter.shape, device=self.device)
+        return self._gathered(moment)
 
     def set(self, kind: str, name: str, value: Tensor) -> None:
         parameter = self.parameters[name]
+        mine = self._share(parameter, value.to(self.device))
         if kind == "model":
-            parameter.data.copy_(value)
+            parameter.data.copy_(mine)
             return
         assert self.optimizer is not None
         state = self.optimizer.state[parameter]
         state["step"] = torch.tensor(float(self.steps), device=self.device)
-        state[kind] = value.to(self.device)
+        state[kind] = mine
+
+    def _gathered(self, tensor: Tensor) -> Tensor:
+        """A tensor as it is over all ranks."""
+        return tensor
+
+    def _share(self, parameter: Tensor, whole: Tensor) -> Tensor:
+        """This rank's part of a tensor that is laid out as a parameter is."""
+        return whole
 
     def _reset_optimizer(self) -> None:
         if self.optimizer is not None:

@@ -225,6 +225,7 @@ def test_a_reward_that_is_not_a_number_can_be_passed_over(ratchet: Ratchet, work
     bad: dict[str, Any] = {"reward__function": "tests.rewards:not_a_number", "train__on_nan": "skip"}
     killed = ratchet(dies_after("skip", "update_actor", 0), **bad)
     assert killed.wait() == -9
+    done(ratchet(train__on_nan="skip", train__iterations=1))  # a good reward now, but the actor has been told to wait
     done(ratchet(**bad))
     history = ratchet.history
     assert set(history.stages) == {
@@ -239,6 +240,19 @@ def test_a_reward_that_is_not_a_number_can_be_passed_over(ratchet: Ratchet, work
     frame = ratchet.history.run.trajectories()
     assert frame.groupby("iteration")["score"].count().to_dict() == {0: 0, 1: 0, 2: 8}
     assert frame["prompt"].nunique() == 12, "every iteration draws the next prompts"
+
+
+def test_prompts_of_a_generation_that_was_given_up_are_passed_over_once(ratchet: Ratchet) -> None:
+    bad: dict[str, Any] = {
+        "reward__function": "tests.rewards:not_a_number",
+        "train__on_nan": "skip",
+        "train__iterations": 1,
+        "algorithm__dynamic_sampling": {"max_prompts": 8},
+    }
+    done(ratchet(dies_after("skip", "update_actor", 0), **bad), -9)
+    done(ratchet(**bad))
+    assert set(ratchet.history.stages) == {("update_actor", 0), ("update_critic", 0)}
+    assert ratchet.history.state.cursor == 8
 
 
 def test_an_update_that_is_not_finite_can_be_passed_over(ratchet: Ratchet) -> None:
