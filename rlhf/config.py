@@ -79,6 +79,9 @@ class Run(Section):
 class Model(Section):
     path: str = Field(description="a Hugging Face model: a folder, or a name on the hub")
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="type of the weights and the computation")
+    attention: Literal["sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = Field(
+        "sdpa", description="the attention kernel: PyTorch's, or one that packed sequences pay with, on GPUs"
+    )
     trust_remote_code: bool = Field(False, description="run Python code that the model's repository brings")
 
 
@@ -159,7 +162,10 @@ class Trainer(Section):
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay")
     ppo_epochs: int = Field(1, gt=0, description="passes over an iteration's trajectories")
     mini_batch_trajectories: int = Field(64, gt=0, description="trajectories an optimizer step learns from")
-    micro_batch_tokens: int = Field(16384, gt=0, description="tokens computed at once, padding included")
+    micro_batch_tokens: int = Field(16384, gt=0, description="tokens computed at once by a process, padding included")
+    packing: bool = Field(
+        False, description="sequences one after the other, without padding; for attention that skips what lies between"
+    )
     grad_clip: float | None = Field(1.0, gt=0, description="largest norm of the gradient; null: not limited")
     gradient_checkpointing: bool = Field(False, description="recompute activations: less memory, more time")
 

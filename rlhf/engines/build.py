@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rlhf.engines.model_engine import Dtype, Head, ModelEngine
+from rlhf.engines.model_engine import Dtype, ModelEngine
+from rlhf.engines.token_outputs import Head
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -19,6 +20,7 @@ def train_engine(
         "dtype": dtype,
         "trainable": trainable,
         "gradient_checkpointing": trainer.gradient_checkpointing,
+        "packing": trainer.packing,
     }
     if trainer.engine == "fsdp":
         from rlhf.engines.fsdp_engine import FSDPEngine

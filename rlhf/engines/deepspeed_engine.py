@@ -12,7 +12,8 @@ import torch
 
 from rlhf.engines import ranks
 from rlhf.engines.base import Schedule
-from rlhf.engines.model_engine import Head, ModelEngine, not_finite, set_options
+from rlhf.engines.model_engine import ModelEngine, not_finite, set_options
+from rlhf.engines.token_outputs import Head
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,14 +55,13 @@ class DeepSpeedEngine(ModelEngine):
             "steps_per_print": 2**62,
         }
         optimizer = torch.optim.AdamW(model.parameters()) if self.trainable else None
-        self.engine, self.wrapper, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-        self.model = self.engine.module
+        self.engine, self.wrapper, _, _ = deepspeed.initialize(model=self.module, optimizer=optimizer, config=config)
         self.parameters = dict(self.model.named_parameters())
         self.optimizer = optimizer
 
-    def _call(self, **inputs: Tensor) -> Tensor:
+    def _call(self, *inputs: Any) -> dict[str, Tensor]:
         with self._autocast() if self.stage == 0 else nullcontext():
-            return self.engine(**inputs, use_cache=False).logits  # type: ignore[no-any-return]
+            return self.engine(*inputs)  # type: ignore[no-any-return]
 
     def _backward(self, loss: Tensor, last: bool) -> None:
         self.engine.set_gradient_accumulation_boundary(last)
@@ -147,9 +147,10 @@ class DeepSpeedEngine(ModelEngine):
         assert self.optimizer is not None
         if not self.optimizer.state:
             set_options(self.optimizer, STILL)
-            nothing = torch.zeros((1, 2), dtype=torch.long, device=self.device)
+            token = torch.zeros(1, dtype=torch.long, device=self.device)
             with torch.enable_grad():
-                self._backward(0 * self._call(input_ids=nothing).sum(), last=True)
+                [nothing] = self._call(token[None], None, token, token, 1.0, ()).values()
+                self._backward(0 * nothing.sum(), last=True)
             self.engine.step()
         for state in self.optimizer.state.values():
             state["step"].fill_(self.steps)

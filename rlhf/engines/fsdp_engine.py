@@ -11,7 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rlhf.engines import ranks
-from rlhf.engines.model_engine import Head
+from rlhf.engines.token_outputs import Head
 from rlhf.engines.torch_engine import TorchEngine
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class FSDPEngine(TorchEngine):
     def _place(self) -> None:
         ranks.initialized()
         if not self.offload:
-            self.model.to(self.device)
+            self.module.to(self.device)
         on_gpu = self.device.type == "cuda"
         compute = torch.bfloat16 if self.dtype == "bfloat16" else torch.float32
         options: dict[str, Any] = {
@@ -41,7 +41,7 @@ class FSDPEngine(TorchEngine):
         for module in self.model.modules():
             if type(module).__name__ in blocks:
                 fully_shard(module, **options)
-        fully_shard(self.model, **options)
+        fully_shard(self.module, **options)
 
     def _backward(self, loss: Tensor, last: bool) -> None:
         share = loss * ranks.count()  # gradients are averaged over ranks, and every loss is already a share

@@ -15,14 +15,16 @@ if TYPE_CHECKING:
     from rlhf.batch import TrajectoryBatch
 
 
-def by_token_budget(lengths: np.ndarray, budget: int) -> list[np.ndarray]:
-    """Rows in pieces whose padded size (rows x longest) stays within `budget`; longest first, so that memory peaks
-    at once rather than late. A row longer than the budget is a piece of its own."""
+def by_token_budget(lengths: np.ndarray, budget: int, *, packed: bool = False) -> list[np.ndarray]:
+    """Rows in pieces whose size (padded: rows x longest; packed: the sum) stays within `budget`; longest first, so
+    that memory peaks at once rather than late. A row longer than the budget is a piece of its own."""
     pieces: list[np.ndarray] = []
     order = np.argsort(-lengths, kind="stable")
     start = 0
     while start < len(order):
-        size = max(1, budget // max(int(lengths[order[start]]), 1))
+        rest = lengths[order[start:]]
+        fit = np.searchsorted(np.cumsum(rest), budget, side="right") if packed else budget // max(rest[0], 1)
+        size = max(1, int(fit))
         pieces.append(order[start : start + size])
         start += size
     return pieces
@@ -30,41 +32,60 @@ def by_token_budget(lengths: np.ndarray, budget: int) -> list[np.ndarray]:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Prompts and responses, one row each, prompt first and right-padded.
+    """Prompts and responses, prompt first: one row each, right-padded; or packed, one after the other in one row.
 
-    With causal attention nothing sees the padding to its right, so no attention mask is needed.
+    With causal attention nothing sees the padding to its right, so no attention mask is needed; packed sequences are
+    told apart by their positions, which begin again with each.
     """
 
     rows: np.ndarray
     """Which rows of the batch these are."""
-    input_ids: Int[Tensor, "micro time"]
-    first: int
-    """Position that predicts the first response token of the row with the shortest prompt."""
-    at: Int[Tensor, "micro response"]
-    """For each response token, the position that predicts it, counted from `first`."""
+    input_ids: Int[Tensor, "sequences time"]
+    position_ids: Int[Tensor, "sequences time"] | None
+    """None: counted from the left."""
+    at: Int[Tensor, " tokens"]
+    """For each response token, the place in the flattened `input_ids` that predicts it."""
+    targets: Int[Tensor, " tokens"]
+    """The response tokens, row after row."""
     response_lengths: np.ndarray
 
     @classmethod
-    def of(cls, batch: TrajectoryBatch, rows: Sequence[int] | np.ndarray) -> MicroBatch:
+    def of(cls, batch: TrajectoryBatch, rows: Sequence[int] | np.ndarray, *, packed: bool = False) -> MicroBatch:
         import torch
 
         part = batch.take(rows)
         prompts, responses = part.lengths("prompt_ids"), part.lengths("response_ids")
         total = prompts + responses
-        input_ids = np.zeros((len(part), int(total.max())), dtype=np.int64)
-        time = np.arange(input_ids.shape[1])[None, :]
-        input_ids[time < prompts[:, None]] = part.flat("prompt_ids")
-        input_ids[(time >= prompts[:, None]) & (time < total[:, None])] = part.flat("response_ids")
-        first = int(prompts.min()) - 1
-        at = np.arange(int(responses.max(initial=0)))[None, :] + (prompts - 1 - first)[:, None]
+        width = int(total.max())
+        time = np.arange(width)[None, :]
+        real, is_prompt = time < total[:, None], time < prompts[:, None]
+        input_ids = np.zeros((len(part), width), dtype=np.int64)
+        input_ids[is_prompt] = part.flat("prompt_ids")
+        input_ids[real & ~is_prompt] = part.flat("response_ids")
+        starts = np.cumsum(total) - total if packed else np.arange(len(part)) * width
+        within = np.concatenate([np.arange(length) for length in responses])
+        at = np.repeat(starts + prompts - 1, responses) + within
+        positions = None
+        if packed:
+            input_ids = input_ids[real][None]
+            positions = torch.from_numpy(np.broadcast_to(time, real.shape)[real][None])
         return cls(
             rows=np.asarray(rows),
             input_ids=torch.from_numpy(input_ids),
-            first=first,
-            at=torch.from_numpy(np.minimum(at, input_ids.shape[1] - 2 - first)),
+            position_ids=positions,
+            at=torch.from_numpy(at),
+            targets=torch.from_numpy(part.flat("response_ids").astype(np.int64)),
             response_lengths=responses,
         )
 
-    def pick(self, per_position: Float[Tensor, "micro positions"]) -> Float[Tensor, "micro response"]:
-        """From values at positions `first` onwards to values at response tokens; what is beyond a row's end is junk."""
-        return per_position.gather(1, self.at.to(per_position.device))
+    @property
+    def horizon(self) -> int:
+        return int(self.response_lengths.max(initial=0))
+
+    def padded(self, per_token: Float[Tensor, " tokens"]) -> Float[Tensor, "micro response"]:
+        """Zero beyond a row's end."""
+        import torch
+
+        lengths = torch.from_numpy(self.response_lengths).to(per_token.device)
+        real = torch.arange(self.horizon, device=per_token.device)[None, :] < lengths[:, None]
+        return per_token.new_zeros(real.shape).masked_scatter(real, per_token)

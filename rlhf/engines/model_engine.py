@@ -11,7 +11,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -24,17 +24,16 @@ from rlhf.batch import TrajectoryBatch, ragged
 from rlhf.engines import ranks
 from rlhf.engines.base import Schedule
 from rlhf.engines.micro_batches import MicroBatch
+from rlhf.engines.token_outputs import Head, TokenOutputs
 from rlhf.errors import NotFinite
 from rlhf.models import config_json
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
     from torch import Tensor
     from transformers import PreTrainedModel
 
     from rlhf.algorithms.objectives import Objective
 
-Head = Literal["policy", "value"]
 Dtype = Literal["float32", "bfloat16"]
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's state, besides the number of steps."""
@@ -54,10 +53,12 @@ class ModelEngine(ABC):
         dtype: Dtype = "float32",
         trainable: bool = True,
         gradient_checkpointing: bool = False,
+        packing: bool = False,
     ) -> None:
+        self.module = TokenOutputs(model, head)
         self.model = model
-        """The module; in engines that share it out its tensors are not whole."""
-        self.head, self.dtype, self.trainable = head, dtype, trainable
+        """Within the module; in engines that share it out its tensors are not whole."""
+        self.head, self.dtype, self.trainable, self.packing = head, dtype, trainable, packing
         self.device = ranks.device()
         self.steps = 0
         """Optimizer steps taken so far."""
@@ -93,10 +94,9 @@ class ModelEngine(ABC):
     def _reset_optimizer(self) -> None:
         """No step has been taken."""
 
-    def _call(self, **inputs: Tensor) -> Tensor:
-        """The module's logits."""
+    def _call(self, *inputs: Any) -> dict[str, Tensor]:
         with self._autocast():
-            return self.model(**inputs, use_cache=False).logits  # type: ignore[no-any-return]
+            return self.module(*inputs)  # type: ignore[no-any-return]
 
     # Computing.
 
@@ -107,14 +107,12 @@ class ModelEngine(ABC):
         lengths = batch.lengths("response_ids")
         starts = np.concatenate([[0], np.cumsum(lengths)])
         flat = {name: np.zeros(starts[-1], dtype=np.float32) for name in wanted}
-        for rows in ranks.pieces(batch.lengths("prompt_ids") + lengths, micro_batch_tokens):
-            micro = MicroBatch.of(batch, rows if len(rows) else [0])
+        for rows, micro in self._micro_batches(batch, micro_batch_tokens):
             with torch.no_grad():
                 found = self._forward(micro, wanted, temperature)
+            where = np.concatenate([np.arange(starts[row], starts[row + 1]) for row in rows] or [np.arange(0)])
             for name in wanted:
-                padded = found[name].float().cpu().numpy()
-                for row, values in zip(rows, padded, strict=False):
-                    flat[name][starts[row] : starts[row + 1]] = values[: lengths[row]]
+                flat[name][where] = found[name].cpu().numpy()[: len(where)]
         return {name: ragged(self._from_all(values), lengths) for name, values in flat.items()}
 
     def update(self, batch: TrajectoryBatch, objective: Objective, schedule: Schedule) -> dict[str, float]:
@@ -128,18 +126,17 @@ class ModelEngine(ABC):
     def _mini_batch(self, mini_batch: TrajectoryBatch, objective: Objective, schedule: Schedule) -> dict[str, float]:
         """One optimizer step; the gradient is that of the whole mini-batch, however it is cut and dealt out."""
         totals = Totals.of(mini_batch.padded("loss_mask"))
-        lengths = mini_batch.lengths("prompt_ids") + mini_batch.lengths("response_ids")
-        pieces = ranks.pieces(lengths, schedule.micro_batch_tokens)
-        micro_batches = [MicroBatch.of(mini_batch, rows if len(rows) else [0]) for rows in pieces]
+        micro_batches = list(self._micro_batches(mini_batch, schedule.micro_batch_tokens))
         columns = {name: mini_batch.padded(name).float().to(self.device) for name in objective.columns}
         if objective.selection is not None:
-            whole = self._whole(pieces, micro_batches, objective, schedule, totals)
+            whole = self._whole(micro_batches, objective, schedule, totals)
             columns["selected"] = objective.selection(whole, columns)
         sums: dict[str, Tensor] = {}
-        for number, (rows, micro) in enumerate(zip(pieces, micro_batches, strict=True), 1):
-            part = {name: column[micro.rows, : micro.at.shape[1]] for name, column in columns.items()}
-            loss, metrics = objective(self._forward(micro, objective.outputs, schedule.temperature), part, totals)
-            self._backward(loss if len(rows) else 0 * loss, last=number == len(pieces))
+        for number, (rows, micro) in enumerate(micro_batches, 1):
+            part = {name: column[micro.rows, : micro.horizon] for name, column in columns.items()}
+            found = self._forward(micro, objective.outputs, schedule.temperature)
+            loss, metrics = objective({name: micro.padded(values) for name, values in found.items()}, part, totals)
+            self._backward(loss if len(rows) else 0 * loss, last=number == len(micro_batches))
             for name, value in metrics.items():
                 sums.setdefault(name, torch.zeros((), device=self.device)).add_(value.detach() if len(rows) else 0)
         norm = self._step(schedule)
@@ -149,36 +146,33 @@ class ModelEngine(ABC):
 
     def _whole(
         self,
-        pieces: list[np.ndarray],
-        micro_batches: list[MicroBatch],
+        micro_batches: list[tuple[np.ndarray, MicroBatch]],
         objective: Objective,
         schedule: Schedule,
         totals: Totals,
     ) -> dict[str, Tensor]:
         """The model's outputs for a whole mini-batch, without gradient."""
-        rows_in_all = int(ranks.summed(torch.tensor(sum(len(rows) for rows in pieces), device=self.device)))
-        found = {name: torch.zeros((rows_in_all, totals.horizon), device=self.device) for name in objective.outputs}
-        for rows, micro in zip(pieces, micro_batches, strict=True):
+        mine = sum(len(rows) for rows, _ in micro_batches)
+        rows_in_all = int(ranks.summed(torch.tensor(mine, device=self.device)))
+        whole = {name: torch.zeros((rows_in_all, totals.horizon), device=self.device) for name in objective.outputs}
+        for rows, micro in micro_batches:
             with torch.no_grad():
-                part = self._forward(micro, objective.outputs, schedule.temperature)
-            for name, values in part.items():
-                found[name][rows, : values.shape[1]] = values[: len(rows)]
-        return {name: ranks.summed(values) for name, values in found.items()}
+                found = self._forward(micro, objective.outputs, schedule.temperature)
+            for name, values in found.items():
+                whole[name][rows, : micro.horizon] = micro.padded(values)[: len(rows)]
+        return {name: ranks.summed(values) for name, values in whole.items()}
+
+    def _micro_batches(self, batch: TrajectoryBatch, budget: int) -> Iterator[tuple[np.ndarray, MicroBatch]]:
+        """This rank's pieces: their rows, and what is computed, which for a piece without rows is some row in vain."""
+        lengths = batch.lengths("prompt_ids") + batch.lengths("response_ids")
+        for rows in ranks.pieces(lengths, budget, packed=self.packing):
+            yield rows, MicroBatch.of(batch, rows if len(rows) else [0], packed=self.packing)
 
     def _forward(self, micro: MicroBatch, outputs: Iterable[str], temperature: float) -> dict[str, Tensor]:
-        input_ids = micro.input_ids.to(self.device)
-        if self.head == "value":
-            values = self._call(input_ids=input_ids).squeeze(-1)
-            return {"values": micro.pick(values[:, micro.first : -1].float())}
-        keep = torch.arange(micro.first, input_ids.shape[1] - 1, device=self.device)
-        logits = self._call(input_ids=input_ids, logits_to_keep=keep)
-        log_probs, entropy = log_probs_and_entropy(
-            logits, input_ids[:, micro.first + 1 :], temperature, entropy="entropy" in outputs
-        )
-        found = {"log_probs": micro.pick(log_probs)}
-        if entropy is not None:
-            found["entropy"] = micro.pick(entropy)
-        return found
+        """Per response token."""
+        positions = None if micro.position_ids is None else micro.position_ids.to(self.device)
+        input_ids, at, targets = (each.to(self.device) for each in (micro.input_ids, micro.at, micro.targets))
+        return self._call(input_ids, positions, at, targets, temperature, tuple(outputs))
 
     def _autocast(self) -> AbstractContextManager[None]:
         if self.dtype == "float32":
@@ -281,19 +275,6 @@ def copy_weights(files: Mapping[str, bytes], model: PreTrainedModel) -> None:
 def _merged(files: Mapping[str, bytes], which: str) -> dict[str, Tensor]:
     parts = [data for name, data in files.items() if name.startswith(which) and name.endswith(".safetensors")]
     return {name: tensor for part in parts for name, tensor in load_safetensors(part).items()}
-
-
-def log_probs_and_entropy(
-    logits: Float[Tensor, "micro time vocab"], targets: Tensor, temperature: float, *, entropy: bool
-) -> tuple[Float[Tensor, "micro time"], Float[Tensor, "micro time"] | None]:
-    r""":math:`\log\pi(y) = z_y - lse(z)` and :math:`H = lse(z) - \sum_v \pi_v z_v` of the temperature-scaled
-    logits z, in float32; lse is the log of the sum of exponentials."""
-    scaled = logits.float() / temperature if temperature != 1.0 else logits.float()
-    normalizer = scaled.logsumexp(-1)
-    log_probs = scaled.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - normalizer
-    if not entropy:
-        return log_probs, None
-    return log_probs, normalizer - ((scaled - normalizer.unsqueeze(-1)).exp() * scaled).sum(-1)
 
 
 def not_finite(norm: float) -> NotFinite:

@@ -78,15 +78,15 @@ def gathered(mine: Any) -> list[Any]:
     return found
 
 
-def pieces(lengths: np.ndarray, budget: int) -> list[np.ndarray]:
-    """This rank's pieces of a batch: rows, at most `budget` padded tokens at once.
+def pieces(lengths: np.ndarray, budget: int, *, packed: bool = False) -> list[np.ndarray]:
+    """This rank's pieces of a batch: rows, at most `budget` tokens at once (padding included, unless packed).
 
     Rows are dealt out by length, so that ranks have about the same number of tokens. Every rank gets the same number of
     pieces, since sharded models are computed in step: a piece may be empty.
     """
     order = np.argsort(-lengths, kind="stable")
     dealt = [order[other :: count()] for other in range(count())]
-    cut = [[rows[piece] for piece in by_token_budget(lengths[rows], budget)] for rows in dealt]
+    cut = [[rows[piece] for piece in by_token_budget(lengths[rows], budget, packed=packed)] for rows in dealt]
     most = max(len(one) for one in cut)
     mine = cut[rank()]
     return mine + [order[:0]] * (most - len(mine))

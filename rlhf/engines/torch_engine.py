@@ -9,7 +9,8 @@ import torch
 
 from rlhf.engines import ranks
 from rlhf.engines.base import Schedule
-from rlhf.engines.model_engine import Head, ModelEngine, not_finite, set_options
+from rlhf.engines.model_engine import ModelEngine, not_finite, set_options
+from rlhf.engines.token_outputs import Head
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,7 +27,7 @@ class TorchEngine(ModelEngine):
         self.optimizer = torch.optim.AdamW(self.parameters.values(), **self.adamw) if self.trainable else None
 
     def _place(self) -> None:
-        self.model.to(self.device)
+        self.module.to(self.device)
 
     def _backward(self, loss: Tensor, last: bool) -> None:
         loss.backward()  # type: ignore[no-untyped-call]

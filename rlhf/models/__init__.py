@@ -115,7 +115,7 @@ def _load_with_missing(auto_class: Any, model: Model, **options: Any) -> tuple[P
     loaded, info = auto_class.from_pretrained(
         folder,
         dtype=torch.float32,
-        attn_implementation="sdpa",
+        attn_implementation=model.attention,
         trust_remote_code=model.trust_remote_code,
         use_safetensors=True,
         output_loading_info=True,

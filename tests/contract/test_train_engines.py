@@ -26,6 +26,7 @@ from rlhf.algorithms.objectives import ActorObjective, CriticObjective, Objectiv
 from rlhf.algorithms.policy_losses import ClipCov, KLCov, SelectingLoss
 from rlhf.batch import TrajectoryBatch, ragged
 from rlhf.config import Model
+from rlhf.engines import token_outputs
 from rlhf.engines.base import Schedule, TrainEngine
 from rlhf.engines.deepspeed_engine import DeepSpeedEngine, Stage
 from rlhf.engines.fsdp_engine import FSDPEngine
@@ -222,12 +223,32 @@ def test_a_loss_that_picks_tokens_sees_the_whole_mini_batch(
     assert plain["actor/pg_loss"] != pytest.approx(together["actor/pg_loss"], rel=1e-2)
 
 
-def test_gradient_checkpointing_gives_the_same_update(kind: Kind, batch: TrajectoryBatch) -> None:
-    engine, other = kind.build(), kind.build(gradient_checkpointing=True)
+@pytest.mark.parametrize("option", ["gradient_checkpointing", "packing"])
+def test_how_it_is_computed_changes_nothing(kind: Kind, batch: TrajectoryBatch, option: str) -> None:
+    engine, other = kind.build(), kind.build(**{option: True})
     assert_close(infer(other, kind, batch), infer(engine, kind, batch))
     engine.update(batch, kind.objective, SCHEDULE)
     other.update(batch, kind.objective, SCHEDULE)
     assert_same_update(other, engine)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_logits_are_made_in_pieces(
+    engine: str, policy_folder: Path, batch: TrajectoryBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never those of more than three tokens at once, forwards or backwards."""
+    kind = kind_of(engine, "policy", policy_folder, policy_folder)
+    whole, pieces = kind.build(), kind.build()
+    expected = infer(whole, kind, batch)
+    whole.update(batch, kind.objective, SCHEDULE)
+    head = pieces.model.get_output_embeddings()  # type: ignore[attr-defined]
+    seen: list[int] = []
+    head.register_forward_hook(lambda module, inputs, logits: seen.append(logits.numel() // logits.shape[-1]))
+    monkeypatch.setattr(token_outputs, "LOGITS_BYTES", 3 * 4 * pieces.model.config.vocab_size)  # type: ignore[attr-defined]
+    assert_close(infer(pieces, kind, batch), expected)
+    pieces.update(batch, kind.objective, SCHEDULE)
+    assert_same_update(pieces, whole)
+    assert max(seen) == 3
 
 
 def assert_same_update(engine: TrainEngine, other: TrainEngine) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -74,22 +76,31 @@ def test_concat_and_join(batch: TrajectoryBatch) -> None:
         TrajectoryBatch.join([batch, scores.take([1, 0, 2])])
 
 
-def test_micro_batch_puts_prompts_first_and_picks_what_predicts_each_response_token(batch: TrajectoryBatch) -> None:
-    micro = MicroBatch.of(batch, [2, 0, 1])
-    assert micro.input_ids.tolist() == [[30, 31, 32, 33, 34], [10, 11, 12, 0, 0], [20, 21, 22, 23, 0]]
-    assert micro.first == 0
-    predicted = micro.pick(micro.input_ids[:, micro.first + 1 :])  # each position holds the token that it predicts
-    for row, response in enumerate(([32, 33, 34], [11, 12], [23])):
-        assert predicted[row, : len(response)].tolist() == response
-    assert MicroBatch.of(batch, [1, 2]).first == 1, "the head is left out where no row needs it"
+@pytest.mark.parametrize("packed", [False, True])
+def test_micro_batch_puts_prompts_first_and_knows_what_predicts_each_response_token(
+    batch: TrajectoryBatch, packed: bool
+) -> None:
+    micro = MicroBatch.of(batch, [2, 0, 1], packed=packed)
+    if packed:
+        assert micro.input_ids.tolist() == [[30, 31, 32, 33, 34, 10, 11, 12, 20, 21, 22, 23]]
+        assert micro.position_ids is not None
+        assert micro.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3]]
+    else:
+        assert micro.input_ids.tolist() == [[30, 31, 32, 33, 34], [10, 11, 12, 0, 0], [20, 21, 22, 23, 0]]
+    assert micro.targets.tolist() == [32, 33, 34, 11, 12, 23]
+    assert micro.input_ids.flatten()[micro.at + 1].tolist() == micro.targets.tolist()
+    assert micro.padded(micro.targets).tolist() == [[32, 33, 34], [11, 12, 0], [23, 0, 0]]
 
 
 @properties
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=30), st.integers(1, 100))
-def test_every_row_is_in_one_piece_that_fits(lengths: list[int], budget: int) -> None:
-    pieces = by_token_budget(np.array(lengths), budget)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=30), st.integers(1, 100), st.booleans())
+def test_every_row_is_in_one_piece_that_fits(lengths: list[int], budget: int, packed: bool) -> None:
+    def tokens(piece: list[int]) -> int:
+        return sum(piece) if packed else len(piece) * max(piece)
+
+    pieces = by_token_budget(np.array(lengths), budget, packed=packed)
     assert sorted(np.concatenate(pieces).tolist()) == list(range(len(lengths)))
     sizes = [[lengths[row] for row in piece] for piece in pieces]
-    assert all(len(size) * max(size) <= budget or len(size) == 1 for size in sizes)
+    assert all(tokens(size) <= budget or len(size) == 1 for size in sizes)
     assert [max(size) for size in sizes] == sorted((max(size) for size in sizes), reverse=True), "longest first"
-    assert all((len(size) + 1) * max(size) > budget for size in sizes[:-1]), "full, but for the last"
+    assert all(tokens([*size, after[0]]) > budget for size, after in pairwise(sizes)), "full, but for the last"

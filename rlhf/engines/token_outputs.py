@@ -1,0 +1,110 @@
+"""A model that is asked about some of its tokens: their log-probs and entropy, or their values.
+
+Logits are made for those tokens alone, so many at a time that all of them (tokens x vocabulary) are never in memory;
+where gradients flow, they are made again in the backward pass.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from rlhf.errors import UserError
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+Head = Literal["policy", "value"]
+LOGITS_BYTES = 2**28
+"""Largest piece of float32 logits."""
+
+
+class TokenOutputs(torch.nn.Module):
+    """What an engine shares out, compiles and calls; the model keeps its own names."""
+
+    def __init__(self, model: PreTrainedModel, head: Head) -> None:
+        super().__init__()
+        self.model = model
+        self.head = head
+        if head == "policy":
+            self._check_logits()
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, "sequences time"],
+        position_ids: Int[Tensor, "sequences time"] | None,
+        at: Int[Tensor, " tokens"],
+        targets: Int[Tensor, " tokens"],
+        temperature: float,
+        outputs: tuple[str, ...],
+    ) -> dict[str, Float[Tensor, " tokens"]]:
+        """`at`: the places (in the flattened `input_ids`) that predict the `targets`."""
+        if self.head == "value":
+            found = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
+            return {"values": found.flatten().index_select(0, at).float()}
+        hidden = self._hidden(input_ids, position_ids).flatten(0, 1).index_select(0, at)
+        return self._of_policy(hidden, targets, temperature, outputs)
+
+    def _of_policy(
+        self, hidden: Tensor, targets: Tensor, temperature: float, outputs: tuple[str, ...]
+    ) -> dict[str, Tensor]:
+        size = max(1, LOGITS_BYTES // (4 * self.model.config.get_text_config().vocab_size))
+        if len(targets) <= size:
+            return self._piece(hidden, targets, temperature, outputs)
+        pieces = [
+            checkpoint(self._piece, *piece, temperature, outputs, use_reentrant=False)
+            for piece in zip(torch.split(hidden, size), torch.split(targets, size), strict=True)
+        ]
+        return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
+
+    def _piece(
+        self, hidden: Tensor, targets: Tensor, temperature: float, outputs: tuple[str, ...]
+    ) -> dict[str, Tensor]:
+        log_probs, entropy = log_probs_and_entropy(
+            self._logits(hidden), targets, temperature, entropy="entropy" in outputs
+        )
+        return {"log_probs": log_probs} if entropy is None else {"log_probs": log_probs, "entropy": entropy}
+
+    def _hidden(self, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
+        backbone = self.model.base_model
+        return backbone(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state  # type: ignore[no-any-return]
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.model.get_output_embeddings()(hidden)
+        config = self.model.config.get_text_config()
+        if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
+            logits = torch.tanh(logits / cap) * cap
+        if (divisor := getattr(config, "logits_scaling", None)) is not None:
+            logits = logits / divisor
+        if (factor := getattr(config, "logit_scale", None)) is not None:
+            logits = logits * factor
+        return logits
+
+    @torch.no_grad()
+    def _check_logits(self) -> None:
+        """Refuse an architecture that does more with its head's logits than is known here."""
+        device = next(self.model.parameters()).device
+        some = torch.arange(4, device=device)[None]
+        ours, theirs = self._logits(self._hidden(some, None)), self.model(input_ids=some, use_cache=False).logits
+        if not torch.allclose(ours.float(), theirs.float(), rtol=1e-2, atol=1e-2):
+            raise UserError(
+                f"{type(self.model).__name__} changes the logits of its head in a way that is not known here: its "
+                "log-probs would be wrong; choose a model of another architecture"
+            )
+
+
+def log_probs_and_entropy(
+    logits: Float[Tensor, "*tokens vocab"], targets: Int[Tensor, "*tokens"], temperature: float, *, entropy: bool
+) -> tuple[Float[Tensor, "*tokens"], Float[Tensor, "*tokens"] | None]:
+    r""":math:`\log\pi(y) = z_y - lse(z)` and :math:`H = lse(z) - \sum_v \pi_v z_v` of the temperature-scaled
+    logits z, in float32; lse is the log of the sum of exponentials."""
+    scaled = logits.float() / temperature if temperature != 1.0 else logits.float()
+    normalizer = scaled.logsumexp(-1)
+    log_probs = scaled.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - normalizer
+    if not entropy:
+        return log_probs, None
+    return log_probs, normalizer - ((scaled - normalizer.unsqueeze(-1)).exp() * scaled).sum(-1)

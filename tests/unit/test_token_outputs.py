@@ -1,0 +1,63 @@
+"""Log-probs of models whose head does more than a matrix product."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from rlhf.engines.token_outputs import TokenOutputs
+from rlhf.errors import UserError
+
+SMALL = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+}
+
+
+def model(kind: str, **options: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **SMALL, **options)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("llama", {}),
+        ("gpt2", {"n_embd": 16, "n_head": 2, "n_layer": 1}),
+        ("gemma2", {"final_logit_softcapping": 0.05}),
+        ("granite", {"logits_scaling": 8.0}),
+        ("cohere", {"logit_scale": 0.0625}),
+    ],
+)
+def test_log_probs_are_those_of_the_models_own_logits(kind: str, options: dict[str, Any]) -> None:
+    loaded = model(kind, **options)
+    ids = torch.tensor([[3, 7, 11, 2, 40]])
+    with torch.no_grad():
+        logits = loaded(input_ids=ids).logits[0, 1:4]
+        found = TokenOutputs(loaded, "policy")(ids, None, torch.tensor([1, 2, 3]), ids[0, 2:], 1.0, ("log_probs",))
+    expected = logits.log_softmax(-1).gather(-1, ids[0, 2:, None])[:, 0]
+    torch.testing.assert_close(found["log_probs"], expected, rtol=0, atol=1e-6)
+
+
+def test_a_head_that_does_something_unknown_is_refused() -> None:
+    loaded = model("llama")
+    forward = loaded.forward
+
+    def other(*args: Any, **options: Any) -> Any:
+        found = forward(*args, **options)
+        found.logits = found.logits * 2
+        return found
+
+    loaded.forward = other  # type: ignore[method-assign, assignment]
+    with pytest.raises(UserError, match="LlamaForCausalLM changes the logits"):
+        TokenOutputs(loaded, "policy")
