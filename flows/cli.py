@@ -349,6 +349,7 @@ def export(
         int | None, typer.Option(help="the snapshot after so many iterations; by default the newest")
     ] = None,
     role: Annotated[Role, typer.Option(help="which model")] = Role.actor,
+    adapter: Annotated[bool, typer.Option("--adapter", help="only what model.lora trains, as PEFT reads it")] = False,
 ) -> None:
     """Write a snapshot as a Hugging Face model folder."""
     from infra.runs import open_run
@@ -356,7 +357,7 @@ def export(
     run = open_run(_url(name, store))
     version = run.newest_snapshot() if iteration is None else iteration
     _make_folder(folder)
-    run.export(version, folder, role.value)
+    run.export(version, folder, role.value, adapter=adapter)
     console.print(f"the {role.value} after {version} iterations is in {folder}")
 
 

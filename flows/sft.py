@@ -18,7 +18,7 @@ from rlhf.data.prompts import Prompt, encode, read_parquet
 from rlhf.engines.base import Schedule
 from rlhf.engines.learning_rate import learning_rate
 from rlhf.errors import UserError
-from rlhf.models import load_actor, load_tokenizer
+from rlhf.models import load_actor, load_tokenizer, save
 
 
 class SFTConfig(Section):
@@ -75,7 +75,7 @@ def supervise(config: SFTConfig) -> float:
         )
         losses.append(metrics["sft/loss"])
         report("steps", what=f"supervised steps (loss {losses[-1]:.3f})", done=step + 1, total=config.steps)
-    engine.model.save_pretrained(config.output)
+    save(engine.model, Path(config.output))
     tokenizer.save_pretrained(config.output)
     return float(np.mean(losses[-max(config.steps // 10, 1) :]))
 

@@ -24,11 +24,10 @@ from infra.progress import report
 from infra.records import SCHEMA_VERSION, Claim, RunState, Weights
 from infra.store import ROW_STAGES, RunStore
 from infra.workers.groups import Groups
-from infra.workers.worker import critic_model, reference_model
 from rlhf.config import RunConfig
 from rlhf.data.prompts import PromptDataset
 from rlhf.errors import RatchetError, UserError
-from rlhf.models import TOKENIZER, check_weights, files_digest, load_tokenizer, model_folder
+from rlhf.models import TOKENIZER, check_weights, files_digest, initial_digest, load_tokenizer, model_folder
 from rlhf.rewards import reward_digest
 
 GRACE_S = 15.0
@@ -123,10 +122,11 @@ class Driver:
         """Where each role starts, by digest of its model's files."""
         models = {"actor": self.config.model}
         if self.config.needs_critic:
-            models["critic"] = critic_model(self.config)
+            models["critic"] = self.config.critic_model
         if self.config.needs_reference:
-            models["reference"] = reference_model(self.config)
-        return {role: Weights(version=0, digest=files_digest(model_folder(model))) for role, model in models.items()}
+            models["reference"] = self.config.reference_model
+        seed = self.config.run.seed
+        return {role: Weights(version=0, digest=initial_digest(model, seed)) for role, model in models.items()}
 
     @property
     def most_shards(self) -> int:
@@ -181,7 +181,7 @@ def check_inputs(config: RunConfig) -> None:
         if path is not None:
             PromptDataset([path])
     reward_digest(config.reward.function)
-    for model in (config.model, critic_model(config), reference_model(config)):
+    for model in (config.model, config.critic_model, config.reference_model):
         check_weights(model_folder(model))
     load_tokenizer(config.model)
 

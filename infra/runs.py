@@ -109,21 +109,33 @@ class Run:
             )
         return version
 
-    def export(self, version: int, folder: str | Path, role: str = "actor") -> Path:
-        """Write a snapshot as a Hugging Face model folder, tokenizer included."""
+    def export(self, version: int, folder: str | Path, role: str = "actor", *, adapter: bool = False) -> Path:
+        """Write a snapshot as a Hugging Face model folder, tokenizer included. Adapters (`model.lora`) are merged into
+        the model, unless they are wanted alone, as PEFT reads them."""
         if role not in self.state.snapshots.get(version, {role: None}):
             raise UserError(f"the run has no {role}: algorithm.advantage is {self.config.algorithm.advantage.type}")
         if version not in self.state.snapshots:
             there = ", ".join(map(str, sorted(self.state.snapshots))) or "none"
             raise UserError(f"there is no snapshot after {version} iterations; snapshots there are: {there}")
-        from rlhf.models import TOKENIZER, model_folder
+        from rlhf.engines.model_engine import copy_weights
+        from rlhf.models import TOKENIZER, load_actor, load_critic, model_folder, save
 
         checkpoint = self.store.checkpoint(self.state.snapshots[version][role])
         target = Path(folder)
         target.mkdir(parents=True, exist_ok=True)
-        wanted = [name for name in checkpoint.files if name.startswith(("config", "model"))]
-        for name, data in self.store.read_checkpoint(checkpoint, wanted).items():
-            (target / name).write_bytes(data)
+        if adapter and "adapter_config.json" not in checkpoint.files:
+            raise UserError(f"the {role} has no adapter: model.lora is null; leave --adapter out")
+        wanted = [name for name in checkpoint.files if name.startswith(("config", "model", "adapter"))]
+        files = self.store.read_checkpoint(checkpoint, wanted)
+        if "adapter_config.json" in files and not adapter:
+            seed = self.config.run.seed
+            is_actor = role == "actor"
+            model = load_actor(self.config.model, seed) if is_actor else load_critic(self.config.critic_model, seed)
+            copy_weights(files, model)
+            save(model, target)
+        else:
+            for name, data in files.items():
+                (target / name).write_bytes(data)
         source = model_folder(self.config.model)
         for pattern in (*TOKENIZER, "generation_config.json"):
             for path in source.glob(pattern):

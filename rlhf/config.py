@@ -76,12 +76,23 @@ class Run(Section):
     )
 
 
+class LoRA(Section):
+    """Low-rank adapters learn, and the model stays as it is (arXiv 2106.09685)."""
+
+    r: int = Field(16, gt=0, description="rank of the adapters")
+    alpha: float = Field(32.0, gt=0, description="adapters are scaled by alpha / r")
+    target_modules: OneOrMore[str] = Field(
+        ("all-linear",), min_length=1, description="names of the layers that get adapters"
+    )
+
+
 class Model(Section):
     path: str = Field(description="a Hugging Face model: a folder, or a name on the hub")
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="type of the weights and the computation")
     attention: Literal["sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = Field(
         "sdpa", description="the attention kernel: PyTorch's, or one that packed sequences pay with, on GPUs"
     )
+    lora: LoRA | None = Field(None, description="train adapters (extra lora); null: train all weights")
     trust_remote_code: bool = Field(False, description="run Python code that the model's repository brings")
 
 
@@ -165,6 +176,9 @@ class Trainer(Section):
     micro_batch_tokens: int = Field(16384, gt=0, description="tokens computed at once by a process, padding included")
     packing: bool = Field(
         False, description="sequences one after the other, without padding; for attention that skips what lies between"
+    )
+    sequence_parallel: int = Field(
+        1, gt=0, description="processes that hold a share of each sequence's positions (Ulysses), for long ones"
     )
     grad_clip: float | None = Field(1.0, gt=0, description="largest norm of the gradient; null: not limited")
     gradient_checkpointing: bool = Field(False, description="recompute activations: less memory, more time")
@@ -267,6 +281,21 @@ class RunConfig(Section):
         critic: tuple[Role, ...] = ("critic",) if self.needs_critic else ()
         reference: tuple[Role, ...] = ("reference",) if self.needs_reference else ()
         return ("actor", *critic, *reference, "rollout")
+
+    @property
+    def trainers(self) -> dict[str, Trainer]:
+        """How each role that learns is updated."""
+        critic = {"critic": self.critic} if self.needs_critic and self.critic is not None else {}
+        return {"actor": self.actor, **critic}
+
+    @property
+    def critic_model(self) -> Model:
+        return self.model if self.critic is None or self.critic.model is None else self.critic.model
+
+    @property
+    def reference_model(self) -> Model:
+        """The actor's first weights are those of its model: a LoRA actor's adapters start at zero."""
+        return self.reference.model or self.model.model_copy(update={"lora": None})
 
     def pool_of(self, role: str) -> str | None:
         """The pool that serves a role; None: the driver's own process."""
@@ -377,15 +406,19 @@ class RunConfig(Section):
         self._roles_are_placed()
         total = self.trajectories_per_iteration
         sizes = f"data.prompts_per_iteration {self.data.prompts_per_iteration} x rollout.n {self.rollout.n} = {total}"
-        trainers: list[tuple[str, Trainer]] = [("actor", self.actor)]
-        if self.needs_critic:
-            if self.critic is None:
+        if self.needs_critic and self.critic is None:
+            raise ValueError(
+                f"critic is null, but algorithm.advantage {self.algorithm.advantage.type} needs values: leave critic "
+                "out to get the default one, or choose an advantage without a critic (grpo)"
+            )
+        for role, trainer in self.trainers.items():
+            pool = self.pool_of(role)
+            workers = 1 if pool is None else self.pools[pool].workers
+            if workers % trainer.sequence_parallel:
                 raise ValueError(
-                    f"critic is null, but algorithm.advantage {self.algorithm.advantage.type} needs values: leave "
-                    "critic out to get the default one, or choose an advantage without a critic (grpo)"
+                    f"{role}.sequence_parallel is {trainer.sequence_parallel}, which does not divide the number of "
+                    f"processes that hold the {role} ({workers}): change one of them"
                 )
-            trainers.append(("critic", self.critic))
-        for role, trainer in trainers:
             size = trainer.mini_batch_trajectories
             if size > total:
                 raise ValueError(
@@ -404,6 +437,8 @@ class RunConfig(Section):
                 f"critic.warmup_iterations is set, but algorithm.advantage {self.algorithm.advantage.type} has no "
                 "critic: remove it, or choose an advantage with a critic (gae)"
             )
+        if self.reference.model is not None and self.reference.model.lora is not None:
+            raise ValueError("reference.model.lora is set, but the reference does not learn: remove it")
         if self.bypass and self.data.generations is not None:
             raise ValueError(
                 "data.generations takes what another policy generated, so old log-probs have to be recomputed: set "

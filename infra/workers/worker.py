@@ -20,7 +20,7 @@ from infra.manifest import Checkpoint
 from infra.records import ObjectRef, ShardRef, Weights
 from infra.store import RunStore
 from rlhf.batch import TrajectoryBatch
-from rlhf.config import Model, RunConfig
+from rlhf.config import RunConfig
 from rlhf.config_view import ConfigView
 from rlhf.data.prompts import PromptDataset
 from rlhf.engines import ranks
@@ -30,7 +30,6 @@ from rlhf.models import load_actor, load_critic, load_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rlhf.engines.base import RolloutEngine, TrainEngine
 
 WEIGHTS_OF = {"rollout": "actor"}
 """The rollout generates with the actor's weights: in one process, with the very same tensors."""
@@ -202,12 +201,12 @@ class Worker:
 
     def _load_rollout(self, checkpoint: Checkpoint | None) -> None:
         """The actor's weights alone, for a rollout whose actor is elsewhere."""
-        from rlhf.engines.model_engine import copy_weights
+        from rlhf.engines.model_engine import copy_weights, is_weights
 
         if checkpoint is None:
             self._engines.pop("rollout", None)
         else:
-            names = [name for name in checkpoint.files if name.startswith("model")]
+            names = [name for name in checkpoint.files if is_weights(name)]
             copy_weights(self.store.read_checkpoint(checkpoint, names), self.engine("rollout").model)
 
     def pass_through(self, role: str, weights: Weights) -> None:
@@ -246,24 +245,28 @@ class Worker:
             self._datasets[key] = PromptDataset(key)
         return self._datasets[key]
 
-    def _build(self, role: str) -> RolloutEngine | TrainEngine:
+    def _build(self, role: str) -> Any:
         from rlhf.engines.build import train_engine
         from rlhf.engines.hf_rollout import HFRollout
+        from rlhf.engines.model_engine import WithoutAdapters
         from rlhf.models import eos_token_ids
 
-        config = self.config
+        config, seed = self.config, self.config.run.seed
         if role == "rollout":
-            shared = "actor" in self.roles and config.actor.engine == "torch"
-            model = self.engine("actor").model if shared else load_actor(config.model).to(ranks.device())
+            plain = config.actor.engine == "torch" and config.actor.sequence_parallel == 1
+            shared = plain and "actor" in self.roles
+            model = self.engine("actor").model if shared else load_actor(config.model, seed).to(ranks.device())
             eos = eos_token_ids(model, self.tokenizer)
             return HFRollout(model, eos_token_ids=eos, dtype=config.model.dtype)
         if role == "critic":
             assert config.critic is not None
-            chosen = critic_model(config)
-            return train_engine(config.critic, load_critic(chosen), "value", dtype=chosen.dtype)
-        chosen = config.model if role == "actor" else reference_model(config)
+            chosen = config.critic_model
+            return train_engine(config.critic, load_critic(chosen, seed), "value", dtype=chosen.dtype)
+        if role == "reference" and config.model.lora and config.reference.model is None and "actor" in self.roles:
+            return WithoutAdapters(self.engine("actor"))
+        chosen = config.model if role == "actor" else config.reference_model
         trainable = role == "actor"
-        return train_engine(config.actor, load_actor(chosen), "policy", dtype=chosen.dtype, trainable=trainable)
+        return train_engine(config.actor, load_actor(chosen, seed), "policy", dtype=chosen.dtype, trainable=trainable)
 
     def admit(self, epoch: int) -> None:
         if epoch < self.epoch:
@@ -279,14 +282,6 @@ class Worker:
     def _read_stage(self, shards: tuple[ShardRef, ...], columns: tuple[str, ...]) -> TrajectoryBatch:
         names = ("trajectory_id", *columns)
         return TrajectoryBatch(pa.concat_tables([self.store.read_shard(shard, names) for shard in shards]))
-
-
-def critic_model(config: RunConfig) -> Model:
-    return config.model if config.critic is None or config.critic.model is None else config.critic.model
-
-
-def reference_model(config: RunConfig) -> Model:
-    return config.reference.model or config.model
 
 
 def _check_finite(batch: TrajectoryBatch, stage: str) -> None:

@@ -21,6 +21,7 @@ def train_engine(
         "trainable": trainable,
         "gradient_checkpointing": trainer.gradient_checkpointing,
         "packing": trainer.packing,
+        "sequence_parallel": trainer.sequence_parallel,
     }
     if trainer.engine == "fsdp":
         from rlhf.engines.fsdp_engine import FSDPEngine

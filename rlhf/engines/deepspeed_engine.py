@@ -54,9 +54,9 @@ class DeepSpeedEngine(ModelEngine):
             "gradient_clipping": 0.0,  # its default is 1; the schedule says
             "steps_per_print": 2**62,
         }
-        optimizer = torch.optim.AdamW(model.parameters()) if self.trainable else None
+        self.parameters = self._parameters()
+        optimizer = torch.optim.AdamW(self.parameters.values()) if self.trainable else None
         self.engine, self.wrapper, _, _ = deepspeed.initialize(model=self.module, optimizer=optimizer, config=config)
-        self.parameters = dict(self.model.named_parameters())
         self.optimizer = optimizer
 
     def _call(self, *inputs: Any) -> dict[str, Tensor]:
@@ -83,9 +83,6 @@ class DeepSpeedEngine(ModelEngine):
         if not math.isfinite(norm):
             raise not_finite(norm)
         return norm
-
-    def names(self) -> list[str]:
-        return sorted(self.parameters)
 
     def get(self, kind: str, name: str) -> Tensor:
         from deepspeed.runtime.zero import GatheredParameters

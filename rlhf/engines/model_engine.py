@@ -24,9 +24,10 @@ from rlhf.batch import TrajectoryBatch, ragged
 from rlhf.engines import ranks
 from rlhf.engines.base import Schedule
 from rlhf.engines.micro_batches import MicroBatch
+from rlhf.engines.sequence_parallel import Team
 from rlhf.engines.token_outputs import Head, TokenOutputs
 from rlhf.errors import NotFinite
-from rlhf.models import config_json
+from rlhf.models import config_json, lora
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,11 +55,15 @@ class ModelEngine(ABC):
         trainable: bool = True,
         gradient_checkpointing: bool = False,
         packing: bool = False,
+        sequence_parallel: int = 1,
     ) -> None:
-        self.module = TokenOutputs(model, head)
+        self.module = TokenOutputs(model, head, Team.of(sequence_parallel) if sequence_parallel > 1 else None)
         self.model = model
         """Within the module; in engines that share it out its tensors are not whole."""
         self.head, self.dtype, self.trainable, self.packing = head, dtype, trainable, packing
+        self.sharing = sequence_parallel
+        """So many ranks compute the same rows; the first of them counts."""
+        self.counts = ranks.rank() % sequence_parallel == 0
         self.device = ranks.device()
         self.steps = 0
         """Optimizer steps taken so far."""
@@ -66,9 +71,12 @@ class ModelEngine(ABC):
         model.train(checkpointed)  # dropout is off either way
         if checkpointed:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.requires_grad_(trainable)
+        if not trainable:
+            model.requires_grad_(False)
 
     # What an engine is.
+
+    parameters: dict[str, torch.nn.Parameter]
 
     @abstractmethod
     def _backward(self, loss: Tensor, last: bool) -> None:
@@ -79,9 +87,15 @@ class ModelEngine(ABC):
         """Clip, take the step, forget the gradients; returns the gradient's norm. Raises `NotFinite`: the engine is
         then to be loaded anew."""
 
-    @abstractmethod
+    def _parameters(self) -> dict[str, torch.nn.Parameter]:
+        """As the module has them when they are laid out: those that learn (adapters alone, if there are any); where
+        nothing learns, all."""
+        named = self.model.named_parameters()
+        return {name: each for name, each in named if each.requires_grad or not self.trainable}
+
     def names(self) -> list[str]:
-        """The parameters' names, sorted, the same on every rank."""
+        """The same on every rank."""
+        return sorted(self.parameters)
 
     @abstractmethod
     def get(self, kind: str, name: str) -> Tensor:
@@ -112,7 +126,7 @@ class ModelEngine(ABC):
                 found = self._forward(micro, wanted, temperature)
             where = np.concatenate([np.arange(starts[row], starts[row + 1]) for row in rows] or [np.arange(0)])
             for name in wanted:
-                flat[name][where] = found[name].cpu().numpy()[: len(where)]
+                flat[name][where] = found[name].cpu().numpy()[: len(where)] if self.counts else 0
         return {name: ragged(self._from_all(values), lengths) for name, values in flat.items()}
 
     def update(self, batch: TrajectoryBatch, objective: Objective, schedule: Schedule) -> dict[str, float]:
@@ -138,7 +152,9 @@ class ModelEngine(ABC):
             loss, metrics = objective({name: micro.padded(values) for name, values in found.items()}, part, totals)
             self._backward(loss if len(rows) else 0 * loss, last=number == len(micro_batches))
             for name, value in metrics.items():
-                sums.setdefault(name, torch.zeros((), device=self.device)).add_(value.detach() if len(rows) else 0)
+                sums.setdefault(name, torch.zeros((), device=self.device)).add_(
+                    value.detach() if len(rows) and self.counts else 0
+                )
         norm = self._step(schedule)
         self.steps += 1
         prefix = "critic" if self.head == "value" else "actor"
@@ -152,20 +168,20 @@ class ModelEngine(ABC):
         totals: Totals,
     ) -> dict[str, Tensor]:
         """The model's outputs for a whole mini-batch, without gradient."""
-        mine = sum(len(rows) for rows, _ in micro_batches)
+        mine = sum(len(rows) for rows, _ in micro_batches) if self.counts else 0
         rows_in_all = int(ranks.summed(torch.tensor(mine, device=self.device)))
         whole = {name: torch.zeros((rows_in_all, totals.horizon), device=self.device) for name in objective.outputs}
         for rows, micro in micro_batches:
             with torch.no_grad():
                 found = self._forward(micro, objective.outputs, schedule.temperature)
             for name, values in found.items():
-                whole[name][rows, : micro.horizon] = micro.padded(values)[: len(rows)]
+                whole[name][rows, : micro.horizon] = micro.padded(values)[: len(rows)] if self.counts else 0
         return {name: ranks.summed(values) for name, values in whole.items()}
 
     def _micro_batches(self, batch: TrajectoryBatch, budget: int) -> Iterator[tuple[np.ndarray, MicroBatch]]:
         """This rank's pieces: their rows, and what is computed, which for a piece without rows is some row in vain."""
         lengths = batch.lengths("prompt_ids") + batch.lengths("response_ids")
-        for rows in ranks.pieces(lengths, budget, packed=self.packing):
+        for rows in ranks.pieces(lengths, budget, packed=self.packing, sharing=self.sharing):
             yield rows, MicroBatch.of(batch, rows if len(rows) else [0], packed=self.packing)
 
     def _forward(self, micro: MicroBatch, outputs: Iterable[str], temperature: float) -> dict[str, Tensor]:
@@ -197,45 +213,51 @@ class ModelEngine(ABC):
         return hashlib.sha256(json.dumps([self.steps, every], sort_keys=True).encode()).hexdigest()
 
     def state(self) -> dict[str, bytes]:
-        """This rank's files: its share of the tensors, in the layout that `from_pretrained` reads."""
-        part = "" if ranks.count() == 1 else f"-{ranks.rank() + 1:05d}-of-{ranks.count():05d}"
-        shares: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}}
+        """This rank's files: its share of the tensors, in the layout that `from_pretrained` reads. Adapters are in that
+        of PEFT, which knows one file only: rank 0's."""
+        adapted, count = lora.has(self.model), ranks.count()
+        part = "" if count == 1 else f"-{ranks.rank() + 1:05d}-of-{count:05d}"
+        weights_file = "adapter_model.safetensors" if adapted else f"model{part}.safetensors"
+        weights: dict[str, Tensor] = {}
+        moments: dict[str, Tensor] = {}
         for name, tensor, is_mine in self._tensors():
             if is_mine:
                 kind, _, parameter = name.partition(".")
-                which = "model" if kind == "model" else "optimizer"
-                shares[which][parameter if kind == "model" else name] = tensor.contiguous()
-        files = {
-            f"{which}{part}.safetensors": save_safetensors(share, metadata={"format": "pt"})
-            for which, share in shares.items()
-        }
-        owners = ranks.gathered(dict.fromkeys(shares["model"], f"model{part}.safetensors"))
+                share, key = (weights, self._stored(parameter)) if kind == "model" else (moments, name)
+                share[key] = tensor.contiguous()
+        files = {f"optimizer{part}.safetensors": save_safetensors(moments)}
+        if weights or not adapted:
+            files[weights_file] = save_safetensors(weights, metadata={"format": "pt"})
+        owners = ranks.gathered(dict.fromkeys(weights, weights_file))
         if ranks.rank() == 0:
-            files["config.json"] = config_json(self.model)
+            name = "adapter_config.json" if adapted else "config.json"
+            files[name] = lora.config_json(self.model) if adapted else config_json(self.model)
             files["state.json"] = json.dumps({"format": 2, "head": self.head, "steps": self.steps}).encode()
-            if ranks.count() > 1:
+            if count > 1 and not adapted:
                 index = {"metadata": {}, "weight_map": {name: file for part in owners for name, file in part.items()}}
                 files["model.safetensors.index.json"] = json.dumps(index, indent=1).encode()
         return files
 
     def load_state(self, files: Mapping[str, bytes]) -> None:
         """From the files of all ranks that wrote it, however many there were."""
-        model = _merged(files, "model")
+        model = _merged(files, WEIGHTS)
         names, buffers = self.names(), self._buffers()
-        assert model.keys() == {*names, *buffers}, (
-            f"not a checkpoint of this model: {model.keys() ^ {*names, *buffers}}"
-        )
+        expected = {self._stored(name) for name in (*names, *buffers)}
+        assert model.keys() == expected, f"not a checkpoint of this model: {model.keys() ^ expected}"
         with torch.no_grad():
             for name in names:
-                self.set("model", name, model[name])
+                self.set("model", name, model[self._stored(name)])
             for name, buffer in buffers.items():
                 buffer.copy_(model[name])
             self._reset_optimizer()
             self.steps = json.loads(files["state.json"])["steps"]
-            moments = _merged(files, "optimizer")
+            moments = _merged(files, ("optimizer",))
             for kind in MOMENTS if self.steps else ():
                 for name in names:
                     self.set(kind, name, moments[f"{kind}.{name}"])
+
+    def _stored(self, name: str) -> str:
+        return lora.stored_name(name) if lora.has(self.model) else name
 
     def copy_to(self, model: PreTrainedModel) -> None:
         """The weights into a plain model, such as the one that a rollout generates with."""
@@ -252,7 +274,8 @@ class ModelEngine(ABC):
         kinds = ["model", *(MOMENTS if self.trainable and self.steps else ())]
         whole = [(kind, name) for kind in kinds for name in self.names()]
         for number, (kind, name) in enumerate(whole):
-            is_mine = number % ranks.count() == ranks.rank()
+            owner = 0 if kind == "model" and lora.has(self.model) else number % ranks.count()
+            is_mine = owner == ranks.rank()
             tensor = self.get(kind, name).detach()
             yield f"{kind}.{name}", tensor.cpu() if is_mine else tensor, is_mine
         for name, buffer in self._buffers().items():
@@ -260,19 +283,41 @@ class ModelEngine(ABC):
 
     def _buffers(self) -> dict[str, Tensor]:
         """Buffers that a checkpoint holds (not those that the model derives, such as rotary frequencies)."""
+        if lora.has(self.model):
+            return {}
         names = self.model.state_dict().keys() - set(self.names())
         return {name: buffer for name, buffer in self.model.named_buffers() if name in names}
 
 
+class WithoutAdapters:
+    """The reference of a LoRA actor: the actor's own base, so that it takes no memory."""
+
+    def __init__(self, actor: ModelEngine) -> None:
+        self.actor = actor
+
+    def infer(self, *args: Any, **options: Any) -> dict[str, pa.Array]:
+        with lora.off(self.actor.model):
+            return self.actor.infer(*args, **options)
+
+
+WEIGHTS = ("model", "adapter_model")
+
+
+def is_weights(file: str) -> bool:
+    return file.startswith(WEIGHTS) and file.endswith(".safetensors")
+
+
 def copy_weights(files: Mapping[str, bytes], model: PreTrainedModel) -> None:
-    """The weights of a checkpoint, however many ranks wrote it, into a plain model."""
+    """The weights of a checkpoint, however many ranks wrote it, into a plain model (which has its adapters, if any)."""
     targets = dict(model.named_parameters()) | dict(model.named_buffers())
+    if lora.has(model):
+        targets = {lora.stored_name(name): tensor for name, tensor in targets.items()}
     with torch.no_grad():
-        for name, tensor in _merged(files, "model").items():
+        for name, tensor in _merged(files, WEIGHTS).items():
             targets[name].copy_(tensor)
 
 
-def _merged(files: Mapping[str, bytes], which: str) -> dict[str, Tensor]:
+def _merged(files: Mapping[str, bytes], which: tuple[str, ...]) -> dict[str, Tensor]:
     parts = [data for name, data in files.items() if name.startswith(which) and name.endswith(".safetensors")]
     return {name: tensor for part in parts for name, tensor in load_safetensors(part).items()}
 

@@ -78,15 +78,16 @@ def gathered(mine: Any) -> list[Any]:
     return found
 
 
-def pieces(lengths: np.ndarray, budget: int, *, packed: bool = False) -> list[np.ndarray]:
+def pieces(lengths: np.ndarray, budget: int, *, packed: bool = False, sharing: int = 1) -> list[np.ndarray]:
     """This rank's pieces of a batch: rows, at most `budget` tokens at once (padding included, unless packed).
 
-    Rows are dealt out by length, so that ranks have about the same number of tokens. Every rank gets the same number of
-    pieces, since sharded models are computed in step: a piece may be empty.
+    Rows are dealt out by length, so that ranks have about the same number of tokens; `sharing` ranks in a row get the
+    same. Every rank gets the same number of pieces, since sharded models are computed in step: a piece may be empty.
     """
+    hands = count() // sharing
     order = np.argsort(-lengths, kind="stable")
-    dealt = [order[other :: count()] for other in range(count())]
+    dealt = [order[hand::hands] for hand in range(hands)]
     cut = [[rows[piece] for piece in by_token_budget(lengths[rows], budget, packed=packed)] for rows in dealt]
     most = max(len(one) for one in cut)
-    mine = cut[rank()]
+    mine = cut[rank() // sharing]
     return mine + [order[:0]] * (most - len(mine))

@@ -6,11 +6,12 @@ where gradients flow, they are made again in the backward pass.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from rlhf.engines.sequence_parallel import Team, visible
 from rlhf.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,12 +27,16 @@ LOGITS_BYTES = 2**28
 class TokenOutputs(torch.nn.Module):
     """What an engine shares out, compiles and calls; the model keeps its own names."""
 
-    def __init__(self, model: PreTrainedModel, head: Head) -> None:
+    def __init__(self, model: PreTrainedModel, head: Head, team: Team | None = None) -> None:
+        """`team`: the processes that share each sequence between them."""
         super().__init__()
         self.model = model
         self.head = head
+        self.team = team
         if head == "policy":
             self._check_logits()
+        if team is not None:
+            team.adopt(model)
 
     def forward(
         self,
@@ -43,10 +48,33 @@ class TokenOutputs(torch.nn.Module):
         outputs: tuple[str, ...],
     ) -> dict[str, Float[Tensor, " tokens"]]:
         """`at`: the places (in the flattened `input_ids`) that predict the `targets`."""
+        if self.team is None:
+            return self._of_tokens(input_ids, position_ids, at, targets, temperature, outputs)
+        team = self.team
+        before = input_ids.shape[1]
+        input_ids, positions = team.padded(input_ids, position_ids)
+        time = input_ids.shape[1]
+        is_mine, mine = team.mine(at // before * time + at % before, time)
+        attend = {"team": team, "visible": visible(positions)}
+        found = self._of_tokens(
+            team.share(input_ids), team.share(positions), mine, targets[is_mine], temperature, outputs, **attend
+        )
+        return {name: team.whole(values, is_mine) for name, values in found.items()}
+
+    def _of_tokens(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None,
+        at: Tensor,
+        targets: Tensor,
+        temperature: float,
+        outputs: tuple[str, ...],
+        **attend: Any,
+    ) -> dict[str, Tensor]:
+        inputs = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False, **attend}
         if self.head == "value":
-            found = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
-            return {"values": found.flatten().index_select(0, at).float()}
-        hidden = self._hidden(input_ids, position_ids).flatten(0, 1).index_select(0, at)
+            return {"values": self.model(**inputs).logits.flatten().index_select(0, at).float()}
+        hidden = self.model.base_model(**inputs).last_hidden_state.flatten(0, 1).index_select(0, at)
         return self._of_policy(hidden, targets, temperature, outputs)
 
     def _of_policy(
@@ -69,10 +97,6 @@ class TokenOutputs(torch.nn.Module):
         )
         return {"log_probs": log_probs} if entropy is None else {"log_probs": log_probs, "entropy": entropy}
 
-    def _hidden(self, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
-        backbone = self.model.base_model
-        return backbone(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state  # type: ignore[no-any-return]
-
     def _logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.model.get_output_embeddings()(hidden)
         config = self.model.config.get_text_config()
@@ -89,7 +113,8 @@ class TokenOutputs(torch.nn.Module):
         """Refuse an architecture that does more with its head's logits than is known here."""
         device = next(self.model.parameters()).device
         some = torch.arange(4, device=device)[None]
-        ours, theirs = self._logits(self._hidden(some, None)), self.model(input_ids=some, use_cache=False).logits
+        ours = self._logits(self.model.base_model(input_ids=some, use_cache=False).last_hidden_state)
+        theirs = self.model(input_ids=some, use_cache=False).logits
         if not torch.allclose(ours.float(), theirs.float(), rtol=1e-2, atol=1e-2):
             raise UserError(
                 f"{type(self.model).__name__} changes the logits of its head in a way that is not known here: its "

@@ -23,7 +23,7 @@ class TorchEngine(ModelEngine):
     def __init__(self, model: PreTrainedModel, head: Head, **options: Any) -> None:
         super().__init__(model, head, **options)
         self._place()
-        self.parameters: dict[str, torch.nn.Parameter] = dict(self.model.named_parameters())
+        self.parameters = self._parameters()
         self.optimizer = torch.optim.AdamW(self.parameters.values(), **self.adamw) if self.trainable else None
 
     def _place(self) -> None:
@@ -47,9 +47,6 @@ class TorchEngine(ModelEngine):
         if not math.isfinite(norm):
             raise not_finite(norm)
         return norm
-
-    def names(self) -> list[str]:
-        return sorted(self.parameters)
 
     def get(self, kind: str, name: str) -> Tensor:
         parameter = self.parameters[name]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf.errors import UserError
+from rlhf.models import lora
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -76,14 +77,26 @@ def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_actor(model: Model) -> PreTrainedModel:
-    """A causal language model, weights in float32 (`dtype` is the type of the computation)."""
+def initial_digest(model: Model, seed: int) -> str:
+    """Of what a role starts from: its model's files, and its adapters if it learns those."""
+    base = files_digest(model_folder(model))
+    if model.lora is None:
+        return base
+    return hashlib.sha256(f"{base} {model.lora.model_dump_json()} {seed}".encode()).hexdigest()
+
+
+def load_actor(model: Model, seed: int = 0) -> PreTrainedModel:
+    """A causal language model, weights in float32 (`dtype` is the type of the computation). The seed is that of new
+    adapters."""
     from transformers import AutoModelForCausalLM
 
-    return _load(AutoModelForCausalLM, model)
+    loaded, _ = _load(AutoModelForCausalLM, model)
+    if model.lora is not None:
+        lora.add(loaded, model.lora, seed)
+    return loaded
 
 
-def load_critic(model: Model) -> PreTrainedModel:
+def load_critic(model: Model, seed: int = 0) -> PreTrainedModel:
     """The backbone with one number a token on top (a token-classification model with one label).
 
     A new head starts at zero, so that every value is 0 until the critic has learned; a head that the folder already
@@ -91,36 +104,53 @@ def load_critic(model: Model) -> PreTrainedModel:
     """
     from transformers import AutoModelForTokenClassification
 
-    critic, missing = _load_with_missing(AutoModelForTokenClassification, model, num_labels=1)
+    critic, missing = _load(AutoModelForTokenClassification, model, num_labels=1)
     head = dict(critic.named_parameters())
     unknown = [name for name in missing if not name.startswith(("score.", "classifier."))]
     if unknown:
         raise UserError(f"critic.model {model.path} lacks {unknown[0]}: it is not a backbone for a critic")
     for name in missing:
         head[name].data.zero_()
+    if model.lora is not None:
+        lora.add(critic, model.lora, seed)
     return critic
 
 
-def _load(auto_class: Any, model: Model, **options: Any) -> PreTrainedModel:
-    return _load_with_missing(auto_class, model, **options)[0]
+def save(model: PreTrainedModel, folder: Path) -> None:
+    """A Hugging Face model folder; adapters are merged into what they adapt."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    if not lora.has(model):
+        model.save_pretrained(folder)
+        return
+    save_file(lora.merged(model), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_bytes(config_json(model))
+    if model.can_generate():
+        assert model.generation_config is not None
+        model.generation_config.save_pretrained(folder)
 
 
-def _load_with_missing(auto_class: Any, model: Model, **options: Any) -> tuple[PreTrainedModel, list[str]]:
+def _load(auto_class: Any, model: Model, **options: Any) -> tuple[PreTrainedModel, list[str]]:
     import torch
     from transformers.utils import logging
 
     folder = model_folder(model)
     logging.set_verbosity_error()  # a critic's new head is no reason for a warning
     logging.disable_progress_bar()
-    loaded, info = auto_class.from_pretrained(
-        folder,
-        dtype=torch.float32,
-        attn_implementation=model.attention,
-        trust_remote_code=model.trust_remote_code,
-        use_safetensors=True,
-        output_loading_info=True,
-        **options,
-    )
+    try:
+        loaded, info = auto_class.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            attn_implementation=model.attention,
+            trust_remote_code=model.trust_remote_code,
+            use_safetensors=True,
+            output_loading_info=True,
+            **options,
+        )
+    except ImportError as error:  # of an attention kernel
+        first = str(error).splitlines()[0]
+        raise UserError(f"model.attention is {model.attention}, which does not work here: {first}") from None
     _without_dropout(loaded)
     return loaded, sorted(info["missing_keys"])
 

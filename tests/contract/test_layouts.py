@@ -161,6 +161,21 @@ def test_nan_in_one_rank_is_refused_by_all(
         assert before == after
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_two_processes_share_each_sequence(
+    kind: Kind, one: TrainEngine, batch: TrajectoryBatch, ranks: Ranks, packing: bool
+) -> None:
+    told = ranks(run, kind, batch, {"sequence_parallel": 2, "packing": packing})
+    assert told[0]["outputs"] == told[1]["outputs"]
+    assert told[0]["metrics"] == told[1]["metrics"]
+    assert_close(told[0]["outputs"], infer(one, kind, batch))
+    assert told[0]["metrics"] == pytest.approx(one.update(batch, kind.objective, DEALT), rel=2e-3, abs=1e-4)
+    loaded = ENGINES["torch"](kind.folder, kind.head)
+    loaded.load_state(together(told))
+    assert loaded.digest() == told[0]["digest"] == told[1]["digest"]
+    assert_same_update(loaded, one)
+
+
 @pytest.mark.parametrize("engine", ["fsdp", "zero1", "zero2", "zero3"])
 def test_offloading_changes_nothing(engine: str, policy_folder: Path, batch: TrajectoryBatch, ranks: Ranks) -> None:
     kind = kind_of(engine, "policy", policy_folder, policy_folder)

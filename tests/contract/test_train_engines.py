@@ -25,7 +25,7 @@ from rlhf.algorithms.masked import Totals
 from rlhf.algorithms.objectives import ActorObjective, CriticObjective, Objective, SupervisedObjective
 from rlhf.algorithms.policy_losses import ClipCov, KLCov, SelectingLoss
 from rlhf.batch import TrajectoryBatch, ragged
-from rlhf.config import Model
+from rlhf.config import LoRA, Model
 from rlhf.engines import token_outputs
 from rlhf.engines.base import Schedule, TrainEngine
 from rlhf.engines.deepspeed_engine import DeepSpeedEngine, Stage
@@ -39,16 +39,16 @@ LOAD = {"policy": load_actor, "value": load_critic}
 CLOSE = 1e-5
 
 
-def torch_engine(folder: Path, head: Head, **options: Any) -> TrainEngine:
-    return TorchEngine(LOAD[head](Model(path=str(folder))), head, **options)
+def torch_engine(folder: Path, head: Head, lora: LoRA | None = None, **options: Any) -> TrainEngine:
+    return TorchEngine(LOAD[head](Model(path=str(folder), lora=lora)), head, **options)
 
 
-def fsdp_engine(folder: Path, head: Head, **options: Any) -> TrainEngine:
-    return FSDPEngine(LOAD[head](Model(path=str(folder))), head, **options)
+def fsdp_engine(folder: Path, head: Head, lora: LoRA | None = None, **options: Any) -> TrainEngine:
+    return FSDPEngine(LOAD[head](Model(path=str(folder), lora=lora)), head, **options)
 
 
-def deepspeed_engine(folder: Path, head: Head, stage: Stage, **options: Any) -> TrainEngine:
-    return DeepSpeedEngine(LOAD[head](Model(path=str(folder))), head, stage=stage, **options)
+def deepspeed_engine(folder: Path, head: Head, stage: Stage, lora: LoRA | None = None, **options: Any) -> TrainEngine:
+    return DeepSpeedEngine(LOAD[head](Model(path=str(folder), lora=lora)), head, stage=stage, **options)
 
 
 ENGINES: dict[str, Callable[..., TrainEngine]] = {

@@ -31,7 +31,12 @@ def test_wandb_offline(tmp_path: Path) -> None:
         "from pathlib import Path; from flows.tracking import tracking; from tests import tiny\n"
         "with tracking(tiny.config(Path('.'), tracking=['wandb'])) as track: track(0, {'critic/score/mean': 0.25})"
     )
-    environment = os.environ | {"WANDB_MODE": "offline", "PYTHONPATH": str(Path(__file__).parents[2])}
-    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment, check=True, capture_output=True)
+    environment = os.environ | {
+        "WANDB_MODE": "offline",
+        "WANDB_X_SERVICE_WAIT": "180",  # its service starts slowly where the machine has other things to do
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    ended = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True)
+    assert ended.returncode == 0, ended.stderr.decode()
     (log,) = (tmp_path / "tracking" / "tiny").rglob("*.wandb")
     assert b"critic/score/mean" in log.read_bytes()

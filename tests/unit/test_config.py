@@ -76,6 +76,8 @@ def test_the_minimal_config_is_the_documented_default(file: Path) -> None:
         ("actor.mini_batch_trajectories=257", "actor.mini_batch_trajectories is 257, more than an iteration has (data.prompts_per_iteration 64 x rollout.n 4 = 256): lower it"),  # noqa: E501
         ("critic.mini_batch_trajectories=100", "critic.mini_batch_trajectories is 100, which does not divide 256"),
         ("actor.micro_batch_tokens=1023", "actor.micro_batch_tokens is 1023, less than one trajectory may have (data.max_prompt_tokens + rollout.max_response_tokens = 1024): raise it"),  # noqa: E501
+        ("critic.sequence_parallel=2", "critic.sequence_parallel is 2, which does not divide the number of processes that hold the critic (1): change one of them"),  # noqa: E501
+        ("pools={all: {workers: 3}}; actor.sequence_parallel=2", "actor.sequence_parallel is 2, which does not divide the number of processes that hold the actor (3)"),  # noqa: E501
         ("critic=null", "critic is null, but algorithm.advantage gae needs values: leave critic out"),
         ("algorithm.advantage={type: grpo}; critic.warmup_iterations=1", "critic.warmup_iterations is set, but algorithm.advantage grpo has no critic: remove it"),  # noqa: E501
         ("algorithm.advantage={type: grpo}; rollout.n=1", "algorithm.advantage grpo compares the trajectories of a prompt, but rollout.n is 1: raise rollout.n"),  # noqa: E501

@@ -1,0 +1,153 @@
+"""Sequence parallelism (Ulysses, arXiv 2309.14509): each process of a team has a share of every sequence's positions.
+
+All but attention looks at one position at a time. For attention, shares of positions are exchanged against shares of
+heads, and back. The loss is computed by every member from the whole outputs, but each sends gradients through its own
+positions only: summed over all processes, as engines do, gradients are those of whole sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlhf.errors import UserError
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
+    from transformers import PreTrainedModel
+
+NAME = "ratchet_sequence_parallel"
+
+
+@dataclass(frozen=True)
+class Team:
+    size: int
+    index: int
+    group: dist.ProcessGroup
+
+    @classmethod
+    def of(cls, size: int) -> Team:
+        """This process's team, of `size` ranks in a row; every process calls it."""
+        count, rank = dist.get_world_size(), dist.get_rank()
+        assert count % size == 0
+        groups = [dist.new_group(list(range(first, first + size))) for first in range(0, count, size)]
+        group = groups[rank // size]
+        assert isinstance(group, dist.ProcessGroup)
+        return cls(size, rank % size, group)
+
+    def adopt(self, model: PreTrainedModel) -> None:
+        """Let the model's attention exchange shares; raises `UserError` where that does not work."""
+        from transformers import AttentionInterface
+
+        config = model.config.get_text_config()
+        if config.num_attention_heads % self.size:
+            raise UserError(
+                f"sequence_parallel is {self.size}, which does not divide the model's {config.num_attention_heads} "
+                "attention heads"
+            )
+        window = "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
+        kinds = set(getattr(config, "layer_types", None) or [window])
+        if kinds != {"full_attention"}:
+            raise UserError(f"sequence_parallel needs full attention in every layer, and the model has {sorted(kinds)}")
+        AttentionInterface.register(NAME, _attention)
+        model.set_attn_implementation(NAME)
+
+    def share(self, whole: Int[Tensor, "sequences time"]) -> Int[Tensor, "sequences share"]:
+        return whole[:, self.index * self._width(whole) : (self.index + 1) * self._width(whole)]
+
+    def padded(self, input_ids: Tensor, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Of a length that can be shared out, and with positions."""
+        time = torch.arange(input_ids.shape[1], device=input_ids.device)
+        positions = time.expand_as(input_ids) if position_ids is None else position_ids
+        missing = -input_ids.shape[1] % self.size
+        ids, positions = (torch.nn.functional.pad(each, (0, missing)) for each in (input_ids, positions))
+        return ids, positions
+
+    def mine(self, at: Int[Tensor, " tokens"], time: int) -> tuple[Bool[Tensor, " tokens"], Int[Tensor, " mine"]]:
+        """Which places are in this process's share, and where in it."""
+        width = time // self.size
+        sequence, position = at // time, at % time
+        is_mine = position // width == self.index
+        return is_mine, (sequence * width + position % width)[is_mine]
+
+    def whole(self, values: Float[Tensor, " mine"], is_mine: Bool[Tensor, " tokens"]) -> Float[Tensor, " tokens"]:
+        """Of all members; gradients flow to this one's."""
+        spread = values.new_zeros(is_mine.shape).masked_scatter(is_mine, values)
+        total = spread.detach().clone()
+        dist.all_reduce(total, group=self.group)
+        return spread + (total - spread.detach())
+
+    def _width(self, whole: Tensor) -> int:
+        return whole.shape[1] // self.size
+
+
+def visible(positions: Int[Tensor, "sequences time"]) -> Bool[Tensor, "sequences 1 time time"] | None:
+    """What a position may look at where sequences are packed; None: at all that comes before."""
+    if bool((positions.diff(dim=1) == 1).all()):
+        return None
+    document = (positions.diff(dim=1, prepend=positions[:, :1]) != 1).cumsum(1)
+    time = torch.arange(positions.shape[1], device=positions.device)
+    causal = time[None, :] <= time[:, None]
+    return ((document[:, :, None] == document[:, None, :]) & causal)[:, None]
+
+
+class _Exchange(torch.autograd.Function):
+    """Slice i of the first dimension goes to member i; what comes back is one slice from each. Its own adjoint."""
+
+    @staticmethod
+    def forward(ctx: Any, slices: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        slices = slices.contiguous()
+        received = torch.empty_like(slices)
+        dist.all_to_all_single(received, slices, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        received: Tensor = _Exchange.apply(gradients[0], ctx.group)  # type: ignore[no-untyped-call]
+        return received, None
+
+
+def _by_heads(shares: Tensor, team: Team) -> Tensor:
+    """[sequences, heads, share, dim] -> [sequences, heads / team, time, dim]"""
+    sequences, heads, width, dim = shares.shape
+    slices = shares.view(sequences, team.size, heads // team.size, width, dim).transpose(0, 1)
+    received: Tensor = _Exchange.apply(slices, team.group)  # type: ignore[no-untyped-call]
+    return received.permute(1, 2, 0, 3, 4).reshape(sequences, heads // team.size, team.size * width, dim)
+
+
+def _by_positions(shares: Tensor, team: Team) -> Tensor:
+    """[sequences, heads / team, time, dim] -> [sequences, heads, share, dim]"""
+    sequences, heads, time, dim = shares.shape
+    slices = shares.view(sequences, heads, team.size, time // team.size, dim).permute(2, 0, 1, 3, 4)
+    received: Tensor = _Exchange.apply(slices, team.group)  # type: ignore[no-untyped-call]
+    return received.transpose(0, 1).reshape(sequences, heads * team.size, time // team.size, dim)
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    team: Team,
+    visible: Tensor | None,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    groups = query.shape[1] // key.shape[1]
+    if key.shape[1] % team.size:  # fewer key heads than members: each gets those that its query heads look at
+        key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
+        groups = 1
+    query, key, value = (_by_heads(each, team) for each in (query, key, value))
+    if groups > 1:
+        key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
+    found = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=visible, is_causal=visible is None, scale=scaling
+    )
+    return _by_positions(found, team).transpose(1, 2), None
