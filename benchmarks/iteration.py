@@ -141,7 +141,8 @@ def measure(algorithm: str, root: Path, iterations: int) -> dict[str, float]:
     ledger = Ledger()
     ledger.wrap(Worker, "rows", lambda worker, call, compute: call.stage)
     ledger.wrap(Worker, "update", lambda worker, call, update: call.stage)
-    ledger.wrap(Worker, "save", lambda worker, role: "snapshot")
+    for method in ("begin_save", "finish_save"):
+        ledger.wrap(Worker, method, lambda worker, role: "snapshot")
     ledger.wrap(RunStore, "write_shard", lambda *_: "commits: Parquet shards")
     ledger.wrap(RunStore, "read_shard", lambda *_: "commits: reading shards")
     ledger.wrap(RunStore, "write_manifest", lambda *_: "commits: manifests")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import signal
@@ -22,9 +23,10 @@ from infra.log import Fenced
 from infra.objects import Objects
 from infra.progress import report
 from infra.records import SCHEMA_VERSION, Claim, RunState, Weights
+from infra.snapshots import Snapshots
 from infra.store import ROW_STAGES, RunStore
 from infra.workers.groups import Groups
-from rlhf.config import RunConfig
+from rlhf.config import RunConfig, yaml_text
 from rlhf.data.prompts import PromptDataset
 from rlhf.errors import RatchetError, UserError
 from rlhf.models import TOKENIZER, check_weights, files_digest, initial_digest, load_tokenizer, model_folder
@@ -33,7 +35,19 @@ from rlhf.rewards import reward_digest
 GRACE_S = 15.0
 """After a request to stop, a stage that has not ended by then is abandoned; it was never going to half-commit."""
 
-PACKAGES = ("ratchet-rlhf", "torch", "transformers", "prefect", "pyarrow", "numpy", "fsspec", "s3fs")
+PACKAGES = (
+    "ratchet-rlhf",
+    "torch",
+    "transformers",
+    "deepspeed",
+    "peft",
+    "ray",
+    "prefect",
+    "pyarrow",
+    "numpy",
+    "fsspec",
+    "s3fs",
+)
 
 
 class Stopped(RatchetError):
@@ -53,6 +67,7 @@ class Driver:
         self.config = config
         self.store = store
         self.groups = Groups(config, store, self._identity)
+        self.snapshots = Snapshots(config, store, self.groups)
         self.digests: dict[str, str] = {}
         self._stop = threading.Event()
         self._grace: threading.Timer | None = None
@@ -82,6 +97,11 @@ class Driver:
         self._grace = threading.Timer(GRACE_S, _abandon, [self.config.run.name])
         self._grace.daemon = True
         self._grace.start()
+
+    def between(self) -> None:
+        """Between two commits: what was written in the background is committed, and a request to stop is heard."""
+        self.snapshots.settle(wait=False)
+        self.check_stop()
 
     def check_stop(self) -> None:
         if self._stop.is_set():
@@ -169,6 +189,7 @@ def driving(
     try:
         with on_signals(driver.request_stop):
             yield driver
+            driver.snapshots.settle(wait=True)
     finally:
         Driver._active = None
         driver.forget_stop()
@@ -176,7 +197,9 @@ def driving(
 
 
 def check_inputs(config: RunConfig) -> None:
-    """Refuse what a user got wrong outside the config file, before anything starts: prompts, reward, models."""
+    """Refuse what a user got wrong outside the config file, before anything starts: packages, prompts, reward,
+    models."""
+    _check_packages(config)
     for path in (*config.data.train, config.validation.data):
         if path is not None:
             PromptDataset([path])
@@ -184,6 +207,19 @@ def check_inputs(config: RunConfig) -> None:
     for model in (config.model, config.critic_model, config.reference_model):
         check_weights(model_folder(model))
     load_tokenizer(config.model)
+
+
+def _check_packages(config: RunConfig) -> None:
+    trains = any(trainer.engine == "deepspeed" for trainer in config.trainers.values())
+    adapts = config.model.lora is not None or config.critic_model.lora is not None
+    for key, asked, package, extra in (
+        ("engine: deepspeed", trains, "deepspeed", "deepspeed"),
+        ("pools", bool(config.pools), "ray", "ray"),
+        ("model.lora", adapts, "peft", "lora"),
+        ("tracking", bool(config.tracking), "accelerate", "tracking"),
+    ):
+        if asked and importlib.util.find_spec(package) is None:
+            raise UserError(f'{key} needs the package {package}: pip install "ratchet-rlhf[{extra}]"')
 
 
 def run_url(store: str, name: str) -> str:
@@ -205,7 +241,8 @@ def _open(config: RunConfig, take_over: bool, check: Callable[[Driver], None]) -
         if first is not None and first.digest != weights.digest:
             raise UserError(
                 f"the {role}'s model is not the one that run {config.run.name} began with (model.path "
-                f"{config.model.path}): choose another run.name, or give the first model back"
+                f"{config.model.path}, model.lora {yaml_text(config.model.lora)}): choose another run.name, or give "
+                "the first model back"
             )
     check(driver)
     threads = _set_threads(state.claim)

@@ -21,6 +21,7 @@ from infra.records import (
     Close,
     Commit,
     ObjectRef,
+    Retire,
     RunState,
     Shard,
     ShardRef,
@@ -150,7 +151,7 @@ class RunStore:
         metrics_ref = self._write_table(_metrics_key(iteration, tag), row)
         summary = state.model_copy(update={"metrics": metrics_ref})
         index = self._write(f"index/{iteration:06d}.{tag}.json", summary.model_dump_json().encode())
-        self.commit(Close(iteration=iteration, index=index, metrics=metrics_ref), *also)
+        self.commit_snapshot([Close(iteration=iteration, index=index, metrics=metrics_ref), *also])
         self.log.write_tail(index)
         self._attempts.clear()
         self._manifests.clear()
@@ -181,22 +182,21 @@ class RunStore:
 
     # Checkpoints.
 
-    def write_checkpoint_files(self, role: str, files: Mapping[str, bytes], weights: Weights) -> dict[str, File]:
+    def checkpoint_folder(self, role: str, weights: Weights) -> str:
+        """Where this driver's checkpoint of a role goes."""
+        return f"checkpoints/{role}/{weights.version:06d}.{self._tag(0)}"
+
+    def write_checkpoint_files(self, folder: str, files: Mapping[str, bytes]) -> dict[str, File]:
         """Write files of a role's full state: all of them, or those of one rank."""
         written = {}
         for name, data in files.items():
-            ref = self._write(f"{self._checkpoint_folder(role, weights)}/{name}", data)
+            ref = self._write(f"{folder}/{name}", data)
             written[name] = File(key=ref.key, bytes=len(data), sha256=ref.sha256)
         return written
 
-    def write_checkpoint_manifest(self, role: str, files: dict[str, File], weights: Weights) -> ObjectRef:
+    def write_checkpoint_manifest(self, folder: str, checkpoint: Checkpoint) -> ObjectRef:
         """What makes files a checkpoint; it exists once a `Snapshot` names what is returned."""
-        manifest = Checkpoint(role=role, weights=weights, files=files)
-        key = f"{self._checkpoint_folder(role, weights)}/manifest.json"
-        return self._write(key, manifest.model_dump_json().encode())
-
-    def _checkpoint_folder(self, role: str, weights: Weights) -> str:
-        return f"checkpoints/{role}/{weights.version:06d}.{self._tag(0)}"
+        return self._write(f"{folder}/manifest.json", checkpoint.model_dump_json().encode())
 
     def checkpoint(self, ref: ObjectRef) -> Checkpoint:
         return read_model(self.objects, ref, Checkpoint)
@@ -216,12 +216,20 @@ class RunStore:
         keys = self.objects.list("forks/")
         return [Registration.model_validate_json(self.objects.get(key)) for key in keys if key.endswith(".json")]
 
-    def delete_retired(self, retired: Mapping[int, Mapping[str, ObjectRef]]) -> None:
+    def commit_snapshot(self, commits: Sequence[Commit]) -> None:
+        """Commit, and then delete what the commits retire."""
+        retired = [commit.version for commit in commits if isinstance(commit, Retire)]
+        doomed = [ref for version in retired for ref in self.state.snapshots[version].values()]
+        if commits:
+            self.commit(*commits)
+        self._delete_checkpoints(doomed)
+
+    def _delete_checkpoints(self, refs: Iterable[ObjectRef]) -> None:
         """Delete the files of snapshots whose retirement is committed; not those of another run, nor what a fork needs.
 
         A fork registers first and reads the log then: one that this does not see yet sees the retirement.
         """
-        doomed = [ref for roles in retired.values() for ref in roles.values() if ref.run is None]
+        doomed = [ref for ref in refs if ref.run is None]
         if not doomed:
             return
         shared = {ref.key for fork in self.forks() for roles in fork.snapshots.values() for ref in roles.values()}

@@ -206,6 +206,9 @@ class Keep(Section):
 
 class Checkpoint(Section):
     every: int = Field(1, gt=0, description="iterations between snapshots; the updates in between are replayed")
+    background: bool = Field(
+        False, description="write snapshots while the next iteration generates; a crash before one is durable replays"
+    )
     keep: Keep = Field(Keep(), description="which snapshots stay")
     on_replay_mismatch: Literal["auto", "stop", "continue"] = Field(
         "auto", description="a replayed update whose weights differ: auto stops on CPU and goes on elsewhere"

@@ -1,4 +1,5 @@
-"""close: the snapshot that is due, the iteration's metrics, and the index; one record commits them all."""
+"""close: the snapshot that is due, the iteration's metrics, and the index; one record commits them all (but a snapshot
+in the background, whose record follows)."""
 
 from __future__ import annotations
 
@@ -9,8 +10,7 @@ from prefect.cache_policies import NO_CACHE
 
 from infra.driver import Driver
 from infra.progress import report
-from infra.records import Commit, Retire, Snapshot, Stage
-from rlhf.config import Checkpoint
+from infra.records import Commit, Stage
 from tasks.restore import restore
 from tasks.stage import RETRIES, named
 
@@ -20,37 +20,26 @@ def close(iteration: int) -> dict[str, float]:
     """Commit the end of an iteration; returns its metrics."""
     driver = Driver.current()
     store, config = driver.store, driver.config
-    commits: list[Commit] = []
-    retired = {}
     metrics = iteration_metrics(driver, iteration)
     if driver.state.iteration > iteration:  # an earlier try's record was written after all
         return metrics
+    driver.snapshots.settle(wait=True)
+    commits: list[Commit] = []
     due = (iteration + 1) % config.checkpoint.every == 0 or iteration + 1 == config.train.iterations
     if due and config.train.updates:
         driver.check_stop()
         started = time.perf_counter()
-        roles = {}
         for role in config.trained:
             weights = driver.state.weights[role]
-            group = driver.groups.of(role)
-            if not group.call("holds", role, weights):
+            if not driver.groups.of(role).call("holds", role, weights):
                 restore(driver, role, weights)
-            roles[role] = group.call("save", role)
-        commits.append(Snapshot(version=iteration + 1, roles=roles))
-        kept = kept_snapshots([*driver.state.snapshots, iteration + 1], config.checkpoint)
-        retired = {version: refs for version, refs in driver.state.snapshots.items() if version not in kept}
-        commits += [Retire(version=version) for version in retired]
+        driver.snapshots.begin(iteration + 1)
+        if not config.checkpoint.background:
+            commits = driver.snapshots.finish()
         metrics["timing_s/snapshot"] = time.perf_counter() - started
     store.close(metrics, *commits)
-    store.delete_retired(retired)
     report("closed", iteration=iteration, metrics=metrics)
     return metrics
-
-
-def kept_snapshots(versions: list[int], checkpoint: Checkpoint) -> set[int]:
-    """The newest `keep.last`, and those of every `keep.every` iterations."""
-    every = checkpoint.keep.every
-    return set(sorted(versions)[-checkpoint.keep.last :]) | {v for v in versions if every and v % every == 0}
 
 
 def iteration_metrics(driver: Driver, iteration: int) -> dict[str, float]:

@@ -26,10 +26,13 @@ def restore(driver: Driver, role: str, weights: Weights) -> None:
     store, group = driver.store, driver.groups.of(role)
     role = WEIGHTS_OF.get(role, role)
     owner = driver.groups.of(role)
+    if owner is not group:
+        driver.snapshots.settle(wait=True)
     if owner is not group and weights.version not in store.state.snapshots and weights.version > 0:
         if not owner.call("holds", role, weights):  # only where it is trained can it be replayed
             restore(driver, role, weights)
-        group.call("load", role, weights, owner.call("save", role))
+        owner.call("begin_save", role)
+        group.call("load", role, weights, owner.call("finish_save", role))
         return
     snapshot = store.snapshot_at_or_before(weights.version, role) if role in UPDATES else None
     if snapshot is None:

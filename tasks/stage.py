@@ -219,7 +219,7 @@ class RowsStage:
         if (before := driver.store.committed_shards(spec.name).get(shard)) is not None:
             check_shard(driver, spec, before, fingerprint)
             return before, True
-        driver.check_stop()
+        driver.between()
         call = call_of(driver, spec, view, iteration, inputs, attempt, shard)
         result: Rows = on_worker(driver, "rows", call, self.compute)
         found = Shard(
@@ -304,7 +304,7 @@ def _run_update(
 
     attempt = store.begin_attempt(iteration, spec.name)
     report("stage", iteration=iteration, stage=spec.name, done=0, total=1, metrics=None)
-    driver.check_stop()
+    driver.between()
     call = call_of(driver, spec, view, iteration, inputs, attempt, 0)
     try:
         updated: Updated = on_worker(driver, "update", call, compute)

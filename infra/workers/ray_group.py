@@ -130,7 +130,7 @@ class RayGroup:
         for good, answer in answers:
             if not good:
                 raise answer
-        if method == "holds":  # ranks that disagree hold nothing
+        if method in ("holds", "is_saved"):  # ranks that disagree hold nothing
             return all(answer for _, answer in answers)
         return answers[0][1]
 

@@ -6,17 +6,19 @@ writes what the stage writes.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
 
 from infra.log import Fenced
-from infra.manifest import Checkpoint
+from infra.manifest import Checkpoint, File
 from infra.records import ObjectRef, ShardRef, Weights
 from infra.store import RunStore
 from rlhf.batch import TrajectoryBatch
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+T = TypeVar("T")
 WEIGHTS_OF = {"rollout": "actor"}
 """The rollout generates with the actor's weights: in one process, with the very same tensors."""
 
@@ -117,6 +120,15 @@ class Updated:
     """What computed it: cpu or cuda."""
 
 
+@dataclass(frozen=True)
+class Saving:
+    """A checkpoint that is being written."""
+
+    folder: str
+    weights: Weights
+    written: Future[dict[str, File]]
+
+
 class Stale(Exception):
     """The worker does not hold the weights that a call asks for: load the newest snapshot and replay."""
 
@@ -135,6 +147,7 @@ class Worker:
         self._updated: dict[str, Updated] = {}
         self._rollout_has: Weights | None = None
         """What the rollout's own copy of the actor's weights is, where it needs one."""
+        self._saving: dict[str, Saving] = {}
         self._datasets: dict[tuple[str, ...], PromptDataset] = {}
 
     def rows(self, call: Call, compute: Compute) -> Rows:
@@ -213,13 +226,28 @@ class Worker:
         """The role's tensors count as `weights` from here on: an update was skipped, or replayed with other bits."""
         self._weights[role] = weights
 
-    def save(self, role: str) -> ObjectRef:
-        """Write a role's full state as a checkpoint; it exists once a snapshot record names it."""
+    def begin_save(self, role: str) -> None:
+        """Copy a role's full state, and write this rank's share while other calls go on."""
         weights = self._weights[role]
         assert weights is not None, "a role in the middle of an update has no state to save"
-        mine = self.store.write_checkpoint_files(role, self.engine(role).state(), weights)
-        files = {name: file for share in ranks.gathered(mine) for name, file in share.items()}
-        return self.store.write_checkpoint_manifest(role, files, weights)
+        folder, files = self.store.checkpoint_folder(role, weights), self.engine(role).state()
+        written = in_background(lambda: self.store.write_checkpoint_files(folder, files))
+        self._saving[role] = Saving(folder, weights, written)
+
+    def is_saved(self, role: str) -> bool:
+        return role not in self._saving or self._saving[role].written.done()
+
+    def finish_save(self, role: str) -> ObjectRef | None:
+        """Wait for what was begun, by all ranks: a checkpoint, which exists once a snapshot record names it. None: it
+        was begun by another process, which is gone."""
+        saving = self._saving.pop(role, None)
+        mine = None if saving is None else saving.written.result()
+        shares = ranks.gathered(mine)
+        if saving is None or None in shares:
+            return None
+        files = {name: file for share in shares for name, file in share.items()}
+        checkpoint = Checkpoint(role=role, weights=saving.weights, files=files)
+        return self.store.write_checkpoint_manifest(saving.folder, checkpoint) if ranks.rank() == 0 else None
 
     def engine(self, role: str) -> Any:
         if role not in self._engines:
@@ -282,6 +310,20 @@ class Worker:
     def _read_stage(self, shards: tuple[ShardRef, ...], columns: tuple[str, ...]) -> TrajectoryBatch:
         names = ("trajectory_id", *columns)
         return TrajectoryBatch(pa.concat_tables([self.store.read_shard(shard, names) for shard in shards]))
+
+
+def in_background(work: Callable[[], T]) -> Future[T]:
+    """A thread that does not outlive the process: what it writes counts only when a record says so."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 def _check_finite(batch: TrajectoryBatch, stage: str) -> None:

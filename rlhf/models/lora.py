@@ -25,11 +25,8 @@ HEADS = ("score", "classifier")
 def add(model: PreTrainedModel, lora: LoRA, seed: int) -> None:
     """Put adapters into a model, in place; nothing but them and a critic's head learns. Raises `UserError`."""
     import torch
+    from peft import LoraConfig, inject_adapter_in_model
 
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError:
-        raise UserError('model.lora needs PEFT: pip install "ratchet-rlhf[lora]"') from None
     all_linear = lora.target_modules == ("all-linear",)
     heads = [head for head in HEADS if hasattr(model, head)]
     config = LoraConfig(

@@ -65,7 +65,7 @@ def test_a_worker_that_failed_in_the_middle_asks_to_be_restored(worker: Worker) 
         with pytest.raises(Stale, match="actor"):
             method(call(), step)  # type: ignore[operator]
     with pytest.raises(AssertionError, match="no state to save"):
-        worker.save("actor")
+        worker.begin_save("actor")
 
 
 def test_a_worker_with_other_weights_asks_to_be_restored(worker: Worker) -> None:

@@ -1,0 +1,56 @@
+"""Snapshots: every trained role's full state after an iteration, written by the workers that hold it.
+
+One exists when its record is committed; those that are no longer to be kept go with it. In the background
+(`checkpoint.background`) workers write while the next iteration generates, and the record follows when all is durable:
+a crash before it costs a replay, nothing else.
+"""
+
+from __future__ import annotations
+
+from infra.progress import report
+from infra.records import Commit, ObjectRef, Retire, Snapshot
+from infra.store import RunStore
+from infra.workers.groups import Groups
+from rlhf.config import Checkpoint, RunConfig
+
+
+class Snapshots:
+    def __init__(self, config: RunConfig, store: RunStore, groups: Groups) -> None:
+        self.config, self.store, self.groups = config, store, groups
+        self._being_written: int | None = None
+
+    def begin(self, version: int) -> None:
+        """Let the workers write what they hold, which is the state after `version` iterations."""
+        assert self._being_written is None, "one at a time"
+        for role in self.config.trained:
+            self.groups.of(role).call("begin_save", role)
+        self._being_written = version
+
+    def finish(self) -> list[Commit]:
+        """Wait until it is durable; the records that say so, which the caller commits."""
+        version, self._being_written = self._being_written, None
+        if version is None:
+            return []
+        roles: dict[str, ObjectRef | None] = {
+            role: self.groups.of(role).call("finish_save", role) for role in self.config.trained
+        }
+        durable = {role: ref for role, ref in roles.items() if ref is not None}
+        if durable.keys() != roles.keys():
+            report("note", text=f"the snapshot after {version} iterations went with a worker; the next one will do")
+            return []
+        there = self.store.state.snapshots
+        kept = kept_snapshots([*there, version], self.config.checkpoint)
+        return [Snapshot(version=version, roles=durable), *(Retire(version=old) for old in there if old not in kept)]
+
+    def settle(self, *, wait: bool) -> None:
+        """Commit the snapshot that is being written, once it is durable."""
+        if self._being_written is None:
+            return
+        if wait or all(self.groups.of(role).call("is_saved", role) for role in self.config.trained):
+            self.store.commit_snapshot(self.finish())
+
+
+def kept_snapshots(versions: list[int], checkpoint: Checkpoint) -> set[int]:
+    """The newest `keep.last`, and those of every `keep.every` iterations."""
+    every = checkpoint.keep.every
+    return set(sorted(versions)[-checkpoint.keep.last :]) | {v for v in versions if every and v % every == 0}

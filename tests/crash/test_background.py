@@ -1,0 +1,66 @@
+"""Snapshots that are written while the next iteration generates: a crash before one is durable costs a replay only."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from infra.records import Shard, Snapshot
+from rlhf.config import RunConfig
+from tests.crash.conftest import ITERATIONS
+from tests.history import History
+from tests.processes import Fault, Processes
+
+SLOW = Fault("put", r"checkpoints/.*/optimizer\.safetensors", "before", count=0, action=0, delay_s=1.0)
+"""A store that takes a second for each large file: the next iteration has begun by then."""
+
+
+@pytest.fixture
+def background(config: RunConfig) -> RunConfig:
+    return config.with_values({"checkpoint.background": True})
+
+
+def test_the_next_iteration_generates_meanwhile(
+    background: RunConfig, uninterrupted: dict[int, History], processes: Processes
+) -> None:
+    child = processes.train(background, SLOW)
+    assert child.wait() == 0, child.text
+    history = History.of(background)
+    history.check_sound()
+    assert history.results == uninterrupted[1].results
+    commits = [commit for record in history.records for commit in record.commits]
+    durable = [commit.version for commit in commits if isinstance(commit, Snapshot)]
+    assert durable == list(range(1, ITERATIONS + 1)), "each of them, the last one too"
+    for version in durable[:-1]:
+        before = commits[: [isinstance(each, Snapshot) and each.version == version for each in commits].index(True)]
+        assert any(isinstance(each, Shard) and each.iteration == version for each in before)
+    assert set(history.run.state.snapshots) == {ITERATIONS}, "older ones are let go as in the foreground"
+    assert len(list(history.folder.glob("checkpoints/actor/*/*.safetensors"))) == 2
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("file", ["actor/000002.*/model", "critic/000002.*/manifest"])
+def test_killed_while_a_snapshot_is_written(
+    file: str, when: str, background: RunConfig, uninterrupted: dict[int, History], processes: Processes
+) -> None:
+    killed = processes.train(background, SLOW, Fault("put", f"checkpoints/{file}", when))
+    assert killed.wait() == -signal.SIGKILL
+    began = History.of(background)
+    assert set(began.state.snapshots) == {1}
+    assert began.state.iteration == 2, "the iteration is closed, and its snapshot is not there yet"
+    resumed = processes.train(background)
+    assert resumed.wait() == 0, resumed.text
+    assert {("update_actor", 1), ("update_critic", 1)} <= set(resumed.engine_calls), "replayed"
+    history = History.of(background)
+    history.check_sound()
+    assert history.results == uninterrupted[1].results
+
+
+def test_a_store_that_is_away_for_a_moment_is_waited_for(
+    background: RunConfig, uninterrupted: dict[int, History], processes: Processes
+) -> None:
+    child = processes.train(background, Fault("put", "checkpoints/actor/000001", "before", outage_s=2.0))
+    assert child.wait() == 0, child.text
+    assert History.of(background).results == uninterrupted[1].results
