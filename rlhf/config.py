@@ -167,6 +167,11 @@ class Trainer(Section):
         False,
         description="fsdp, deepspeed: optimizer state, and parameters where they are shared out, stay in host memory",
     )
+    by_turns: bool = Field(
+        False,
+        description="while another model of the same processes computes, parameters and optimizer state lie in host "
+        "memory",
+    )
     lr: float = Field(gt=0, description="learning rate of AdamW")
     lr_schedule: LRSchedule = Field(LRSchedule(), description="learning rate over the iterations")
     betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="AdamW's betas")
@@ -421,6 +426,15 @@ class RunConfig(Section):
                 raise ValueError(
                     f"{role}.sequence_parallel is {trainer.sequence_parallel}, which does not divide the number of "
                     f"processes that hold the {role} ({workers}): change one of them"
+                )
+            if trainer.by_turns and trainer.offload:
+                raise ValueError(
+                    f"{role}.by_turns moves to host memory what {role}.offload keeps there all the time: choose one"
+                )
+            if trainer.by_turns and trainer.engine == "deepspeed" and trainer.zero_stage == 3:
+                raise ValueError(
+                    f"{role}.by_turns does not go with {role}.zero_stage 3, whose state DeepSpeed does not move: use "
+                    f"{role}.offload, a lower stage, or {role}.engine fsdp"
                 )
             size = trainer.mini_batch_trajectories
             if size > total:

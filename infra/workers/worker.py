@@ -70,6 +70,7 @@ class Context:
     worker: Worker
     outputs: dict[str, Any] = field(default_factory=dict)
     """Small results besides rows: metrics, the next cursor, the next coefficients."""
+    learns: bool = False
 
     @property
     def config(self) -> ConfigView:
@@ -86,7 +87,7 @@ class Context:
     @property
     def engine(self) -> Any:
         assert self.call.role is not None, "a stage without a role has no engine"
-        return self.worker.engine(self.call.role)
+        return self.worker.engine(self.call.role, learns=self.learns)
 
     @property
     def version(self) -> int:
@@ -185,8 +186,8 @@ class Worker:
         batch = self._read(call)
         started = time.perf_counter()
         self._weights[call.role] = None
-        metrics = update(Context(call, batch, self))
-        engine = self.engine(call.role)
+        metrics = update(Context(call, batch, self, learns=True))
+        engine = self.engine(call.role, learns=True)
         weights = Weights(version=call.weights.version + 1, digest=engine.digest())
         self._weights[call.role] = weights
         seconds = time.perf_counter() - started
@@ -209,7 +210,7 @@ class Worker:
                 self._engines.pop("rollout", None)
             self.engine(role)
         else:
-            self.engine(role).load_state(self.store.read_checkpoint(found))
+            self.engine(role, learns=True).load_state(self.store.read_checkpoint(found))
         self._weights[role] = weights
 
     def _load_rollout(self, checkpoint: Checkpoint | None) -> None:
@@ -230,7 +231,7 @@ class Worker:
         """Copy a role's full state, and write this rank's share while other calls go on."""
         weights = self._weights[role]
         assert weights is not None, "a role in the middle of an update has no state to save"
-        folder, files = self.store.checkpoint_folder(role, weights), self.engine(role).state()
+        folder, files = self.store.checkpoint_folder(role, weights), self.engine(role, learns=True).state()
         written = in_background(lambda: self.store.write_checkpoint_files(folder, files))
         self._saving[role] = Saving(folder, weights, written)
 
@@ -249,19 +250,43 @@ class Worker:
         checkpoint = Checkpoint(role=role, weights=saving.weights, files=files)
         return self.store.write_checkpoint_manifest(saving.folder, checkpoint) if ranks.rank() == 0 else None
 
-    def engine(self, role: str) -> Any:
+    def engine(self, role: str, *, learns: bool = False) -> Any:
+        """The role's engine, ready to compute; or to learn, to be saved or loaded. Those that give way make room."""
+        owner = self._owner(role)
+        self._make_room(owner)
         if role not in self._engines:
             self._engines[role] = self._build(role)
-        if role == "rollout" and "actor" in self.roles:
+        if owner == "rollout" and "actor" in self.roles:
             self._bring_rollout_up()
+        if self._gives_way(owner):
+            self._engines[owner].place(model=True, optimizer=learns)
         return self._engines[role]
 
+    def _make_room(self, owner: str) -> None:
+        for other, engine in self._engines.items():
+            if other != owner and self._owner(other) == other and self._gives_way(other):
+                engine.place(model=False, optimizer=False)
+
+    def _owner(self, role: str) -> str:
+        """Whose tensors a role computes with: a rollout's may be the actor's own, and a LoRA actor's reference is its
+        base."""
+        config = self.config
+        plain = config.actor.engine == "torch" and config.actor.sequence_parallel == 1
+        own_base = config.model.lora is not None and config.reference.model is None
+        shares = {"rollout": plain, "reference": own_base}
+        return "actor" if "actor" in self.roles and shares.get(role) else role
+
+    def _gives_way(self, role: str) -> bool:
+        trainer = self.config.critic if role == "critic" else self.config.actor
+        return trainer is not None and trainer.by_turns
+
     def _bring_rollout_up(self) -> None:
-        """Where the rollout does not generate with the actor's very tensors, copy them if they have changed."""
-        actor, rollout, has = self.engine("actor"), self._engines["rollout"], self._weights.get("actor")
-        if rollout.model is not actor.model and (has is None or has != self._rollout_has):
-            actor.copy_to(rollout.model)
+        """The rollout does not generate with the actor's very tensors: copy them if they have changed."""
+        has = self._weights.get("actor")
+        if has is None or has != self._rollout_has:
+            self.engine("actor", learns=True).copy_to(self._engines["rollout"].model)
             self._rollout_has = has
+            self._make_room("rollout")
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -281,8 +306,7 @@ class Worker:
 
         config, seed = self.config, self.config.run.seed
         if role == "rollout":
-            plain = config.actor.engine == "torch" and config.actor.sequence_parallel == 1
-            shared = plain and "actor" in self.roles
+            shared = self._owner(role) == "actor"
             model = self.engine("actor").model if shared else load_actor(config.model, seed).to(ranks.device())
             eos = eos_token_ids(model, self.tokenizer)
             return HFRollout(model, eos_token_ids=eos, dtype=config.model.dtype)
@@ -290,7 +314,7 @@ class Worker:
             assert config.critic is not None
             chosen = config.critic_model
             return train_engine(config.critic, load_critic(chosen, seed), "value", dtype=chosen.dtype)
-        if role == "reference" and config.model.lora and config.reference.model is None and "actor" in self.roles:
+        if role == "reference" and self._owner(role) == "actor":
             return WithoutAdapters(self.engine("actor"))
         chosen = config.model if role == "actor" else config.reference_model
         trainable = role == "actor"

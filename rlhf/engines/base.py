@@ -50,6 +50,10 @@ class RolloutEngine(Protocol):
         """
         ...
 
+    def place(self, *, model: bool, optimizer: bool) -> None:
+        """Make room: what lies on the device, and what in host memory."""
+        ...
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -87,3 +91,7 @@ class TrainEngine(Protocol):
         ...
 
     def load_state(self, files: Mapping[str, bytes]) -> None: ...
+
+    def place(self, *, model: bool, optimizer: bool) -> None:
+        """Make room for another model: what lies on the device, and what in host memory."""
+        ...

@@ -63,6 +63,26 @@ class DeepSpeedEngine(ModelEngine):
         with self._autocast() if self.stage == 0 else nullcontext():
             return self.engine(*inputs)  # type: ignore[no-any-return]
 
+    def place(self, *, model: bool, optimizer: bool) -> None:
+        from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Kind
+
+        if self.stage == 0:
+            super().place(model=model, optimizer=optimizer)
+            return
+        assert self.optimizer is not None
+        assert self.stage < 3, "DeepSpeed moves the state of stage 3 for its own compiled optimizer only"
+        self.engine.reload_states()
+        if self.optimizer.state:  # reloading forgets which parameter's state lies where
+            self.wrapper._hp_optimizer_states_linked = False
+            self.wrapper._lazy_init_hp_params_optimizer_state()
+        away = set(Kind)
+        if optimizer:
+            away -= {Kind.optim_states, Kind.hp_params, Kind.lp_grads, Kind.contiguous_grad_buffer}
+        if model:
+            away -= {Kind.lp_params}
+        if away:
+            self.engine.offload_states(include=away, pin_memory=self.device.type == "cuda")
+
     def _backward(self, loss: Tensor, last: bool) -> None:
         self.engine.set_gradient_accumulation_boundary(last)
         self.engine.backward(loss * ranks.count())  # it averages over ranks, and every loss is already a share

@@ -38,6 +38,10 @@ class HFRollout:
         self.dtype = dtype
         self.full_attention = getattr(model.config, "sliding_window", None) is None
         self.eos = torch.tensor(eos_token_ids, device=model.device)
+        self.device = model.device
+
+    def place(self, *, model: bool, optimizer: bool) -> None:
+        self.model.to(self.device if model else torch.device("cpu"))
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Generation]:
         """Every rank is given all requests, answers its share, and has all the answers."""

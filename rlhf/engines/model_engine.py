@@ -77,6 +77,7 @@ class ModelEngine(ABC):
     # What an engine is.
 
     parameters: dict[str, torch.nn.Parameter]
+    optimizer: torch.optim.Optimizer | None
 
     @abstractmethod
     def _backward(self, loss: Tensor, last: bool) -> None:
@@ -111,6 +112,16 @@ class ModelEngine(ABC):
     def _call(self, *inputs: Any) -> dict[str, Tensor]:
         with self._autocast():
             return self.module(*inputs)  # type: ignore[no-any-return]
+
+    def place(self, *, model: bool, optimizer: bool) -> None:
+        """What of it lies on the device; the rest lies in host memory, so that another model may have its turn. The
+        model is needed to compute, both to learn and to be saved or loaded."""
+        host = torch.device("cpu")
+        self.module.to(self.device if model else host)
+        states = self.optimizer.state.values() if self.optimizer is not None else ()
+        for state in states:
+            for name, tensor in state.items():
+                state[name] = tensor.to(self.device if optimizer else host)
 
     # Computing.
 

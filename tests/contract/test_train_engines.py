@@ -285,6 +285,25 @@ def test_metrics_are_means_over_the_steps_and_the_digest_covers_the_optimizer(
     assert engine.digest() != digest
 
 
+@pytest.mark.parametrize("engine", [name for name in ENGINES if name != "zero3"])  # which the config refuses
+@pytest.mark.parametrize("head", LOAD)
+def test_making_room_changes_nothing(
+    engine: str, head: Head, policy_folder: Path, critic_folder: Path, batch: TrajectoryBatch
+) -> None:
+    """With one device there is but one place to be; what moves on a GPU is measured in tests/gpu."""
+    kind = kind_of(engine, head, policy_folder, critic_folder)
+    moved, other = kind.build(), kind.build()
+    for _ in range(2):
+        moved.place(model=False, optimizer=False)
+        moved.place(model=True, optimizer=False)
+        assert infer(moved, kind, batch) == infer(other, kind, batch)
+        moved.place(model=True, optimizer=True)
+        moved.update(batch, kind.objective, SCHEDULE)
+        other.update(batch, kind.objective, SCHEDULE)
+        assert moved.digest() == other.digest()
+    assert moved.state() == other.state()
+
+
 def test_state_round_trips_bit_by_bit(kind: Kind, batch: TrajectoryBatch) -> None:
     """Loaded into a fresh engine or over another history, it goes on as if nothing had happened."""
     engine = kind.build()

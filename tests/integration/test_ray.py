@@ -106,7 +106,7 @@ def test_drivers_and_workers_that_are_killed_leave_no_trace(runs: Runs) -> None:
     assert gap(expected) < 1e-4, "the rollout's copy is the actor as it is"
 
     # the driver dies: the next one finds the models where they are
-    config = runs.config("driver")
+    config = runs.config("driver", checkpoint__background=True)
     killed = runs.train(config, Fault("create", '{"kind":"stage","iteration":1,"stage":"update_critic"'))
     assert killed.wait(240) == -signal.SIGKILL, killed.text
     assert "starting pool train" in killed.text

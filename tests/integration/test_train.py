@@ -273,6 +273,13 @@ def test_an_update_that_is_not_finite_can_be_passed_over(ratchet: Ratchet) -> No
     assert all(actor[name].equal(initial[name]) for name in initial)
 
 
+def test_taking_turns_changes_nothing(ratchet: Ratchet) -> None:
+    done(ratchet())
+    expected = ratchet.history.results
+    done(ratchet(run__name="by-turns", actor__by_turns=True, critic__by_turns=True))
+    assert ratchet.history.results == expected
+
+
 def test_another_model_is_refused(ratchet: Ratchet, tmp_path: Path) -> None:
     done(ratchet(train__iterations=1))
     records = ratchet.history.records

@@ -78,6 +78,8 @@ def test_the_minimal_config_is_the_documented_default(file: Path) -> None:
         ("actor.micro_batch_tokens=1023", "actor.micro_batch_tokens is 1023, less than one trajectory may have (data.max_prompt_tokens + rollout.max_response_tokens = 1024): raise it"),  # noqa: E501
         ("critic.sequence_parallel=2", "critic.sequence_parallel is 2, which does not divide the number of processes that hold the critic (1): change one of them"),  # noqa: E501
         ("pools={all: {workers: 3}}; actor.sequence_parallel=2", "actor.sequence_parallel is 2, which does not divide the number of processes that hold the actor (3)"),  # noqa: E501
+        ("actor.engine=fsdp; actor.by_turns=true; actor.offload=true", "actor.by_turns moves to host memory what actor.offload keeps there all the time: choose one"),  # noqa: E501
+        ("critic.engine=deepspeed; critic.zero_stage=3; critic.by_turns=true", "critic.by_turns does not go with critic.zero_stage 3"),  # noqa: E501
         ("critic=null", "critic is null, but algorithm.advantage gae needs values: leave critic out"),
         ("algorithm.advantage={type: grpo}; critic.warmup_iterations=1", "critic.warmup_iterations is set, but algorithm.advantage grpo has no critic: remove it"),  # noqa: E501
         ("algorithm.advantage={type: grpo}; rollout.n=1", "algorithm.advantage grpo compares the trajectories of a prompt, but rollout.n is 1: raise rollout.n"),  # noqa: E501

@@ -78,3 +78,33 @@ def test_a_worker_serves_no_older_driver(worker: Worker) -> None:
     worker.update(call(epoch=2), step)
     with pytest.raises(Fenced, match="epoch 2"):
         worker.update(call(epoch=1, weights=AFTER), step)
+
+
+def test_models_that_share_a_device_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever computes is on the device, and besides it nothing that gives way."""
+    from rlhf.engines.hf_rollout import HFRollout
+    from rlhf.engines.model_engine import ModelEngine
+
+    there: dict[int, tuple[bool, bool]] = {}
+
+    def place(self: object, *, model: bool, optimizer: bool) -> None:
+        there[id(self)] = (model, optimizer)
+
+    monkeypatch.setattr(ModelEngine, "place", place)
+    monkeypatch.setattr(HFRollout, "place", place)
+    tiny.workspace(tmp_path)
+    turns = {"actor__by_turns": True, "critic__by_turns": True}
+    for changes, roles in (
+        ({}, {"rollout": "actor", "actor": "actor", "reference": "reference", "critic": "critic"}),
+        ({"actor__engine": "fsdp"}, {"rollout": "rollout", "actor": "actor", "critic": "critic"}),
+        ({"model__lora": {"r": 2}}, {"rollout": "actor", "actor": "actor", "reference": "actor", "critic": "critic"}),
+    ):
+        there.clear()
+        worker = Worker(tiny.config(tmp_path, **turns, **changes), RunStore(Objects(f"file://{tmp_path}")))
+        for _ in range(2):
+            for role, owner in roles.items():
+                for learns in (False, True) if role == owner != "rollout" else (False,):
+                    worker.engine(role, learns=learns)
+                    on = {number for number, (model, _) in there.items() if model}
+                    assert on == {id(worker.engine(owner, learns=learns))}, (role, changes)
+                    assert [optimizer for model, optimizer in there.values() if model] == [learns]
