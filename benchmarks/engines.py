@@ -1,10 +1,12 @@
-"""What an update costs by train engine: seconds, and peak memory of the largest process; and what a call on Ray costs.
+"""What an update costs: seconds, and peak memory of the largest process, by train engine and by way of computing it;
+and what a call on Ray costs.
 
-    OMP_NUM_THREADS=1 python benchmarks/engines.py [--repeats 5] [--ray]
+    OMP_NUM_THREADS=1 python benchmarks/engines.py [--repeats 5] [--ray] [--only PART] [--size 20M|1B|4B]
 
-A Llama of 20 M parameters, random weights, float32; one mini-batch of 16 trajectories of 32 prompt and 96 response
-tokens, in micro-batches of 512 tokens. Every row is a fresh set of processes that meet through gloo (NCCL where there
-is a GPU); the first update, which allocates, is not counted.
+A Llama with random weights; one mini-batch of 16 trajectories of 32 prompt and 96 response tokens, in micro-batches of
+512 tokens, float32 (on a GPU: bfloat16, 512 prompt and 1 536 response tokens, micro-batches of 16 384). Every row is a
+fresh set of processes that meet through gloo (NCCL where there is a GPU); the first update, which allocates, is not
+counted.
 """
 
 from __future__ import annotations
@@ -16,19 +18,53 @@ import resource
 import statistics
 import tempfile
 import time
+from dataclasses import dataclass, field
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-ENGINES: dict[str, dict[str, Any]] = {
-    "torch": {"engine": "torch"},
-    "fsdp": {"engine": "fsdp"},
-    **{f"deepspeed, ZeRO-{stage}": {"engine": "deepspeed", "zero_stage": stage} for stage in range(4)},
+SIZES: dict[str, dict[str, int]] = {
+    "20M": {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8, "heads": 6},
+    "1B": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "heads": 32},
+    "4B": {"hidden_size": 3072, "intermediate_size": 9216, "num_hidden_layers": 28, "heads": 24},
 }
+H200_BF16_FLOPS = 989e12
 
 
-def update(pipe: Any, rank: int, count: int, meeting: str, trainer: dict[str, Any], repeats: int) -> None:
+@dataclass(frozen=True)
+class Case:
+    """One row of a table."""
+
+    name: str
+    trainer: dict[str, Any] = field(default_factory=dict)
+    lora: bool = False
+    shortest: float = 1.0
+    """The shortest response, as a share of the longest; lengths are spread evenly."""
+    vocabulary: int = 8192
+    micro_batches: int = 4
+    """A mini-batch is cut into about so many."""
+    logits_bytes: int = 0
+    """0: as the engine has it."""
+
+
+ENGINES = [
+    Case("torch"),
+    Case("fsdp", {"engine": "fsdp"}),
+    *(Case(f"deepspeed, ZeRO-{stage}", {"engine": "deepspeed", "zero_stage": stage}) for stage in range(4)),
+]
+OPTIONS = [
+    Case("plain"),
+    Case("gradient checkpointing", {"gradient_checkpointing": True}),
+    Case("LoRA, r = 16", lora=True),
+    Case("lengths 1:8, padded", shortest=1 / 8),
+    Case("lengths 1:8, packed", {"packing": True}, shortest=1 / 8),
+    Case("vocabulary 65 536, one micro-batch, all logits", vocabulary=65536, micro_batches=1, logits_bytes=2**40),
+    Case("vocabulary 65 536, one micro-batch, logits in pieces", vocabulary=65536, micro_batches=1),
+]
+
+
+def update(pipe: Any, rank: int, count: int, meeting: str, case: Case, size: str, repeats: int) -> None:
     """One rank: updates, and the seconds of each."""
     import numpy as np
     import torch
@@ -37,36 +73,47 @@ def update(pipe: Any, rank: int, count: int, meeting: str, trainer: dict[str, An
     from rlhf.algorithms import PPOClip
     from rlhf.algorithms.objectives import ActorObjective
     from rlhf.batch import TrajectoryBatch
-    from rlhf.config import Actor
-    from rlhf.engines import ranks
+    from rlhf.config import Actor, LoRA
+    from rlhf.engines import ranks, token_outputs
     from rlhf.engines.base import Schedule
     from rlhf.engines.build import train_engine
+    from rlhf.models import lora
 
     os.environ["LOCAL_RANK"] = str(rank)
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(rank)
     if count > 1:
         ranks.join(rank, count, f"file://{meeting}")
+    if case.logits_bytes:
+        token_outputs.LOGITS_BYTES = case.logits_bytes
     torch.manual_seed(0)
+    shape = dict(SIZES[size])
+    heads = shape.pop("heads")
     model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=8192,
-            hidden_size=384,
-            intermediate_size=1024,
-            num_hidden_layers=8,
-            num_attention_heads=6,
-            num_key_value_heads=6,
+            vocab_size=case.vocabulary,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
+            max_position_embeddings=4096,
+            **shape,
         )
     )
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    engine = train_engine(Actor(**trainer), model, "policy", dtype="float32")
+    if case.lora:
+        lora.add(model, LoRA(), seed=0)
+    engine = train_engine(Actor(**case.trainer), model, "policy", dtype="bfloat16" if on_gpu else "float32")
     rng = np.random.default_rng(0)
-    rows = 16
+    rows, prompt, response = 16, *((512, 1536) if on_gpu else (32, 96))
+    lengths = np.linspace(case.shortest * response, response, rows).astype(int)
+    tokens = int(lengths.sum()) + rows * prompt
     batch = TrajectoryBatch.of(
         {
-            "prompt_ids": rng.integers(3, 8192, (rows, 32)).tolist(),
-            "response_ids": rng.integers(3, 8192, (rows, 96)).tolist(),
-            "loss_mask": [[1] * 96] * rows,
-            "advantages": rng.standard_normal((rows, 96)).tolist(),
-            "old_log_probs": (rng.standard_normal((rows, 96)) * 0.01 - 9).tolist(),
+            "prompt_ids": rng.integers(3, case.vocabulary, (rows, prompt)).tolist(),
+            "response_ids": [rng.integers(3, case.vocabulary, length).tolist() for length in lengths],
+            "loss_mask": [[1] * length for length in lengths],
+            "advantages": [rng.standard_normal(length).tolist() for length in lengths],
+            "old_log_probs": [(rng.standard_normal(length) * 0.01 - 9).tolist() for length in lengths],
         }
     )
     objective = ActorObjective(PPOClip(), None, "k3", 0.0, on_policy=False)
@@ -75,7 +122,7 @@ def update(pipe: Any, rank: int, count: int, meeting: str, trainer: dict[str, An
         betas=(0.9, 0.999),
         weight_decay=0.0,
         grad_clip=1.0,
-        micro_batch_tokens=512,
+        micro_batch_tokens=rows * (prompt + response) // case.micro_batches,
         mini_batches=(tuple(range(rows)),),
         temperature=1.0,
     )
@@ -85,26 +132,26 @@ def update(pipe: Any, rank: int, count: int, meeting: str, trainer: dict[str, An
         engine.update(batch, objective, schedule)
         seconds.append(time.perf_counter() - started)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    if torch.cuda.is_available():
+    if on_gpu:
         peak = torch.cuda.max_memory_allocated() / 2**20
-    pipe.send((statistics.median(seconds[1:]), peak, parameters))
+    pipe.send((statistics.median(seconds[1:]), peak, parameters, tokens))
 
 
-def measured(trainer: dict[str, Any], count: int, repeats: int) -> tuple[float, float, int]:
-    """Seconds of an update, MB of the largest process, and the model's parameters."""
+def measured(case: Case, count: int, size: str, repeats: int) -> tuple[float, float, int, int]:
+    """Seconds of an update, MB of the largest process, the model's parameters, and the tokens of an update."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(count):
             here, there = context.Pipe()
-            process = context.Process(target=update, args=(there, rank, count, f"{folder}/meet", trainer, repeats))
+            process = context.Process(target=update, args=(there, rank, count, f"{folder}/meet", case, size, repeats))
             process.start()
             pipes.append(here)
             processes.append(process)
         told = [pipe.recv() for pipe in pipes]
         for process in processes:
             process.join()
-    return max(one[0] for one in told), max(one[1] for one in told), told[0][2]
+    return max(one[0] for one in told), max(one[1] for one in told), told[0][2], told[0][3]
 
 
 def ray_call(repeats: int = 200) -> float:
@@ -128,14 +175,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--ray", action="store_true", help="the cost of a call on Ray, too")
+    parser.add_argument("--only", choices=["engines", "options"], help="one of the two tables")
+    parser.add_argument("--size", choices=SIZES, default="20M", help="parameters of the model")
     options = parser.parse_args()
-    print("| engine | 1 process: s | MB | 2 processes: s | MB each |\n|---|---|---|---|---|")
-    for name, trainer in ENGINES.items():
-        (one, one_mb, parameters), (two, two_mb, _) = (measured(trainer, count, options.repeats) for count in (1, 2))
-        print(f"| {name} | {one:.2f} | {one_mb:,.0f} | {two:.2f} | {two_mb:,.0f} |", flush=True)
-    print(f"{parameters / 1e6:.1f} M parameters")
+    if options.only != "options":
+        several = [1, 2] if gpus() != 1 else [1]
+        print("| engine |" + "".join(f" by {count}: s | MB each | tokens/s |" for count in several))
+        print("|---|" + "---|" * 3 * len(several))
+        for case in ENGINES:
+            row = ""
+            for count in several:
+                seconds, mb, parameters, tokens = measured(case, count, options.size, options.repeats)
+                row += f" {seconds:.2f} | {mb:,.0f} | {tokens / seconds:,.0f} |"
+                if gpus():
+                    row += f" MFU {6 * parameters * tokens / seconds / count / H200_BF16_FLOPS:.1%} |"
+            print(f"| {case.name} |{row}", flush=True)
+        print(f"{parameters / 1e6:.1f} M parameters")
+    if options.only != "engines":
+        print("| torch, 1 process | s | MB | tokens/s |\n|---|---|---|---|")
+        for case in OPTIONS:
+            seconds, mb, _, tokens = measured(case, 1, options.size, options.repeats)
+            print(f"| {case.name} | {seconds:.2f} | {mb:,.0f} | {tokens / seconds:,.0f} |", flush=True)
     if options.ray:
         print(f"a call on Ray: {ray_call():.1f} ms")
+
+
+def gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
 
 
 if __name__ == "__main__":

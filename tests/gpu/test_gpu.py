@@ -1,0 +1,121 @@
+"""What needs a GPU: that engines compute there what they compute on the CPU, and that taking turns frees its memory.
+
+Run with ``pytest tests/gpu`` where there is one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from infra.objects import Objects
+from infra.store import RunStore
+from infra.workers.worker import Worker
+from rlhf.batch import TrajectoryBatch
+from rlhf.config import Model
+from rlhf.engines.torch_engine import TorchEngine
+from rlhf.models import load_actor
+from tests import tiny
+from tests.contract.conftest import batch, critic_folder, policy_folder
+from tests.contract.test_train_engines import (
+    ALL,
+    ENGINES,
+    SCHEDULE,
+    assert_close,
+    assert_same_update,
+    infer,
+    kind_of,
+)
+
+__all__ = ["batch", "critic_folder", "policy_folder"]
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+
+
+@pytest.fixture(autouse=True)
+def exact() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("head", ["policy", "value"])
+def test_a_gpu_computes_what_a_cpu_computes(
+    engine: str,
+    head: str,
+    policy_folder: Path,
+    critic_folder: Path,
+    batch: TrajectoryBatch,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kind = kind_of(engine, head, policy_folder, critic_folder)  # type: ignore[arg-type]
+    on_gpu = kind.build()
+    assert next(iter(on_gpu.parameters.values())).device.type == "cuda"  # type: ignore[attr-defined]
+    with monkeypatch.context() as patch:
+        patch.setattr("rlhf.engines.ranks.device", lambda: torch.device("cpu"))
+        on_cpu = ENGINES["torch"](kind.folder, kind.head)
+    assert on_gpu.digest() == on_cpu.digest()
+    assert_close(infer(on_gpu, kind, batch), infer(on_cpu, kind, batch))
+    for one in (on_gpu, on_cpu):
+        one.update(batch, kind.objective, SCHEDULE)
+    assert_same_update(on_gpu, on_cpu)
+
+
+@pytest.mark.parametrize("attention", ["flex_attention", "flash_attention_2"])
+def test_packing_with_attention_that_skips_what_lies_between(
+    attention: str,
+    policy_folder: Path,
+    batch: TrajectoryBatch,
+) -> None:
+    if attention == "flash_attention_2":
+        pytest.importorskip("flash_attn")
+    kind = kind_of("torch", "policy", policy_folder, policy_folder)
+    plain = kind.build(dtype="bfloat16")
+    model = load_actor(Model(path=str(policy_folder), attention=attention))
+    packed = TorchEngine(model, "policy", dtype="bfloat16", packing=True)
+    assert_close(infer(packed, kind, batch), infer(plain, kind, batch), atol=0.3)  # as bfloat16 is to float32
+    packed.update(batch, kind.objective, replace(SCHEDULE, mini_batches=(ALL,)))
+
+
+@pytest.mark.parametrize("engine", ["torch", "fsdp", "zero1", "zero2"])
+def test_what_gives_way_frees_its_memory(
+    engine: str,
+    policy_folder: Path,
+    batch: TrajectoryBatch,
+    tmp_path: Path,
+) -> None:
+    large = tiny.model_folder(tmp_path, hidden=512, layers=4, intermediate=2048)
+    kind = kind_of(engine, "policy", large, large)
+    before = torch.cuda.memory_allocated()
+    built, other = kind.build(), kind.build()
+    for one in (built, other):
+        one.update(batch, kind.objective, SCHEDULE)
+    taken = (torch.cuda.memory_allocated() - before) // 2
+    built.place(model=True, optimizer=False)
+    learning = torch.cuda.memory_allocated() - before - taken
+    built.place(model=False, optimizer=False)
+    left = torch.cuda.memory_allocated() - before - taken
+    assert learning < 0.6 * taken, "weights stay, two moments go"
+    assert left < 0.1 * taken
+    built.place(model=True, optimizer=True)
+    for one in (built, other):
+        one.update(batch, kind.objective, SCHEDULE)
+    assert built.digest() == other.digest()
+
+
+def test_the_peak_of_colocated_models_is_lower_by_turns(tmp_path: Path) -> None:
+    tiny.workspace(tmp_path)
+    tiny.model_folder(tmp_path / "model", hidden=512, layers=4, intermediate=2048)
+    peaks = {}
+    for by_turns in (False, True):
+        config = tiny.config(tmp_path, actor__by_turns=by_turns, critic__by_turns=by_turns)
+        worker = Worker(config, RunStore(Objects(f"file://{tmp_path}/{by_turns}")))
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        for role in ("rollout", "reference", "critic", "actor"):
+            worker.engine(role, learns=role in ("actor", "critic"))
+        peaks[by_turns] = torch.cuda.max_memory_allocated() - before
+        del worker
+    assert peaks[True] < 0.5 * peaks[False], "three models, one at a time"
