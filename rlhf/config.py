@@ -185,6 +185,9 @@ class Trainer(Section):
     sequence_parallel: int = Field(
         1, gt=0, description="processes that hold a share of each sequence's positions (Ulysses), for long ones"
     )
+    tensor_parallel: int = Field(
+        1, gt=0, description="fsdp: processes that hold a share of each layer's matrices, for large models"
+    )
     grad_clip: float | None = Field(1.0, gt=0, description="largest norm of the gradient; null: not limited")
     gradient_checkpointing: bool = Field(False, description="recompute activations: less memory, more time")
 
@@ -422,11 +425,14 @@ class RunConfig(Section):
         for role, trainer in self.trainers.items():
             pool = self.pool_of(role)
             workers = 1 if pool is None else self.pools[pool].workers
-            if workers % trainer.sequence_parallel:
-                raise ValueError(
-                    f"{role}.sequence_parallel is {trainer.sequence_parallel}, which does not divide the number of "
-                    f"processes that hold the {role} ({workers}): change one of them"
-                )
+            for key, size in (("sequence", trainer.sequence_parallel), ("tensor", trainer.tensor_parallel)):
+                if workers % size:
+                    raise ValueError(
+                        f"{role}.{key}_parallel is {size}, which does not divide the number of processes that hold "
+                        f"the {role} ({workers}): change one of them"
+                    )
+            if trainer.tensor_parallel > 1:
+                self._tensor_parallel_fits(role, trainer)
             if trainer.by_turns and trainer.offload:
                 raise ValueError(
                     f"{role}.by_turns moves to host memory what {role}.offload keeps there all the time: choose one"
@@ -464,6 +470,16 @@ class RunConfig(Section):
         if self.validation.every and self.validation.data is None:
             raise ValueError("validation.every is set without validation.data: name a prompt file, or remove it")
         return self
+
+    def _tensor_parallel_fits(self, role: str, trainer: Trainer) -> None:
+        model = self.critic_model if role == "critic" else self.model
+        for key, other in (
+            (f"{role}.engine {trainer.engine}", trainer.engine != "fsdp"),
+            (f"{role}.sequence_parallel", trainer.sequence_parallel > 1),
+            ("model.lora", model.lora is not None),
+        ):
+            if other:
+                raise ValueError(f"{role}.tensor_parallel is for engine fsdp, alone: not with {key}")
 
     def _algorithms_fit(self) -> None:
         """Combinations of algorithms that contradict each other."""

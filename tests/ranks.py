@@ -1,4 +1,4 @@
-"""Two processes that compute one model together, as the workers of a group do: real ones, which talk through gloo."""
+"""Processes that compute one model together, as the workers of a group do: real ones, which talk through gloo."""
 
 from __future__ import annotations
 
@@ -10,19 +10,17 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-WORLD = 2
-
 
 class Ranks:
     """Calls a function, by all ranks at once; importing torch is paid once."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, count: int = 2) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipes: list[Connection] = []
         self.processes = []
-        for rank in range(WORLD):
+        for rank in range(count):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, rank, str(folder / "rendezvous")), daemon=True)
+            process = context.Process(target=_serve, args=(there, rank, count, str(folder / "rendezvous")), daemon=True)
             process.start()
             self.pipes.append(here)
             self.processes.append(process)
@@ -45,12 +43,12 @@ class Ranks:
             process.join()
 
 
-def _serve(pipe: Connection, rank: int, rendezvous: str) -> None:
+def _serve(pipe: Connection, rank: int, count: int, rendezvous: str) -> None:
     os.environ["LOCAL_RANK"] = str(rank)
     os.environ["OMP_NUM_THREADS"] = "1"
     from rlhf.engines import ranks
 
-    ranks.join(rank, WORLD, f"file://{rendezvous}")
+    ranks.join(rank, count, f"file://{rendezvous}")
     while True:
         function, arguments = pipe.recv()
         try:

@@ -26,7 +26,7 @@ def train_engine(
     if trainer.engine == "fsdp":
         from rlhf.engines.fsdp_engine import FSDPEngine
 
-        return FSDPEngine(model, head, offload=trainer.offload, **options)
+        return FSDPEngine(model, head, offload=trainer.offload, tensor_parallel=trainer.tensor_parallel, **options)
     if trainer.engine == "deepspeed":
         from rlhf.engines.deepspeed_engine import DeepSpeedEngine
 

@@ -1,30 +1,46 @@
 """`engine: fsdp`: PyTorch's FSDP2 (`fully_shard`): parameters, gradients and optimizer state are spread over the ranks,
-and gathered layer by layer as they are needed (arXiv 2304.11277)."""
+and gathered layer by layer as they are needed (arXiv 2304.11277).
+
+With `tensor_parallel`, ranks in a row form a team that computes the same trajectories: the matrices of attention and
+MLP are cut over the team, by columns and then by rows (arXiv 1909.08053), as the model's own plan says; FSDP then
+spreads each part over the teams.
+"""
 
 from __future__ import annotations
 
+import math
+from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from rlhf.engines import ranks
 from rlhf.engines.token_outputs import Head
 from rlhf.engines.torch_engine import TorchEngine
+from rlhf.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+SUMMED = "replicated_with_grad_allreduce"
+"""A parameter that every member has, and whose gradient is the sum of theirs: each member uses it on its own heads."""
+
 
 class FSDPEngine(TorchEngine):
-    adamw: dict[str, Any] = {"foreach": True}
-
-    def __init__(self, model: PreTrainedModel, head: Head, *, offload: bool = False, **options: Any) -> None:
+    def __init__(
+        self, model: PreTrainedModel, head: Head, *, offload: bool = False, tensor_parallel: int = 1, **options: Any
+    ) -> None:
         self.offload = offload
-        super().__init__(model, head, **options)
+        self.team = tensor_parallel
+        self.adamw = {"foreach": tensor_parallel == 1}  # it does not take tensors of two meshes together
+        super().__init__(model, head, tensor_parallel=tensor_parallel, **options)
 
     def _place(self) -> None:
         ranks.initialized()
@@ -32,8 +48,12 @@ class FSDPEngine(TorchEngine):
             self.module.to(self.device)
         on_gpu = self.device.type == "cuda"
         compute = torch.bfloat16 if self.dtype == "bfloat16" else torch.float32
+        mesh = init_device_mesh(
+            self.device.type, (ranks.count() // self.team, self.team), mesh_dim_names=("teams", "team")
+        )
+        plan = self._cut(mesh["team"]) if self.team > 1 else {}
         options: dict[str, Any] = {
-            "mesh": init_device_mesh(self.device.type, (ranks.count(),)),
+            "mesh": mesh["teams"],
             "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
             "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if self.offload else OffloadPolicy(),
         }
@@ -42,10 +62,53 @@ class FSDPEngine(TorchEngine):
             if type(module).__name__ in blocks:
                 fully_shard(module, **options)
         fully_shard(self.module, **options)
+        self.summed = [
+            parameter
+            for name, parameter in self.model.base_model.named_parameters()
+            if any(fnmatch(name, f"{pattern}.*") for pattern, style in plan.items() if style == SUMMED)
+        ]
+        self.members = mesh.get_group("team")
+
+    def _cut(self, team: DeviceMesh) -> dict[str, str]:
+        """Cut the model over the team; returns its plan."""
+        config = self.model.config.get_text_config()
+        plan: dict[str, str] = dict(getattr(config, "base_model_tp_plan", None) or {})
+        unknown = set(plan.values()) - {*STYLES, SUMMED}
+        if not plan or unknown:
+            raise UserError(
+                f"tensor_parallel: {type(self.model).__name__} has no plan for it that is known here"
+                + (f" (it asks for {', '.join(sorted(unknown))})" if unknown else "")
+            )
+        for what in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+            if getattr(config, what) % self.team:
+                raise UserError(
+                    f"tensor_parallel is {self.team}, which does not divide the model's {what} {getattr(config, what)}"
+                )
+        styles = {pattern: STYLES[style]() for pattern, style in plan.items() if style in STYLES}
+        parallelize_module(self.model.base_model, team, styles)
+        return plan
 
     def _backward(self, loss: Tensor, last: bool) -> None:
-        share = loss * ranks.count()  # gradients are averaged over ranks, and every loss is already a share
+        share = loss * (ranks.count() // self.team)  # gradients are averaged, and every loss is already a share
         share.backward()  # type: ignore[no-untyped-call]
+
+    def _clip(self, limit: float) -> float:
+        if self.team == 1:
+            return super()._clip(limit)
+        for parameter in self.summed:
+            dist.all_reduce(_local(parameter.grad), group=self.members)
+        squares = torch.zeros((), device=self.device)
+        for parameter in self.parameters.values():
+            if parameter.grad is not None:
+                assert isinstance(parameter.grad, DTensor)
+                copies = 1 if parameter.grad.device_mesh.ndim == 2 else self.team  # those that are not cut
+                squares += _local(parameter.grad).float().square().sum().to(self.device) / copies
+        norm = math.sqrt(float(ranks.summed(squares)))
+        if norm > limit:
+            for parameter in self.parameters.values():
+                if parameter.grad is not None:
+                    _local(parameter.grad).mul_(limit / norm)
+        return norm
 
     def _gathered(self, tensor: Tensor) -> Tensor:
         assert isinstance(tensor, DTensor)
@@ -53,5 +116,16 @@ class FSDPEngine(TorchEngine):
 
     def _share(self, parameter: Tensor, whole: Tensor) -> Tensor:
         assert isinstance(parameter, DTensor)
-        mine = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
-        return mine.to(parameter.to_local().device)
+        mesh, placements, device = parameter.device_mesh, parameter.placements, parameter.to_local().device
+        if mesh.ndim == 1:
+            return distribute_tensor(whole, mesh, placements).to(device)
+        cut = placements[1]
+        assert isinstance(cut, Shard)
+        part = whole.chunk(self.team, cut.dim)[ranks.rank() % self.team].contiguous()
+        mine = distribute_tensor(part, mesh["teams"], [Shard(0)]).to_local().to(device)
+        return DTensor.from_local(mine, mesh, placements, shape=parameter.shape, stride=parameter.stride())
+
+
+def _local(tensor: Tensor | None) -> Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local()

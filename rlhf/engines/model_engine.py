@@ -56,14 +56,15 @@ class ModelEngine(ABC):
         gradient_checkpointing: bool = False,
         packing: bool = False,
         sequence_parallel: int = 1,
+        tensor_parallel: int = 1,
     ) -> None:
         self.module = TokenOutputs(model, head, Team.of(sequence_parallel) if sequence_parallel > 1 else None)
         self.model = model
         """Within the module; in engines that share it out its tensors are not whole."""
         self.head, self.dtype, self.trainable, self.packing = head, dtype, trainable, packing
-        self.sharing = sequence_parallel
-        """So many ranks compute the same rows; the first of them counts."""
-        self.counts = ranks.rank() % sequence_parallel == 0
+        self.sharing = sequence_parallel * tensor_parallel
+        """So many ranks in a row compute the same trajectories; the first of them counts."""
+        self.counts = ranks.rank() % self.sharing == 0
         self.device = ranks.device()
         self.steps = 0
         """Optimizer steps taken so far."""

@@ -39,14 +39,17 @@ class TorchEngine(ModelEngine):
     def _step(self, schedule: Schedule) -> float:
         assert self.optimizer is not None
         set_options(self.optimizer, schedule)
-        total = torch.nn.utils.clip_grad_norm_(self.parameters.values(), schedule.grad_clip or math.inf)
-        norm = float(self._gathered(total))
+        norm = self._clip(schedule.grad_clip or math.inf)
         if math.isfinite(norm):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if not math.isfinite(norm):
             raise not_finite(norm)
         return norm
+
+    def _clip(self, limit: float) -> float:
+        """Scale the gradient so that its norm is at most this; returns the norm it had."""
+        return float(self._gathered(torch.nn.utils.clip_grad_norm_(self.parameters.values(), limit)))
 
     def get(self, kind: str, name: str) -> Tensor:
         parameter = self.parameters[name]

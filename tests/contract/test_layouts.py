@@ -17,10 +17,11 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from rlhf.batch import TrajectoryBatch
 from rlhf.engines.base import TrainEngine
-from rlhf.errors import NotFinite
+from rlhf.errors import NotFinite, UserError
 from tests.contract.test_train_engines import (
     ENGINES,
     SCHEDULE,
+    Head,
     Kind,
     assert_close,
     assert_same_update,
@@ -174,6 +175,59 @@ def test_two_processes_share_each_sequence(
     loaded.load_state(together(told))
     assert loaded.digest() == told[0]["digest"] == told[1]["digest"]
     assert_same_update(loaded, one)
+
+
+@pytest.mark.parametrize("head", ["policy", "value"])
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True, "packing": True}, {"offload": True}])
+def test_two_processes_share_each_matrix(
+    head: Head,
+    options: dict[str, Any],
+    policy_folder: Path,
+    critic_folder: Path,
+    batch: TrajectoryBatch,
+    ranks: Ranks,
+) -> None:
+    kind = kind_of("fsdp", head, policy_folder, critic_folder)
+    one = ENGINES["torch"](kind.folder, kind.head)
+    told = ranks(run, kind, batch, {"tensor_parallel": 2, **options})
+    assert told[0]["began"] == one.digest()
+    assert told[0]["outputs"] == told[1]["outputs"]
+    assert told[0]["metrics"] == told[1]["metrics"]
+    assert_close(told[0]["outputs"], infer(one, kind, batch))
+    assert told[0]["metrics"] == pytest.approx(one.update(batch, kind.objective, DEALT), rel=2e-3, abs=1e-4)
+    files = together(told)
+    loaded = ENGINES["torch"](kind.folder, kind.head)
+    loaded.load_state(files)
+    assert loaded.digest() == told[0]["digest"] == told[1]["digest"]
+    assert_same_update(loaded, one)
+    assert ranks(run, kind, batch, {"tensor_parallel": 2, **options}, files)[1]["began"] == loaded.digest()
+
+
+def run_refused(kind: Kind, options: dict[str, Any]) -> None:
+    [(key, size)] = options.items()
+    with pytest.raises(UserError, match=f"{key} is {size}, which does not divide the model's"):
+        kind.build(**options)
+
+
+def test_four_processes_in_teams_of_two(policy_folder: Path, batch: TrajectoryBatch, tmp_path: Path) -> None:
+    kind = kind_of("fsdp", "policy", policy_folder, policy_folder)
+    one = ENGINES["torch"](kind.folder, kind.head)
+    outputs, metrics = infer(one, kind, batch), one.update(batch, kind.objective, DEALT)
+    four = Ranks(tmp_path, 4)
+    try:
+        for team in ({"tensor_parallel": 2}, {"sequence_parallel": 2}):
+            told = four(run, kind, batch, team)
+            assert_close(told[3]["outputs"], outputs)
+            assert told[3]["metrics"] == pytest.approx(metrics, rel=2e-3, abs=1e-4)
+            files = together(told)
+            loaded = ENGINES["torch"](kind.folder, kind.head)
+            loaded.load_state(files)
+            assert loaded.digest() == told[3]["digest"]
+            assert_same_update(loaded, one)
+            assert four(run, kind, batch, team, files)[3]["began"] == loaded.digest()
+        four(run_refused, kind, {"tensor_parallel": 4})  # it has two heads of keys
+    finally:
+        four.close()
 
 
 @pytest.mark.parametrize("engine", ["fsdp", "zero1", "zero2", "zero3"])

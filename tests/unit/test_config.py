@@ -80,6 +80,8 @@ def test_the_minimal_config_is_the_documented_default(file: Path) -> None:
         ("pools={all: {workers: 3}}; actor.sequence_parallel=2", "actor.sequence_parallel is 2, which does not divide the number of processes that hold the actor (3)"),  # noqa: E501
         ("actor.engine=fsdp; actor.by_turns=true; actor.offload=true", "actor.by_turns moves to host memory what actor.offload keeps there all the time: choose one"),  # noqa: E501
         ("critic.engine=deepspeed; critic.zero_stage=3; critic.by_turns=true", "critic.by_turns does not go with critic.zero_stage 3"),  # noqa: E501
+        ("pools={all: {workers: 2}}; actor.tensor_parallel=2", "actor.tensor_parallel is for engine fsdp, alone: not with actor.engine torch"),  # noqa: E501
+        ("pools={all: {workers: 2}}; model.lora={}; actor={engine: fsdp, tensor_parallel: 2}", "actor.tensor_parallel is for engine fsdp, alone: not with model.lora"),  # noqa: E501
         ("critic=null", "critic is null, but algorithm.advantage gae needs values: leave critic out"),
         ("algorithm.advantage={type: grpo}; critic.warmup_iterations=1", "critic.warmup_iterations is set, but algorithm.advantage grpo has no critic: remove it"),  # noqa: E501
         ("algorithm.advantage={type: grpo}; rollout.n=1", "algorithm.advantage grpo compares the trajectories of a prompt, but rollout.n is 1: raise rollout.n"),  # noqa: E501
