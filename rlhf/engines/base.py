@@ -70,7 +70,13 @@ class Schedule:
 
 
 class TrainEngine(Protocol):
-    """A model that is trained, or only asked: actor and reference give log_probs and entropy, a critic values."""
+    """A model that is trained, or only asked: actor and reference give log_probs and entropy, a critic values.
+
+    One model may be many processes. Each makes the same calls with the whole batch, and has the whole result (SPMD).
+    How they share out the work is the engine's own affair, and changes results by rounding at most: trajectories are
+    dealt out; with `sequence_parallel` or `tensor_parallel`, ranks in a row are dealt the same ones, and
+    share each sequence's positions, or each matrix. The gradient is always that of the whole mini-batch.
+    """
 
     def infer(
         self, batch: TrajectoryBatch, outputs: Iterable[str], *, temperature: float, micro_batch_tokens: int
