@@ -29,7 +29,7 @@ def evaluate(config: RunConfig) -> pd.DataFrame:
 @task(name="answer", persist_result=False, cache_policy=NO_CACHE)
 def answer(config: RunConfig) -> pd.DataFrame:
     assert config.validation.data is not None
-    worker = Worker(config, RunStore(Objects("memory://evaluate")))
+    worker = Worker(config, RunStore(Objects("memory://evaluate")), ["rollout"])
     prompts = len(worker.dataset((config.validation.data,)))
     shards = -(-prompts // config.rollout.prompts_per_shard)
     frames = []

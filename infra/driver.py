@@ -216,6 +216,7 @@ def _check_packages(config: RunConfig) -> None:
         ("engine: deepspeed", trains, "deepspeed", "deepspeed"),
         ("pools", bool(config.pools), "ray", "ray"),
         ("model.lora", adapts, "peft", "lora"),
+        ("rollout.engine: vllm", config.rollout.engine == "vllm", "vllm", "vllm"),
         ("tracking", bool(config.tracking), "accelerate", "tracking"),
     ):
         if asked and importlib.util.find_spec(package) is None:

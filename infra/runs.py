@@ -117,8 +117,8 @@ class Run:
         if version not in self.state.snapshots:
             there = ", ".join(map(str, sorted(self.state.snapshots))) or "none"
             raise UserError(f"there is no snapshot after {version} iterations; snapshots there are: {there}")
-        from rlhf.engines.model_engine import copy_weights
-        from rlhf.models import TOKENIZER, load_actor, load_critic, model_folder, save
+        from rlhf.engines.model_engine import copy_weights, weights_of
+        from rlhf.models import TOKENIZER, initial_digest, load_actor, load_critic, model_folder, save
 
         checkpoint = self.store.checkpoint(self.state.snapshots[version][role])
         target = Path(folder)
@@ -130,8 +130,11 @@ class Run:
         if "adapter_config.json" in files and not adapter:
             seed = self.config.run.seed
             is_actor = role == "actor"
+            base = self.config.model if is_actor else self.config.critic_model
+            if initial_digest(base, seed) != self.state.initial[role].digest:
+                raise UserError(f"{base.path} is not the model that the run's adapters belong to: put it back")
             model = load_actor(self.config.model, seed) if is_actor else load_critic(self.config.critic_model, seed)
-            copy_weights(files, model)
+            copy_weights(weights_of(files), model)
             save(model, target)
         else:
             for name, data in files.items():

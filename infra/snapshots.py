@@ -17,18 +17,19 @@ from rlhf.config import Checkpoint, RunConfig
 class Snapshots:
     def __init__(self, config: RunConfig, store: RunStore, groups: Groups) -> None:
         self.config, self.store, self.groups = config, store, groups
-        self._being_written: int | None = None
+        self.being_written: int | None = None
+        """So many iterations has the state that workers write, and of which no record is committed yet."""
 
     def begin(self, version: int) -> None:
         """Let the workers write what they hold, which is the state after `version` iterations."""
-        assert self._being_written is None, "one at a time"
+        assert self.being_written is None, "one at a time"
         for role in self.config.trained:
             self.groups.of(role).call("begin_save", role)
-        self._being_written = version
+        self.being_written = version
 
     def finish(self) -> list[Commit]:
         """Wait until it is durable; the records that say so, which the caller commits."""
-        version, self._being_written = self._being_written, None
+        version, self.being_written = self.being_written, None
         if version is None:
             return []
         roles: dict[str, ObjectRef | None] = {
@@ -44,7 +45,7 @@ class Snapshots:
 
     def settle(self, *, wait: bool) -> None:
         """Commit the snapshot that is being written, once it is durable."""
-        if self._being_written is None:
+        if self.being_written is None:
             return
         if wait or all(self.groups.of(role).call("is_saved", role) for role in self.config.trained):
             self.store.commit_snapshot(self.finish())

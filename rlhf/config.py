@@ -106,13 +106,32 @@ class Data(Section):
     truncation: Literal["error", "left", "right"] = Field("error", description="what happens to a longer prompt")
 
 
+class VLLM(Section):
+    """How vLLM runs; none of it changes what is computed, but for rounding."""
+
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of a GPU's memory that it takes")
+    tensor_parallel: int = Field(1, gt=0, description="GPUs that share the model")
+    max_model_len: int | None = Field(
+        None, gt=0, description="longest prompt and response together; null: what data and rollout allow"
+    )
+    enforce_eager: bool = Field(False, description="no CUDA graphs: starts faster, generates slower")
+    prefix_caching: bool = Field(True, description="compute a prompt once for all its trajectories")
+    cpu_cache_gib: int = Field(1, gt=0, description="without a GPU: memory for keys and values, in GiB")
+    timeout_s: float = Field(600.0, gt=0, description="a shard that takes longer: vLLM is taken for hung, begun anew")
+
+
 class Rollout(Section):
-    engine: Literal["hf"] = Field("hf", description="what generates: hf (transformers, in this process)")
+    engine: Literal["hf", "vllm"] = Field(
+        "hf", description="what generates: hf (transformers, in this process), vllm (extra vllm)"
+    )
     n: int = Field(4, gt=0, description="trajectories per prompt")
     temperature: float = Field(1.0, gt=0, description="sampling temperature; log-probs everywhere are scaled by it")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling: smallest set of tokens of this probability")
     max_response_tokens: int = Field(512, gt=0, description="longest response, in tokens")
     ignore_eos: bool = Field(False, description="never stop at end-of-sequence (for benchmarks)")
+    stop: OneOrMore[str] = Field((), description="texts that end a response, which keeps them")
+    quantization: Literal["fp8"] | None = Field(None, description="vllm: weights are generated with in 8 bits")
+    vllm: VLLM = Field(VLLM(), description="how vLLM runs")
     prompts_per_shard: int = Field(16, gt=0, description="prompts a shard holds: what a crash can lose at most")
 
 
@@ -414,6 +433,7 @@ class RunConfig(Section):
         if info.context == ANYTHING_FITS:
             return self
         self._algorithms_fit()
+        self._rollout_fits()
         self._roles_are_placed()
         total = self.trajectories_per_iteration
         sizes = f"data.prompts_per_iteration {self.data.prompts_per_iteration} x rollout.n {self.rollout.n} = {total}"
@@ -422,7 +442,8 @@ class RunConfig(Section):
                 f"critic is null, but algorithm.advantage {self.algorithm.advantage.type} needs values: leave critic "
                 "out to get the default one, or choose an advantage without a critic (grpo)"
             )
-        for role, trainer in self.trainers.items():
+        shared = {"reference": self.actor} if self.needs_reference else {}
+        for role, trainer in (self.trainers | shared).items():
             pool = self.pool_of(role)
             workers = 1 if pool is None else self.pools[pool].workers
             for key, size in (("sequence", trainer.sequence_parallel), ("tensor", trainer.tensor_parallel)):
@@ -460,6 +481,11 @@ class RunConfig(Section):
                 f"critic.warmup_iterations is set, but algorithm.advantage {self.algorithm.advantage.type} has no "
                 "critic: remove it, or choose an advantage with a critic (gae)"
             )
+        for model in (self.model, self.critic_model, self.reference_model):
+            if model.attention.startswith("flash") and model.dtype == "float32":
+                raise ValueError(
+                    f"model.attention {model.attention} computes in 16 bits: set model.dtype bfloat16, or use sdpa"
+                )
         if self.reference.model is not None and self.reference.model.lora is not None:
             raise ValueError("reference.model.lora is set, but the reference does not learn: remove it")
         if self.bypass and self.data.generations is not None:
@@ -470,6 +496,29 @@ class RunConfig(Section):
         if self.validation.every and self.validation.data is None:
             raise ValueError("validation.every is set without validation.data: name a prompt file, or remove it")
         return self
+
+    def _rollout_fits(self) -> None:
+        rollout = self.rollout
+        if rollout.engine == "hf" and rollout.quantization is not None:
+            raise ValueError(f"rollout.quantization {rollout.quantization} is for rollout.engine vllm: remove it")
+        if rollout.engine == "hf":
+            return
+        temperatures = {
+            "rollout.temperature": rollout.temperature,
+            "validation.temperature": self.validation.temperature,
+        }
+        for key, temperature in temperatures.items():
+            if rollout.top_p < 1 and temperature not in (0.0, 1.0):
+                raise ValueError(
+                    f"rollout.engine vllm gives log-probs either before top_p or at a temperature: with rollout.top_p "
+                    f"{rollout.top_p}, {key} has to be 1 (or 0), and is {temperature}"
+                )
+        longest = self.data.max_prompt_tokens + rollout.max_response_tokens
+        if rollout.vllm.max_model_len is not None and rollout.vllm.max_model_len < longest:
+            raise ValueError(
+                f"rollout.vllm.max_model_len is {rollout.vllm.max_model_len}, less than data.max_prompt_tokens + "
+                f"rollout.max_response_tokens = {longest}: raise it, or leave it out"
+            )
 
     def _tensor_parallel_fits(self, role: str, trainer: Trainer) -> None:
         model = self.critic_model if role == "critic" else self.model

@@ -15,3 +15,7 @@ class UserError(RatchetError):
 
 class NotFinite(RatchetError):
     """A reward, a loss or a gradient is NaN or infinite; nothing of the stage is committed."""
+
+
+class EngineLost(RatchetError):
+    """A generating process died or hung: the shard at hand is lost, and nothing else; a new one starts."""

@@ -23,18 +23,21 @@ def close(iteration: int) -> dict[str, float]:
     metrics = iteration_metrics(driver, iteration)
     if driver.state.iteration > iteration:  # an earlier try's record was written after all
         return metrics
-    driver.snapshots.settle(wait=True)
+    version = iteration + 1
+    if driver.snapshots.being_written != version:  # else an earlier try began it
+        driver.snapshots.settle(wait=True)
     commits: list[Commit] = []
-    due = (iteration + 1) % config.checkpoint.every == 0 or iteration + 1 == config.train.iterations
-    if due and config.train.updates:
+    last = version == config.train.iterations
+    if (version % config.checkpoint.every == 0 or last) and config.train.updates:
         driver.check_stop()
         started = time.perf_counter()
-        for role in config.trained:
-            weights = driver.state.weights[role]
-            if not driver.groups.of(role).call("holds", role, weights):
-                restore(driver, role, weights)
-        driver.snapshots.begin(iteration + 1)
-        if not config.checkpoint.background:
+        if driver.snapshots.being_written != version:
+            for role in config.trained:
+                weights = driver.state.weights[role]
+                if not driver.groups.of(role).call("holds", role, weights):
+                    restore(driver, role, weights)
+            driver.snapshots.begin(version)
+        if not config.checkpoint.background or last:  # nothing comes that it could be hidden behind
             commits = driver.snapshots.finish()
         metrics["timing_s/snapshot"] = time.perf_counter() - started
     store.close(metrics, *commits)

@@ -27,7 +27,15 @@ SPEC = StageSpec(
         "data.prompts_per_iteration",
         "data.max_prompt_tokens",
         "data.truncation",
-        "rollout",
+        "rollout.engine",
+        "rollout.n",
+        "rollout.temperature",
+        "rollout.top_p",
+        "rollout.max_response_tokens",
+        "rollout.ignore_eos",
+        "rollout.stop",
+        "rollout.quantization",
+        "rollout.prompts_per_shard",
         "algorithm.dynamic_sampling",
     ),
     operational_keys=("data.train",),  # where the files lie; what they hold is in the dataset's digest
@@ -79,6 +87,7 @@ def generate(context: Context) -> TrajectoryBatch:
         max_tokens=config.rollout.max_response_tokens,
         seed=config.run.seed,
         ignore_eos=config.rollout.ignore_eos,
+        stop=config.rollout.stop,
     )
     return respond(context, dataset, prompts, config.rollout.n, sampling)
 

@@ -18,7 +18,15 @@ SPEC = StageSpec(
         "select": (),
     },
     writes=TRAJECTORY.of("greedy_baseline"),
-    config_keys=("model.dtype", "rollout.max_response_tokens", "rollout.ignore_eos", "reward"),
+    config_keys=(
+        "model.dtype",
+        "rollout.engine",
+        "rollout.max_response_tokens",
+        "rollout.ignore_eos",
+        "rollout.stop",
+        "rollout.quantization",
+        "reward",
+    ),
     digests=("reward", "tokenizer"),
     role="rollout",
 )
@@ -36,6 +44,7 @@ def greedy_baseline(context: Context) -> TrajectoryBatch:
         max_tokens=config.rollout.max_response_tokens,
         seed=0,
         ignore_eos=config.rollout.ignore_eos,
+        stop=config.rollout.stop,
     )
     function = load_reward(config.reward.function)
     answers = {}

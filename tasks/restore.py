@@ -32,7 +32,9 @@ def restore(driver: Driver, role: str, weights: Weights) -> None:
         if not owner.call("holds", role, weights):  # only where it is trained can it be replayed
             restore(driver, role, weights)
         owner.call("begin_save", role)
-        group.call("load", role, weights, owner.call("finish_save", role))
+        saved = owner.call("finish_save", role)
+        assert saved is not None
+        group.call("load", role, weights, saved)
         return
     snapshot = store.snapshot_at_or_before(weights.version, role) if role in UPDATES else None
     if snapshot is None:

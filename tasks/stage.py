@@ -30,7 +30,7 @@ from infra.store import MAX_ATTEMPTS
 from infra.workers.ray_group import GroupLost
 from infra.workers.worker import Call, Compute, Context, Rows, Stale, Update, Updated
 from rlhf.config_view import ConfigView
-from rlhf.errors import NotFinite
+from rlhf.errors import EngineLost, NotFinite
 from tasks.fingerprint import check_shard, committed_manifest, fingerprint_of, weights_of
 from tasks.restore import restore
 from tasks.spec import UPDATES, StageSpec
@@ -39,7 +39,7 @@ from tasks.spec import UPDATES, StageSpec
 def can_pass(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
     """Only what may pass is tried again: a store that did not answer, a worker that died; never a bad loss."""
     error = state.result(raise_on_failure=False)
-    return isinstance(error, (StoreUnavailable, GroupLost)) and not isinstance(error, StoreFull)
+    return isinstance(error, (StoreUnavailable, GroupLost, EngineLost)) and not isinstance(error, StoreFull)
 
 
 RETRIES: dict[str, Any] = {"retries": 3, "retry_delay_seconds": [1, 5, 20], "retry_condition_fn": can_pass}

@@ -33,8 +33,11 @@ SPEC = StageSpec(
         "model.dtype",
         "data.max_prompt_tokens",
         "data.truncation",
+        "rollout.engine",
         "rollout.top_p",
         "rollout.max_response_tokens",
+        "rollout.stop",
+        "rollout.quantization",
         "rollout.prompts_per_shard",
         "validation.n",
         "validation.temperature",
@@ -62,6 +65,7 @@ def validate_shard(context: Context) -> TrajectoryBatch:
         temperature=config.validation.temperature,
         top_p=config.rollout.top_p,
         max_tokens=config.rollout.max_response_tokens,
+        stop=config.rollout.stop,
         seed=config.run.seed + 1,  # noise of its own: not that of the training prompts with the same numbers
     )
     answers = respond(context, dataset, [(number, number) for number in numbers], config.validation.n, sampling)

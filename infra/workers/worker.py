@@ -26,11 +26,13 @@ from rlhf.config import RunConfig
 from rlhf.config_view import ConfigView
 from rlhf.data.prompts import PromptDataset
 from rlhf.engines import ranks
-from rlhf.errors import NotFinite
+from rlhf.errors import EngineLost, NotFinite
 from rlhf.models import load_actor, load_critic, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from rlhf.engines.base import RolloutEngine
 
 
 T = TypeVar("T")
@@ -167,7 +169,13 @@ class Worker:
         batch = self._read(call)
         started = time.perf_counter()
         context = Context(call, batch, self)
-        found = compute(context)
+        try:
+            found = compute(context)
+        except EngineLost:  # a new one holds nothing yet
+            self._end_rollout()
+            if "actor" not in self.roles:
+                self._weights["actor"] = None
+            raise
         seconds = time.perf_counter() - started
         expected = ("trajectory_id", *call.writes)
         assert tuple(found.columns) == expected, f"{call.stage} wrote {found.columns}, its spec says {expected}"
@@ -205,9 +213,8 @@ class Worker:
         if role not in self.roles:
             self._load_rollout(found)
         elif found is None:
-            self._engines.pop(role, None)
-            if role == "actor":
-                self._engines.pop("rollout", None)
+            for other in [other for other in self._engines if self._owner(other) == role]:
+                del self._engines[other]
             self.engine(role)
         else:
             self.engine(role, learns=True).load_state(self.store.read_checkpoint(found))
@@ -215,13 +222,20 @@ class Worker:
 
     def _load_rollout(self, checkpoint: Checkpoint | None) -> None:
         """The actor's weights alone, for a rollout whose actor is elsewhere."""
-        from rlhf.engines.model_engine import copy_weights, is_weights
+        from rlhf.engines.model_engine import is_weights, weights_of
 
         if checkpoint is None:
-            self._engines.pop("rollout", None)
+            self._end_rollout()
         else:
-            names = [name for name in checkpoint.files if is_weights(name)]
-            copy_weights(self.store.read_checkpoint(checkpoint, names), self.engine("rollout").model)
+            config = "adapter_config.json"
+            names = [name for name in checkpoint.files if is_weights(name) or name == config]
+            files = self.store.read_checkpoint(checkpoint, names)
+            self.engine("rollout").load_weights(weights_of(files), files.get(config))
+
+    def _end_rollout(self) -> None:
+        if (rollout := self._engines.pop("rollout", None)) is not None:
+            rollout.close()
+        self._rollout_has = None
 
     def pass_through(self, role: str, weights: Weights) -> None:
         """The role's tensors count as `weights` from here on: an update was skipped, or replayed with other bits."""
@@ -271,7 +285,8 @@ class Worker:
         """Whose tensors a role computes with: a rollout's may be the actor's own, and a LoRA actor's reference is its
         base."""
         config = self.config
-        plain = config.actor.engine == "torch" and config.actor.sequence_parallel == 1
+        actor = config.actor
+        plain = config.rollout.engine == "hf" and actor.engine == "torch" and actor.sequence_parallel == 1
         own_base = config.model.lora is not None and config.reference.model is None
         shares = {"rollout": plain, "reference": own_base}
         return "actor" if "actor" in self.roles and shares.get(role) else role
@@ -284,7 +299,8 @@ class Worker:
         """The rollout does not generate with the actor's very tensors: copy them if they have changed."""
         has = self._weights.get("actor")
         if has is None or has != self._rollout_has:
-            self.engine("actor", learns=True).copy_to(self._engines["rollout"].model)
+            actor = self.engine("actor", learns=True)
+            self._engines["rollout"].load_weights(actor.weights(), actor.adapter_config)
             self._rollout_has = has
             self._make_room("rollout")
 
@@ -300,16 +316,11 @@ class Worker:
 
     def _build(self, role: str) -> Any:
         from rlhf.engines.build import train_engine
-        from rlhf.engines.hf_rollout import HFRollout
         from rlhf.engines.model_engine import WithoutAdapters
-        from rlhf.models import eos_token_ids
 
         config, seed = self.config, self.config.run.seed
         if role == "rollout":
-            shared = self._owner(role) == "actor"
-            model = self.engine("actor").model if shared else load_actor(config.model, seed).to(ranks.device())
-            eos = eos_token_ids(model, self.tokenizer)
-            return HFRollout(model, eos_token_ids=eos, dtype=config.model.dtype)
+            return self._build_rollout()
         if role == "critic":
             assert config.critic is not None
             chosen = config.critic_model
@@ -319,6 +330,21 @@ class Worker:
         chosen = config.model if role == "actor" else config.reference_model
         trainable = role == "actor"
         return train_engine(config.actor, load_actor(chosen, seed), "policy", dtype=chosen.dtype, trainable=trainable)
+
+    def _build_rollout(self) -> RolloutEngine:
+        from rlhf.engines.hf_rollout import HFRollout
+        from rlhf.models import eos_token_ids
+
+        config = self.config
+        model = config.model
+        if config.rollout.engine == "vllm":
+            from rlhf.engines.build import vllm_rollout
+
+            return vllm_rollout(config, self.tokenizer)
+        shared = self._owner("rollout") == "actor"
+        loaded = self.engine("actor").model if shared else load_actor(model, config.run.seed).to(ranks.device())
+        eos = eos_token_ids(loaded.generation_config, self.tokenizer)
+        return HFRollout(loaded, eos_token_ids=eos, dtype=model.dtype, tokenizer=self.tokenizer)
 
     def admit(self, epoch: int) -> None:
         if epoch < self.epoch:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from torch import Tensor
 
     from rlhf.algorithms.objectives import Objective
     from rlhf.batch import TrajectoryBatch
@@ -30,6 +31,8 @@ class Sampling:
     max_tokens: int
     seed: int
     ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    """Texts that end a response, which keeps them."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +53,17 @@ class RolloutEngine(Protocol):
         """
         ...
 
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes | None = None) -> None:
+        """Take over the policy's weights, in place, named as in a checkpoint; with PEFT's config of an adapter, the
+        adapter's."""
+        ...
+
     def place(self, *, model: bool, optimizer: bool) -> None:
         """Make room: what lies on the device, and what in host memory."""
+        ...
+
+    def close(self) -> None:
+        """End what does not end by itself."""
         ...
 
 

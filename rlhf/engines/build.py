@@ -8,9 +8,10 @@ from rlhf.engines.model_engine import Dtype, ModelEngine
 from rlhf.engines.token_outputs import Head
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from rlhf.config import Trainer
+    from rlhf.config import RunConfig, Trainer
+    from rlhf.engines.vllm_rollout import VLLMRollout
 
 
 def train_engine(
@@ -34,3 +35,32 @@ def train_engine(
     from rlhf.engines.torch_engine import TorchEngine
 
     return TorchEngine(model, head, **options)
+
+
+def vllm_rollout(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> VLLMRollout:
+    """On the CPU vLLM sizes its cache by `VLLM_CPU_KVCACHE_SPACE`, and must not ask for most of the memory."""
+    import torch
+
+    from rlhf.engines.vllm_rollout import VLLMRollout
+    from rlhf.models import eos_token_ids, generation_config, model_folder
+
+    rollout, model, vllm = config.rollout, config.model, config.rollout.vllm
+    on_gpu = torch.cuda.is_available()
+    return VLLMRollout(
+        model_folder(model).resolve(),
+        eos_token_ids=eos_token_ids(generation_config(model), tokenizer),
+        dtype=model.dtype,
+        max_model_len=vllm.max_model_len or config.data.max_prompt_tokens + rollout.max_response_tokens,
+        logprobs_mode="processed_logprobs" if rollout.top_p == 1 else "raw_logprobs",
+        timeout_s=vllm.timeout_s,
+        on_gpu=on_gpu,
+        lora_rank=None if model.lora is None else model.lora.r,
+        cpu_cache_gib=vllm.cpu_cache_gib,
+        tensor_parallel_size=vllm.tensor_parallel,
+        gpu_memory_utilization=vllm.gpu_memory_utilization if on_gpu else 0.1,
+        enforce_eager=vllm.enforce_eager or not on_gpu,
+        enable_prefix_caching=vllm.prefix_caching,
+        quantization=rollout.quantization,
+        enable_sleep_mode=config.actor.by_turns and on_gpu,
+        trust_remote_code=model.trust_remote_code,
+    )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -56,8 +57,12 @@ class DeepSpeedEngine(ModelEngine):
         }
         self.parameters = self._parameters()
         optimizer = torch.optim.AdamW(self.parameters.values()) if self.trainable else None
-        self.engine, self.wrapper, _, _ = deepspeed.initialize(model=self.module, optimizer=optimizer, config=config)
+        with _local_rank():
+            initialized = deepspeed.initialize(model=self.module, optimizer=optimizer, config=config)
+        self.engine, self.wrapper, _, _ = initialized
         self.optimizer = optimizer
+        self.module.in_step = stage == 3
+        self._placed = (True, True)
 
     def _call(self, *inputs: Any) -> dict[str, Tensor]:
         with self._autocast() if self.stage == 0 else nullcontext():
@@ -69,6 +74,9 @@ class DeepSpeedEngine(ModelEngine):
         if self.stage == 0:
             super().place(model=model, optimizer=optimizer)
             return
+        if self._placed == (model, optimizer):
+            return
+        self._placed = (model, optimizer)
         assert self.optimizer is not None
         assert self.stage < 3, "DeepSpeed moves the state of stage 3 for its own compiled optimizer only"
         self.engine.reload_states()
@@ -171,6 +179,19 @@ class DeepSpeedEngine(ModelEngine):
             self.engine.step()
         for state in self.optimizer.state.values():
             state["step"].fill_(self.steps)
+
+
+@contextmanager
+def _local_rank() -> Iterator[None]:
+    """DeepSpeed asks for it; whoever else finds it takes this for one process of many (Accelerate does)."""
+    alone = "LOCAL_RANK" not in os.environ
+    if alone:
+        os.environ["LOCAL_RANK"] = "0"
+    try:
+        yield
+    finally:
+        if alone:
+            del os.environ["LOCAL_RANK"]
 
 
 STILL = Schedule(

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+WHOLE = "embedding_rowwise"
+"""Embeddings are not cut: FSDP spreads them."""
 SUMMED = "replicated_with_grad_allreduce"
 """A parameter that every member has, and whose gradient is the sum of theirs: each member uses it on its own heads."""
 
@@ -72,7 +74,8 @@ class FSDPEngine(TorchEngine):
     def _cut(self, team: DeviceMesh) -> dict[str, str]:
         """Cut the model over the team; returns its plan."""
         config = self.model.config.get_text_config()
-        plan: dict[str, str] = dict(getattr(config, "base_model_tp_plan", None) or {})
+        asked = (getattr(config, "base_model_tp_plan", None) or {}).items()
+        plan = {pattern: style for pattern, style in asked if style != WHOLE}
         unknown = set(plan.values()) - {*STYLES, SUMMED}
         if not plan or unknown:
             raise UserError(
@@ -101,7 +104,7 @@ class FSDPEngine(TorchEngine):
         for parameter in self.parameters.values():
             if parameter.grad is not None:
                 assert isinstance(parameter.grad, DTensor)
-                copies = 1 if parameter.grad.device_mesh.ndim == 2 else self.team  # those that are not cut
+                copies = 1 if _is_cut(parameter.grad) else self.team
                 squares += _local(parameter.grad).float().square().sum().to(self.device) / copies
         norm = math.sqrt(float(ranks.summed(squares)))
         if norm > limit:
@@ -119,11 +122,16 @@ class FSDPEngine(TorchEngine):
         mesh, placements, device = parameter.device_mesh, parameter.placements, parameter.to_local().device
         if mesh.ndim == 1:
             return distribute_tensor(whole, mesh, placements).to(device)
-        cut = placements[1]
-        assert isinstance(cut, Shard)
-        part = whole.chunk(self.team, cut.dim)[ranks.rank() % self.team].contiguous()
+        part, cut = whole, placements[1]
+        if isinstance(cut, Shard):
+            part = whole.chunk(self.team, cut.dim)[ranks.rank() % self.team].contiguous()
         mine = distribute_tensor(part, mesh["teams"], [Shard(0)]).to_local().to(device)
         return DTensor.from_local(mine, mesh, placements, shape=parameter.shape, stride=parameter.stride())
+
+
+def _is_cut(tensor: DTensor) -> bool:
+    """Over the team."""
+    return tensor.device_mesh.ndim == 2 and isinstance(tensor.placements[1], Shard)
 
 
 def _local(tensor: Tensor | None) -> Tensor:

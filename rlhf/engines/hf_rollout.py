@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -12,12 +12,13 @@ import torch
 from rlhf import seeding
 from rlhf.engines import ranks
 from rlhf.engines.base import Generation, Request, Sampling
+from rlhf.engines.model_engine import copy_weights
 from rlhf.errors import NotFinite
 
 if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 class HFRollout:
@@ -33,15 +34,25 @@ class HFRollout:
         *,
         eos_token_ids: tuple[int, ...],
         dtype: Literal["float32", "bfloat16"] = "float32",
+        tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
+        """The tokenizer is for stop texts."""
         self.model = model
+        self.tokenizer = tokenizer
         self.dtype = dtype
-        self.full_attention = getattr(model.config, "sliding_window", None) is None
+        window = getattr(model.config, "sliding_window", None)
+        self.full_attention = window is None and model.config._attn_implementation == "sdpa"
         self.eos = torch.tensor(eos_token_ids, device=model.device)
         self.device = model.device
 
     def place(self, *, model: bool, optimizer: bool) -> None:
         self.model.to(self.device if model else torch.device("cpu"))
+
+    def close(self) -> None:
+        """Nothing but memory is held."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes | None = None) -> None:
+        copy_weights(weights, self.model)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Generation]:
         """Every rank is given all requests, answers its share, and has all the answers."""
@@ -73,10 +84,22 @@ class HFRollout:
             Generation(
                 response_ids=tuple(row[:length].tolist()),
                 log_probs=tuple(scores[:length].tolist()),
-                finish_reason="stop" if int(row[length - 1]) in eos and not sampling.ignore_eos else "length",
+                finish_reason="stop" if self._ends(row[:length], eos, sampling) else "length",
             )
             for row, scores, length in zip(tokens, log_probs, lengths, strict=True)
         ]
+
+    def _ends(self, response: np.ndarray, eos: set[int], sampling: Sampling) -> bool:
+        return (int(response[-1]) in eos and not sampling.ignore_eos) or self._stops(response, sampling)
+
+    def _stops(self, response: np.ndarray, sampling: Sampling) -> bool:
+        """Whether its end holds a stop text; a token has a character at least, or is a part of one."""
+        if not sampling.stop:
+            return False
+        assert self.tokenizer is not None
+        tail = response[-4 * max(map(len, sampling.stop)) - 4 :].tolist()
+        text = str(self.tokenizer.decode(tail, skip_special_tokens=False))
+        return any(stop in text for stop in sampling.stop)
 
     def _generate(self, requests: Sequence[Request], sampling: Sampling) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Token ids and log-probs [requests, max_tokens], and how many of each row are real."""
@@ -118,8 +141,8 @@ class HFRollout:
             ).logits[:, -1]
             tokens, log_probs = sample(logits, uniforms[active, step], sampling)
             out_tokens[active, step], out_log_probs[active, step] = tokens, log_probs
-            if not sampling.ignore_eos:
-                ends = torch.isin(tokens, self.eos) & ~finished[active]
+            if not sampling.ignore_eos or sampling.stop:
+                ends = self._end_now(tokens, out_tokens[active, : step + 1], sampling) & ~finished[active]
                 lengths[active[ends]] = step + 1
                 finished[active[ends]] = True
                 running = ~finished[active]
@@ -134,6 +157,13 @@ class HFRollout:
             input_ids = tokens[:, None]
             positions = positions[:, -1:] + 1
         return out_tokens.cpu().numpy(), out_log_probs.cpu().numpy(), lengths.cpu().numpy()
+
+    def _end_now(self, tokens: Tensor, responses: Tensor, sampling: Sampling) -> Tensor:
+        ends = torch.zeros_like(tokens, dtype=torch.bool) if sampling.ignore_eos else torch.isin(tokens, self.eos)
+        if sampling.stop:
+            stops = [self._stops(response, sampling) for response in responses.cpu().numpy()]
+            ends |= torch.tensor(stops, device=ends.device)
+        return ends
 
 
 def sample(

@@ -58,7 +58,8 @@ class ModelEngine(ABC):
         sequence_parallel: int = 1,
         tensor_parallel: int = 1,
     ) -> None:
-        self.module = TokenOutputs(model, head, Team.of(sequence_parallel) if sequence_parallel > 1 else None)
+        team = Team.of(sequence_parallel) if sequence_parallel > 1 else None
+        self.module = TokenOutputs(model, head, team=team, packing=packing)
         self.model = model
         """Within the module; in engines that share it out its tensors are not whole."""
         self.head, self.dtype, self.trainable, self.packing = head, dtype, trainable, packing
@@ -271,15 +272,16 @@ class ModelEngine(ABC):
     def _stored(self, name: str) -> str:
         return lora.stored_name(name) if lora.has(self.model) else name
 
-    def copy_to(self, model: PreTrainedModel) -> None:
-        """The weights into a plain model, such as the one that a rollout generates with."""
-        targets = dict(model.named_parameters())
-        with torch.no_grad():
-            for name in self.names():
-                targets[name].copy_(self.get("model", name))
-            buffers = dict(model.named_buffers())
-            for name, buffer in self._buffers().items():
-                buffers[name].copy_(buffer)
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor that a checkpoint has as the model's, by its name there, whole; for all ranks, one after the
+        other."""
+        for name in self.names():
+            yield self._stored(name), self.get("model", name).detach()
+        yield from self._buffers().items()
+
+    @property
+    def adapter_config(self) -> bytes | None:
+        return lora.config_json(self.model) if lora.has(self.model) else None
 
     def _tensors(self) -> Iterator[tuple[str, Tensor, bool]]:
         """Every logical tensor by name, on the CPU where it is this rank's."""
@@ -319,13 +321,18 @@ def is_weights(file: str) -> bool:
     return file.startswith(WEIGHTS) and file.endswith(".safetensors")
 
 
-def copy_weights(files: Mapping[str, bytes], model: PreTrainedModel) -> None:
-    """The weights of a checkpoint, however many ranks wrote it, into a plain model (which has its adapters, if any)."""
+def weights_of(files: Mapping[str, bytes]) -> Iterable[tuple[str, Tensor]]:
+    """Those of a checkpoint, however many ranks wrote it."""
+    return _merged(files, WEIGHTS).items()
+
+
+def copy_weights(weights: Iterable[tuple[str, Tensor]], model: PreTrainedModel) -> None:
+    """Into a plain model (which has its adapters, if any)."""
     targets = dict(model.named_parameters()) | dict(model.named_buffers())
     if lora.has(model):
         targets = {lora.stored_name(name): tensor for name, tensor in targets.items()}
     with torch.no_grad():
-        for name, tensor in _merged(files, WEIGHTS).items():
+        for name, tensor in weights:
             targets[name].copy_(tensor)
 
 

@@ -6,7 +6,6 @@ computed, so that this module costs nothing to import.
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,7 +39,6 @@ def initialized() -> None:
     """For engines that need a process group even when they are alone."""
     import torch.distributed as dist
 
-    os.environ.setdefault("LOCAL_RANK", "0")
     if not dist.is_initialized():
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(_backend(), rank=0, world_size=1, store=store)
@@ -65,6 +63,11 @@ def summed(tensor: torch.Tensor) -> torch.Tensor:
     if count() > 1:
         dist.all_reduce(tensor)
     return tensor
+
+
+def largest(number: int) -> int:
+    """Over the ranks."""
+    return int(max(gathered(number)))
 
 
 def gathered(mine: Any) -> list[Any]:

@@ -61,11 +61,11 @@ class Team:
 
     def padded(self, input_ids: Tensor, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
         """Of a length that can be shared out, and with positions."""
-        time = torch.arange(input_ids.shape[1], device=input_ids.device)
-        positions = time.expand_as(input_ids) if position_ids is None else position_ids
         missing = -input_ids.shape[1] % self.size
-        ids, positions = (torch.nn.functional.pad(each, (0, missing)) for each in (input_ids, positions))
-        return ids, positions
+        ids = torch.nn.functional.pad(input_ids, (0, missing))
+        if position_ids is None:
+            return ids, torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        return ids, torch.nn.functional.pad(position_ids, (0, missing))
 
     def mine(self, at: Int[Tensor, " tokens"], time: int) -> tuple[Bool[Tensor, " tokens"], Int[Tensor, " mine"]]:
         """Which places are in this process's share, and where in it."""
@@ -138,8 +138,12 @@ def _attention(
     team: Team,
     visible: Tensor | None,
     scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
+    if softcap is not None or s_aux is not None:
+        raise UserError("sequence_parallel does not know this model's kind of attention: leave it out")
     groups = query.shape[1] // key.shape[1]
     if key.shape[1] % team.size:  # fewer key heads than members: each gets those that its query heads look at
         key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from rlhf.engines import ranks
 from rlhf.engines.sequence_parallel import Team, visible
 from rlhf.errors import UserError
 
@@ -27,16 +28,16 @@ LOGITS_BYTES = 2**28
 class TokenOutputs(torch.nn.Module):
     """What an engine shares out, compiles and calls; the model keeps its own names."""
 
-    def __init__(self, model: PreTrainedModel, head: Head, team: Team | None = None) -> None:
-        """`team`: the processes that share each sequence between them."""
+    def __init__(self, model: PreTrainedModel, head: Head, *, team: Team | None = None, packing: bool = False) -> None:
+        """`team`: the processes that share each sequence between them. Raises `UserError` for a model of which that,
+        `packing`, or its log-probs would come out wrong."""
         super().__init__()
         self.model = model
         self.head = head
         self.team = team
-        if head == "policy":
-            self._check_logits()
-        if team is not None:
-            team.adopt(model)
+        self.in_step = False
+        """Whether all ranks call the head equally often: where that is when they gather its weights."""
+        self._check(packing)
 
     def forward(
         self,
@@ -71,21 +72,25 @@ class TokenOutputs(torch.nn.Module):
         outputs: tuple[str, ...],
         **attend: Any,
     ) -> dict[str, Tensor]:
-        inputs = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False, **attend}
+        inputs = {"input_ids": input_ids, "position_ids": position_ids, **attend}
         if self.head == "value":
-            return {"values": self.model(**inputs).logits.flatten().index_select(0, at).float()}
-        hidden = self.model.base_model(**inputs).last_hidden_state.flatten(0, 1).index_select(0, at)
+            values = self.model(**inputs, use_cache=False).logits
+            return {"values": values.flatten().index_select(0, at).float()}
+        hidden = self._hidden(**inputs).flatten(0, 1).index_select(0, at)
         return self._of_policy(hidden, targets, temperature, outputs)
 
     def _of_policy(
         self, hidden: Tensor, targets: Tensor, temperature: float, outputs: tuple[str, ...]
     ) -> dict[str, Tensor]:
         size = max(1, LOGITS_BYTES // (4 * self.model.config.get_text_config().vocab_size))
-        if len(targets) <= size:
+        count = -(-len(targets) // size)
+        if self.in_step:
+            count = ranks.largest(count)
+        if count <= 1:
             return self._piece(hidden, targets, temperature, outputs)
         pieces = [
             checkpoint(self._piece, *piece, temperature, outputs, use_reentrant=False)
-            for piece in zip(torch.split(hidden, size), torch.split(targets, size), strict=True)
+            for piece in zip(torch.tensor_split(hidden, count), torch.tensor_split(targets, count), strict=True)
         ]
         return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
 
@@ -109,17 +114,40 @@ class TokenOutputs(torch.nn.Module):
         return logits
 
     @torch.no_grad()
-    def _check_logits(self) -> None:
-        """Refuse an architecture that does more with its head's logits than is known here."""
-        device = next(self.model.parameters()).device
-        some = torch.arange(4, device=device)[None]
-        ours = self._logits(self.model.base_model(input_ids=some, use_cache=False).last_hidden_state)
-        theirs = self.model(input_ids=some, use_cache=False).logits
-        if not torch.allclose(ours.float(), theirs.float(), rtol=1e-2, atol=1e-2):
+    def _check(self, packing: bool) -> None:
+        """Try on a few tokens what an architecture may not do as others do, before anything is trained wrongly."""
+        name, attention = type(self.model).__name__, self.model.config._attn_implementation
+        if attention != "sdpa":  # which computes everywhere, and in float32
+            self.model.set_attn_implementation("sdpa")
+        ids = torch.arange(4 * (self.team.size if self.team is not None else 1), device=self.model.device)[None]
+        alone = self._hidden(ids)
+        if self.head == "policy" and _differ(self._logits(alone), self.model(input_ids=ids, use_cache=False).logits):
             raise UserError(
-                f"{type(self.model).__name__} changes the logits of its head in a way that is not known here: its "
-                "log-probs would be wrong; choose a model of another architecture"
+                f"{name} changes the logits of its head in a way that is not known here: its log-probs would be "
+                "wrong; choose a model of another architecture"
             )
+        if packing:
+            positions = torch.arange(ids.shape[1], device=ids.device)[None]
+            twice = self._hidden(ids.repeat(1, 2), position_ids=positions.repeat(1, 2))
+            if _differ(twice[:, ids.shape[1] :], alone):
+                raise UserError(f"{name} does not tell packed sequences apart: leave packing out")
+        if self.team is not None:
+            self.team.adopt(self.model)
+            positions = torch.arange(ids.shape[1], device=ids.device)[None]
+            share = [self.team.share(each) for each in (ids, positions)]
+            mine = self._hidden(share[0], position_ids=share[1], team=self.team, visible=None)
+            if ranks.largest(int(_differ(mine, self.team.share(alone)))):
+                raise UserError(f"{name} does not attend over shares of a sequence: leave sequence_parallel out")
+        elif attention != "sdpa":
+            self.model.set_attn_implementation(attention)
+
+    def _hidden(self, input_ids: Tensor, **inputs: Any) -> Tensor:
+        return self.model.base_model(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state  # type: ignore[no-any-return]
+
+
+def _differ(found: Tensor, expected: Tensor) -> bool:
+    size = max(1.0, float(expected.abs().max()))
+    return not torch.allclose(found.float(), expected.float(), rtol=0, atol=1e-3 * size)
 
 
 def log_probs_and_entropy(

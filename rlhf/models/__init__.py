@@ -11,7 +11,7 @@ from rlhf.errors import UserError
 from rlhf.models import lora
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from rlhf.config import Model
 
@@ -166,12 +166,23 @@ def _without_dropout(model: PreTrainedModel) -> None:
             module.attention_dropout = 0.0
 
 
-def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def eos_token_ids(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Every token that ends a response: the tokenizer's and those of the generation config."""
-    configured = getattr(model.generation_config, "eos_token_id", None)
+    configured = getattr(generation, "eos_token_id", None)
     ids = {tokenizer.eos_token_id}
     ids.update(configured if isinstance(configured, list) else [] if configured is None else [configured])
     return tuple(sorted(ids))
+
+
+def generation_config(model: Model) -> GenerationConfig | None:
+    """As a model loaded from the folder has it."""
+    from transformers import AutoConfig, GenerationConfig
+
+    folder = model_folder(model)
+    if (folder / "generation_config.json").is_file():
+        return GenerationConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
+    return GenerationConfig.from_model_config(config)
 
 
 def config_json(model: PreTrainedModel) -> bytes:

@@ -26,6 +26,7 @@ def add(model: PreTrainedModel, lora: LoRA, seed: int) -> None:
     """Put adapters into a model, in place; nothing but them and a critic's head learns. Raises `UserError`."""
     import torch
     from peft import LoraConfig, inject_adapter_in_model
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
     all_linear = lora.target_modules == ("all-linear",)
     heads = [head for head in HEADS if hasattr(model, head)]
@@ -45,6 +46,9 @@ def add(model: PreTrainedModel, lora: LoRA, seed: int) -> None:
         except ValueError as error:
             raise UserError(f"model.lora.target_modules: {str(error).splitlines()[0]}") from None
     config.modules_to_save = saved
+    for part in (model.get_input_embeddings(), model.get_output_embeddings()):
+        if isinstance(part, BaseTunerLayer):
+            raise UserError("model.lora.target_modules names embeddings or the head: leave them out")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name or name.startswith(HEADS))
 

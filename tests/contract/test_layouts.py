@@ -13,7 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from rlhf.batch import TrajectoryBatch
 from rlhf.engines.base import TrainEngine
@@ -177,6 +185,47 @@ def test_two_processes_share_each_sequence(
     assert_same_update(loaded, one)
 
 
+def odd_folder(name: str, folder: Path) -> Path:
+    """Models whose plan has more to it: norms of single heads; biases where rows are cut, and tied embeddings."""
+    shape: dict[str, Any] = {
+        "vocab_size": 78,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "initializer_range": 0.3,
+    }
+    if name == "qwen3":
+        model: PreTrainedModel = Qwen3ForCausalLM(Qwen3Config(**shape, head_dim=16))
+    else:
+        biases = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
+        model = LlamaForCausalLM(LlamaConfig(**shape, **biases))
+        with torch.no_grad():
+            for parameter_name, parameter in model.named_parameters():
+                if parameter_name.endswith("bias"):
+                    parameter.normal_(generator=torch.Generator().manual_seed(len(parameter_name)))
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["qwen3", "biased and tied"])
+def test_matrices_of_other_models_are_shared(name: str, batch: TrajectoryBatch, ranks: Ranks, tmp_path: Path) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        folder = odd_folder(name, tmp_path)
+    kind = kind_of("fsdp", "policy", folder, folder)
+    one = ENGINES["torch"](folder, "policy")
+    told = ranks(run, kind, batch, {"tensor_parallel": 2})
+    assert_close(told[0]["outputs"], infer(one, kind, batch))
+    assert told[0]["metrics"] == pytest.approx(one.update(batch, kind.objective, DEALT), rel=2e-3, abs=1e-4)
+    files = together(told)
+    loaded = ENGINES["torch"](folder, "policy")
+    loaded.load_state(files)
+    assert_same_update(loaded, one)
+    assert ranks(run, kind, batch, {"tensor_parallel": 2}, files)[1]["began"] == loaded.digest()
+
+
 @pytest.mark.parametrize("head", ["policy", "value"])
 @pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True, "packing": True}, {"offload": True}])
 def test_two_processes_share_each_matrix(
@@ -203,6 +252,29 @@ def test_two_processes_share_each_matrix(
     assert ranks(run, kind, batch, {"tensor_parallel": 2, **options}, files)[1]["began"] == loaded.digest()
 
 
+def run_in_pieces(kind: Kind, batch: TrajectoryBatch) -> dict[str, Any]:
+    """Logits of two tokens at once: ranks have other numbers of pieces."""
+    from rlhf.engines import token_outputs
+
+    before = token_outputs.LOGITS_BYTES
+    token_outputs.LOGITS_BYTES = 2 * 4 * 78
+    try:
+        return run(kind, batch, {})
+    finally:
+        token_outputs.LOGITS_BYTES = before
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_logits_in_pieces_by_two_processes(
+    engine: str, policy_folder: Path, batch: TrajectoryBatch, ranks: Ranks
+) -> None:
+    kind = kind_of(engine, "policy", policy_folder, policy_folder)
+    one = ENGINES["torch"](kind.folder, kind.head)
+    told = ranks(run_in_pieces, kind, batch)
+    assert_close(told[0]["outputs"], infer(one, kind, batch))
+    assert told[0]["metrics"] == pytest.approx(one.update(batch, kind.objective, DEALT), rel=2e-3, abs=1e-4)
+
+
 def run_refused(kind: Kind, options: dict[str, Any]) -> None:
     [(key, size)] = options.items()
     with pytest.raises(UserError, match=f"{key} is {size}, which does not divide the model's"):
@@ -215,7 +287,8 @@ def test_four_processes_in_teams_of_two(policy_folder: Path, batch: TrajectoryBa
     outputs, metrics = infer(one, kind, batch), one.update(batch, kind.objective, DEALT)
     four = Ranks(tmp_path, 4)
     try:
-        for team in ({"tensor_parallel": 2}, {"sequence_parallel": 2}):
+        # of four that share a sequence, two look at the same head of keys
+        for team in ({"tensor_parallel": 2}, {"sequence_parallel": 2}, {"sequence_parallel": 4}):
             told = four(run, kind, batch, team)
             assert_close(told[3]["outputs"], outputs)
             assert told[3]["metrics"] == pytest.approx(metrics, rel=2e-3, abs=1e-4)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from rlhf.batch import TrajectoryBatch
 from rlhf.config import LoRA, Model
-from rlhf.engines.model_engine import ModelEngine, WithoutAdapters, copy_weights
+from rlhf.engines.model_engine import ModelEngine, WithoutAdapters, copy_weights, weights_of
 from rlhf.errors import UserError
 from rlhf.models import load_actor, load_critic, save
 from tests.contract.test_layouts import DEALT, Files, ranks
@@ -69,7 +69,7 @@ def test_adapters_learn_and_the_base_stays(kind: Kind, batch: TrajectoryBatch, t
     base_model = AUTO[kind.head].from_pretrained(kind.folder, dtype=torch.float32)
     peft = PeftModel.from_pretrained(base_model, folder_of(files, tmp_path))
     plain = LOAD[kind.head](Model(path=str(kind.folder), lora=LORA))
-    copy_weights(files, plain)
+    copy_weights(weights_of(files), plain)
     torch.testing.assert_close(logits_of(peft), logits_of(plain), rtol=0, atol=1e-6)
 
     # merged, it is a plain model folder: W + alpha/r B A rounds once more than W x + alpha/r B A x

@@ -57,6 +57,17 @@ def test_killed_while_a_snapshot_is_written(
     assert history.results == uninterrupted[1].results
 
 
+def test_the_last_snapshot_is_never_left_out(
+    background: RunConfig, uninterrupted: dict[int, History], processes: Processes
+) -> None:
+    """Nothing comes after it that would make another."""
+    killed = processes.train(background, Fault("put", f"checkpoints/actor/{ITERATIONS:06d}"))
+    assert killed.wait() == -signal.SIGKILL
+    resumed = processes.train(background)
+    assert resumed.wait() == 0, resumed.text
+    assert History.of(background).results == uninterrupted[1].results
+
+
 def test_a_store_that_is_away_for_a_moment_is_waited_for(
     background: RunConfig, uninterrupted: dict[int, History], processes: Processes
 ) -> None:

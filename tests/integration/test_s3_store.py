@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 
 from infra.log import Fenced
-from infra.manifest import Fingerprint, Manifest
+from infra.manifest import Checkpoint, Fingerprint, Manifest
 from infra.records import Claim, Shard, ShardRef, Stage, Weights
 from infra.runs import open_run
 from infra.store import RunStore
@@ -143,8 +143,9 @@ def test_a_checkpoint_of_many_parts(s3: str) -> None:
     store = claimed(f"{s3}/{uuid.uuid4().hex}")
     large = os.urandom(2**20) * 130
     weights = Weights(version=1, digest="x")
-    files = store.write_checkpoint_files("actor", {"model.safetensors": large}, weights)
-    ref = store.write_checkpoint_manifest("actor", files, weights)
+    folder = store.checkpoint_folder("actor", weights)
+    files = store.write_checkpoint_files(folder, {"model.safetensors": large})
+    ref = store.write_checkpoint_manifest(folder, Checkpoint(role="actor", weights=weights, files=files))
     checkpoint = store.checkpoint(ref)
     assert checkpoint.files["model.safetensors"].bytes == len(large)
     assert store.read_checkpoint(checkpoint)["model.safetensors"] == large

@@ -82,6 +82,11 @@ def test_the_minimal_config_is_the_documented_default(file: Path) -> None:
         ("critic.engine=deepspeed; critic.zero_stage=3; critic.by_turns=true", "critic.by_turns does not go with critic.zero_stage 3"),  # noqa: E501
         ("pools={all: {workers: 2}}; actor.tensor_parallel=2", "actor.tensor_parallel is for engine fsdp, alone: not with actor.engine torch"),  # noqa: E501
         ("pools={all: {workers: 2}}; model.lora={}; actor={engine: fsdp, tensor_parallel: 2}", "actor.tensor_parallel is for engine fsdp, alone: not with model.lora"),  # noqa: E501
+        ("pools={a: {workers: 2}, b: {}}; placement={actor: a, critic: a, rollout: a, reference: b}; actor.sequence_parallel=2; algorithm.kl.in_reward=0.1", "reference.sequence_parallel is 2, which does not divide the number of processes that hold the reference (1)"),  # noqa: E501
+        ("model.attention=flash_attention_2; model.dtype=float32", "model.attention flash_attention_2 computes in 16 bits: set model.dtype bfloat16, or use sdpa"),  # noqa: E501
+        ("rollout.quantization=fp8", "rollout.quantization fp8 is for rollout.engine vllm: remove it"),
+        ("rollout={engine: vllm, top_p: 0.9, temperature: 0.7}", "with rollout.top_p 0.9, rollout.temperature has to be 1 (or 0), and is 0.7"),  # noqa: E501
+        ("rollout={engine: vllm, vllm: {max_model_len: 100}}", "rollout.vllm.max_model_len is 100, less than data.max_prompt_tokens + rollout.max_response_tokens = 1024: raise it"),  # noqa: E501
         ("critic=null", "critic is null, but algorithm.advantage gae needs values: leave critic out"),
         ("algorithm.advantage={type: grpo}; critic.warmup_iterations=1", "critic.warmup_iterations is set, but algorithm.advantage grpo has no critic: remove it"),  # noqa: E501
         ("algorithm.advantage={type: grpo}; rollout.n=1", "algorithm.advantage grpo compares the trajectories of a prompt, but rollout.n is 1: raise rollout.n"),  # noqa: E501

@@ -91,13 +91,13 @@ def test_a_checkpoint_of_tied_embeddings_is_a_model_folder(folder: Path, tmp_pat
 
 def test_every_end_of_sequence_counts(folder: Path) -> None:
     actor, tokenizer = load_actor(model(folder)), load_tokenizer(model(folder))
-    assert eos_token_ids(actor, tokenizer) == (1,)
+    assert eos_token_ids(actor.generation_config, tokenizer) == (1,)
     actor.generation_config.eos_token_id = [7, 1, 3]
-    assert eos_token_ids(actor, tokenizer) == (1, 3, 7)
+    assert eos_token_ids(actor.generation_config, tokenizer) == (1, 3, 7)
     actor.generation_config.eos_token_id = 7
-    assert eos_token_ids(actor, tokenizer) == (1, 7)
+    assert eos_token_ids(actor.generation_config, tokenizer) == (1, 7)
     actor.generation_config.eos_token_id = None
-    assert eos_token_ids(actor, tokenizer) == (1,)
+    assert eos_token_ids(actor.generation_config, tokenizer) == (1,)
 
 
 def test_a_tokenizer_without_an_end_is_refused(tmp_path: Path) -> None:

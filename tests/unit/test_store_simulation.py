@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 )
 
 from infra.log import TAIL, Fenced
-from infra.manifest import Fingerprint, Manifest
+from infra.manifest import Checkpoint, Fingerprint, Manifest
 from infra.objects import Objects, StoreUnavailable
 from infra.records import (
     Claim,
@@ -230,8 +230,9 @@ class Drivers(RuleBasedStateMachine):
     def close(self, store: Watched) -> None:
         version = store.state.iteration + 1
         weights = store.state.weights["actor"]
-        files = store.write_checkpoint_files("actor", {"model.safetensors": f"{version}".encode()}, weights)
-        checkpoint = store.write_checkpoint_manifest("actor", files, weights)
+        folder = store.checkpoint_folder("actor", weights)
+        files = store.write_checkpoint_files(folder, {"model.safetensors": f"{version}".encode()})
+        checkpoint = store.write_checkpoint_manifest(folder, Checkpoint(role="actor", weights=weights, files=files))
         store.close({"loss": float(next(self.nonces))}, Snapshot(version=version, roles={"actor": checkpoint}))
 
     def stage(self, store: Watched, iteration: int, name: str, attempt: int, data: tuple[ShardRef, ...]) -> Stage:

@@ -61,3 +61,19 @@ def test_a_head_that_does_something_unknown_is_refused() -> None:
     loaded.forward = other  # type: ignore[method-assign, assignment]
     with pytest.raises(UserError, match="LlamaForCausalLM changes the logits"):
         TokenOutputs(loaded, "policy")
+
+
+@pytest.mark.parametrize(("kind", "fits"), [("llama", True), ("bloom", False)])
+def test_a_model_that_does_not_tell_packed_sequences_apart_is_refused(kind: str, fits: bool) -> None:
+    loaded = (
+        model(kind)
+        if fits
+        else AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(kind, vocab_size=50, hidden_size=16, n_layer=1, n_head=2)
+        ).eval()
+    )
+    if fits:
+        TokenOutputs(loaded, "policy", packing=True)
+    else:
+        with pytest.raises(UserError, match="BloomForCausalLM does not tell packed sequences apart"):
+            TokenOutputs(loaded, "policy", packing=True)

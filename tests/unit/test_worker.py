@@ -80,6 +80,17 @@ def test_a_worker_serves_no_older_driver(worker: Worker) -> None:
         worker.update(call(epoch=1, weights=AFTER), step)
 
 
+def test_what_shares_the_actors_tensors_is_built_anew_with_it(tmp_path: Path) -> None:
+    tiny.workspace(tmp_path)
+    config = tiny.config(tmp_path, model__lora={"r": 2})
+    worker = Worker(config, RunStore(Objects(f"file://{tmp_path}")))
+    for _ in range(2):
+        worker.load("actor", BEFORE, None)
+        actor = worker.engine("actor")
+        assert worker.engine("reference").actor is actor
+        assert worker.engine("rollout").model is actor.model
+
+
 def test_models_that_share_a_device_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever computes is on the device, and besides it nothing that gives way."""
     from rlhf.engines.hf_rollout import HFRollout
