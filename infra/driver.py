@@ -193,6 +193,7 @@ def driving(
     finally:
         Driver._active = None
         driver.forget_stop()
+        driver.groups.close()
         beat.close()
 
 

@@ -350,6 +350,9 @@ def on_worker(driver: Driver, method: str, call: Call, function: Compute | Updat
     group = driver.groups.of(call.role)
     try:
         return group.call(method, call, function)
+    except (GroupLost, EngineLost) as error:
+        report("note", text=f"{error}; {call.stage} is tried again")
+        raise
     except Stale:
         assert call.role is not None and call.weights is not None
         restore(driver, call.role, call.weights)

@@ -39,3 +39,7 @@ class Groups:
         group = self._pools[pool]
         group.epoch = self.store.log.epoch
         return group  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """End what this process started and what would not end with the driver."""
+        self.local.worker.close()

@@ -232,6 +232,9 @@ class Worker:
             files = self.store.read_checkpoint(checkpoint, names)
             self.engine("rollout").load_weights(weights_of(files), files.get(config))
 
+    def close(self) -> None:
+        self._end_rollout()
+
     def _end_rollout(self) -> None:
         if (rollout := self._engines.pop("rollout", None)) is not None:
             rollout.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import threading
 import time
@@ -13,8 +14,8 @@ from typing import Any
 
 def main() -> None:
     pipe = Connection(int(sys.argv[1]))
-    parent, options = pipe.recv()
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    parent, scratch, options = pipe.recv()
+    threading.Thread(target=_end_with, args=(parent, scratch), daemon=True).start()
     try:
         engine = Engine(options)
         pipe.send((True, None))
@@ -25,17 +26,18 @@ def main() -> None:
         try:
             method, arguments = pipe.recv()
         except EOFError:
-            os._exit(0)
+            return
         try:
             pipe.send((True, getattr(engine, method)(*arguments)))
         except Exception as error:  # whatever state it is in now, the parent starts a new one
             pipe.send((False, f"{type(error).__name__}: {error}"))
 
 
-def _end_with(parent: int) -> None:
-    """A parent that was killed cannot end its children."""
+def _end_with(parent: int, scratch: Path) -> None:
+    """A parent that was killed cannot end its children, nor remove what it left in memory."""
     while os.getppid() == parent:
         time.sleep(0.5)
+    shutil.rmtree(scratch, ignore_errors=True)
     os._exit(1)
 
 

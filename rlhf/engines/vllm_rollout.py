@@ -40,6 +40,8 @@ class Child:
 
 
 class VLLMRollout:
+    """After an `EngineLost` the next process begins with the model's first weights: load what is wanted."""
+
     def __init__(
         self,
         folder: str | Path,
@@ -170,7 +172,7 @@ class VLLMRollout:
         there.close()
         self._child = child = Child(process, here, log)
         try:
-            here.send((os.getpid(), self.options))
+            here.send((os.getpid(), self.scratch, self.options))
             ready = here.poll(START_S)
             good, answer = here.recv() if ready else (False, f"it did not start within {START_S:.0f} s")
         except (EOFError, OSError):

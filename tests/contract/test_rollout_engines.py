@@ -9,9 +9,12 @@ sees, and a wrong mask, position or temperature moves them by more than 1e-2.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,30 +28,74 @@ from rlhf.config import Model
 from rlhf.engines.base import Generation, Request, RolloutEngine, Sampling
 from rlhf.engines.hf_rollout import HFRollout
 from rlhf.engines.torch_engine import TorchEngine
-from rlhf.models import load_actor
+from rlhf.engines.vllm_rollout import VLLMRollout
+from rlhf.models import load_actor, load_tokenizer
+from tests.tiny import model_folder
 
 CLOSE = 1e-5
 EOS = tuple(range(1, 78, 6))
 SAMPLING = Sampling(temperature=0.7, top_p=0.95, max_tokens=12, seed=3)
 
-
-def hf_rollout(folder: Path, **options: Any) -> RolloutEngine:
-    return HFRollout(load_actor(Model(path=str(folder))), eos_token_ids=EOS, **options)
-
-
-ENGINES: dict[str, Callable[..., RolloutEngine]] = {"hf": hf_rollout}
-
 Build = Callable[..., RolloutEngine]
 
 
+def hf_rollout(folder: Path, **options: Any) -> RolloutEngine:
+    model = Model(path=str(folder))
+    tokenizer = load_tokenizer(model) if (folder / "tokenizer.json").exists() else None
+    return HFRollout(load_actor(model), eos_token_ids=EOS, tokenizer=tokenizer, **options)
+
+
+@cache  # a start takes a quarter of a minute
+def vllm_rollout(folder: Path, **options: Any) -> RolloutEngine:
+    return VLLMRollout(
+        folder, eos_token_ids=EOS, max_model_len=64, enforce_eager=True, gpu_memory_utilization=0.1, **options
+    )
+
+
+@dataclass(frozen=True)
+class Kind:
+    build: Build
+    sampling: Sampling
+    close: float
+    """Of log-probs to those of a forward pass."""
+    exact: bool
+    """Whether a call gives the same bits again."""
+
+    def assert_agree(self, found: Generation, expected: Generation) -> None:
+        """The same tokens; the same log-probs as far as they go."""
+        assert found.response_ids == expected.response_ids
+        np.testing.assert_allclose(found.log_probs, expected.log_probs, rtol=0, atol=self.close)
+        assert found.finish_reason == expected.finish_reason
+
+
+ENGINES: dict[str, Kind] = {"hf": Kind(hf_rollout, SAMPLING, CLOSE, exact=True)}
+if os.environ.get("RATCHET_VLLM") or find_spec("vllm"):  # which CI says there is
+    # It has either a temperature or top_p before its log-probs; its attention on the CPU rounds more, and what it has
+    # cached is computed once.
+    ENGINES["vllm"] = Kind(vllm_rollout, replace(SAMPLING, top_p=1.0), 1e-3, exact=False)
+
+
 @pytest.fixture(params=list(ENGINES))
-def build(request: pytest.FixtureRequest) -> Build:
+def kind(request: pytest.FixtureRequest) -> Kind:
     return ENGINES[request.param]
 
 
+@pytest.fixture(scope="session")
+def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama whose weights are larger than usual, so that context matters; of a head's size that vLLM takes."""
+    folder = model_folder(tmp_path_factory.mktemp("rollout"), hidden=128, intermediate=128)
+    model = load_actor(Model(path=str(folder)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter *= 4
+    model.save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
-def engine(build: Build, policy_folder: Path) -> RolloutEngine:
-    return build(policy_folder)
+def engine(kind: Kind, policy_folder: Path) -> RolloutEngine:
+    return kind.build(policy_folder)
 
 
 def requests(count: int = 40, prefix: str = "it000000") -> list[Request]:
@@ -67,18 +114,11 @@ def tokens(generations: Sequence[Generation]) -> list[tuple[int, ...]]:
     return [generation.response_ids for generation in generations]
 
 
-def assert_agree(found: Generation, expected: Generation) -> None:
-    """The same tokens; the same log-probs as far as they go."""
-    assert found.response_ids == expected.response_ids
-    np.testing.assert_allclose(found.log_probs, expected.log_probs, rtol=0, atol=CLOSE)
-    assert found.finish_reason == expected.finish_reason
-
-
-@pytest.mark.parametrize(("dtype", "atol"), [("float32", CLOSE), ("bfloat16", 0.3)])
-def test_log_probs_are_those_of_the_train_engine(build: Build, policy_folder: Path, dtype: Any, atol: float) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_log_probs_are_those_of_the_train_engine(kind: Kind, policy_folder: Path, dtype: Any) -> None:
     """Of the temperature-scaled logits, whatever top_p leaves out (a bfloat16 has 8 bits)."""
     asked = requests()
-    found = build(policy_folder, dtype=dtype).generate(asked, SAMPLING)
+    found = kind.build(policy_folder, dtype=dtype).generate(asked, kind.sampling)
     batch = TrajectoryBatch.of(
         {
             "trajectory_id": [request.trajectory_id for request in asked],
@@ -89,10 +129,11 @@ def test_log_probs_are_those_of_the_train_engine(build: Build, policy_folder: Pa
     trainer = TorchEngine(load_actor(Model(path=str(policy_folder))), "policy", dtype=dtype, trainable=False)
     expected = trainer.infer(batch, ["log_probs"], temperature=SAMPLING.temperature, micro_batch_tokens=200)
     for generation, log_probs in zip(found, expected["log_probs"].to_pylist(), strict=True):
+        atol = kind.close if dtype == "float32" else 0.3
         np.testing.assert_allclose(generation.log_probs, log_probs, rtol=0, atol=atol)
 
 
-def test_greedy_is_what_transformers_generates(engine: RolloutEngine, policy_folder: Path) -> None:
+def test_greedy_is_what_transformers_generates(kind: Kind, engine: RolloutEngine, policy_folder: Path) -> None:
     model = load_actor(Model(path=str(policy_folder)))
     asked = requests(20)
     for request, generation in zip(asked, engine.generate(asked, replace(SAMPLING, temperature=0.0)), strict=True):
@@ -107,63 +148,105 @@ def test_greedy_is_what_transformers_generates(engine: RolloutEngine, policy_fol
         )
         assert generation.response_ids == tuple(expected[0, prompt.shape[1] :].tolist())
         log_probs = model(expected).logits[0, prompt.shape[1] - 1 : -1].log_softmax(-1).max(-1).values
-        np.testing.assert_allclose(generation.log_probs, log_probs.detach(), rtol=0, atol=CLOSE)
+        np.testing.assert_allclose(generation.log_probs, log_probs.detach(), rtol=0, atol=kind.close)
 
 
-def test_a_call_is_a_pure_function_of_its_requests(engine: RolloutEngine) -> None:
-    """Bit by bit the same again, whatever ran in between; another seed or other ids give other tokens."""
-    first = engine.generate(requests(), SAMPLING)
-    engine.generate(requests(7, prefix="it000001"), replace(SAMPLING, max_tokens=3))
-    assert engine.generate(requests(), SAMPLING) == first
-    assert tokens(engine.generate(requests(), replace(SAMPLING, seed=4))) != tokens(first)
-    assert tokens(engine.generate(requests(prefix="it000001"), SAMPLING)) != tokens(first)
-    assert engine.generate([], SAMPLING) == []
+def test_a_call_is_a_pure_function_of_its_requests(kind: Kind, engine: RolloutEngine) -> None:
+    """The same again, whatever ran in between; another seed or other ids give other tokens."""
+    sampling = kind.sampling
+    first = engine.generate(requests(), sampling)
+    engine.generate(requests(7, prefix="it000001"), replace(sampling, max_tokens=3))
+    again = engine.generate(requests(), sampling)
+    if kind.exact:
+        assert again == first, "bit by bit"
+    for one, other in zip(again, first, strict=True):
+        kind.assert_agree(one, other)
+    assert tokens(engine.generate(requests(), replace(sampling, seed=4))) != tokens(first)
+    assert tokens(engine.generate(requests(prefix="it000001"), sampling)) != tokens(first)
+    assert engine.generate([], sampling) == []
 
 
-def test_a_response_does_not_depend_on_the_other_requests(engine: RolloutEngine) -> None:
+def test_a_response_does_not_depend_on_the_other_requests(kind: Kind, engine: RolloutEngine) -> None:
     """Alone (no padding), reversed and in a shard of its own, each prompt is answered in the same way."""
-    asked = requests()
-    whole = engine.generate(asked, SAMPLING)
+    asked, sampling = requests(), kind.sampling
+    whole = engine.generate(asked, sampling)
     assert len({len(request.prompt_ids) for request in asked}) == 9
     for request, expected in zip(asked, whole, strict=True):
-        assert_agree(engine.generate([request], SAMPLING)[0], expected)
-    backwards = engine.generate(asked[::-1], SAMPLING)[::-1]
-    shards = [*engine.generate(asked[:16], SAMPLING), *engine.generate(asked[16:], SAMPLING)]
+        kind.assert_agree(engine.generate([request], sampling)[0], expected)
+    backwards = engine.generate(asked[::-1], sampling)[::-1]
+    shards = [*engine.generate(asked[:16], sampling), *engine.generate(asked[16:], sampling)]
     for expected, *others in zip(whole, backwards, shards, strict=True):
         for other in others:
-            assert_agree(other, expected)
+            kind.assert_agree(other, expected)
 
 
-def test_responses_end_at_end_of_sequence_or_at_the_limit(engine: RolloutEngine) -> None:
+def test_responses_end_at_end_of_sequence_or_at_the_limit(kind: Kind, engine: RolloutEngine) -> None:
     """Rows that have ended leave; those that stay do not notice. With `ignore_eos` nobody leaves: the same tokens."""
     asked = requests(64)
-    found = engine.generate(asked, SAMPLING)
-    endless = engine.generate(asked, replace(SAMPLING, ignore_eos=True))
-    shorter = engine.generate(asked, replace(SAMPLING, max_tokens=5))
+    found = engine.generate(asked, kind.sampling)
+    endless = engine.generate(asked, replace(kind.sampling, ignore_eos=True))
+    shorter = engine.generate(asked, replace(kind.sampling, max_tokens=5))
     assert {generation.finish_reason for generation in found} == {"stop", "length"}
-    assert {len(generation.response_ids) for generation in found} == set(range(1, SAMPLING.max_tokens + 1))
+    assert {len(generation.response_ids) for generation in found} == set(range(1, kind.sampling.max_tokens + 1))
     for generation, full, short in zip(found, endless, shorter, strict=True):
         length = len(generation.response_ids)
         assert len(generation.log_probs) == length
         ends = [position for position, token in enumerate(full.response_ids) if token in EOS]
-        assert length == (ends[0] + 1 if ends else SAMPLING.max_tokens)
+        assert length == (ends[0] + 1 if ends else kind.sampling.max_tokens)
         assert generation.finish_reason == ("stop" if ends else "length")
-        assert_agree(generation, replace(cut(full, length), finish_reason=generation.finish_reason))
+        kind.assert_agree(generation, replace(cut(full, length), finish_reason=generation.finish_reason))
         stopped = bool(ends) and ends[0] < 5
-        assert_agree(short, replace(cut(full, min(length, 5)), finish_reason="stop" if stopped else "length"))
-        assert (len(full.response_ids), full.finish_reason) == (SAMPLING.max_tokens, "length")
+        kind.assert_agree(short, replace(cut(full, min(length, 5)), finish_reason="stop" if stopped else "length"))
+        assert (len(full.response_ids), full.finish_reason) == (kind.sampling.max_tokens, "length")
 
 
 def cut(generation: Generation, length: int) -> Generation:
     return replace(generation, response_ids=generation.response_ids[:length], log_probs=generation.log_probs[:length])
 
 
-def test_one_token(engine: RolloutEngine) -> None:
+def test_one_token(kind: Kind, engine: RolloutEngine) -> None:
     """max_tokens 1, from prompts of one token: end-of-sequence may be that token."""
-    found = engine.generate(same_prompt(200, length=1), replace(SAMPLING, temperature=1.5, top_p=1.0, max_tokens=1))
+    found = engine.generate(
+        same_prompt(200, length=1), replace(kind.sampling, temperature=1.5, top_p=1.0, max_tokens=1)
+    )
     assert {len(generation.response_ids) for generation in found} == {1}
     assert all((generation.finish_reason == "stop") == (generation.response_ids[0] in EOS) for generation in found)
     assert {generation.finish_reason for generation in found} == {"stop", "length"}
+
+
+def test_a_stop_text_ends_a_response_and_stays_in_it(kind: Kind, engine: RolloutEngine, policy_folder: Path) -> None:
+    """Of two characters, which are two tokens here."""
+    tokenizer = load_tokenizer(Model(path=str(policy_folder)))
+    asked, endless = requests(), replace(kind.sampling, ignore_eos=True)
+    whole = engine.generate(asked, endless)
+    texts = [tokenizer.decode(list(generation.response_ids)) for generation in whole]
+    stop = next(text[3:5] for text in texts if text[:5].count(text[3:5]) == 1)
+    stopped = engine.generate(asked, replace(endless, stop=(stop, "never to be seen")))
+    assert any(stop in text for text in texts)
+    for before, after, text in zip(whole, stopped, texts, strict=True):
+        length = text.find(stop) + 2 if stop in text else len(text)
+        kind.assert_agree(after, replace(cut(before, length), finish_reason="stop" if stop in text else "length"))
+
+
+def test_new_weights_are_taken_over_in_place(kind: Kind, policy_folder: Path) -> None:
+    """Nothing of the old ones stays, cached prompts included; and there is a way back."""
+    engine, trainer = kind.build(policy_folder), TorchEngine(load_actor(Model(path=str(policy_folder))), "policy")
+    first = engine.generate(requests(), kind.sampling)
+    before = [(name, tensor.clone()) for name, tensor in trainer.weights()]
+    with torch.no_grad():
+        for parameter in trainer.parameters.values():
+            parameter.mul_(1.05)
+    engine.load_weights(trainer.weights())
+    second = engine.generate(requests(), kind.sampling)
+    assert tokens(second) != tokens(first)
+    columns = {"prompt_ids": [request.prompt_ids for request in requests()], "response_ids": tokens(second)}
+    temperature = kind.sampling.temperature
+    found = trainer.infer(TrajectoryBatch.of(columns), ["log_probs"], temperature=temperature, micro_batch_tokens=200)
+    for generation, log_probs in zip(second, found["log_probs"].to_pylist(), strict=True):
+        np.testing.assert_allclose(generation.log_probs, log_probs, rtol=0, atol=kind.close)
+    engine.load_weights(before)
+    for one, other in zip(engine.generate(requests(), kind.sampling), first, strict=True):
+        kind.assert_agree(one, other)
 
 
 def assert_distribution(drawn: Sequence[int], probs: np.ndarray) -> None:
@@ -198,24 +281,24 @@ def test_first_tokens_follow_the_softmax(engine: RolloutEngine, policy_folder: P
 
 
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9])
-def test_top_p_keeps_the_smallest_set_and_its_proportions(
-    engine: RolloutEngine, policy_folder: Path, top_p: float
-) -> None:
-    asked = same_prompt(2000)
-    found = engine.generate(asked, Sampling(0.8, top_p=top_p, max_tokens=1, seed=9))
-    probs = probabilities(policy_folder, asked[0].prompt_ids, 0.8)
+def test_top_p_keeps_the_smallest_set_and_its_proportions(kind: Kind, policy_folder: Path, top_p: float) -> None:
+    asked, is_vllm = same_prompt(2000), kind.build is vllm_rollout
+    engine = kind.build(policy_folder, logprobs_mode="raw_logprobs") if is_vllm else kind.build(policy_folder)
+    temperature = 1.0 if is_vllm else 0.8
+    found = engine.generate(asked, Sampling(temperature, top_p=top_p, max_tokens=1, seed=9))
+    probs = probabilities(policy_folder, asked[0].prompt_ids, temperature)
     order = np.argsort(-probs)
     size = int(np.searchsorted(probs[order].cumsum(), top_p)) + 1
     nucleus = np.zeros_like(probs)
     nucleus[order[:size]] = probs[order[:size]] / probs[order[:size]].sum()
     assert_distribution([generation.response_ids[0] for generation in found], nucleus)
     assert all(
-        generation.log_probs[0] == pytest.approx(np.log(probs[generation.response_ids[0]]), abs=CLOSE)
+        generation.log_probs[0] == pytest.approx(np.log(probs[generation.response_ids[0]]), abs=kind.close)
         for generation in found
     ), "log-probs are those before the truncation"
 
 
-def test_positions_and_trajectories_draw_independently(build: Build, policy_folder: Path, tmp_path: Path) -> None:
+def test_positions_and_trajectories_draw_independently(kind: Kind, policy_folder: Path, tmp_path: Path) -> None:
     """A model that says the same everywhere draws from one distribution, and no token tells its neighbours'."""
     model = load_actor(Model(path=str(policy_folder)))
     with torch.no_grad():
@@ -223,7 +306,8 @@ def test_positions_and_trajectories_draw_independently(build: Build, policy_fold
         model.lm_head.weight[20:] = 0  # most of the probability in few tokens, so that pairs repeat
         model.lm_head.weight[:20] *= 2
     model.save_pretrained(tmp_path)
-    found = build(tmp_path).generate(same_prompt(60), Sampling(1.0, 1.0, max_tokens=50, seed=10, ignore_eos=True))
+    load_tokenizer(Model(path=str(policy_folder))).save_pretrained(tmp_path)
+    found = kind.build(tmp_path).generate(same_prompt(60), Sampling(1.0, 1.0, max_tokens=50, seed=10, ignore_eos=True))
     probs = probabilities(tmp_path, [10], 1.0)
     drawn = np.array(tokens(found))
     assert_distribution(drawn.ravel().tolist(), probs)
@@ -254,7 +338,7 @@ def test_learned_positions_count_from_the_prompt_and_not_from_its_padding(tmp_pa
     rollout = hf_rollout(tmp_path)
     whole = rollout.generate(requests(20), SAMPLING)
     for request, expected in zip(requests(20), whole, strict=True):
-        assert_agree(rollout.generate([request], SAMPLING)[0], expected)
+        ENGINES["hf"].assert_agree(rollout.generate([request], SAMPLING)[0], expected)
 
 
 def test_a_sliding_window_is_the_models_own_mask(tmp_path: Path) -> None:

@@ -1,0 +1,112 @@
+"""Runs that generate with vLLM: what it generates with is what was trained, and it may die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import yaml
+
+from rlhf.config import RunConfig
+from tests import tiny
+from tests.history import History
+from tests.processes import Child, Processes
+
+pytestmark = pytest.mark.skipif(
+    not os.environ.get("RATCHET_VLLM") and find_spec("vllm") is None, reason="vLLM is not installed: `make vllm`"
+)
+
+
+@pytest.fixture
+def config(tmp_path: Path, processes: Processes) -> RunConfig:
+    """Eight letters are answered by a model of a size of heads that vLLM takes."""
+    tiny.workspace(tmp_path)
+    tiny.model_folder(tmp_path / "model", hidden=64, heads=2, key_value_heads=1)
+    return tiny.config(
+        tmp_path,
+        reward__function="tests.rewards:letters",
+        rollout__engine="vllm",
+        rollout__vllm={"timeout_s": 60, "max_model_len": 256},
+        actor__lr=1e-2,
+        train__iterations=3,
+    )
+
+
+def train(processes: Processes, config: RunConfig) -> Child:
+    path = processes.folder / f"{config.run.name}.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    return processes.cli("train", path)
+
+
+def gap(history: History) -> dict[int, float]:
+    """By iteration, between what vLLM says of its tokens and what the actor finds."""
+    frame = history.run.trajectories(columns=["rollout_log_probs", "old_log_probs"])
+    gaps = (frame["rollout_log_probs"] - frame["old_log_probs"]).map(lambda row: np.abs(row).max())
+    return {int(k): float(each.max()) for k, each in gaps.groupby(frame["iteration"])}
+
+
+def generating(child: Child) -> psutil.Process | None:
+    """The process in which vLLM is."""
+    with_vllm = [
+        process
+        for process in psutil.Process(child.process.pid).children(recursive=True)
+        if "rlhf.engines.vllm_child" in process.cmdline()
+    ]
+    return with_vllm[0] if with_vllm else None
+
+
+def until(true: Any, seconds: float = 90.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (found := true()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return found
+
+
+@pytest.mark.parametrize("changes", [{}, {"model.lora": {"r": 8}}], ids=["all weights", "adapters"])
+def test_vllm_generates_with_the_newest_weights(
+    changes: dict[str, Any], config: RunConfig, processes: Processes
+) -> None:
+    config = config.with_values(changes)
+    child = train(processes, config)
+    assert child.wait(300) == 0, child.text
+    history = History.of(config)
+    history.check_sound()
+    gaps = gap(history)
+    assert gaps.keys() == {0, 1, 2}
+    assert max(gaps.values()) < 1e-3, gaps
+    frame = history.run.trajectories(columns=["policy_version", "ref_log_probs", "old_log_probs"])
+    assert frame["policy_version"].tolist() == frame["iteration"].tolist()
+    moved = (frame["old_log_probs"] - frame["ref_log_probs"]).map(lambda row: np.abs(row).max())
+    assert moved[frame["iteration"] == 2].max() > 0.05, "or stale weights would not be noticed"
+
+
+def test_vllm_may_die_hang_and_outlives_no_driver(config: RunConfig, processes: Processes) -> None:
+    config = config.with_values({"train.iterations": 200, "rollout.vllm.timeout_s": 20})
+    child = train(processes, config)
+    log = Path(config.run.store.removeprefix("file://")) / config.run.name / "log"
+    until(lambda: log.exists() and History.of(config).state.iteration >= 1)
+    for number in (signal.SIGKILL, signal.SIGSTOP):
+        before = History.of(config).state.iteration
+        first = until(lambda: generating(child))
+        first.send_signal(number)
+        until(lambda done=before + 2: History.of(config).state.iteration >= done)
+        assert generating(child) != first
+    assert "vLLM's process died during " in child.text
+    assert "vLLM did not answer within 20 s" in child.text
+
+    last = until(lambda: generating(child))
+    child.signal(signal.SIGKILL)
+    until(lambda: not last.is_running() or last.status() == psutil.STATUS_ZOMBIE, 10)
+    assert not list(Path("/dev/shm").glob("ratchet-vllm-*")), "nothing of it stays in memory"
+    history = History.of(config)
+    history.check_sound()
+    assert history.state.epoch == 1, "one driver, all along"
+    assert max(gap(history).values()) < 1e-3, "a new one is brought to the newest weights"
