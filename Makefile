@@ -3,7 +3,7 @@ BIN := .venv/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo vllm test check bench docs clean
+.PHONY: demo vllm test check bench bench-vllm docs clean
 
 # torch goes first and alone: asked for by another package, pip would take the newest build with gigabytes of CUDA
 .venv/installed: pyproject.toml constraints.txt
@@ -41,6 +41,9 @@ bench: .venv/installed ## the figures of docs/benchmarks.md
 	OMP_NUM_THREADS=1 python benchmarks/iteration.py
 	OMP_NUM_THREADS=1 python benchmarks/engines.py --ray
 	python benchmarks/resume.py
+
+bench-vllm: .venv/vllm ## those of rollout engines
+	OMP_NUM_THREADS=1 python benchmarks/rollout.py
 
 docs: .venv/installed ## what is generated: docs/configuration.md
 	python -m flows.reference

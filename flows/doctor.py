@@ -13,8 +13,11 @@ from rich.table import Table
 
 from infra.objects import Objects
 from rlhf.config import Actor, Trainer
+from rlhf.engines.base import Request, Sampling
 
 PACKAGES = ("ratchet-rlhf", "torch", "transformers", "prefect", "pyarrow", "fsspec", "s3fs", "vllm", "deepspeed", "ray")
+REQUEST = Request("it000000-p00000-s00", (1, 2))
+SAMPLING = Sampling(temperature=1.0, top_p=1.0, max_tokens=4, seed=0)
 
 
 def doctor(console: Console, engines: bool) -> None:
@@ -37,6 +40,8 @@ def doctor(console: Console, engines: bool) -> None:
                 table.add_row(name, _tried(lambda trainer=trainer: _update(trainer)))  # type: ignore[misc]
         with console.status("trying rollout.engine hf"):
             table.add_row("rollout.engine hf", _tried(_generate))
+        with console.status("trying rollout.engine vllm (half a minute)"):
+            table.add_row("rollout.engine vllm", _tried(_generate_with_vllm))
         with console.status("trying Ray"):
             table.add_row("pools on Ray", _tried(_ray))
     console.print(table)
@@ -70,8 +75,8 @@ def _model() -> Any:
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=32,
-            hidden_size=16,
-            intermediate_size=32,
+            hidden_size=64,  # two heads of 32: the least that vLLM takes on a CPU
+            intermediate_size=64,
             num_hidden_layers=2,
             num_attention_heads=2,
             num_key_value_heads=2,
@@ -116,13 +121,33 @@ def _update(trainer: Trainer) -> str:
 
 def _generate() -> str:
     from rlhf.engines import ranks
-    from rlhf.engines.base import Request, Sampling
     from rlhf.engines.hf_rollout import HFRollout
 
-    engine = HFRollout(_model().to(ranks.device()), eos_token_ids=(0,))
-    engine.generate(
-        [Request("it000000-p00000-s00", (1, 2))], Sampling(temperature=1.0, top_p=1.0, max_tokens=4, seed=0)
-    )
+    HFRollout(_model().to(ranks.device()), eos_token_ids=(0,)).generate([REQUEST], SAMPLING)
+    return "works"
+
+
+def _generate_with_vllm() -> str:
+    import vllm  # noqa: F401
+
+    from rlhf.engines.vllm_rollout import VLLMRollout
+
+    with tempfile.TemporaryDirectory() as folder:
+        _model().save_pretrained(folder)
+        on_gpu = torch.cuda.is_available()
+        engine = VLLMRollout(
+            folder,
+            eos_token_ids=(0,),
+            max_model_len=16,
+            on_gpu=on_gpu,
+            enforce_eager=True,
+            gpu_memory_utilization=0.1,
+            skip_tokenizer_init=True,
+        )
+        try:
+            engine.generate([REQUEST], SAMPLING)
+        finally:
+            engine.close()
     return "works"
 
 

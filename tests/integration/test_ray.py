@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -187,10 +188,11 @@ def test_a_group_whose_ranks_part_begins_anew(runs: Runs, tmp_path: Path) -> Non
 
 def test_doctor_tries_every_engine(runs: Runs) -> None:
     child = runs.processes.cli("doctor", "--engines")
-    assert child.wait() == 0, child.text
+    assert child.wait(240) == 0, child.text
     cells = [[cell.strip() for cell in line.split("│")[1:3]] for line in child.text.splitlines() if "│" in line]
     said = dict(cells)
     engines = ["torch", "fsdp", *(f"deepspeed, zero_stage {stage}" for stage in range(4))]
     assert [said[f"engine {name}"] for name in engines] == ["works (float32, bfloat16)"] * 6
     assert said["rollout.engine hf"] == said["store file://"] == "works"
+    assert said["rollout.engine vllm"] == ("works" if find_spec("vllm") else "vllm is not installed")
     assert said["pools on Ray"] == "works: 2 node(s), 2 CPUs, 0 GPUs"
