@@ -315,6 +315,9 @@ def evaluate(
     temperature: Annotated[float, typer.Option(help="sampling temperature; 0: greedy", min=0)] = 1.0,
     max_response_tokens: Annotated[int | None, typer.Option(help="longest response", min=1)] = None,
     reward: Annotated[str | None, typer.Option(help="a built-in reward, or package.module:function")] = None,
+    server: Annotated[
+        str | None, typer.Option(help="a `vllm serve` that has the model and answers instead: its URL")
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="write the trajectories to this Parquet file")] = None,
 ) -> None:
     """Answer and score held-out prompts: solve rate by data source, with a confidence interval."""
@@ -328,6 +331,7 @@ def evaluate(
         changes |= {"validation.data": str(data)} if data else {}
         changes |= {"rollout.max_response_tokens": max_response_tokens} if max_response_tokens else {}
         changes |= {"reward.function": reward} if reward else {}
+        changes |= {"rollout.engine": "server", "rollout.server.urls": [server]} if server else {}
         config = config.with_values(changes)
         _prefect()
         from flows.evaluate import evaluate as flow

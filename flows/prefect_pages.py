@@ -21,7 +21,7 @@ from prefect.artifacts import (
 )
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.context import TaskRunContext
-from prefect.exceptions import PrefectHTTPStatusError
+from prefect.exceptions import MissingContextError, PrefectHTTPStatusError
 from prefect.settings import PREFECT_API_URL
 
 from flows import report
@@ -77,7 +77,8 @@ class _Pages:
     def __call__(self, event: str, details: dict[str, Any]) -> None:
         show: Callable[..., None] | None = getattr(self, f"_{event}", None)
         if show is not None:
-            with suppress(PrefectHTTPStatusError, httpx.TransportError):
+            # a note may come from the heartbeat's thread, which is in no flow: the terminal has it
+            with suppress(PrefectHTTPStatusError, httpx.TransportError, MissingContextError):
                 show(**details)
 
     def _note(self, text: str) -> None:

@@ -190,7 +190,10 @@ def evaluation_config(name: str, store: str, iteration: int | None, folder: Path
     run = open_run(name if "://" in name else run_url(store, name))
     version = run.newest_snapshot() if iteration is None else iteration
     run.export(version, folder)
-    return run.config.with_values({"model.path": str(folder), "model.lora": None})
+    changes: dict[str, object] = {"model.path": str(folder), "model.lora": None}
+    if run.config.rollout.engine == "server":  # which has some weights of the run, but not these
+        changes["rollout.engine"] = "hf"
+    return run.config.with_values(changes)
 
 
 def write(answers: pd.DataFrame, path: Path) -> None:

@@ -201,6 +201,12 @@ def check_inputs(config: RunConfig) -> None:
     """Refuse what a user got wrong outside the config file, before anything starts: packages, prompts, reward,
     models."""
     _check_packages(config)
+    server = config.rollout.server
+    if config.rollout.engine == "server" and server.weights_folder is None and config.train.updates:
+        raise UserError(
+            "rollout.server.weights_folder is null, so that the servers would go on generating with the first weights: "
+            "name a folder that they see, or only evaluate"
+        )
     for path in (*config.data.train, config.validation.data):
         if path is not None:
             PromptDataset([path])

@@ -120,9 +120,20 @@ class VLLM(Section):
     timeout_s: float = Field(600.0, gt=0, description="a shard that takes longer: vLLM is taken for hung, begun anew")
 
 
+class Server(Section):
+    """Servers that generate (rollout.engine: server); started by others."""
+
+    urls: OneOrMore[str] = Field((), description="where they listen, such as http://127.0.0.1:8000")
+    api: Literal["vllm", "sglang"] = Field("vllm", description="what they are: vllm serve, or SGLang")
+    weights_folder: str | None = Field(
+        None, description="a folder that servers see by the same name, for new weights; null: only evaluate"
+    )
+    timeout_s: float = Field(600.0, gt=0, description="a response that takes longer is asked for again")
+
+
 class Rollout(Section):
-    engine: Literal["hf", "vllm"] = Field(
-        "hf", description="what generates: hf (transformers, in this process), vllm (extra vllm)"
+    engine: Literal["hf", "vllm", "server"] = Field(
+        "hf", description="what generates: hf (transformers, in this process), vllm (extra vllm), server (over HTTP)"
     )
     n: int = Field(4, gt=0, description="trajectories per prompt")
     temperature: float = Field(1.0, gt=0, description="sampling temperature; log-probs everywhere are scaled by it")
@@ -132,6 +143,7 @@ class Rollout(Section):
     stop: OneOrMore[str] = Field((), description="texts that end a response, which keeps them")
     quantization: Literal["fp8"] | None = Field(None, description="vllm: weights are generated with in 8 bits")
     vllm: VLLM = Field(VLLM(), description="how vLLM runs")
+    server: Server = Field(Server(), description="servers that generate")
     prompts_per_shard: int = Field(16, gt=0, description="prompts a shard holds: what a crash can lose at most")
 
 
@@ -499,10 +511,14 @@ class RunConfig(Section):
 
     def _rollout_fits(self) -> None:
         rollout = self.rollout
-        if rollout.engine == "hf" and rollout.quantization is not None:
+        if rollout.engine != "vllm" and rollout.quantization is not None:
             raise ValueError(f"rollout.quantization {rollout.quantization} is for rollout.engine vllm: remove it")
         if rollout.engine == "hf":
             return
+        if rollout.engine == "server" and not rollout.server.urls:
+            raise ValueError("rollout.engine is server, and rollout.server.urls names none: name them")
+        if rollout.engine == "server" and self.model.lora is not None:
+            raise ValueError("rollout.engine server takes no adapters: use vllm or hf with model.lora")
         temperatures = {
             "rollout.temperature": rollout.temperature,
             "validation.temperature": self.validation.temperature,
@@ -510,8 +526,8 @@ class RunConfig(Section):
         for key, temperature in temperatures.items():
             if rollout.top_p < 1 and temperature not in (0.0, 1.0):
                 raise ValueError(
-                    f"rollout.engine vllm gives log-probs either before top_p or at a temperature: with rollout.top_p "
-                    f"{rollout.top_p}, {key} has to be 1 (or 0), and is {temperature}"
+                    f"rollout.engine {rollout.engine} gives log-probs either before top_p or at a temperature: with "
+                    f"rollout.top_p {rollout.top_p}, {key} has to be 1 (or 0), and is {temperature}"
                 )
         longest = self.data.max_prompt_tokens + rollout.max_response_tokens
         if rollout.vllm.max_model_len is not None and rollout.vllm.max_model_len < longest:

@@ -335,15 +335,16 @@ class Worker:
         return train_engine(config.actor, load_actor(chosen, seed), "policy", dtype=chosen.dtype, trainable=trainable)
 
     def _build_rollout(self) -> RolloutEngine:
+        from rlhf.engines.build import server_rollout, vllm_rollout
         from rlhf.engines.hf_rollout import HFRollout
         from rlhf.models import eos_token_ids
 
         config = self.config
         model = config.model
         if config.rollout.engine == "vllm":
-            from rlhf.engines.build import vllm_rollout
-
             return vllm_rollout(config, self.tokenizer)
+        if config.rollout.engine == "server":
+            return server_rollout(config, self.tokenizer)
         shared = self._owner("rollout") == "actor"
         loaded = self.engine("actor").model if shared else load_actor(model, config.run.seed).to(ranks.device())
         eos = eos_token_ids(loaded.generation_config, self.tokenizer)

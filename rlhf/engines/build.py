@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf.engines.model_engine import Dtype, ModelEngine
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from rlhf.config import RunConfig, Trainer
+    from rlhf.engines.server_rollout import ServerRollout
     from rlhf.engines.vllm_rollout import VLLMRollout
 
 
@@ -63,4 +65,19 @@ def vllm_rollout(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> VLLMR
         quantization=rollout.quantization,
         enable_sleep_mode=config.actor.by_turns and on_gpu,
         trust_remote_code=model.trust_remote_code,
+    )
+
+
+def server_rollout(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> ServerRollout:
+    from rlhf.engines.server_rollout import ServerRollout
+    from rlhf.models import eos_token_ids, generation_config, model_folder
+
+    server, model = config.rollout.server, config.model
+    return ServerRollout(
+        server.urls,
+        api=server.api,
+        eos_token_ids=eos_token_ids(generation_config(model), tokenizer),
+        timeout_s=server.timeout_s,
+        weights_folder=None if server.weights_folder is None else Path(server.weights_folder),
+        model_folder=model_folder(model),
     )

@@ -22,14 +22,13 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf import seeding
 from rlhf.engines.base import Generation, Request, Sampling
+from rlhf.engines.weight_files import write_weights
 from rlhf.errors import EngineLost
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 START_S = 900.0
-SHARD_BYTES = 2**30
-"""Weights go to the child in files of about so much."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ class VLLMRollout:
         folder = self.scratch / str(self._loads)
         folder.mkdir()
         adapted = adapter_config is not None
-        _write(weights, folder, "adapter_model" if adapted else "model")
+        write_weights(weights, folder, "adapter_model" if adapted else "model")
         if adapter_config is not None:
             (folder / "adapter_config.json").write_bytes(adapter_config)
             self._adapter, old = (self._loads, folder), self._adapter
@@ -193,20 +192,3 @@ class VLLMRollout:
             self._child.process.kill()
             self._child.process.wait()
             self._child = None
-
-
-def _write(weights: Iterable[tuple[str, Tensor]], folder: Path, stem: str) -> None:
-    """As safetensors, in files of a bounded size, so that no copy of the whole model is in this process."""
-    from safetensors.torch import save_file
-
-    part: dict[str, Tensor] = {}
-    parts, size = 0, 0
-    for name, tensor in weights:
-        part[name] = tensor.detach().cpu().contiguous()
-        size += part[name].nbytes
-        if size >= SHARD_BYTES:
-            save_file(part, folder / f"{stem}-{parts:05d}.safetensors", metadata={"format": "pt"})
-            part, parts, size = {}, parts + 1, 0
-    name = f"{stem}.safetensors" if parts == 0 else f"{stem}-{parts:05d}.safetensors"
-    if part:
-        save_file(part, folder / name, metadata={"format": "pt"})

@@ -27,10 +27,13 @@ from rlhf.batch import TrajectoryBatch
 from rlhf.config import Model
 from rlhf.engines.base import Generation, Request, RolloutEngine, Sampling
 from rlhf.engines.hf_rollout import HFRollout
+from rlhf.engines.server_rollout import ServerRollout
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.engines.vllm_rollout import VLLMRollout
+from rlhf.errors import EngineLost
 from rlhf.models import load_actor, load_tokenizer
 from tests.tiny import model_folder
+from tests.vllm_server import serving
 
 CLOSE = 1e-5
 EOS = tuple(range(1, 78, 6))
@@ -50,6 +53,13 @@ def vllm_rollout(folder: Path, **options: Any) -> RolloutEngine:
     return VLLMRollout(
         folder, eos_token_ids=EOS, max_model_len=64, enforce_eager=True, gpu_memory_utilization=0.1, **options
     )
+
+
+@cache
+def server_rollout(folder: Path) -> RolloutEngine:
+    """`vllm serve`, on loopback."""
+    server = serving(folder)
+    return ServerRollout([server], eos_token_ids=EOS, weights_folder=folder.parent / "served", model_folder=folder)
 
 
 @dataclass(frozen=True)
@@ -73,10 +83,17 @@ if os.environ.get("RATCHET_VLLM") or find_spec("vllm"):  # which CI says there i
     # It has either a temperature or top_p before its log-probs; its attention on the CPU rounds more, and what it has
     # cached is computed once.
     ENGINES["vllm"] = Kind(vllm_rollout, replace(SAMPLING, top_p=1.0), 1e-3, exact=False)
+    ENGINES["server"] = replace(ENGINES["vllm"], build=server_rollout)
 
 
 @pytest.fixture(params=list(ENGINES))
 def kind(request: pytest.FixtureRequest) -> Kind:
+    return ENGINES[request.param]
+
+
+@pytest.fixture(params=[name for name in ENGINES if name != "server"])
+def own(request: pytest.FixtureRequest) -> Kind:
+    """What can be started in many ways: a server is what it is."""
     return ENGINES[request.param]
 
 
@@ -115,10 +132,10 @@ def tokens(generations: Sequence[Generation]) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_log_probs_are_those_of_the_train_engine(kind: Kind, policy_folder: Path, dtype: Any) -> None:
+def test_log_probs_are_those_of_the_train_engine(own: Kind, policy_folder: Path, dtype: Any) -> None:
     """Of the temperature-scaled logits, whatever top_p leaves out (a bfloat16 has 8 bits)."""
     asked = requests()
-    found = kind.build(policy_folder, dtype=dtype).generate(asked, kind.sampling)
+    found = own.build(policy_folder, dtype=dtype).generate(asked, own.sampling)
     batch = TrajectoryBatch.of(
         {
             "trajectory_id": [request.trajectory_id for request in asked],
@@ -129,7 +146,7 @@ def test_log_probs_are_those_of_the_train_engine(kind: Kind, policy_folder: Path
     trainer = TorchEngine(load_actor(Model(path=str(policy_folder))), "policy", dtype=dtype, trainable=False)
     expected = trainer.infer(batch, ["log_probs"], temperature=SAMPLING.temperature, micro_batch_tokens=200)
     for generation, log_probs in zip(found, expected["log_probs"].to_pylist(), strict=True):
-        atol = kind.close if dtype == "float32" else 0.3
+        atol = own.close if dtype == "float32" else 0.3
         np.testing.assert_allclose(generation.log_probs, log_probs, rtol=0, atol=atol)
 
 
@@ -178,6 +195,19 @@ def test_a_response_does_not_depend_on_the_other_requests(kind: Kind, engine: Ro
     for expected, *others in zip(whole, backwards, shards, strict=True):
         for other in others:
             kind.assert_agree(other, expected)
+
+
+@pytest.mark.skipif("server" not in ENGINES, reason="vLLM is not installed: `make vllm`")
+def test_of_two_servers_one_may_be_away(policy_folder: Path) -> None:
+    there = server_rollout(policy_folder)
+    assert isinstance(there, ServerRollout)
+    both = ServerRollout(["http://127.0.0.1:9", there.servers[0].url], eos_token_ids=EOS)
+    sampling = ENGINES["server"].sampling
+    for found, expected in zip(both.generate(requests(), sampling), there.generate(requests(), sampling), strict=True):
+        ENGINES["server"].assert_agree(found, expected)
+    alone = ServerRollout(["http://127.0.0.1:9"], eos_token_ids=EOS)
+    with pytest.raises(EngineLost, match=r"http://127\.0\.0\.1:9 does not answer"):
+        alone.generate(requests(1), sampling)
 
 
 def test_responses_end_at_end_of_sequence_or_at_the_limit(kind: Kind, engine: RolloutEngine) -> None:
@@ -281,9 +311,9 @@ def test_first_tokens_follow_the_softmax(engine: RolloutEngine, policy_folder: P
 
 
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9])
-def test_top_p_keeps_the_smallest_set_and_its_proportions(kind: Kind, policy_folder: Path, top_p: float) -> None:
-    asked, is_vllm = same_prompt(2000), kind.build is vllm_rollout
-    engine = kind.build(policy_folder, logprobs_mode="raw_logprobs") if is_vllm else kind.build(policy_folder)
+def test_top_p_keeps_the_smallest_set_and_its_proportions(own: Kind, policy_folder: Path, top_p: float) -> None:
+    asked, is_vllm = same_prompt(2000), own.build is vllm_rollout
+    engine = own.build(policy_folder, logprobs_mode="raw_logprobs") if is_vllm else own.build(policy_folder)
     temperature = 1.0 if is_vllm else 0.8
     found = engine.generate(asked, Sampling(temperature, top_p=top_p, max_tokens=1, seed=9))
     probs = probabilities(policy_folder, asked[0].prompt_ids, temperature)
@@ -293,12 +323,12 @@ def test_top_p_keeps_the_smallest_set_and_its_proportions(kind: Kind, policy_fol
     nucleus[order[:size]] = probs[order[:size]] / probs[order[:size]].sum()
     assert_distribution([generation.response_ids[0] for generation in found], nucleus)
     assert all(
-        generation.log_probs[0] == pytest.approx(np.log(probs[generation.response_ids[0]]), abs=kind.close)
+        generation.log_probs[0] == pytest.approx(np.log(probs[generation.response_ids[0]]), abs=own.close)
         for generation in found
     ), "log-probs are those before the truncation"
 
 
-def test_positions_and_trajectories_draw_independently(kind: Kind, policy_folder: Path, tmp_path: Path) -> None:
+def test_positions_and_trajectories_draw_independently(own: Kind, policy_folder: Path, tmp_path: Path) -> None:
     """A model that says the same everywhere draws from one distribution, and no token tells its neighbours'."""
     model = load_actor(Model(path=str(policy_folder)))
     with torch.no_grad():
@@ -307,7 +337,7 @@ def test_positions_and_trajectories_draw_independently(kind: Kind, policy_folder
         model.lm_head.weight[:20] *= 2
     model.save_pretrained(tmp_path)
     load_tokenizer(Model(path=str(policy_folder))).save_pretrained(tmp_path)
-    found = kind.build(tmp_path).generate(same_prompt(60), Sampling(1.0, 1.0, max_tokens=50, seed=10, ignore_eos=True))
+    found = own.build(tmp_path).generate(same_prompt(60), Sampling(1.0, 1.0, max_tokens=50, seed=10, ignore_eos=True))
     probs = probabilities(tmp_path, [10], 1.0)
     drawn = np.array(tokens(found))
     assert_distribution(drawn.ravel().tolist(), probs)

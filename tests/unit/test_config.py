@@ -87,6 +87,8 @@ def test_the_minimal_config_is_the_documented_default(file: Path) -> None:
         ("rollout.quantization=fp8", "rollout.quantization fp8 is for rollout.engine vllm: remove it"),
         ("rollout={engine: vllm, top_p: 0.9, temperature: 0.7}", "with rollout.top_p 0.9, rollout.temperature has to be 1 (or 0), and is 0.7"),  # noqa: E501
         ("rollout={engine: vllm, vllm: {max_model_len: 100}}", "rollout.vllm.max_model_len is 100, less than data.max_prompt_tokens + rollout.max_response_tokens = 1024: raise it"),  # noqa: E501
+        ("rollout.engine=server", "rollout.engine is server, and rollout.server.urls names none: name them"),
+        ("rollout={engine: server, server: {urls: 'http://a:1'}}; model.lora={}", "rollout.engine server takes no adapters"),  # noqa: E501
         ("critic=null", "critic is null, but algorithm.advantage gae needs values: leave critic out"),
         ("algorithm.advantage={type: grpo}; critic.warmup_iterations=1", "critic.warmup_iterations is set, but algorithm.advantage grpo has no critic: remove it"),  # noqa: E501
         ("algorithm.advantage={type: grpo}; rollout.n=1", "algorithm.advantage grpo compares the trajectories of a prompt, but rollout.n is 1: raise rollout.n"),  # noqa: E501

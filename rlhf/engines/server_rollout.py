@@ -1,0 +1,232 @@
+"""`rollout.engine: server`: generation by servers that take and give token ids over HTTP.
+
+They were started by others, and stay when a run ends. New weights are written to a folder that the servers see, and
+each is told to load them.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import httpx
+from tenacity import RetryError, Retrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
+
+from rlhf import seeding
+from rlhf.engines.base import Generation, Request, Sampling
+from rlhf.engines.weight_files import write_weights
+from rlhf.errors import EngineLost, UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+AT_ONCE = 64
+"""Requests that a server is asked at the same time."""
+TRIES = 5
+
+
+class Away(Exception):
+    """A server did not answer, or said that it cannot now."""
+
+
+class Api(Protocol):
+    """How one kind of server is asked."""
+
+    def generate(self, ask: Ask, request: Request, sampling: Sampling, seed: int, eos: Sequence[int]) -> Generation: ...
+
+    def load(self, ask: Ask, folder: Path) -> None:
+        """Take over the weights in a folder. Raises `UserError` where a server cannot."""
+        ...
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One server."""
+
+    client: httpx.Client
+    url: str
+
+    def __call__(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        try:
+            answer = self.client.get(self.url + path) if body is None else self.client.post(self.url + path, json=body)
+        except httpx.TransportError as error:
+            raise Away(f"{self.url} does not answer: {type(error).__name__} {error}") from None
+        if answer.status_code >= 500 or answer.status_code == 429:
+            raise Away(f"{self.url}{path} answered {answer.status_code}: {answer.text[:200]}")
+        if answer.status_code >= 400:
+            raise UserError(f"{self.url}{path} answered {answer.status_code}: {answer.text[:300]}")
+        return answer.json() if answer.headers.get("content-type", "").startswith("application/json") else None
+
+
+class VLLMApi:
+    """`vllm serve` (its OpenAI-compatible completions, as of 0.32)."""
+
+    def __init__(self) -> None:
+        self.models: dict[str, str] = {}
+
+    def generate(self, ask: Ask, request: Request, sampling: Sampling, seed: int, eos: Sequence[int]) -> Generation:
+        if ask.url not in self.models:
+            self.models[ask.url] = ask("/v1/models")["data"][0]["id"]
+        body = {
+            "model": self.models[ask.url],
+            "prompt": list(request.prompt_ids),
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p if sampling.temperature else 1.0,
+            "max_tokens": sampling.max_tokens,
+            "seed": seed,
+            "logprobs": 0,  # of the sampled token
+            "return_token_ids": True,
+            "ignore_eos": True,  # ours are all of them
+            "stop_token_ids": [] if sampling.ignore_eos else list(eos),
+            "stop": list(sampling.stop),
+            "include_stop_str_in_output": True,
+            "skip_special_tokens": False,
+        }
+        [choice] = ask("/v1/completions", body)["choices"]
+        reason = "stop" if choice["finish_reason"] == "stop" else "length"
+        return Generation(tuple(choice["token_ids"]), tuple(choice["logprobs"]["token_logprobs"]), reason)
+
+    def load(self, ask: Ask, folder: Path) -> None:
+        try:
+            ask("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+            ask("/reset_prefix_cache", {})
+        except UserError as error:
+            raise UserError(
+                f"{ask.url} takes no new weights ({error}): start `vllm serve` with VLLM_SERVER_DEV_MODE=1, and let "
+                f"it see {folder.parent}"
+            ) from None
+
+
+class SGLangApi:
+    """SGLang's `/generate` and `/update_weights_from_disk`, written from its documentation; never run."""
+
+    def generate(self, ask: Ask, request: Request, sampling: Sampling, seed: int, eos: Sequence[int]) -> Generation:
+        body = {
+            "input_ids": list(request.prompt_ids),
+            "sampling_params": {
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p if sampling.temperature else 1.0,
+                "max_new_tokens": sampling.max_tokens,
+                "sampling_seed": seed % 2**31,
+                "ignore_eos": True,
+                "stop_token_ids": [] if sampling.ignore_eos else list(eos),
+                "stop": list(sampling.stop),
+                "no_stop_trim": True,
+                "skip_special_tokens": False,
+            },
+            "return_logprob": True,
+        }
+        meta = ask("/generate", body)["meta_info"]
+        pairs = [(int(token), float(log_prob)) for log_prob, token, *_ in meta["output_token_logprobs"]]
+        reason = "stop" if meta["finish_reason"]["type"] == "stop" else "length"
+        return Generation(tuple(token for token, _ in pairs), tuple(log_prob for _, log_prob in pairs), reason)
+
+    def load(self, ask: Ask, folder: Path) -> None:
+        answer = ask("/update_weights_from_disk", {"model_path": str(folder), "flush_cache": True})
+        if not answer["success"]:
+            raise UserError(f"{ask.url} takes no new weights: {answer['message']}")
+
+
+APIS: dict[str, type[Any]] = {"vllm": VLLMApi, "sglang": SGLangApi}
+
+
+class ServerRollout:
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        api: Literal["vllm", "sglang"] = "vllm",
+        eos_token_ids: tuple[int, ...],
+        timeout_s: float = 600.0,
+        weights_folder: Path | None = None,
+        model_folder: Path | None = None,
+    ) -> None:
+        """`weights_folder`: seen by the servers under the same name; None: they keep the weights that they have.
+        `model_folder`: of the model's config, which some servers want beside new weights."""
+        self.api: Api = APIS[api]()
+        self.eos, self.weights_folder, self.model_folder = eos_token_ids, weights_folder, model_folder
+        self.client = httpx.Client(timeout=timeout_s, limits=httpx.Limits(max_connections=AT_ONCE * len(urls)))
+        self.servers = [Ask(self.client, url.rstrip("/")) for url in urls]
+        self._busy = dict.fromkeys(range(len(urls)), 0)
+        self._lock = threading.Lock()
+        self._loads = 0
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Generation]:
+        if not requests:
+            return []
+        with ThreadPoolExecutor(min(len(requests), AT_ONCE * len(self.servers))) as pool:
+            return list(pool.map(lambda request: self._generate_one(request, sampling), requests))
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes | None = None) -> None:
+        assert self.weights_folder is not None, "a run that trains has one"
+        assert adapter_config is None, "the config refuses adapters"
+        self._loads += 1
+        folder = self.weights_folder / f"weights-{self._loads}"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        write_weights(weights, folder, "model")
+        if self.model_folder is not None:
+            for name in ("config.json", "generation_config.json"):
+                if (self.model_folder / name).exists():
+                    shutil.copy(self.model_folder / name, folder / name)
+        try:
+            for server in self.servers:
+                self._patiently(lambda server=server: self.api.load(server, folder))
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def place(self, *, model: bool, optimizer: bool) -> None:
+        """Servers have devices of their own."""
+
+    def close(self) -> None:
+        self.client.close()
+
+    def _generate_one(self, request: Request, sampling: Sampling) -> Generation:
+        seed = int(seeding.generator(sampling.seed, "generate", request.trajectory_id).integers(2**63))
+
+        def attempt() -> Generation:
+            with self._least_busy() as server:
+                return self.api.generate(server, request, sampling, seed, self.eos)
+
+        found: Generation = self._patiently(attempt)
+        return found
+
+    def _patiently(self, attempt: Any) -> Any:
+        """Tried again, perhaps with another server, while a server is away."""
+        try:
+            for each in Retrying(
+                retry=retry_if_exception_type(Away),
+                stop=stop_after_attempt(TRIES),
+                wait=wait_random_exponential(multiplier=0.2, max=10),
+            ):
+                with each:
+                    return attempt()
+        except RetryError as error:
+            raise EngineLost(str(error.last_attempt.exception())) from None
+
+    @contextmanager
+    def _least_busy(self) -> Iterator[Ask]:
+        """The server with the fewest requests; one that has just failed counts as busy until it answers again."""
+        with self._lock:
+            number = min(self._busy, key=lambda each: self._busy[each])
+            self._busy[number] += 1
+        try:
+            yield self.servers[number]
+        except Away:
+            with self._lock:
+                self._busy[number] += AT_ONCE
+            raise
+        else:
+            with self._lock:
+                self._busy[number] = min(self._busy[number], AT_ONCE)
+        finally:
+            with self._lock:
+                self._busy[number] -= 1

@@ -1,0 +1,29 @@
+"""A policy's weights as files for an engine in another process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FILE_BYTES = 2**30
+
+
+def write_weights(weights: Iterable[tuple[str, Tensor]], folder: Path, stem: str) -> None:
+    """As safetensors, in files of about a bounded size: no copy of the whole model is ever in this process."""
+    from safetensors.torch import save_file
+
+    part: dict[str, Tensor] = {}
+    parts, size = 0, 0
+    for name, tensor in weights:
+        part[name] = tensor.detach().cpu().contiguous()
+        size += part[name].nbytes
+        if size >= FILE_BYTES:
+            save_file(part, folder / f"{stem}-{parts:05d}.safetensors", metadata={"format": "pt"})
+            part, parts, size = {}, parts + 1, 0
+    name = f"{stem}.safetensors" if parts == 0 else f"{stem}-{parts:05d}.safetensors"
+    if part:
+        save_file(part, folder / name, metadata={"format": "pt"})

@@ -1,0 +1,66 @@
+"""A real `vllm serve` on loopback."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+
+
+def serving(folder: Path, **environment: str) -> str:
+    """The URL of a server of a model, which ends with this process; started in a session of its own, so that all its
+    processes end."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    options = {
+        "host": "127.0.0.1",
+        "port": port,
+        "dtype": "float32",
+        "max-model-len": 256,
+        "gpu-memory-utilization": 0.1,
+        "logprobs-mode": "processed_logprobs",
+        "generation-config": "vllm",
+    }
+    arguments = [f"--{name}={value}" for name, value in options.items()]
+    log = folder.parent / f"serve-{port}.log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "vllm.entrypoints.openai.api_server",
+                f"--model={folder}",
+                "--enforce-eager",
+                *arguments,
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+            env=os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", **environment},
+        )
+    atexit.register(ended, process)
+    url = f"http://127.0.0.1:{port}"
+    deadline = time.monotonic() + 300
+    while True:
+        assert process.poll() is None, log.read_text()[-3000:]
+        assert time.monotonic() < deadline, log.read_text()[-3000:]
+        try:
+            if httpx.get(f"{url}/health").status_code == 200:
+                return url
+        except httpx.TransportError:
+            time.sleep(0.5)
+
+
+def ended(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
