@@ -224,7 +224,9 @@ class Worker:
         """The actor's weights alone, for a rollout whose actor is elsewhere."""
         from rlhf.engines.model_engine import is_weights, weights_of
 
-        if checkpoint is None:
+        if checkpoint is None and self.config.rollout.engine == "server":  # which may have another run's weights
+            self.engine("rollout").load_weights(load_actor(self.config.model).named_parameters())
+        elif checkpoint is None:
             self._end_rollout()
         else:
             config = "adapter_config.json"
