@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -33,6 +32,7 @@ class DeepSpeedEngine(ModelEngine):
         super().__init__(model, head, **options)
         ranks.initialized()
         os.environ.setdefault("DS_ACCELERATOR", self.device.type)
+        os.environ.setdefault("LOCAL_RANK", "0")  # it asks again at every step
         import deepspeed
 
         warnings.filterwarnings("ignore", message="`torch.distributed.*is deprecated", category=FutureWarning)
@@ -57,9 +57,7 @@ class DeepSpeedEngine(ModelEngine):
         }
         self.parameters = self._parameters()
         optimizer = torch.optim.AdamW(self.parameters.values()) if self.trainable else None
-        with _local_rank():
-            initialized = deepspeed.initialize(model=self.module, optimizer=optimizer, config=config)
-        self.engine, self.wrapper, _, _ = initialized
+        self.engine, self.wrapper, _, _ = deepspeed.initialize(model=self.module, optimizer=optimizer, config=config)
         self.optimizer = optimizer
         self.module.in_step = stage == 3
         self._placed = (True, True)
@@ -179,19 +177,6 @@ class DeepSpeedEngine(ModelEngine):
             self.engine.step()
         for state in self.optimizer.state.values():
             state["step"].fill_(self.steps)
-
-
-@contextmanager
-def _local_rank() -> Iterator[None]:
-    """DeepSpeed asks for it; whoever else finds it takes this for one process of many (Accelerate does)."""
-    alone = "LOCAL_RANK" not in os.environ
-    if alone:
-        os.environ["LOCAL_RANK"] = "0"
-    try:
-        yield
-    finally:
-        if alone:
-            del os.environ["LOCAL_RANK"]
 
 
 STILL = Schedule(
