@@ -63,7 +63,7 @@ class VLLMRollout:
         self._adapter: tuple[int, Path] | None = None
         self._loads = 0
         memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-        self.scratch = Path(tempfile.mkdtemp(prefix="ratchet-vllm-", dir=memory))
+        self.scratch = Path(tempfile.mkdtemp(prefix=f"ratchet-vllm-{os.getpid()}-", dir=memory))
         self.options = {
             "model": str(folder),
             "dtype": dtype,
