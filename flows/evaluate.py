@@ -28,8 +28,15 @@ def evaluate(config: RunConfig) -> pd.DataFrame:
 
 @task(name="answer", persist_result=False, cache_policy=NO_CACHE)
 def answer(config: RunConfig) -> pd.DataFrame:
-    assert config.validation.data is not None
     worker = Worker(config, RunStore(Objects("memory://evaluate")), ["rollout"])
+    try:
+        return _answers(config, worker)
+    finally:
+        worker.close()
+
+
+def _answers(config: RunConfig, worker: Worker) -> pd.DataFrame:
+    assert config.validation.data is not None
     prompts = len(worker.dataset((config.validation.data,)))
     shards = -(-prompts // config.rollout.prompts_per_shard)
     frames = []

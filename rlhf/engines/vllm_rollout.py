@@ -106,6 +106,8 @@ class VLLMRollout:
             shutil.rmtree(folder)
 
     def place(self, *, model: bool, optimizer: bool) -> None:
+        if not self.on_gpu:
+            return  # there is but one memory
         if self._child is not None and model == self.asleep:
             self._ask("wake" if model else "sleep")
         self.asleep = self._child is not None and not model
