@@ -39,6 +39,7 @@ def serving(folder: Path, **environment: str) -> str:
                 "vllm.entrypoints.openai.api_server",
                 f"--model={folder}",
                 "--enforce-eager",
+                "--no-enable-chunked-prefill",  # see VLLMRollout
                 *arguments,
             ],
             stdin=subprocess.DEVNULL,

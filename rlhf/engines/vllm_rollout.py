@@ -72,6 +72,8 @@ class VLLMRollout:
             "trust_remote_code": False,
             "generation_config": "vllm",  # nothing is taken from the model's own defaults
             "disable_log_stats": True,
+            # vLLM 0.32 takes a step of a seed back after a part of a prompt, which a CPU's generator cannot
+            **({} if on_gpu else {"enable_chunked_prefill": False}),
             **options,
         }
         if lora_rank is not None:

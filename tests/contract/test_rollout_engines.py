@@ -51,7 +51,7 @@ def hf_rollout(folder: Path, **options: Any) -> RolloutEngine:
 @cache  # a start takes a quarter of a minute
 def vllm_rollout(folder: Path, **options: Any) -> RolloutEngine:
     return VLLMRollout(
-        folder, eos_token_ids=EOS, max_model_len=64, enforce_eager=True, gpu_memory_utilization=0.1, **options
+        folder, eos_token_ids=EOS, max_model_len=256, enforce_eager=True, gpu_memory_utilization=0.1, **options
     )
 
 
@@ -242,6 +242,15 @@ def test_one_token(kind: Kind, engine: RolloutEngine) -> None:
     assert {len(generation.response_ids) for generation in found} == {1}
     assert all((generation.finish_reason == "stop") == (generation.response_ids[0] in EOS) for generation in found)
     assert {generation.finish_reason for generation in found} == {"stop", "length"}
+
+
+def test_prompts_that_do_not_fit_into_one_step(kind: Kind, engine: RolloutEngine) -> None:
+    """More tokens than vLLM computes at once, all of them new to its cache (it died of a part of a seeded prompt)."""
+    tokens_of = np.random.default_rng(11).integers(3, 78, (64, 200)).tolist()
+    asked = [Request(f"it000002-p{row:05d}-s00", tuple(ids)) for row, ids in enumerate(tokens_of)]
+    together = engine.generate(asked, kind.sampling)
+    for request, expected in zip(asked[::16], together[::16], strict=True):
+        kind.assert_agree(engine.generate([request], kind.sampling)[0], expected)
 
 
 def test_a_stop_text_ends_a_response_and_stays_in_it(kind: Kind, engine: RolloutEngine, policy_folder: Path) -> None:
