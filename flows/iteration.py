@@ -16,7 +16,7 @@ from tasks.old_log_probs import old_log_probs
 from tasks.ref_log_probs import ref_log_probs
 from tasks.score import score
 from tasks.select import select
-from tasks.stage import check_not_given_up, skip_update, skip_what_is_left
+from tasks.stage import check_not_given_up, finish, skip_update, skip_what_is_left
 from tasks.update_actor import update_actor
 from tasks.update_critic import update_critic
 from tasks.validate import validate
@@ -29,6 +29,7 @@ def iteration(config: RunConfig, k: int) -> dict[str, float]:
     with driving(config, check=check_open_iteration), shown(config.run.name):
         if config.validates_before(k):
             validate(k)
+            finish()
         try:
             check_not_given_up(k)
             stages(config, k)
@@ -40,9 +41,11 @@ def iteration(config: RunConfig, k: int) -> dict[str, float]:
 
 
 def stages(config: RunConfig, k: int) -> None:
+    """Start every stage; each computes as soon as what it reads is committed, where its role's models are."""
     generated = generate(k) if config.data.generations is None else borrow(k)
     scored = score(k, generated)
     if not config.train.updates:
+        finish()
         return skip_update("actor", k, "this run only scores")
 
     chosen = select(k, generated, scored) if config.selects else None
@@ -54,7 +57,8 @@ def stages(config: RunConfig, k: int) -> None:
 
     if config.needs_critic:
         update_critic(k, generated, chosen, advantage, value)
+    if not config.warms_up(k):
+        update_actor(k, generated, chosen, advantage, old, ref)
+    finish()
     if config.warms_up(k):
         skip_update("actor", k, "the critic warms up")
-    else:
-        update_actor(k, generated, chosen, advantage, old, ref)

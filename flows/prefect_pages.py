@@ -146,9 +146,12 @@ def markdown(run: Run, iteration: int, metrics: Mapping[str, float]) -> str:
     place = f"{config.run.name} --store {config.run.store}"
     lines = [f"# {config.run.name}, iteration {iteration}", "", "| metric | value |", "|---|---|"]
     lines += [f"| {name} | {metrics[name]:.4g} |" for name in WATCHED if name in metrics]
-    lines += ["", "| stage | seconds |", "|---|---|"]
-    timings = {name.removeprefix("timing_s/"): value for name, value in metrics.items() if name.startswith("timing_s/")}
-    lines += [f"| {name} | {seconds:.2f} |" for name, seconds in timings.items()]
+    lines += ["", "Stages: compute time, and from when to when in the iteration", "", "| stage | seconds | from | to |"]
+    lines += ["|---|---|---|---|"]
+    manifests = run.store.manifests(iteration)
+    first = min((manifest.began for manifest in manifests.values()), default=0.0)
+    for name, one in manifests.items():
+        lines.append(f"| {name} | {one.seconds:.2f} | {one.began - first:.2f} | {one.ended - first:.2f} |")
     frame = run.trajectories([iteration], ["prompt", "response", "score"]).sort_values("score", kind="stable")
     for title, rows in (("Worst", frame.head(3)), ("Best", frame.tail(3)[::-1])):
         lines += ["", f"## {title} trajectories", ""]

@@ -19,6 +19,7 @@ from infra.log import Fenced
 from infra.objects import StoreUnavailable
 from rlhf.config import RunConfig
 from tasks.fingerprint import check_open_iteration
+from tasks.stage import finish
 from tasks.validate import validate
 
 
@@ -67,7 +68,9 @@ def _train(config: RunConfig, take_over: bool) -> None:
             track(k, recorded_iteration(config, k))
         if config.validation.data is not None:
             with shown(config.run.name):
-                track(driver.state.iteration, validate(driver.state.iteration).metrics)
+                validated = validate(driver.state.iteration)
+                finish()
+                track(driver.state.iteration, validated.manifest().metrics)
     if PREFECT_API_URL.value():
         with suppress(StoreUnavailable):  # the run is done, and its report can be had at any time
             show_report(driver.store.url)

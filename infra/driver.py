@@ -19,8 +19,9 @@ from types import FrameType
 from typing import Any
 
 from infra import heartbeat
+from infra.lanes import Lanes
 from infra.log import Fenced
-from infra.objects import Objects
+from infra.objects import Objects, StoreUnavailable
 from infra.progress import report
 from infra.records import SCHEMA_VERSION, Claim, RunState, Weights
 from infra.snapshots import Snapshots
@@ -67,6 +68,7 @@ class Driver:
         self.config = config
         self.store = store
         self.groups = Groups(config, store, self._identity)
+        self.lanes = Lanes()
         self.snapshots = Snapshots(config, store, self.groups)
         self.digests: dict[str, str] = {}
         self._stop = threading.Event()
@@ -98,10 +100,12 @@ class Driver:
         self._grace.daemon = True
         self._grace.start()
 
-    def between(self) -> None:
-        """Between two commits: what was written in the background is committed, and a request to stop is heard."""
-        self.snapshots.settle(wait=False)
-        self.check_stop()
+    def tidy(self) -> None:
+        """While stages compute: a snapshot that was written in the background is committed."""
+        try:
+            self.snapshots.settle(wait=False)
+        except StoreUnavailable as error:  # which the stages will meet too; the next snapshot will do
+            report("note", text=str(error))
 
     def check_stop(self) -> None:
         if self._stop.is_set():
@@ -193,6 +197,7 @@ def driving(
     finally:
         Driver._active = None
         driver.forget_stop()
+        driver.lanes.close()
         driver.groups.close()
         beat.close()
 

@@ -52,6 +52,8 @@ class Manifest(Frozen):
     """For an update: the role's weights after it."""
     metrics: dict[str, float] = {}
     seconds: float = Field(0.0, description="compute time, over all shards")
+    began: float = Field(0.0, description="when the attempt that committed it began, in seconds since 1970")
+    ended: float = 0.0
 
     @property
     def digest(self) -> str:

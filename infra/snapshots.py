@@ -7,6 +7,8 @@ a crash before it costs a replay, nothing else.
 
 from __future__ import annotations
 
+from typing import Any
+
 from infra.progress import report
 from infra.records import Commit, ObjectRef, Retire, Snapshot
 from infra.store import RunStore
@@ -23,8 +25,7 @@ class Snapshots:
     def begin(self, version: int) -> None:
         """Let the workers write what they hold, which is the state after `version` iterations."""
         assert self.being_written is None, "one at a time"
-        for role in self.config.trained:
-            self.groups.of(role).call("begin_save", role)
+        self._in_all_roles("begin_save")
         self.being_written = version
 
     def finish(self) -> list[Commit]:
@@ -32,9 +33,7 @@ class Snapshots:
         version, self.being_written = self.being_written, None
         if version is None:
             return []
-        roles: dict[str, ObjectRef | None] = {
-            role: self.groups.of(role).call("finish_save", role) for role in self.config.trained
-        }
+        roles: dict[str, ObjectRef | None] = self._in_all_roles("finish_save")
         durable = {role: ref for role, ref in roles.items() if ref is not None}
         if durable.keys() != roles.keys():
             report("note", text=f"the snapshot after {version} iterations went with a worker; the next one will do")
@@ -42,6 +41,11 @@ class Snapshots:
         there = self.store.state.snapshots
         kept = kept_snapshots([*there, version], self.config.checkpoint)
         return [Snapshot(version=version, roles=durable), *(Retire(version=old) for old in there if old not in kept)]
+
+    def _in_all_roles(self, method: str) -> dict[str, Any]:
+        """What each role's workers answer; those of different pools at the same time."""
+        pending = {role: self.groups.of(role).submit(method, role) for role in self.config.trained}
+        return {role: answer.result() for role, answer in pending.items()}
 
     def settle(self, *, wait: bool) -> None:
         """Commit the snapshot that is being written, once it is durable."""

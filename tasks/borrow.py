@@ -7,7 +7,7 @@ from prefect.cache_policies import NO_CACHE
 
 from infra.driver import Driver
 from infra.forks import name_of
-from infra.manifest import Manifest
+from infra.lanes import Output
 from infra.progress import report
 from infra.records import Stage, seen_from_fork
 from infra.runs import open_run
@@ -16,7 +16,7 @@ from tasks.stage import RETRIES
 
 
 @task(name="borrow", task_run_name="it {iteration} · borrow", persist_result=False, cache_policy=NO_CACHE, **RETRIES)
-def borrow(iteration: int) -> Manifest:
+def borrow(iteration: int) -> Output:
     """Commit what the run at `data.generations` generated in this iteration as this run's own."""
     store, source = Driver.current().store, Driver.current().config.data.generations
     assert source is not None
@@ -34,4 +34,4 @@ def borrow(iteration: int) -> Manifest:
     manifest = store.manifest(committed)
     shards = len(manifest.shards)
     report("stage", iteration=iteration, stage="generate", done=shards, total=shards, metrics=None)
-    return manifest
+    return Output.of(manifest)

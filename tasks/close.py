@@ -10,7 +10,7 @@ from prefect.cache_policies import NO_CACHE
 
 from infra.driver import Driver
 from infra.progress import report
-from infra.records import Commit, Stage
+from infra.records import Commit
 from tasks.restore import restore
 from tasks.stage import RETRIES, named
 
@@ -48,11 +48,13 @@ def close(iteration: int) -> dict[str, float]:
 def iteration_metrics(driver: Driver, iteration: int) -> dict[str, float]:
     """What the iteration's stages reported, and the seconds that each computed."""
     metrics: dict[str, float] = {}
-    for name, stage in driver.store.iteration_state(iteration).stages.items():
-        if isinstance(stage, Stage):
-            manifest = driver.store.manifest(stage)
-            metrics |= manifest.metrics
-            metrics[f"timing_s/{name}"] = manifest.seconds
+    manifests = driver.store.manifests(iteration)
+    for name, manifest in manifests.items():
+        metrics |= manifest.metrics
+        metrics[f"timing_s/{name}"] = manifest.seconds
+    if manifests:
+        began, ended = ([getattr(each, name) for each in manifests.values()] for name in ("began", "ended"))
+        metrics["perf/iteration_s"] = max(ended) - min(began)
     metrics["timing_s/stages"] = sum(value for name, value in metrics.items() if name.startswith("timing_s/"))
     if "perf/response_tokens" in metrics:
         metrics["perf/response_tokens_per_s"] = metrics["perf/response_tokens"] / max(metrics["timing_s/stages"], 1e-9)

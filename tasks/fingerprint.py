@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from infra.driver import Driver
+from infra.lanes import Output
 from infra.manifest import Fingerprint, Manifest
 from infra.records import Shard, Skip, Stage, Weights
 from infra.workers.worker import WEIGHTS_OF
@@ -26,18 +27,18 @@ def fingerprint_of(
     spec: StageSpec,
     view: ConfigView,
     iteration: int,
-    inputs: tuple[Manifest, ...],
+    inputs: tuple[Output, ...],
     shard: int | None = None,
 ) -> Fingerprint:
     """Of a stage, or of one of its shards, which depends on the same shard of each input."""
     parts: dict[str, Any] = {"stage": spec.name, "version": spec.version, "iteration": iteration}
     parts |= _config_parts(spec, view)
-    for manifest in inputs:
-        assert manifest.stage in spec.reads, f"{spec.name} does not read {manifest.stage}"
-        if shard is not None and spec.reads_shard_of(manifest):
-            parts[f"input.{manifest.stage}"] = manifest.shards[shard].sha256
+    for output in inputs:
+        assert output.stage in spec.reads, f"{spec.name} does not read {output.stage}"
+        if shard is not None and spec.reads_shard_of(output):
+            parts[f"input.{output.stage}"] = output.shard(shard).sha256
         else:
-            parts[f"input.{manifest.stage}"] = manifest.digest
+            parts[f"input.{output.stage}"] = output.manifest().digest
     if (found := weights_of(driver, spec, iteration)) is not None:
         assert spec.role is not None
         parts[f"weights.{WEIGHTS_OF.get(spec.role, spec.role)}"] = found.digest

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from infra.driver import Driver
+from infra.lanes import Output
 from infra.manifest import Manifest
 from infra.workers.worker import Context
 from rlhf.batch import TrajectoryBatch, ragged
@@ -56,7 +57,7 @@ def _until_enough_prompts_differ(iteration: int) -> Callable[[Manifest], bool] |
     attempt = driver.store.begin_attempt(iteration, score.spec.name)
 
     def enough(generated: Manifest) -> bool:
-        scored, was_committed = score.shard(iteration, (generated,), len(generated.shards) - 1, attempt)
+        scored, was_committed = score.shard(iteration, (Output.of(generated),), len(generated.shards) - 1, attempt)
         if not was_committed:
             driver.store.commit(scored)
         shards = driver.store.committed_shards(score.spec.name)  # a driver that died may have left later ones

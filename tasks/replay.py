@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from infra.driver import Driver
 from infra.forks import state_before
+from infra.lanes import Output
 from infra.progress import report
 from infra.records import Skip
 from infra.runs import Run
@@ -47,7 +48,9 @@ def replay(run: Run, iteration: int) -> Iterator[Replayed]:
         if stage is None or isinstance(stage, Skip):
             continue
         manifest = manifests[spec.name]
-        inputs = tuple(manifests[name] for name in spec.reads if f"input.{name}" in manifest.fingerprint.parts)
+        inputs = tuple(
+            Output.of(manifests[name]) for name in spec.reads if f"input.{name}" in manifest.fingerprint.parts
+        )
         view = spec.view(run.config.with_values(manifest.config, fit=False))
         if spec.role in UPDATES and not manifest.shards:
             call = call_of(driver, spec, view, iteration, inputs, 0, 0, began)

@@ -7,6 +7,7 @@ the config that its manifest recorded; nothing is generated or scored again, and
 from __future__ import annotations
 
 from infra.driver import Driver
+from infra.lanes import Output
 from infra.log import Corrupt
 from infra.manifest import Manifest
 from infra.progress import report
@@ -68,7 +69,7 @@ def _replay(driver: Driver, group: WorkerGroup, role: str, at: Weights, target: 
         shard=0,
         attempt=0,
         config=spec.view(driver.config.with_values(manifest.config, fit=False)),  # then, not with today's other keys
-        inputs=spec.inputs((sources[name] for name in inputs), shard=0),
+        inputs=spec.inputs((Output.of(sources[name]) for name in inputs), shard=0),
         role=role,
         weights=at,
     )

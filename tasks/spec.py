@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from infra.manifest import Manifest
+from infra.lanes import Output
 from infra.workers.worker import Input, Update
 from rlhf.config import RunConfig
 from rlhf.config_view import ConfigView
@@ -43,19 +43,19 @@ class StageSpec:
     def view(self, config: RunConfig) -> ConfigView:
         return ConfigView(config, self.config_keys + self.operational_keys)
 
-    def inputs(self, manifests: Iterable[Manifest], shard: int) -> tuple[Input, ...]:
+    def inputs(self, outputs: Iterable[Output], shard: int) -> tuple[Input, ...]:
         """What computing a shard reads."""
         return tuple(
             (
-                (manifest.shards[shard],) if self.reads_shard_of(manifest) else manifest.shards,
-                self.reads[manifest.stage],
+                (output.shard(shard),) if self.reads_shard_of(output) else output.manifest().shards,
+                self.reads[output.stage],
             )
-            for manifest in manifests
+            for output in outputs
         )
 
-    def reads_shard_of(self, manifest: Manifest) -> bool:
+    def reads_shard_of(self, output: Output) -> bool:
         """Whether a shard reads just the same shard of an input; if not, all of it."""
-        return self.sharded and bool(self.reads[manifest.stage])
+        return self.sharded and bool(self.reads[output.stage])
 
 
 UPDATES: dict[str, tuple[StageSpec, Update]] = {}

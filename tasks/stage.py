@@ -8,6 +8,7 @@ ends in a state named `Cached`. What is committed but depends on something else 
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ from prefect.states import Completed
 from prefect.tasks import Task
 
 from infra.driver import Driver
-from infra.manifest import Fingerprint, Manifest
+from infra.lanes import Output
+from infra.manifest import Manifest
 from infra.objects import StoreFull, StoreUnavailable
 from infra.progress import report
 from infra.records import RunState, Shard, ShardRef, Skip, Stage, Weights
@@ -72,15 +74,10 @@ def named(stage: str) -> Callable[[], str]:
 
 
 class StageTask(Protocol):
-    """A stage as flows call it: manifests in, a manifest out; None stands for a stage that the config leaves out."""
+    """A stage as flows call it: it is started, and goes on as what it reads is committed; `finish` waits for all.
+    None stands for a stage that the config leaves out."""
 
-    def __call__(self, iteration: int, *inputs: Manifest | None) -> Manifest: ...
-
-
-class UpdateTask(Protocol):
-    """An update as flows call it: manifests in, and weights that have moved, or a skip that is committed."""
-
-    def __call__(self, iteration: int, *inputs: Manifest | None) -> Manifest | None: ...
+    def __call__(self, iteration: int, *inputs: Output | None) -> Output: ...
 
 
 Summary = Callable[[list[dict[str, Any]]], dict[str, float]]
@@ -115,14 +112,20 @@ def rows(
     return decorate
 
 
-def update(spec: StageSpec) -> Callable[[Update], UpdateTask]:
+def finish() -> None:
+    """Wait for every stage that was started; raises the first error."""
+    driver = Driver.current()
+    driver.lanes.join(meanwhile=driver.tidy)
+
+
+def update(spec: StageSpec) -> Callable[[Update], StageTask]:
     """A stage that moves its role's weights to the next version, and returns metrics."""
 
-    def decorate(function: Update) -> UpdateTask:
+    def decorate(function: Update) -> StageTask:
         assert spec.role is not None and not spec.sharded
         compute = ByName.of(spec, function)
         UPDATES[spec.role] = (spec, compute)
-        return _as_task(spec, lambda iteration, inputs: _run_update(spec, compute, iteration, inputs))
+        return _as_task(spec, lambda iteration, inputs, output: _run_update(spec, compute, iteration, inputs))
 
     return decorate
 
@@ -176,8 +179,8 @@ ROWS: dict[str, RowsStage] = {}
 
 
 def _as_task(
-    spec: StageSpec, run: Callable[[int, tuple[Manifest, ...]], tuple[Manifest | None, bool]]
-) -> Callable[..., Any]:
+    spec: StageSpec, run: Callable[[int, tuple[Output, ...], Output], tuple[Manifest | None, bool]]
+) -> StageTask:
     @task(
         name=spec.name,
         task_run_name=named(spec.name),
@@ -185,15 +188,26 @@ def _as_task(
         persist_result=False,
         cache_policy=NO_CACHE,
     )
-    def stage_task(iteration: int, inputs: tuple[Manifest, ...]) -> Any:
-        manifest, committed_before = run(iteration, inputs)
+    def stage_task(iteration: int, inputs: tuple[Output, ...], output: Output) -> Any:
+        manifest, committed_before = run(iteration, inputs, output)
         return Completed(name="Cached", data=manifest, message="committed before") if committed_before else manifest
 
-    def call(iteration: int, *inputs: Manifest | None) -> Any:
-        result: Any = stage_task(iteration, tuple(manifest for manifest in inputs if manifest is not None))
-        return result.result() if isinstance(result, State) else result
+    def start(iteration: int, *inputs: Output | None) -> Output:
+        driver = Driver.current()
+        reads = tuple(each for each in inputs if each is not None)
 
-    return call
+        def job(output: Output) -> Any:
+            for each in reads:
+                if spec.reads_shard_of(each):
+                    each.shard(0)
+                else:
+                    each.manifest()
+            result: Any = stage_task(iteration, reads, output)
+            return result.result() if isinstance(result, State) else result
+
+        return driver.lanes.start(driver.groups.lane_of(spec.role), spec.name, job)
+
+    return start
 
 
 @dataclass(frozen=True)
@@ -204,14 +218,14 @@ class RowsStage:
     summary: Summary
     until: Until
 
-    def __call__(self, iteration: int, *inputs: Manifest | None) -> Manifest:
+    def __call__(self, iteration: int, *inputs: Output | None) -> Output:
         return self._task(iteration, *inputs)
 
     @cached_property
     def _task(self) -> StageTask:
         return _as_task(self.spec, self._run)
 
-    def shard(self, iteration: int, inputs: tuple[Manifest, ...], shard: int, attempt: int) -> tuple[Shard, bool]:
+    def shard(self, iteration: int, inputs: tuple[Output, ...], shard: int, attempt: int) -> tuple[Shard, bool]:
         """One shard, and whether it was committed before; if not, it is computed now, and the caller commits it."""
         driver, spec = Driver.current(), self.spec
         view = spec.view(driver.config)
@@ -219,7 +233,7 @@ class RowsStage:
         if (before := driver.store.committed_shards(spec.name).get(shard)) is not None:
             check_shard(driver, spec, before, fingerprint)
             return before, True
-        driver.between()
+        driver.check_stop()
         call = call_of(driver, spec, view, iteration, inputs, attempt, shard)
         result: Rows = on_worker(driver, "rows", call, self.compute)
         found = Shard(
@@ -234,37 +248,44 @@ class RowsStage:
         )
         return found, False
 
-    def _run(self, iteration: int, inputs: tuple[Manifest, ...]) -> tuple[Manifest, bool]:
+    def _run(self, iteration: int, inputs: tuple[Output, ...], output: Output) -> tuple[Manifest, bool]:
         driver, spec = Driver.current(), self.spec
         store = driver.store
-        most = 1 if not spec.sharded else self.count(driver) if self.count else len(inputs[0].shards)
-        fingerprint = fingerprint_of(driver, spec, spec.view(driver.config), iteration, inputs)
-        if (before := committed_manifest(driver, spec, iteration, fingerprint)) is not None:
+        most = 1 if not spec.sharded else self.count(driver) if self.count else inputs[0].count()
+        if store.committed_stage(iteration, spec.name) is not None:
+            fingerprint = fingerprint_of(driver, spec, spec.view(driver.config), iteration, inputs)
+            before = committed_manifest(driver, spec, iteration, fingerprint)
+            assert before is not None
             report("stage", iteration=iteration, stage=spec.name, done=most, total=most, metrics=None)
             return before, True
 
-        attempt = store.begin_attempt(iteration, spec.name)
+        attempt, began = store.begin_attempt(iteration, spec.name), time.time()
         enough = self.until(iteration)
+        if enough is None:
+            output.expect(most)
         done: list[Shard] = []
         uncommitted: list[Shard] = []
         while len(done) < most:
             report("stage", iteration=iteration, stage=spec.name, done=len(done), total=most, metrics=None)
+            output.check()
             found, was_committed = self.shard(iteration, inputs, len(done), attempt)
             done.append(found)
             uncommitted = [] if was_committed else [found]
             if uncommitted and (enough is not None or len(done) < most):
                 store.commit(*uncommitted)
                 uncommitted = []
-            if enough is not None and enough(self._manifest(driver, iteration, attempt, fingerprint, done)):
+            if enough is None and not uncommitted:
+                output.show([shard.data for shard in done])
+            if enough is not None and enough(self._manifest(driver, iteration, inputs, attempt, began, done)):
                 break
 
-        manifest = self._manifest(driver, iteration, attempt, fingerprint, done)
+        manifest = self._manifest(driver, iteration, inputs, attempt, began, done)
         outputs = done[-1].outputs
         stage = Stage(
             iteration=iteration,
             stage=spec.name,
             manifest=store.write_manifest(manifest),
-            fingerprint=fingerprint.digest,
+            fingerprint=manifest.fingerprint.digest,
             cursor=outputs.get("cursor"),
             controllers=outputs.get("controllers"),
         )
@@ -273,24 +294,33 @@ class RowsStage:
         return manifest, False
 
     def _manifest(
-        self, driver: Driver, iteration: int, attempt: int, fingerprint: Fingerprint, shards: list[Shard]
+        self,
+        driver: Driver,
+        iteration: int,
+        inputs: tuple[Output, ...],
+        attempt: int,
+        began: float,
+        shards: list[Shard],
     ) -> Manifest:
+        view = self.spec.view(driver.config)
         return Manifest(
             iteration=iteration,
             stage=self.spec.name,
             epoch=driver.epoch,
             attempt=attempt,
-            fingerprint=fingerprint,
-            config=self.spec.view(driver.config).values(),
+            fingerprint=fingerprint_of(driver, self.spec, view, iteration, inputs),
+            config=view.values(),
             columns=("trajectory_id", *self.spec.writes),
             shards=tuple(shard.data for shard in shards),
             metrics=self.summary([shard.outputs for shard in shards]),
             seconds=sum(shard.seconds for shard in shards),
+            began=began,
+            ended=time.time(),
         )
 
 
 def _run_update(
-    spec: StageSpec, compute: Update, iteration: int, inputs: tuple[Manifest, ...]
+    spec: StageSpec, compute: Update, iteration: int, inputs: tuple[Output, ...]
 ) -> tuple[Manifest | None, bool]:
     driver = Driver.current()
     store, view = driver.store, spec.view(driver.config)
@@ -302,9 +332,9 @@ def _run_update(
         report("stage", iteration=iteration, stage=spec.name, done=1, total=1, metrics=None)
         return before, True
 
-    attempt = store.begin_attempt(iteration, spec.name)
+    attempt, began = store.begin_attempt(iteration, spec.name), time.time()
     report("stage", iteration=iteration, stage=spec.name, done=0, total=1, metrics=None)
-    driver.between()
+    driver.check_stop()
     call = call_of(driver, spec, view, iteration, inputs, attempt, 0)
     try:
         updated: Updated = on_worker(driver, "update", call, compute)
@@ -325,6 +355,8 @@ def _run_update(
         weights=updated.weights,
         metrics=updated.metrics,
         seconds=updated.seconds,
+        began=began,
+        ended=time.time(),
     )
     store.commit(
         Stage(
@@ -364,7 +396,7 @@ def call_of(
     spec: StageSpec,
     view: ConfigView,
     iteration: int,
-    inputs: tuple[Manifest, ...],
+    inputs: tuple[Output, ...],
     attempt: int,
     shard: int,
     began: RunState | None = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -11,10 +12,18 @@ from infra.workers.worker import Worker
 from rlhf.config import RunConfig
 
 
+class Pending(Protocol):
+    """A call that others may overlap."""
+
+    def result(self) -> Any: ...
+
+
 class WorkerGroup(Protocol):
-    """The processes that hold the models of some roles; `call` asks all of them, and gives the first one's answer."""
+    """The processes that hold the models of some roles: each is asked, and the first one's answer is given."""
 
     def call(self, method: str, *arguments: Any) -> Any: ...
+
+    def submit(self, method: str, *arguments: Any) -> Pending: ...
 
 
 class Groups:
@@ -24,21 +33,34 @@ class Groups:
         here = [role for role in config.roles if config.pool_of(role) is None]
         self.local = LocalGroup(Worker(config, store, here))
         self._pools: dict[str, Any] = {}
+        self._lock = threading.Lock()
 
     def of(self, role: str | None) -> WorkerGroup:
         """The group of a role; what has no role is computed in the driver's process."""
         pool = None if role is None else self.config.pool_of(role)
         if pool is None:
             return self.local
-        if pool not in self._pools:
-            import torch
+        with self._lock:
+            if pool not in self._pools:
+                import torch
 
-            from infra.workers.ray_group import RayGroup
+                from infra.workers.ray_group import RayGroup
 
-            self._pools[pool] = RayGroup(self.config, self.store.url, pool, torch.get_num_threads(), self.identity())
-        group = self._pools[pool]
+                threads = torch.get_num_threads()
+                self._pools[pool] = RayGroup(self.config, self.store.url, pool, threads, self.identity())
+            group = self._pools[pool]
         group.epoch = self.store.log.epoch
         return group  # type: ignore[no-any-return]
+
+    def lane_of(self, role: str | None) -> str:
+        """Where a role computes: what has the same name computes by turns, in order."""
+        if role is None:
+            return "host"
+        pool = self.config.pool_of(role)
+        if pool is not None:
+            return f"pool {pool}"
+        alone = role == "rollout" and self.config.rollout.engine != "hf" and not self.config.actor.by_turns
+        return "rollout" if alone else "driver"
 
     def close(self) -> None:
         """End what this process started and what would not end with the driver."""

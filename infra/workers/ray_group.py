@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,19 @@ class RayWorker:
         ray.util.remove_placement_group(ray.util.get_current_placement_group())  # the other ranks end with it
 
 
+@dataclass(frozen=True)
+class Answer:
+    """What a call will have given."""
+
+    group: RayGroup
+    method: str
+    actors: list[Any]
+    pending: list[Any]
+
+    def result(self) -> Any:
+        return self.group.await_answers(self.method, self.actors, self.pending)
+
+
 class RayGroup:
     def __init__(self, config: RunConfig, url: str, pool: str, threads: int, identity: str) -> None:
         """`identity`: what loaded models, code and data are, besides the config; who serves others is ended."""
@@ -112,18 +126,26 @@ class RayGroup:
         self.roles = [role for role in config.roles if config.pool_of(role) == pool]
         self.epoch = 0
         self._actors: list[Any] = []
+        self._lock = threading.RLock()
 
     def call(self, method: str, *arguments: Any) -> Any:
         """What rank 0 answers. Raises what the worker raised, or `GroupLost`."""
+        return self.submit(method, *arguments).result()
+
+    def submit(self, method: str, *arguments: Any) -> Answer:
+        """Ask all processes, which answer in the order in which they are asked."""
+        with self._lock:  # or two threads could ask two ranks in different orders, which then wait for each other
+            actors = self._ready()
+            return Answer(self, method, actors, [_asked(actor, self.epoch, method, arguments) for actor in actors])
+
+    def await_answers(self, method: str, actors: list[Any], pending: list[Any]) -> Any:
         import ray
 
-        actors = self._ready()
-        pending = [actor.do.remote(self.epoch, method, arguments) for actor in actors]
         try:
             answers = self._patiently(actors, pending)
         except ray.exceptions.RayError as error:
             mistake = isinstance(error, ray.exceptions.RayTaskError) and self._all_alive(actors)
-            self.end()  # those that are left may wait for the one that failed
+            self._end_those(actors)  # those that are left may wait for the one that failed
             if mistake:
                 raise
             raise GroupLost(f"a process of pool {self.name} died during {method}: it is begun anew") from error
@@ -133,6 +155,11 @@ class RayGroup:
         if method in ("holds", "is_saved"):  # ranks that disagree hold nothing
             return all(answer for _, answer in answers)
         return answers[0][1]
+
+    def _end_those(self, actors: list[Any]) -> None:
+        with self._lock:  # unless another call has done so, and new ones have begun
+            if self._actors is actors:
+                self.end()
 
     def end(self) -> None:
         """End the processes; the next call starts new ones."""
@@ -161,7 +188,7 @@ class RayGroup:
                 _, left = ray.wait(left, num_returns=len(left), timeout=GRACE_S)
                 if left:
                     if not isinstance(failed[0][1], Fenced):  # else the processes are another driver's by now
-                        self.end()
+                        self._end_those(actors)
                     return failed
             elif not ready:
                 ray.get([actor.alive.remote() for actor in actors], timeout=PATIENCE_S)
@@ -264,14 +291,24 @@ def _fits(bundle: dict[str, float], workers: int) -> bool:
     return all(there.get(name, 0) >= amount * workers for name, amount in bundle.items())
 
 
+def _asked(actor: Any, epoch: int, method: str, arguments: tuple[Any, ...]) -> Any:
+    if method == "is_saved":  # whatever it computes meanwhile
+        return actor.is_saved.remote(*arguments)
+    return actor.do.remote(epoch, method, arguments)
+
+
 def _with_health(cls: type[RayWorker]) -> type[RayWorker]:
-    """`alive` and `serves` answer while the process computes."""
+    """`alive`, `serves` and `is_saved` answer while the process computes."""
     import ray
 
     class Process(cls):  # type: ignore[misc, valid-type]
         @ray.method(concurrency_group="health")  # type: ignore[untyped-decorator]
         def alive(self) -> bool:
             return True
+
+        @ray.method(concurrency_group="health")  # type: ignore[untyped-decorator]
+        def is_saved(self, role: str) -> tuple[bool, bool]:
+            return True, self.worker.is_saved(role)
 
         @ray.method(concurrency_group="health")  # type: ignore[untyped-decorator]
         def serves(self) -> tuple[str, int]:

@@ -152,6 +152,8 @@ class Worker:
         """What the rollout's own copy of the actor's weights is, where it needs one."""
         self._saving: dict[str, Saving] = {}
         self._datasets: dict[tuple[str, ...], PromptDataset] = {}
+        self._lock = threading.RLock()
+        """Of what engines there are, and whose weights they have: stages of different roles may compute at once."""
 
     def rows(self, call: Call, compute: Compute) -> Rows:
         """Compute one shard and write it; nothing is committed."""
@@ -272,14 +274,15 @@ class Worker:
     def engine(self, role: str, *, learns: bool = False) -> Any:
         """The role's engine, ready to compute; or to learn, to be saved or loaded. Those that give way make room."""
         owner = self._owner(role)
-        self._make_room(owner)
-        if role not in self._engines:
-            self._engines[role] = self._build(role)
-        if owner == "rollout" and "actor" in self.roles:
-            self._bring_rollout_up()
-        if self._gives_way(owner):
-            self._engines[owner].place(model=True, optimizer=learns)
-        return self._engines[role]
+        with self._lock:
+            self._make_room(owner)
+            if role not in self._engines:
+                self._engines[role] = self._build(role)
+            if owner == "rollout" and "actor" in self.roles:
+                self._bring_rollout_up()
+            if self._gives_way(owner):
+                self._engines[owner].place(model=True, optimizer=learns)
+            return self._engines[role]
 
     def _make_room(self, owner: str) -> None:
         for other, engine in self._engines.items():

@@ -175,8 +175,8 @@ def test_a_changed_learning_rate_keeps_the_rollouts(ratchet: Ratchet) -> None:
 
 def test_a_changed_reward_keeps_the_generations_and_never_the_scores(ratchet: Ratchet) -> None:
     other = {"reward__function": "tests.rewards:digits"}
-    done(ratchet(dies_after("stage", "generate", 1)), -9)
-    # only generate is committed: accepted; killed again with one of two shards of the new scores
+    done(ratchet(Fault("put", "trajectories/score/iteration=000001/.*part-00000", "before")), -9)
+    # of generations alone there is something: accepted; killed again with one of two shards of the new scores
     changed = ratchet(Fault("put", "trajectories/score/iteration=000001/.*part-00001"), **other)
     done(changed, -9)
     assert ("generate", 1, 0) not in changed.computed_shards
@@ -193,6 +193,14 @@ def test_a_changed_reward_keeps_the_generations_and_never_the_scores(ratchet: Ra
     digits = frame["response"].map(lambda text: sum(letter.isdigit() for letter in text) / max(len(text), 1))
     assert (frame["score"] == digits.astype("float32"))[frame["iteration"] == 1].all()
     assert not (frame["score"] == digits.astype("float32"))[frame["iteration"] == 0].all()
+
+
+def test_shards_are_scored_while_others_are_generated(ratchet: Ratchet) -> None:
+    slow = Fault("put", "trajectories/generate/.*part-00001", "before", count=0, action=0, delay_s=1.0)
+    done(ratchet(slow))
+    generated, scored = (ratchet.history.run.store.manifests(1)[name] for name in ("generate", "score"))
+    assert generated.began < scored.began < generated.ended - 0.9
+    assert generated.ended < scored.ended, "the last shard waits for its generation"
 
 
 def test_a_finished_run_goes_on_and_is_left_alone(ratchet: Ratchet, workspace: Path) -> None:
@@ -215,10 +223,11 @@ def test_a_finished_run_goes_on_and_is_left_alone(ratchet: Ratchet, workspace: P
 def test_a_reward_that_is_not_a_number_commits_nothing(ratchet: Ratchet) -> None:
     refused = done(ratchet(reward__function="tests.rewards:not_a_number"), 1)
     assert "nan" in refused
-    assert set(ratchet.history.stages) == {("generate", 0)}
+    without = ROWS - {"score", "advantages"}
+    assert set(ratchet.history.stages) == {(stage, 0) for stage in without}, "what does not depend on it is kept"
     resumed = ratchet()
     done(resumed)
-    assert ("generate", 0, 0) not in resumed.computed_shards
+    assert not {(stage, 0, 0) for stage in without} & set(resumed.computed_shards)
 
 
 def test_a_reward_that_is_not_a_number_can_be_passed_over(ratchet: Ratchet, workspace: Path) -> None:
@@ -228,9 +237,8 @@ def test_a_reward_that_is_not_a_number_can_be_passed_over(ratchet: Ratchet, work
     done(ratchet(train__on_nan="skip", train__iterations=1))  # a good reward now, but the actor has been told to wait
     done(ratchet(**bad))
     history = ratchet.history
-    assert set(history.stages) == {
-        (stage, k) for k in (0, 1) for stage in ("generate", "update_actor", "update_critic")
-    }
+    others = UPDATES | ROWS - {"score", "advantages"}
+    assert set(history.stages) == {(stage, k) for k in (0, 1) for stage in others}
     assert all("nan" in skip.reason for skip in history.commits(Skip))
     roles = history.state.weights
     assert {role: (roles[role].version, roles[role].digest) for role in ("actor", "critic")} == {

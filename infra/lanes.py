@@ -1,0 +1,156 @@
+"""Side by side: stages that compute in different places run at the same time, shard after shard.
+
+A lane is a place that computes, and a thread of the driver that waits for it: the driver's own models, a pool, an
+engine in a process of its own, or just the host for what needs no model. The stages of one lane run one after the
+other, in the order in which they were started; those of different lanes overlap, each going on as soon as a shard that
+it reads is committed. Since stages are started after what they read, lanes never wait for each other in a circle.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextvars import copy_context
+from dataclasses import dataclass
+
+from infra.manifest import Manifest
+from infra.records import ShardRef
+from rlhf.errors import NotFinite, RatchetError
+
+POLL_S = 0.2
+"""How often the driver looks after what else there is to do, while it waits for lanes."""
+
+
+class InputLost(RatchetError):
+    """What a stage reads will not come: the stage that makes it has failed, and says why."""
+
+
+class Output:
+    """What a stage has committed so far, and in the end its manifest."""
+
+    def __init__(self, stage: str, given_up: threading.Event | None = None) -> None:
+        """`given_up`: set when a stage that was started with this one has failed."""
+        self.stage = stage
+        self._given_up = given_up or threading.Event()
+        self._changed = threading.Condition()
+        self._shards: list[ShardRef] = []
+        self._count: int | None = None
+        self._manifest: Manifest | None = None
+        self._ended = False
+        self._failed = False
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Output:
+        """Of a stage that has ended."""
+        output = cls(manifest.stage)
+        output.end(manifest)
+        return output
+
+    # For those that read it: each waits, and raises `InputLost` if it will not come.
+
+    def shard(self, number: int) -> ShardRef:
+        self._wait(lambda: len(self._shards) > number)
+        return self._shards[number]
+
+    def count(self) -> int:
+        """How many shards there will be."""
+        self._wait(lambda: self._count is not None)
+        assert self._count is not None
+        return self._count
+
+    def manifest(self) -> Manifest:
+        self._wait(lambda: self._ended)
+        assert self._manifest is not None, f"{self.stage} was skipped"
+        return self._manifest
+
+    def _wait(self, there: Callable[[], bool]) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: there() or self._failed)
+            if not there():
+                raise InputLost(f"{self.stage} has failed")
+
+    # For the stage itself.
+
+    def check(self) -> None:
+        """Before each shard: where another stage has failed, nothing more is computed in vain."""
+        if self._given_up.is_set():
+            raise InputLost(f"{self.stage} stops: another stage has failed")
+
+    def expect(self, count: int) -> None:
+        with self._changed:
+            self._count = count
+            self._changed.notify_all()
+
+    def show(self, shards: list[ShardRef]) -> None:
+        """So much of it is committed."""
+        with self._changed:
+            self._shards = list(shards)
+            self._changed.notify_all()
+
+    def end(self, manifest: Manifest | None) -> None:
+        """All of it is committed; None: that nothing was to be done."""
+        with self._changed:
+            self._manifest = manifest
+            self._shards = [] if manifest is None else list(manifest.shards)
+            self._count = len(self._shards)
+            self._ended = True
+            self._changed.notify_all()
+
+    def fail(self) -> None:
+        with self._changed:
+            self._failed = True
+            self._changed.notify_all()
+
+
+@dataclass(frozen=True)
+class _Started:
+    output: Output
+    future: Future[None]
+
+
+class Lanes:
+    def __init__(self) -> None:
+        self._threads: dict[str, ThreadPoolExecutor] = {}
+        self._started: list[_Started] = []
+        self._given_up = threading.Event()
+
+    def start(self, lane: str, stage: str, run: Callable[[Output], Manifest | None]) -> Output:
+        """Start a stage as soon as its lane has ended those before it. `run` may show what it has committed."""
+        given_up = self._given_up
+        output = Output(stage, given_up)
+
+        def job() -> None:
+            try:
+                output.check()
+                output.end(run(output))
+            except BaseException as error:
+                if not isinstance(error, NotFinite | InputLost):  # then just what reads this stage cannot go on
+                    given_up.set()
+                output.fail()
+                raise
+
+        if lane not in self._threads:
+            import torch
+
+            self._threads[lane] = ThreadPoolExecutor(1, lane, torch.set_num_threads, (torch.get_num_threads(),))
+        future = self._threads[lane].submit(copy_context().run, job)
+        self._started.append(_Started(output, future))
+        return output
+
+    def join(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Wait for all that was started; then raise the first error, which is what those that waited for it failed
+        of."""
+        started, self._started, self._given_up = self._started, [], threading.Event()
+        left = {each.future for each in started}
+        while left:
+            left = wait(left, POLL_S, FIRST_COMPLETED).not_done
+            meanwhile()
+        errors = [error for each in started if (error := each.future.exception()) is not None]
+        for error in sorted(errors, key=lambda error: isinstance(error, InputLost)):
+            raise error
+
+    def close(self) -> None:
+        for thread in self._threads.values():
+            thread.shutdown(wait=True)
+        self._threads = {}
