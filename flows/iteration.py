@@ -7,10 +7,10 @@ from infra.driver import driving
 from rlhf.config import RunConfig
 from rlhf.errors import NotFinite
 from tasks.advantages import advantages
+from tasks.ahead import generations
 from tasks.borrow import borrow
 from tasks.close import close
 from tasks.fingerprint import check_open_iteration
-from tasks.generate import generate
 from tasks.greedy_baseline import greedy_baseline
 from tasks.old_log_probs import old_log_probs
 from tasks.ref_log_probs import ref_log_probs
@@ -42,7 +42,7 @@ def iteration(config: RunConfig, k: int) -> dict[str, float]:
 
 def stages(config: RunConfig, k: int) -> None:
     """Start every stage; each computes as soon as what it reads is committed, where its role's models are."""
-    generated = generate(k) if config.data.generations is None else borrow(k)
+    generated = generations(k) if config.data.generations is None else borrow(k)
     scored = score(k, generated)
     if not config.train.updates:
         finish()

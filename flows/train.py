@@ -59,10 +59,10 @@ def _train(config: RunConfig, take_over: bool) -> None:
     # an iteration's own Prefect heartbeat would add a second to it; the heartbeat of this flow covers both
     quiet = temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
     with (
+        tagged(config.run.name),  # what runs ahead has the driver's context
         driving(config, take_over=take_over, check=check_open_iteration) as driver,
         tracking(config) as track,
         quiet,
-        tagged(config.run.name),
     ):
         while (k := driver.state.iteration) < config.train.iterations:
             track(k, recorded_iteration(config, k))

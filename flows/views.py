@@ -56,9 +56,9 @@ def status(console: Console, run: Run, last: int) -> None:
     table.add_column("it", justify="right")
     for stage in stages:
         table.add_column(SHORT[stage], justify="center")
-    for iteration in range(first, state.iteration + 1):
+    for iteration in range(first, max([state.iteration, *state.ahead]) + 1):
         found = run.progress(iteration)
-        missing = "·" if iteration == state.iteration else ""
+        missing = "·" if iteration >= state.iteration else ""
         if found or not missing:
             stages_done = [found.get(stage, "" if stage == "validate" else missing) for stage in stages]
             table.add_row(str(iteration), *stages_done)

@@ -13,13 +13,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from infra import heartbeat
-from infra.lanes import Lanes
+from infra.lanes import Lanes, Output
 from infra.log import Fenced
 from infra.objects import Objects, StoreUnavailable
 from infra.progress import report
@@ -59,6 +60,18 @@ class Stopped(RatchetError):
         return cls(f"stopped as asked; `ratchet resume {run}` goes on from the last commit")
 
 
+@dataclass
+class Rollout:
+    """What generates ahead of the open iteration, where `rollout.mode` lets it."""
+
+    turn: threading.Lock = field(default_factory=threading.Lock)
+    """Held while a piece is generated, and while new weights are brought."""
+    holds: Weights | None = None
+    """What was brought; None: an iteration generates with what it begins with."""
+    begun: dict[int, Output] = field(default_factory=dict)
+    """Generations of iterations whose turn has not come."""
+
+
 class Driver:
     """Opened with `driving`; there is at most one in a process."""
 
@@ -69,6 +82,7 @@ class Driver:
         self.store = store
         self.groups = Groups(config, store, self._identity)
         self.lanes = Lanes()
+        self.rollout = Rollout()
         self.snapshots = Snapshots(config, store, self.groups)
         self.digests: dict[str, str] = {}
         self._stop = threading.Event()
@@ -267,6 +281,7 @@ def _open(config: RunConfig, take_over: bool, check: Callable[[Driver], None]) -
             threads=threads,
             host=socket.gethostname(),
             shards=driver.most_shards,
+            ahead=config.rollout.ahead,
             initial=driver.initial_weights,
         )
     )

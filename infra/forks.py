@@ -27,12 +27,14 @@ def state_before(store: RunStore, iteration: int, stages: Collection[str]) -> Ru
         index = store.index_of(iteration - 1)
         state = store.log.load_index(index)
         assert state.metrics is not None, "an index holds the metrics of the iteration that it closes"
+        state.ahead = {}
         state.apply_commit(Close(iteration=iteration - 1, index=index, metrics=state.metrics), state.epoch)
     committed = store.iteration_state(iteration)
     for name, stage in committed.stages.items():
         if name in stages:
             state.shards[name] = committed.shards.get(name, {})
             state.apply_commit(stage, state.epoch)
+    state.assigned = committed.assigned if "generate" in stages else {}
     newest = max((version for version in now.snapshots if version <= iteration), default=None)
     state.snapshots = {} if newest is None else {newest: now.snapshots[newest]}
     state.open_epochs, state.epoch, state.index = {}, 0, None

@@ -40,6 +40,10 @@ class Output:
         self._ended = False
         self._failed = False
 
+    @property
+    def failed(self) -> bool:
+        return self._failed
+
     @classmethod
     def of(cls, manifest: Manifest) -> Output:
         """Of a stage that has ended."""
@@ -113,11 +117,17 @@ class Lanes:
     def __init__(self) -> None:
         self._threads: dict[str, ThreadPoolExecutor] = {}
         self._started: list[_Started] = []
+        self._ahead: list[_Started] = []
         self._given_up = threading.Event()
+        self._closing = threading.Event()
+        self._context = copy_context()
 
-    def start(self, lane: str, stage: str, run: Callable[[Output], Manifest | None]) -> Output:
-        """Start a stage as soon as its lane has ended those before it. `run` may show what it has committed."""
-        given_up = self._given_up
+    def start(self, lane: str, stage: str, run: Callable[[Output], Manifest | None], ahead: bool = False) -> Output:
+        """Start a stage as soon as its lane has ended those before it. `run` may show what it has committed.
+
+        One that runs `ahead` is not waited for until it is adopted, and outlives the flow that starts it.
+        """
+        given_up = self._closing if ahead else self._given_up
         output = Output(stage, given_up)
 
         def job() -> None:
@@ -134,9 +144,16 @@ class Lanes:
             import torch
 
             self._threads[lane] = ThreadPoolExecutor(1, lane, torch.set_num_threads, (torch.get_num_threads(),))
-        future = self._threads[lane].submit(copy_context().run, job)
-        self._started.append(_Started(output, future))
+        context = self._context.copy() if ahead else copy_context()
+        future = self._threads[lane].submit(context.run, job)
+        (self._ahead if ahead else self._started).append(_Started(output, future))
         return output
+
+    def adopt(self, output: Output) -> None:
+        """From now on it is waited for, if it ran ahead."""
+        mine = [each for each in self._ahead if each.output is output]
+        self._ahead = [each for each in self._ahead if each.output is not output]
+        self._started += mine
 
     def join(self, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Wait for all that was started; then raise the first error, which is what those that waited for it failed
@@ -151,6 +168,8 @@ class Lanes:
             raise error
 
     def close(self) -> None:
+        """End those that run ahead, after the shard at hand."""
+        self._closing.set()
         for thread in self._threads.values():
             thread.shutdown(wait=True)
         self._threads = {}

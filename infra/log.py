@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import threading
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 
 from infra.objects import Objects, StoreUnavailable, is_full, is_refusal, is_transient
@@ -52,6 +53,12 @@ class RunLog:
         with self._lock:
             self._settle()
             return self._state
+
+    @contextmanager
+    def held(self) -> Iterator[RunState]:
+        """What the log says, while nobody else appends."""
+        with self._lock:
+            yield self.state
 
     # Reading: the cost depends on the open iteration, not on the length of the run.
 

@@ -57,6 +57,8 @@ class Claim(Frozen):
     host: str
     shards: int
     """The most shards that this driver writes in one stage."""
+    ahead: int = 0
+    """So many iterations beyond the open one may it generate."""
     initial: dict[str, Weights]
     """Weights that roles start from, by digest of the model's files."""
 
@@ -89,6 +91,15 @@ class Stage(Frozen):
     """Set by generate: prompts drawn since the run began."""
     controllers: dict[str, float] | None = None
     """Set by advantages: the coefficients of the next iteration."""
+
+
+class Assigned(Frozen):
+    """Before a shard is generated with other weights than those with which its iteration will begin: with which."""
+
+    kind: Literal["assigned"] = "assigned"
+    iteration: int
+    shard: int
+    weights: Weights
 
 
 class Skip(Frozen):
@@ -146,6 +157,18 @@ class OpenEpoch(Frozen):
     """Of the claim."""
     shards: int
     """The most shards that its driver writes in one stage."""
+    ahead: int = 0
+    """So many iterations beyond the open one may its driver generate."""
+
+
+class Ahead(BaseModel):
+    """What is committed of an iteration that is not open yet: its generations."""
+
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
+
+    shards: dict[str, dict[int, Shard]] = {}
+    stages: dict[str, Stage | Skip] = {}
+    assigned: dict[int, Weights] = {}
 
 
 class RunState(BaseModel):
@@ -173,6 +196,10 @@ class RunState(BaseModel):
     """Committed shards of the open iteration, by stage."""
     stages: dict[str, Stage | Skip] = {}
     """Committed stages of the open iteration."""
+    assigned: dict[int, Weights] = {}
+    """By shard of the open iteration, what generates it, where that is not what the iteration began with."""
+    ahead: dict[int, Ahead] = {}
+    """Later iterations of which something is committed."""
     metrics: ShardRef | None = None
     """In an index: the metrics file of the iteration it closes."""
     open_epochs: dict[int, OpenEpoch] = {}
@@ -200,14 +227,18 @@ class RunState(BaseModel):
                 self.claim = commit.claim
             case Claim():
                 self.epoch, self.claim = epoch, commit
-                self.open_epochs[epoch] = OpenEpoch(slot=self.slot, shards=commit.shards)
+                self.open_epochs[epoch] = OpenEpoch(slot=self.slot, shards=commit.shards, ahead=commit.ahead)
                 for role, first in commit.initial.items():
                     weights = Weights(version=self.iteration, digest=first.digest)  # a fork may begin a role late
                     self.initial.setdefault(role, weights)
                     self.weights.setdefault(role, weights)
                     self.starting.setdefault(role, weights)
             case Shard():
-                self.shards.setdefault(commit.stage, {})[commit.shard] = commit
+                self._of(commit.iteration).shards.setdefault(commit.stage, {})[commit.shard] = commit
+            case Assigned():
+                self._of(commit.iteration).assigned[commit.shard] = commit.weights
+            case Stage() if commit.iteration > self.iteration:
+                self._of(commit.iteration).stages[commit.stage] = commit
             case Stage():
                 self.stages[commit.stage] = commit
                 if commit.weights is not None and commit.role is not None:
@@ -238,9 +269,21 @@ class RunState(BaseModel):
                         digest = self.weights[role].digest
                         self.weights[role] = Weights(version=commit.iteration + 1, digest=digest)
                 self.iteration = commit.iteration + 1
-                self.shards, self.stages, self.metrics = {}, {}, None
+                self.shards, self.stages, self.assigned, self.metrics = {}, {}, {}, None
                 self.starting = dict(self.weights)
                 self.open_epochs = {epoch: self.open_epochs[epoch]}
+                if (begun := self.ahead.pop(self.iteration, None)) is not None:
+                    self.shards, self.assigned = begun.shards, begun.assigned
+                    for stage in begun.stages.values():
+                        self.apply_commit(stage, epoch)
+
+    def _of(self, iteration: int) -> RunState | Ahead:
+        return self if iteration == self.iteration else self.ahead.setdefault(iteration, Ahead())
+
+    def cursor_before(self, iteration: int) -> int:
+        """Where the prompts begin of an iteration that has not generated yet, and all before it have."""
+        earlier = [stage for k, begun in self.ahead.items() if k < iteration for stage in begun.stages.values()]
+        return max([self.cursor, *(stage.cursor for stage in earlier if stage.cursor is not None)])
 
 
 class Fork(Frozen):
@@ -257,7 +300,7 @@ class Fork(Frozen):
 
 
 Commit = Annotated[
-    Fork | Claim | Shard | Stage | Skip | Snapshot | Diverged | Retire | Close, Field(discriminator="kind")
+    Fork | Claim | Shard | Stage | Assigned | Skip | Snapshot | Diverged | Retire | Close, Field(discriminator="kind")
 ]
 
 

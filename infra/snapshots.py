@@ -7,6 +7,7 @@ a crash before it costs a replay, nothing else.
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from infra.progress import report
@@ -19,6 +20,7 @@ from rlhf.config import Checkpoint, RunConfig
 class Snapshots:
     def __init__(self, config: RunConfig, store: RunStore, groups: Groups) -> None:
         self.config, self.store, self.groups = config, store, groups
+        self._lock = threading.RLock()
         self.being_written: int | None = None
         """So many iterations has the state that workers write, and of which no record is committed yet."""
 
@@ -49,6 +51,10 @@ class Snapshots:
 
     def settle(self, *, wait: bool) -> None:
         """Commit the snapshot that is being written, once it is durable."""
+        with self._lock:
+            self._settle(wait)
+
+    def _settle(self, wait: bool) -> None:
         if self.being_written is None:
             return
         if wait or all(self.groups.of(role).call("is_saved", role) for role in self.config.trained):

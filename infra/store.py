@@ -18,6 +18,7 @@ from infra.manifest import Checkpoint, File, Manifest, Registration
 from infra.objects import Objects, StoreUnavailable
 from infra.records import (
     PAGE,
+    Ahead,
     Close,
     Commit,
     ObjectRef,
@@ -73,7 +74,7 @@ class RunStore:
         if attempt >= MAX_ATTEMPTS:
             raise Corrupt(f"{stage} of iteration {iteration} failed {MAX_ATTEMPTS} times in this driver")
         self._attempts[iteration, stage] = attempt
-        self.objects.delete(self._uncommitted(stage, self.log.epoch, attempt))
+        self.objects.delete(self._uncommitted(iteration, stage, self.log.epoch, attempt))
         return attempt
 
     def write_shard(self, iteration: int, stage: str, attempt: int, shard: int, table: pa.Table) -> ShardRef:
@@ -96,9 +97,10 @@ class RunStore:
                 self.objects.delete(file.key for file in files)
             raise
 
-    def committed_shards(self, stage: str) -> dict[int, Shard]:
-        """Shards of the open iteration, whether or not their stage is complete."""
-        return self.state.shards.get(stage, {})
+    def committed_shards(self, stage: str, iteration: int | None = None) -> dict[int, Shard]:
+        """Shards of an iteration, by default of the open one, whether or not their stage is complete."""
+        state = self.state if iteration is None else self.iteration_state(iteration)
+        return state.shards.get(stage, {})
 
     def committed_stage(self, iteration: int, stage: str) -> Stage | Skip | None:
         return self.iteration_state(iteration).stages.get(stage)
@@ -122,16 +124,28 @@ class RunStore:
         return {name: self.manifest(stage) for name, stage in stages.items() if isinstance(stage, Stage)}
 
     def read_shard(self, ref: ShardRef, columns: Sequence[str] | None = None) -> pa.Table:
-        data = read_verified(self.objects, ref)
-        return pq.read_table(pa.BufferReader(data), columns=None if columns is None else list(columns))
+        """Its rows; a column that is younger than the file is null."""
+        table = pq.read_table(pa.BufferReader(read_verified(self.objects, ref)))
+        if columns is None:
+            return table
+        for name in columns:
+            if name not in table.column_names:
+                table = table.append_column(name, pa.nulls(len(table), TRAJECTORY[name].type))
+        return table.select(list(columns))
 
     # Iterations.
 
     def iteration_state(self, iteration: int) -> RunState:
-        """The state in which an iteration's stages stand: the open one's, or that of a closed one's index."""
+        """The state in which an iteration's stages stand: the open one's, or that of a closed one's index; of a later
+        one, no more than what is committed of it."""
         state = self.state
-        if iteration >= state.iteration:
-            return state if iteration == state.iteration else RunState()
+        if iteration == state.iteration:
+            return state
+        if iteration > state.iteration:
+            begun = state.ahead.get(iteration, Ahead())
+            later = RunState(iteration=iteration)
+            later.shards, later.stages, later.assigned = begun.shards, begun.stages, begun.assigned
+            return later
         return self.log.load_index(self.index_of(iteration))
 
     def index_of(self, iteration: int) -> ObjectRef:
@@ -144,20 +158,21 @@ class RunStore:
 
     def close(self, metrics: Mapping[str, float], *also: Commit) -> None:
         """Close the open iteration, together with other commits, in one record."""
-        state = self.state
-        assert state.stages, f"iteration {state.iteration} has not begun: is it the one before that was to be closed?"
-        iteration, tag = state.iteration, self._tag(self.begin_attempt(state.iteration, CLOSE))
-        row = pa.table({"iteration": [iteration], **{name: [float(value)] for name, value in metrics.items()}})
-        metrics_ref = self._write_table(_metrics_key(iteration, tag), row)
-        summary = state.model_copy(update={"metrics": metrics_ref})
-        index = self._write(f"index/{iteration:06d}.{tag}.json", summary.model_dump_json().encode())
-        self.commit_snapshot([Close(iteration=iteration, index=index, metrics=metrics_ref), *also])
+        with self.log.held() as state:  # what is committed ahead meanwhile waits, or the index would be torn
+            iteration = state.iteration
+            assert state.stages, f"iteration {iteration} has not begun: is it the one before that was to be closed?"
+            tag = self._tag(self.begin_attempt(iteration, CLOSE))
+            row = pa.table({"iteration": [iteration], **{name: [float(value)] for name, value in metrics.items()}})
+            metrics_ref = self._write_table(_metrics_key(iteration, tag), row)
+            summary = state.model_copy(update={"metrics": metrics_ref})
+            index = self._write(f"index/{iteration:06d}.{tag}.json", summary.model_dump_json().encode())
+            self.commit_snapshot([Close(iteration=iteration, index=index, metrics=metrics_ref), *also])
         self.log.write_tail(index)
-        self._attempts.clear()
+        self._attempts = {key: count for key, count in self._attempts.items() if key[0] > iteration}
         self._manifests.clear()
 
     def sweep(self, stages: Iterable[str]) -> None:
-        """Delete what drivers of older epochs wrote into the open iteration and never committed.
+        """Delete what drivers of older epochs wrote into the open iteration, or ahead of it, and never committed.
 
         Nothing is listed: a file's name follows from stage, epoch, attempt and shard, so every name that an older
         driver may have used is deleted, but for those that a record commits.
@@ -167,17 +182,18 @@ class RunStore:
             key
             for stage in (*stages, CLOSE)
             for epoch in older
-            for key in self._uncommitted(stage, epoch, MAX_ATTEMPTS)
+            for iteration in range(self.state.iteration, self.state.iteration + 1 + self.state.open_epochs[epoch].ahead)
+            for key in self._uncommitted(iteration, stage, epoch, MAX_ATTEMPTS)
         )
 
-    def _uncommitted(self, stage: str, epoch: int, attempts: int) -> list[str]:
-        """All that so many tries of an epoch at a stage of the open iteration may have written, less the committed."""
-        state, tags = self.state, [f"{epoch}-{attempt}" for attempt in range(attempts)]
+    def _uncommitted(self, iteration: int, stage: str, epoch: int, attempts: int) -> list[str]:
+        """All that so many tries of an epoch at a stage of an iteration may have written, less the committed."""
+        tags = [f"{epoch}-{attempt}" for attempt in range(attempts)]
         if stage == CLOSE:
-            return [_metrics_key(state.iteration, tag) for tag in tags]
-        committed = {shard.data.key for shard in self.committed_shards(stage).values()}
-        shards = range(state.open_epochs[epoch].shards if tags else 0)
-        keys = (_shard_key(state.iteration, stage, tag, shard) for tag in tags for shard in shards)
+            return [_metrics_key(iteration, tag) for tag in tags]
+        committed = {shard.data.key for shard in self.committed_shards(stage, iteration).values()}
+        shards = range(self.state.open_epochs[epoch].shards if tags else 0)
+        keys = (_shard_key(iteration, stage, tag, shard) for tag in tags for shard in shards)
         return [key for key in keys if key not in committed]
 
     # Checkpoints.

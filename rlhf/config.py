@@ -145,6 +145,21 @@ class Rollout(Section):
     vllm: VLLM = Field(VLLM(), description="how vLLM runs")
     server: Server = Field(Server(), description="servers that generate")
     prompts_per_shard: int = Field(16, gt=0, description="prompts a shard holds: what a crash can lose at most")
+    mode: Literal["sync", "one_step_off", "async"] = Field(
+        "sync",
+        description="sync: an iteration generates with the newest weights; one_step_off: it generates while the one "
+        "before it trains; async: up to max_staleness iterations ahead",
+    )
+    max_staleness: int = Field(1, gt=0, description="async: updates that a trajectory's weights may lack, at most")
+    partial: bool = Field(
+        False, description="async: new weights interrupt a generation, which goes on with them from its tokens"
+    )
+    partial_tokens: int = Field(256, gt=0, description="partial: tokens between two moments for new weights")
+
+    @property
+    def ahead(self) -> int:
+        """So many iterations may be generated before their turn."""
+        return {"sync": 0, "one_step_off": 1, "async": self.max_staleness}[self.mode]
 
 
 class Reward(Section):
@@ -164,7 +179,9 @@ class Algorithm(Section):
     kl: KLPenalty = Field(KLPenalty(), description="the KL term against the reference")
     entropy_coef: float = Field(0.0, description="weight of the entropy bonus in the actor's loss")
     rollout_correction: RolloutCorrection | None = Field(
-        None, description="between the rollout's log-probs and the trainer's; null: none, old log-probs are recomputed"
+        None,
+        description="between the rollout's log-probs and the trainer's; null: none with rollout.mode sync, and "
+        "{weights: {}} with the others; {}: none with any",
     )
     dynamic_sampling: DynamicSampling | None = Field(None, description="draw until enough prompts teach; null: no")
     overlong_penalty: OverlongPenalty | None = Field(None, description="punish responses near the limit; null: no")
@@ -307,6 +324,17 @@ class RunConfig(Section):
     tracking: OneOrMore[Literal["tensorboard", "wandb"]] = Field((), description="where metrics go besides the store")
     train: Train = Field(Train(), description="how long")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _stale_rollouts_are_corrected(cls, tree: Any) -> Any:
+        """Unless the correction is {}, which corrects nothing."""
+        if isinstance(tree, dict) and isinstance(rollout := tree.get("rollout"), dict):
+            algorithm = tree.get("algorithm") or {}
+            sync = rollout.get("mode", "sync") == "sync"
+            if not sync and isinstance(algorithm, dict) and algorithm.get("rollout_correction") is None:
+                return {**tree, "algorithm": {**algorithm, "rollout_correction": {"weights": {}}}}
+        return tree
+
     @property
     def trajectories_per_iteration(self) -> int:
         return self.data.prompts_per_iteration * self.rollout.n
@@ -351,7 +379,8 @@ class RunConfig(Section):
     def on_policy(self) -> bool:
         """One pass over one mini-batch: the actor that learns is the one that generated, and every ratio is 1."""
         one_step = self.actor.mini_batch_trajectories == self.trajectories_per_iteration
-        return self.actor.ppo_epochs == 1 and one_step and self.data.generations is None
+        fresh = self.data.generations is None and self.rollout.mode == "sync"
+        return self.actor.ppo_epochs == 1 and one_step and fresh
 
     @property
     def bypass(self) -> bool:
@@ -511,6 +540,15 @@ class RunConfig(Section):
 
     def _rollout_fits(self) -> None:
         rollout = self.rollout
+        if rollout.mode != "sync" and self.checkpoint.every != 1:
+            raise ValueError(
+                f"checkpoint.every is {self.checkpoint.every}, but with rollout.mode {rollout.mode} the rollout takes "
+                "its weights from the snapshot of every iteration: set it to 1"
+            )
+        if rollout.partial and rollout.mode != "async":
+            raise ValueError(f"rollout.partial is for rollout.mode async, and that is {rollout.mode}")
+        if rollout.partial and rollout.stop:
+            raise ValueError("rollout.partial may cut a stop text in two: remove rollout.stop, or set partial: false")
         if rollout.engine != "vllm" and rollout.quantization is not None:
             raise ValueError(f"rollout.quantization {rollout.quantization} is for rollout.engine vllm: remove it")
         if rollout.engine == "hf":

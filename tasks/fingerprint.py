@@ -7,7 +7,7 @@ from typing import Any
 from infra.driver import Driver
 from infra.lanes import Output
 from infra.manifest import Fingerprint, Manifest
-from infra.records import Shard, Skip, Stage, Weights
+from infra.records import Ahead, RunState, Shard, Skip, Stage, Weights
 from infra.workers.worker import WEIGHTS_OF
 from rlhf.config import parse_config
 from rlhf.config_view import ConfigView
@@ -15,11 +15,24 @@ from rlhf.errors import UserError
 from tasks.spec import SPECS, StageSpec
 
 
-def weights_of(driver: Driver, spec: StageSpec, iteration: int) -> Weights | None:
-    """The weights that a stage of this iteration works with; for an update, those before it."""
+def weights_of(driver: Driver, spec: StageSpec, iteration: int, shard: int = 0) -> Weights | None:
+    """The weights that a shard of this iteration works with; for an update, those before it."""
     if spec.role is None:
         return None
-    return driver.store.iteration_state(iteration).starting[WEIGHTS_OF.get(spec.role, spec.role)]
+    state = driver.store.iteration_state(iteration)
+    if spec.name == "generate" and shard in state.assigned:
+        return state.assigned[shard]
+    return state.starting[WEIGHTS_OF.get(spec.role, spec.role)]
+
+
+def _digests_of_weights(driver: Driver, spec: StageSpec, iteration: int, shard: int | None) -> str | list[str] | None:
+    """Of what a shard works with, or all shards of a stage."""
+    assigned = driver.store.iteration_state(iteration).assigned if spec.name == "generate" else {}
+    if shard is not None or not assigned:
+        found = weights_of(driver, spec, iteration, shard or 0)
+        return None if found is None else found.digest
+    digests = list(dict.fromkeys(assigned[number].digest for number in sorted(assigned)))
+    return digests[0] if len(digests) == 1 else digests
 
 
 def fingerprint_of(
@@ -39,24 +52,42 @@ def fingerprint_of(
             parts[f"input.{output.stage}"] = output.shard(shard).sha256
         else:
             parts[f"input.{output.stage}"] = output.manifest().digest
-    if (found := weights_of(driver, spec, iteration)) is not None:
-        assert spec.role is not None
-        parts[f"weights.{WEIGHTS_OF.get(spec.role, spec.role)}"] = found.digest
+    if spec.role is not None:
+        name = f"weights.{WEIGHTS_OF.get(spec.role, spec.role)}"
+        parts[name] = _digests_of_weights(driver, spec, iteration, shard)
     for what in spec.digests:
         parts[what] = driver.digest(what)
     return Fingerprint(parts=parts)
 
 
 def check_open_iteration(driver: Driver) -> None:
-    """Before a claim: refuse a config under which what the open iteration has committed would not be what it is."""
-    state = driver.state
-    for name, stage in state.stages.items():
-        if isinstance(stage, Stage):
-            check_config(driver, SPECS[name], driver.store.manifest(stage))
-    for name in state.shards.keys() - state.stages.keys():
-        for shard in state.shards[name].values():
-            if differences := _config_differences(driver, SPECS[name], shard):
-                raise _changed(driver, SPECS[name], state.iteration, differences)
+    """Before a claim: refuse a config under which what is committed of the open iteration, or ahead of it, would not be
+    what it is."""
+    places: dict[int, RunState | Ahead] = {driver.state.iteration: driver.state, **driver.state.ahead}
+    for iteration, begun in places.items():
+        _check_staleness(driver, iteration, begun)
+        for name, stage in begun.stages.items():
+            if isinstance(stage, Stage):
+                check_config(driver, SPECS[name], driver.store.manifest(stage))
+        for name in begun.shards.keys() - begun.stages.keys():
+            for shard in begun.shards[name].values():
+                if differences := _config_differences(driver, SPECS[name], shard):
+                    raise _changed(driver, SPECS[name], iteration, differences)
+
+
+def _check_staleness(driver: Driver, iteration: int, begun: RunState | Ahead) -> None:
+    """Refuse to train on what is older than the config says."""
+    if "update_actor" in begun.stages:
+        return
+    most = driver.config.rollout.ahead
+    for shard in begun.shards.get("generate", {}):
+        lacks = iteration - begun.assigned[shard].version if shard in begun.assigned else 0
+        if lacks > most:
+            raise UserError(
+                f"generate of iteration {iteration} is committed with weights that will lack {lacks} updates, and "
+                f"rollout.mode {driver.config.rollout.mode} allows {most}: raise rollout.max_staleness again, or leave "
+                f"it behind with `ratchet fork {driver.config.run.name} --at {driver.state.iteration} --run NEW`"
+            )
 
 
 def check_config(driver: Driver, spec: StageSpec, manifest: Manifest) -> None:
@@ -111,8 +142,10 @@ def check_shard(driver: Driver, spec: StageSpec, committed: Shard, now: Fingerpr
 
 
 def _changed(driver: Driver, spec: StageSpec, iteration: int, differences: list[str]) -> UserError:
+    opened = driver.state.iteration  # a fork leaves behind what is ahead of it
+    at = f"{iteration}:{spec.name}" if iteration <= opened else f"{opened}:update_actor"
     return UserError(
         f"{spec.name} of iteration {iteration} is committed, but what it depends on has changed ("
         f"{'; '.join(differences)}): undo the change to go on, or start from here with "
-        f"`ratchet fork {driver.config.run.name} --at {iteration}:{spec.name} --run NEW`"
+        f"`ratchet fork {driver.config.run.name} --at {at} --run NEW`"
     )

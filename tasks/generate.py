@@ -39,7 +39,8 @@ SPEC = StageSpec(
         "rollout.prompts_per_shard",
         "algorithm.dynamic_sampling",
     ),
-    operational_keys=("data.train",),  # where the files lie; what they hold is in the dataset's digest
+    # where the files lie, while what they hold is in the dataset's digest; and when new weights come
+    operational_keys=("data.train", "rollout.partial", "rollout.partial_tokens"),
     digests=("dataset", "tokenizer"),
     role="rollout",
 )
@@ -60,7 +61,9 @@ def _until_enough_prompts_differ(iteration: int) -> Callable[[Manifest], bool] |
         scored, was_committed = score.shard(iteration, (Output.of(generated),), len(generated.shards) - 1, attempt)
         if not was_committed:
             driver.store.commit(scored)
-        shards = driver.store.committed_shards(score.spec.name)  # a driver that died may have left later ones
+        shards = driver.store.committed_shards(
+            score.spec.name, iteration
+        )  # a driver that died may have left later ones
         differ = sum(shards[number].outputs["prompts_that_differ"] for number in range(len(generated.shards)))
         return bool(differ >= driver.config.data.prompts_per_iteration)
 
@@ -111,16 +114,17 @@ def respond(
             columns["data_source"].append(prompt.data_source)
             columns["prompt"].append(text)
             columns["prompt_ids"].append(ids)
-            columns["policy_version"].append(context.version)
             columns["ground_truth"].append(prompt.ground_truth)
             columns["extra_info"].append(prompt.extra_info)
             columns["seed"].append(sampling.seed)
-    generations = context.engine.generate(requests, sampling)
+    generations, versions = context.generate(requests, sampling)
     lengths = np.array([len(generation.response_ids) for generation in generations])
     context.outputs["tokens"] = int(lengths.sum())
     return TrajectoryBatch.of(
         columns
         | {
+            "policy_version": [row[0] for row in versions],
+            "token_versions": [None if len(set(row)) == 1 else row for row in versions],
             "response": tokenizer.batch_decode(
                 [list(generation.response_ids) for generation in generations], skip_special_tokens=True
             ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from infra.workers.worker import Context
 from rlhf.batch import TrajectoryBatch
 from rlhf.engines.base import Request, Sampling
+from rlhf.engines.generation import answers as generated
 from rlhf.rewards import load_reward
 from rlhf.rewards import score as score_response
 from rlhf.schema import TRAJECTORY
@@ -48,7 +49,7 @@ def greedy_baseline(context: Context) -> TrajectoryBatch:
     )
     function = load_reward(config.reward.function)
     answers = {}
-    for (prompt_id, row), one in zip(prompts.items(), context.engine.generate(requests, sampling), strict=True):
+    for (prompt_id, row), one in zip(prompts.items(), generated(context.engine, requests, sampling), strict=True):
         text = context.tokenizer.decode(list(one.response_ids), skip_special_tokens=True)
         scored = score_response(function, row["data_source"], text, row["ground_truth"], row["extra_info"])
         answers[prompt_id] = {

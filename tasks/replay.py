@@ -51,7 +51,7 @@ def replay(run: Run, iteration: int) -> Iterator[Replayed]:
         inputs = tuple(
             Output.of(manifests[name]) for name in spec.reads if f"input.{name}" in manifest.fingerprint.parts
         )
-        view = spec.view(run.config.with_values(manifest.config, fit=False))
+        view = spec.view(run.config.with_values({**manifest.config, "rollout.partial": False}, fit=False))
         if spec.role in UPDATES and not manifest.shards:
             call = call_of(driver, spec, view, iteration, inputs, 0, 0, began)
             updated: Updated = on_worker(driver, "update", call, UPDATES[spec.role][1])

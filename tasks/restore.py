@@ -25,18 +25,9 @@ class ReplayMismatch(Corrupt):
 def restore(driver: Driver, role: str, weights: Weights) -> None:
     """Load what `role` computes with, where it computes, and replay until it is at `weights`."""
     store, group = driver.store, driver.groups.of(role)
+    if role == "rollout" and not group.call("rollout_is_actor"):
+        return _restore_copy(driver, group, weights)
     role = WEIGHTS_OF.get(role, role)
-    owner = driver.groups.of(role)
-    if owner is not group:
-        driver.snapshots.settle(wait=True)
-    if owner is not group and weights.version not in store.state.snapshots and weights.version > 0:
-        if not owner.call("holds", role, weights):  # only where it is trained can it be replayed
-            restore(driver, role, weights)
-        owner.call("begin_save", role)
-        saved = owner.call("finish_save", role)
-        assert saved is not None
-        group.call("load", role, weights, saved)
-        return
     snapshot = store.snapshot_at_or_before(weights.version, role) if role in UPDATES else None
     if snapshot is None:
         at = driver.state.initial[role]
@@ -48,6 +39,27 @@ def restore(driver: Driver, role: str, weights: Weights) -> None:
     while at.version < weights.version:
         at = _replay(driver, group, role, at, weights)
     assert at.version == weights.version, f"{role} is at version {at.version}, and {weights.version} was asked for"
+
+
+def _restore_copy(driver: Driver, group: WorkerGroup, weights: Weights) -> None:
+    """Give a rollout that has tensors of its own the actor's weights: from the actor if it is here and has them, from
+    a snapshot, or from the actor through the store."""
+    if group.call("copy_to_rollout", weights):
+        return
+    driver.snapshots.settle(wait=True)
+    state, actor = driver.state, driver.groups.of("actor")
+    if weights == state.initial["actor"]:
+        group.call("load", "rollout", weights, None)
+    elif (roles := state.snapshots.get(weights.version)) is not None:
+        group.call("load", "rollout", weights, roles["actor"])
+    else:
+        if not actor.call("holds", "actor", weights):  # only where it is trained can it be replayed
+            restore(driver, "actor", weights)
+        if not group.call("copy_to_rollout", weights):
+            actor.call("begin_save", "actor")
+            saved = actor.call("finish_save", "actor")
+            assert saved is not None
+            group.call("load", "rollout", weights, saved)
 
 
 def _replay(driver: Driver, group: WorkerGroup, role: str, at: Weights, target: Weights) -> Weights:

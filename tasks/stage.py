@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -27,7 +27,7 @@ from infra.lanes import Output
 from infra.manifest import Manifest
 from infra.objects import StoreFull, StoreUnavailable
 from infra.progress import report
-from infra.records import RunState, Shard, ShardRef, Skip, Stage, Weights
+from infra.records import Assigned, RunState, Shard, ShardRef, Skip, Stage, Weights
 from infra.store import MAX_ATTEMPTS
 from infra.workers.ray_group import GroupLost
 from infra.workers.worker import Call, Compute, Context, Rows, Stale, Update, Updated
@@ -75,9 +75,11 @@ def named(stage: str) -> Callable[[], str]:
 
 class StageTask(Protocol):
     """A stage as flows call it: it is started, and goes on as what it reads is committed; `finish` waits for all.
-    None stands for a stage that the config leaves out."""
+    None stands for a stage that the config leaves out; `after` and `ahead` are for generations ahead of their turn."""
 
-    def __call__(self, iteration: int, *inputs: Output | None) -> Output: ...
+    def __call__(
+        self, iteration: int, *inputs: Output | None, after: Output | None = None, ahead: bool = False
+    ) -> Output: ...
 
 
 Summary = Callable[[list[dict[str, Any]]], dict[str, float]]
@@ -192,11 +194,13 @@ def _as_task(
         manifest, committed_before = run(iteration, inputs, output)
         return Completed(name="Cached", data=manifest, message="committed before") if committed_before else manifest
 
-    def start(iteration: int, *inputs: Output | None) -> Output:
+    def start(iteration: int, *inputs: Output | None, after: Output | None = None, ahead: bool = False) -> Output:
         driver = Driver.current()
         reads = tuple(each for each in inputs if each is not None)
 
         def job(output: Output) -> Any:
+            if after is not None:
+                after.manifest()
             for each in reads:
                 if spec.reads_shard_of(each):
                     each.shard(0)
@@ -205,7 +209,7 @@ def _as_task(
             result: Any = stage_task(iteration, reads, output)
             return result.result() if isinstance(result, State) else result
 
-        return driver.lanes.start(driver.groups.lane_of(spec.role), spec.name, job)
+        return driver.lanes.start(driver.groups.lane_of(spec.role), spec.name, job, ahead)
 
     return start
 
@@ -218,8 +222,10 @@ class RowsStage:
     summary: Summary
     until: Until
 
-    def __call__(self, iteration: int, *inputs: Output | None) -> Output:
-        return self._task(iteration, *inputs)
+    def __call__(
+        self, iteration: int, *inputs: Output | None, after: Output | None = None, ahead: bool = False
+    ) -> Output:
+        return self._task(iteration, *inputs, after=after, ahead=ahead)
 
     @cached_property
     def _task(self) -> StageTask:
@@ -229,20 +235,23 @@ class RowsStage:
         """One shard, and whether it was committed before; if not, it is computed now, and the caller commits it."""
         driver, spec = Driver.current(), self.spec
         view = spec.view(driver.config)
-        fingerprint = fingerprint_of(driver, spec, view, iteration, inputs, shard if spec.sharded else None)
-        if (before := driver.store.committed_shards(spec.name).get(shard)) is not None:
-            check_shard(driver, spec, before, fingerprint)
+        if (before := driver.store.committed_shards(spec.name, iteration).get(shard)) is not None:
+            check_shard(driver, spec, before, fingerprint_of(driver, spec, view, iteration, inputs, shard))
             return before, True
-        driver.check_stop()
-        call = call_of(driver, spec, view, iteration, inputs, attempt, shard)
-        result: Rows = on_worker(driver, "rows", call, self.compute)
+        result: Rows | None = None
+        while result is None:
+            driver.check_stop()
+            with driver.rollout.turn if spec.role == "rollout" else nullcontext():
+                assign(driver, spec, iteration, shard)
+                call = call_of(driver, spec, view, iteration, inputs, attempt, shard)
+                result = on_worker(driver, "rows", call, self.compute)
         found = Shard(
             iteration=iteration,
             stage=spec.name,
             shard=shard,
             epoch=driver.epoch,
             data=_written(result),
-            fingerprint=fingerprint.digest,
+            fingerprint=fingerprint_of(driver, spec, view, iteration, inputs, shard).digest,
             seconds=result.seconds,
             outputs=result.outputs,
         )
@@ -372,6 +381,14 @@ def _run_update(
     return manifest, False
 
 
+def assign(driver: Driver, spec: StageSpec, iteration: int, shard: int) -> None:
+    """Commit what weights a shard is generated with, before it is, where that does not follow from its iteration."""
+    holds = driver.rollout.holds
+    state = driver.store.iteration_state(iteration)
+    if spec.name == "generate" and holds is not None and state.assigned.get(shard) != holds:
+        driver.store.commit(Assigned(iteration=iteration, shard=shard, weights=holds))
+
+
 def _written(result: Rows) -> ShardRef:
     assert result.shard is not None, "rank 0 answers"
     return result.shard
@@ -413,7 +430,7 @@ def call_of(
         inputs=spec.inputs(inputs, shard),
         writes=spec.writes,
         role=spec.role,
-        weights=weights_of(driver, spec, iteration),
-        cursor=state.cursor,
+        weights=weights_of(driver, spec, iteration, shard),
+        cursor=state.cursor_before(iteration),
         controllers=dict(state.controllers),
     )

@@ -26,18 +26,19 @@ from rlhf.config import RunConfig
 from rlhf.config_view import ConfigView
 from rlhf.data.prompts import PromptDataset
 from rlhf.engines import ranks
+from rlhf.engines.generation import Interruptible
 from rlhf.errors import EngineLost, NotFinite
 from rlhf.models import load_actor, load_critic, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rlhf.engines.base import RolloutEngine
+    from rlhf.engines.base import Generation, Request, RolloutEngine, Sampling
 
 
 T = TypeVar("T")
 WEIGHTS_OF = {"rollout": "actor"}
-"""The rollout generates with the actor's weights: in one process, with the very same tensors."""
+"""The rollout generates with the actor's weights: with the very same tensors, or with a copy of its own."""
 
 
 Input = tuple[tuple[ShardRef, ...], tuple[str, ...]]
@@ -100,6 +101,19 @@ class Context:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         return self.worker.tokenizer
 
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> tuple[list[Generation], list[list[int]]]:
+        """Responses, and the version of the policy that drew each of their tokens. Raises `Interrupted` where new
+        weights may come before all are complete; asked again, it goes on."""
+        piece = sampling.max_tokens
+        if self.call.stage == "generate" and self.config.rollout.partial:
+            piece = self.config.rollout.partial_tokens
+        place = self.call.stage, self.iteration, self.shard
+        begun = self.worker.begun.setdefault(place, Interruptible(requests))
+        if not begun.go_on(self.engine, sampling, piece, self.version):
+            raise Interrupted(place)
+        del self.worker.begun[place]
+        return begun.generations, begun.versions
+
 
 Compute = Callable[[Context], TrajectoryBatch]
 Update = Callable[[Context], dict[str, float]]
@@ -132,6 +146,10 @@ class Saving:
     written: Future[dict[str, File]]
 
 
+class Interrupted(Exception):
+    """A generation is not complete: new weights may come, and whoever asks again goes on with it."""
+
+
 class Stale(Exception):
     """The worker does not hold the weights that a call asks for: load the newest snapshot and replay."""
 
@@ -152,12 +170,17 @@ class Worker:
         """What the rollout's own copy of the actor's weights is, where it needs one."""
         self._saving: dict[str, Saving] = {}
         self._datasets: dict[tuple[str, ...], PromptDataset] = {}
+        self.begun: dict[tuple[str, int, int], Interruptible] = {}
+        """Generations that go on when they are asked for again, by stage, iteration and shard."""
         self._lock = threading.RLock()
         """Of what engines there are, and whose weights they have: stages of different roles may compute at once."""
 
-    def rows(self, call: Call, compute: Compute) -> Rows:
-        """Compute one shard and write it; nothing is committed."""
-        batch, outputs, seconds = self.computed(call, compute)
+    def rows(self, call: Call, compute: Compute) -> Rows | None:
+        """Compute one shard and write it; nothing is committed. None: there is more to do, ask again."""
+        try:
+            batch, outputs, seconds = self.computed(call, compute)
+        except Interrupted:
+            return None
         shard = None
         if ranks.rank() == 0:  # the others hold the same rows
             shard = self.store.write_shard(call.iteration, call.stage, call.attempt, call.shard, batch.table)
@@ -166,8 +189,8 @@ class Worker:
     def computed(self, call: Call, compute: Compute) -> tuple[TrajectoryBatch, dict[str, Any], float]:
         """One shard's rows, its small outputs, and the seconds it took; nothing is written."""
         self.admit(call.epoch)
-        if call.role is not None and not self.holds(role := WEIGHTS_OF.get(call.role, call.role), call.weights):
-            raise Stale(role)
+        if call.role is not None and not self._comes_to_hold(call.role, call.weights):
+            raise Stale(call.role)
         batch = self._read(call)
         started = time.perf_counter()
         context = Context(call, batch, self)
@@ -175,8 +198,7 @@ class Worker:
             found = compute(context)
         except EngineLost:  # a new one holds nothing yet
             self._end_rollout()
-            if "actor" not in self.roles:
-                self._weights["actor"] = None
+            self.begun.clear()
             raise
         seconds = time.perf_counter() - started
         expected = ("trajectory_id", *call.writes)
@@ -195,7 +217,8 @@ class Worker:
             raise Stale(call.role)
         batch = self._read(call)
         started = time.perf_counter()
-        self._weights[call.role] = None
+        with self._lock:  # nobody copies them any more
+            self._weights[call.role] = None
         metrics = update(Context(call, batch, self, learns=True))
         engine = self.engine(call.role, learns=True)
         weights = Weights(version=call.weights.version + 1, digest=engine.digest())
@@ -205,16 +228,39 @@ class Worker:
         return self._updated[call.role]
 
     def holds(self, role: str, weights: Weights | None) -> bool:
-        return weights is not None and self._weights.get(role) == weights
+        copy = role == "rollout" and not self.rollout_is_actor()
+        return weights is not None and weights == (self._rollout_has if copy else self._weights.get(_whose(role)))
+
+    def rollout_is_actor(self) -> bool:
+        """Whether the rollout generates with the actor's very tensors."""
+        return self._owner("rollout") == "actor"
+
+    def copy_to_rollout(self, weights: Weights) -> bool:
+        """Give the actor's weights to the rollout; False if the actor, here, does not hold these."""
+        with self._lock:
+            if "actor" not in self.roles or self._weights.get("actor") != weights:
+                return False
+            rollout, actor = self.engine("rollout"), self.engine("actor", learns=True)
+            rollout.load_weights(actor.weights(), actor.adapter_config)
+            self._rollout_has = weights
+            return True
+
+    def _comes_to_hold(self, role: str, weights: Weights | None) -> bool:
+        if self.holds(role, weights):
+            return True
+        copies = role == "rollout" and not self.rollout_is_actor()
+        return copies and weights is not None and self.copy_to_rollout(weights)
 
     def load(self, role: str, weights: Weights, checkpoint: ObjectRef | None) -> None:
         """Load a role's snapshot; without one, the weights it starts from."""
-        self._weights[role] = None
-        self._rollout_has = None
         found = None if checkpoint is None else self.store.checkpoint(checkpoint)
-        if role not in self.roles:
+        if role == "rollout":
+            self._rollout_has = None
             self._load_rollout(found)
-        elif found is None:
+            self._rollout_has = weights
+            return
+        self._weights[role] = None
+        if found is None:
             for other in [other for other in self._engines if self._owner(other) == role]:
                 del self._engines[other]
             self.engine(role)
@@ -278,8 +324,6 @@ class Worker:
             self._make_room(owner)
             if role not in self._engines:
                 self._engines[role] = self._build(role)
-            if owner == "rollout" and "actor" in self.roles:
-                self._bring_rollout_up()
             if self._gives_way(owner):
                 self._engines[owner].place(model=True, optimizer=learns)
             return self._engines[role]
@@ -302,15 +346,6 @@ class Worker:
     def _gives_way(self, role: str) -> bool:
         trainer = self.config.critic if role == "critic" else self.config.actor
         return trainer is not None and trainer.by_turns
-
-    def _bring_rollout_up(self) -> None:
-        """The rollout does not generate with the actor's very tensors: copy them if they have changed."""
-        has = self._weights.get("actor")
-        if has is None or has != self._rollout_has:
-            actor = self.engine("actor", learns=True)
-            self._engines["rollout"].load_weights(actor.weights(), actor.adapter_config)
-            self._rollout_has = has
-            self._make_room("rollout")
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -369,6 +404,10 @@ class Worker:
     def _read_stage(self, shards: tuple[ShardRef, ...], columns: tuple[str, ...]) -> TrajectoryBatch:
         names = ("trajectory_id", *columns)
         return TrajectoryBatch(pa.concat_tables([self.store.read_shard(shard, names) for shard in shards]))
+
+
+def _whose(role: str) -> str:
+    return WEIGHTS_OF.get(role, role)
 
 
 def in_background(work: Callable[[], T]) -> Future[T]:

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from rlhf import seeding
+
 if TYPE_CHECKING:
     import pyarrow as pa
     from torch import Tensor
@@ -20,6 +22,8 @@ class Request:
 
     trajectory_id: str
     prompt_ids: tuple[int, ...]
+    begun: int = 0
+    """So many of them are tokens of the response, drawn before: it goes on from there."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,12 @@ class Generation:
     response_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
     finish_reason: str
+
+
+def seed_of(request: Request, sampling: Sampling) -> int:
+    """For an engine that takes a seed with each request."""
+    place = [request.begun] if request.begun else []
+    return int(seeding.generator(sampling.seed, "generate", request.trajectory_id, *place).integers(2**63))
 
 
 class RolloutEngine(Protocol):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -10,10 +9,8 @@ import numpy as np
 import torch
 
 from rlhf import seeding
-from rlhf.engines import ranks
 from rlhf.engines.base import Generation, Request, Sampling
 from rlhf.engines.model_engine import copy_weights
-from rlhf.errors import NotFinite
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -55,18 +52,6 @@ class HFRollout:
         copy_weights(weights, self.model)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Generation]:
-        """Every rank is given all requests, answers its share, and has all the answers."""
-        mine = self._generate_here(requests[ranks.rank() :: ranks.count()], sampling)
-        shares = ranks.gathered(mine)
-        for share in shares:  # every rank looks at all of them, so that all refuse
-            for generation in share:
-                if not all(map(math.isfinite, generation.log_probs)):
-                    raise NotFinite(
-                        "the model gave log-probs that are not finite while generating: nothing is committed"
-                    )
-        return [shares[number % len(shares)][number // len(shares)] for number in range(len(requests))]
-
-    def _generate_here(self, requests: Sequence[Request], sampling: Sampling) -> list[Generation]:
         if not requests:
             return []
         was_training = self.model.training
@@ -189,8 +174,11 @@ def sample(
 
 
 def _uniforms(requests: Sequence[Request], sampling: Sampling) -> np.ndarray:
-    rows = [seeding.generator(sampling.seed, "generate", request.trajectory_id) for request in requests]
-    return np.stack([row.random(sampling.max_tokens) for row in rows])
+    """[requests, max_tokens], each of its trajectory and position alone."""
+    rows = [
+        (seeding.generator(sampling.seed, "generate", request.trajectory_id), request.begun) for request in requests
+    ]
+    return np.stack([row.random(begun + sampling.max_tokens)[begun:] for row, begun in rows])
 
 
 def _causal_mask(real: Tensor) -> Tensor:

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import httpx
 from tenacity import RetryError, Retrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
-from rlhf import seeding
-from rlhf.engines.base import Generation, Request, Sampling
+from rlhf.engines.base import Generation, Request, Sampling, seed_of
 from rlhf.engines.weight_files import write_weights
 from rlhf.errors import EngineLost, UserError
 
@@ -156,6 +155,7 @@ class ServerRollout:
         self.client = httpx.Client(timeout=timeout_s, limits=httpx.Limits(max_connections=AT_ONCE * len(urls)))
         self.servers = [Ask(self.client, url.rstrip("/")) for url in urls]
         self._busy = dict.fromkeys(range(len(urls)), 0)
+        self._away = dict.fromkeys(range(len(urls)), 0)
         self._lock = threading.Lock()
         self._loads = 0
 
@@ -190,10 +190,10 @@ class ServerRollout:
         self.client.close()
 
     def _generate_one(self, request: Request, sampling: Sampling) -> Generation:
-        seed = int(seeding.generator(sampling.seed, "generate", request.trajectory_id).integers(2**63))
+        seed = seed_of(request, sampling)
 
         def attempt() -> Generation:
-            with self._least_busy() as server:
+            with self._least_busy(len(request.prompt_ids) + sampling.max_tokens) as server:
                 return self.api.generate(server, request, sampling, seed, self.eos)
 
         found: Generation = self._patiently(attempt)
@@ -213,20 +213,18 @@ class ServerRollout:
             raise EngineLost(str(error.last_attempt.exception())) from None
 
     @contextmanager
-    def _least_busy(self) -> Iterator[Ask]:
-        """The server with the fewest requests; one that has just failed counts as busy until it answers again."""
+    def _least_busy(self, tokens: int) -> Iterator[Ask]:
+        """The server with the fewest tokens to come; one that has just failed is asked last, until it answers again."""
         with self._lock:
-            number = min(self._busy, key=lambda each: self._busy[each])
-            self._busy[number] += 1
+            number = min(self._busy, key=lambda each: (self._away[each], self._busy[each]))
+            self._busy[number] += tokens
         try:
             yield self.servers[number]
         except Away:
-            with self._lock:
-                self._busy[number] += AT_ONCE
+            self._away[number] += 1
             raise
         else:
-            with self._lock:
-                self._busy[number] = min(self._busy[number], AT_ONCE)
+            self._away[number] = 0
         finally:
             with self._lock:
-                self._busy[number] -= 1
+                self._busy[number] -= tokens

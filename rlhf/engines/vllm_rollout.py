@@ -20,8 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf import seeding
-from rlhf.engines.base import Generation, Request, Sampling
+from rlhf.engines.base import Generation, Request, Sampling, seed_of
 from rlhf.engines.weight_files import write_weights
 from rlhf.errors import EngineLost
 
@@ -119,7 +118,7 @@ class VLLMRollout:
         shutil.rmtree(self.scratch, ignore_errors=True)
 
     def _parameters(self, request: Request, sampling: Sampling) -> dict[str, Any]:
-        seed = int(seeding.generator(sampling.seed, "generate", request.trajectory_id).integers(2**63))
+        seed = seed_of(request, sampling)
         return {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p if sampling.temperature else 1.0,
