@@ -44,6 +44,7 @@ bench: .venv/installed ## the figures of docs/benchmarks.md
 
 bench-vllm: .venv/vllm ## those of rollout engines
 	OMP_NUM_THREADS=1 python benchmarks/rollout.py
+	OMP_NUM_THREADS=1 python benchmarks/ahead.py
 
 docs: .venv/installed ## what is generated: docs/configuration.md
 	python -m flows.reference

@@ -253,6 +253,35 @@ def test_prompts_that_do_not_fit_into_one_step(kind: Kind, engine: RolloutEngine
         kind.assert_agree(engine.generate([request], kind.sampling)[0], expected)
 
 
+def test_a_prompt_that_leaves_just_room_for_the_response(kind: Kind, engine: RolloutEngine) -> None:
+    """Prompt and response together are as long as the engine's longest sequence (256 where it has one)."""
+    length = 256 - kind.sampling.max_tokens
+    ids = tuple(np.random.default_rng(12).integers(3, 78, length).tolist())
+    asked = [Request(f"it000003-p00000-s{row:02d}", ids) for row in range(4)]
+    found = engine.generate(asked, replace(kind.sampling, ignore_eos=True))
+    assert [len(one.response_ids) for one in found] == [kind.sampling.max_tokens] * 4
+    assert {one.finish_reason for one in found} == {"length"}
+
+
+def test_a_response_goes_on_from_its_tokens(kind: Kind, engine: RolloutEngine) -> None:
+    """With the first ones given as `begun`, log-probs are as before; hf, whose noise is of the position, draws the
+    very same rest; and the pieces of an engine that is seeded by request do not repeat each other."""
+    endless = replace(kind.sampling, ignore_eos=True)
+    asked = requests(20)
+    whole = engine.generate(asked, endless)
+    rest = [
+        replace(one, prompt_ids=one.prompt_ids + full.response_ids[:5], begun=5)
+        for one, full in zip(asked, whole, strict=True)
+    ]
+    found = engine.generate(rest, replace(endless, max_tokens=endless.max_tokens - 5))
+    if kind.exact:
+        for one, full in zip(found, whole, strict=True):
+            assert one.response_ids == full.response_ids[5:]
+            np.testing.assert_allclose(one.log_probs, full.log_probs[5:], rtol=0, atol=kind.close)
+    afresh = engine.generate([replace(one, begun=0) for one in rest], replace(endless, max_tokens=5))
+    assert [one.response_ids[:5] for one in found] != tokens(afresh)
+
+
 def test_a_stop_text_ends_a_response_and_stays_in_it(kind: Kind, engine: RolloutEngine, policy_folder: Path) -> None:
     """Of two characters, which are two tokens here."""
     tokenizer = load_tokenizer(Model(path=str(policy_folder)))

@@ -101,7 +101,7 @@ def test_async_trains_on_everything_once_and_on_nothing_too_old(place: str, star
 
 def test_what_is_older_than_the_config_allows_is_not_trained_on(start: Any) -> None:
     fault = Fault("create", STAGE + '2,"stage":"generate"')
-    config, killed = start("older", fault, rollout__mode="async", rollout__max_staleness=2)
+    _, killed = start("older", fault, rollout__mode="async", rollout__max_staleness=2)
     assert killed.wait(240) == -signal.SIGKILL, killed.text
     _, refused = start("older")
     assert refused.wait(120) == 2, refused.text

@@ -88,6 +88,44 @@ def test_vllm_generates_with_the_newest_weights(
     assert moved[frame["iteration"] == 2].max() > 0.05, "or stale weights would not be noticed"
 
 
+def test_new_weights_come_in_the_middle_of_responses(config: RunConfig, processes: Processes) -> None:
+    """Ahead of its iteration vLLM generates while the actor trains, and goes on from its tokens with new weights: each
+    token has the log-prob that the version recorded for it gives it."""
+    config = config.with_values(
+        {
+            "rollout.mode": "async",
+            "rollout.max_staleness": 2,
+            "rollout.partial": True,
+            "rollout.partial_tokens": 2,
+            "rollout.max_response_tokens": 48,
+            "rollout.ignore_eos": True,
+            "rollout.prompts_per_shard": 4,
+            "train.iterations": 6,
+        }
+    )
+    child = train(processes, config)
+    assert child.wait(300) == 0, child.text
+    history = History.of(config)
+    history.check_sound()
+    store, frame = history.run.store, history.run.trajectories()
+    overlaps = [store.manifests(k + 1)["generate"].began < store.manifests(k)["update_actor"].ended for k in range(5)]
+    assert any(overlaps)
+    spans = frame["token_versions"].notna()
+    assert spans.any(), "some responses span new weights"
+    fresh, stale = [], []
+    for row in frame.itertuples():
+        versions = np.full(48, row.policy_version) if row.token_versions is None else np.array(row.token_versions)
+        assert versions[0] == row.policy_version
+        assert (np.diff(versions) >= 0).all()
+        assert versions.max() <= row.iteration
+        assert row.iteration - versions.min() <= 2
+        gaps = np.abs(row.rollout_log_probs - row.old_log_probs)
+        fresh += gaps[versions == row.iteration].tolist()
+        stale += gaps[versions < row.iteration].tolist()
+    assert max(fresh, default=0.0) < 1e-3
+    assert max(stale) > 1e-2
+
+
 def test_vllm_may_die_hang_and_outlives_no_driver(config: RunConfig, processes: Processes) -> None:
     config = config.with_values({"train.iterations": 200, "rollout.vllm.timeout_s": 20})
     child = train(processes, config)

@@ -1,0 +1,91 @@
+"""Seconds an iteration takes with vLLM beside the trainer: by turns (sync), and ahead (one_step_off, async).
+
+    OMP_NUM_THREADS=1 python benchmarks/ahead.py [--iterations 6]
+
+GRPO of a Llama of 3.7 M parameters, random weights, float32; 64 trajectories of about 170 prompt and 64 response tokens
+an iteration, end-of-sequence ignored, two shards; vLLM in its process and the trainer in the driver's, a thread each.
+Every mode runs in a process of its own; the first two iterations warm up and are not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("PREFECT_LOGGING_LEVEL", "ERROR")
+
+MODES = ("sync", "one_step_off", "async")
+WARM = 2
+
+
+def measure(mode: str, folder: Path, iterations: int) -> None:
+    """Print the seconds of each iteration, and what the stages of each computed."""
+    from flows.train import train
+    from infra.progress import listening
+    from tests import tiny
+
+    tiny.model_folder(folder / "model", hidden=256, intermediate=688, layers=4, heads=8, key_value_heads=8)
+    tiny.prompt_file(folder / "prompts.parquet", 64)
+    config = tiny.config(
+        folder,
+        data__prompts_per_iteration=32,
+        rollout={
+            "engine": "vllm",
+            "n": 2,
+            "max_response_tokens": 64,
+            "ignore_eos": True,
+            "prompts_per_shard": 16,
+            "mode": mode,
+            "max_staleness": 2,
+        },
+        reward__function="tests.rewards:letters",
+        algorithm={"advantage": "grpo", "kl": {"in_reward": None}},
+        actor__mini_batch_trajectories=32,
+        actor__micro_batch_tokens=4096,
+        train__iterations=iterations,
+    )
+    last = 0.0
+
+    def on_event(event: str, details: dict[str, Any]) -> None:
+        nonlocal last
+        if event == "closed":
+            now = time.perf_counter()
+            if details["iteration"] >= WARM:
+                print("seconds", now - last, details["metrics"]["timing_s/stages"], flush=True)
+            last = now
+
+    with listening(on_event):
+        train(config)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--iterations", type=int, default=6)
+    parser.add_argument("--mode", choices=MODES, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        if options.mode:
+            return measure(options.mode, Path(folder), options.iterations + WARM)
+    print("| mode | seconds an iteration | its stages, one after the other | of sync |\n|---|---|---|---|")
+    sync = 0.0
+    for mode in MODES:
+        command = [sys.executable, __file__, "--mode", mode, "--iterations", str(options.iterations)]
+        environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
+        told = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
+        rows = [line.split()[1:] for line in told.splitlines() if line.startswith("seconds")]
+        wall, stages = (statistics.median(float(row[column]) for row in rows) for column in (0, 1))
+        sync = sync or wall
+        print(f"| {mode} | {wall:.2f} | {stages:.2f} | {wall / sync:.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
