@@ -163,7 +163,27 @@ class Rollout(Section):
 
 
 class Reward(Section):
-    function: str = Field("countdown", description="a built-in reward, or package.module:function")
+    function: str | dict[str, float] = Field(
+        "countdown",
+        description="a built-in reward, package.module:function or file.py:function; or several, with their weights",
+    )
+    options: dict[str, dict[str, Any]] = Field({}, description="keyword arguments of the functions, by their names")
+    timeout_s: float = Field(30.0, gt=0, description="a response that takes its reward longer has none")
+    on_error: Literal["fail", "zero", "drop"] = Field(
+        "fail",
+        description="a reward that raises, hangs, or is not a number: stop the run, score 0, or leave the trajectory "
+        "out; recorded in reward_error",
+    )
+    workers: int = Field(2, gt=0, description="processes that compute rewards")
+
+    @model_validator(mode="after")
+    def _has_functions(self) -> Self:
+        if not self.function:
+            raise ValueError("reward.function names no function: name one, or several with weights")
+        unknown = set(self.options) - ({self.function} if isinstance(self.function, str) else set(self.function))
+        if unknown:
+            raise ValueError(f"reward.options has {min(unknown)}, which is not in reward.function")
+        return self
 
 
 class DynamicSampling(Section):
@@ -421,7 +441,7 @@ class RunConfig(Section):
     @property
     def selects(self) -> bool:
         """Whether more may be generated than is learned from."""
-        return self.algorithm.dynamic_sampling is not None
+        return self.algorithm.dynamic_sampling is not None or self.reward.on_error == "drop"
 
     @property
     def stages(self) -> tuple[str, ...]:

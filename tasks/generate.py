@@ -53,7 +53,7 @@ def _shards(driver: Driver) -> int:
 def _until_enough_prompts_differ(iteration: int) -> Callable[[Manifest], bool] | None:
     """Dynamic sampling: every shard is scored as soon as it is generated."""
     driver = Driver.current()
-    if not driver.config.selects:
+    if driver.config.algorithm.dynamic_sampling is None:
         return None
     attempt = driver.store.begin_attempt(iteration, score.spec.name)
 

@@ -6,9 +6,8 @@ from infra.workers.worker import Context
 from rlhf.batch import TrajectoryBatch
 from rlhf.engines.base import Request, Sampling
 from rlhf.engines.generation import answers as generated
-from rlhf.rewards import load_reward
-from rlhf.rewards import score as score_response
 from rlhf.schema import TRAJECTORY
+from tasks.score import REWARD_KEYS, rewards
 from tasks.spec import StageSpec
 from tasks.stage import rows
 
@@ -26,8 +25,9 @@ SPEC = StageSpec(
         "rollout.ignore_eos",
         "rollout.stop",
         "rollout.quantization",
-        "reward",
+        *REWARD_KEYS,
     ),
+    operational_keys=("reward.workers",),
     digests=("reward", "tokenizer"),
     role="rollout",
 )
@@ -47,11 +47,14 @@ def greedy_baseline(context: Context) -> TrajectoryBatch:
         ignore_eos=config.rollout.ignore_eos,
         stop=config.rollout.stop,
     )
-    function = load_reward(config.reward.function)
+    responses = generated(context.engine, requests, sampling)
+    texts = [context.tokenizer.decode(list(one.response_ids), skip_special_tokens=True) for one in responses]
+    asked = [
+        (row["data_source"], text, row["ground_truth"], row["extra_info"])
+        for row, text in zip(prompts.values(), texts, strict=True)
+    ]
     answers = {}
-    for (prompt_id, row), one in zip(prompts.items(), generated(context.engine, requests, sampling), strict=True):
-        text = context.tokenizer.decode(list(one.response_ids), skip_special_tokens=True)
-        scored = score_response(function, row["data_source"], text, row["ground_truth"], row["extra_info"])
+    for prompt_id, text, one, scored in zip(prompts, texts, responses, rewards(context, asked), strict=True):
         answers[prompt_id] = {
             "greedy_response": text,
             "greedy_tokens": len(one.response_ids),

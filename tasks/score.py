@@ -10,17 +10,21 @@ import torch
 from infra.workers.worker import Context
 from rlhf.algorithms.groups import Groups
 from rlhf.batch import TrajectoryBatch
-from rlhf.rewards import load_reward
-from rlhf.rewards import score as score_response
+from rlhf.errors import RatchetError
+from rlhf.rewards import Score
+from rlhf.rewards.pool import Row
 from rlhf.schema import TRAJECTORY
 from tasks.spec import StageSpec
 from tasks.stage import rows
+
+REWARD_KEYS = ("reward.function", "reward.options", "reward.timeout_s", "reward.on_error")
 
 SPEC = StageSpec(
     name="score",
     reads={"generate": ("prompt_id", "data_source", "response", "ground_truth", "extra_info")},
     writes=TRAJECTORY.of("score"),
-    config_keys=("reward",),
+    config_keys=REWARD_KEYS,
+    operational_keys=("reward.workers",),
     digests=("reward",),
 )
 
@@ -28,7 +32,8 @@ SPEC = StageSpec(
 def _mean_score(outputs: list[dict[str, Any]]) -> dict[str, float]:
     """Over everything that was scored; the advantages' metrics are over what is learned from."""
     total, count = (sum(shard[name] for shard in outputs) for name in ("sum_of_scores", "scored"))
-    return {"reward/mean": total / count}
+    errors = sum(shard.get("errors", 0) for shard in outputs)
+    return {"reward/mean": total / count} | ({"reward/errors": float(errors)} if errors else {})
 
 
 @rows(SPEC, summary=_mean_score)
@@ -38,18 +43,31 @@ def score(context: Context) -> TrajectoryBatch:
     _, group = np.unique(batch.numpy("prompt_id").astype(str), return_inverse=True)
     differ = Groups(torch.from_numpy(group)).differ(torch.tensor(found["score"]))
     context.outputs |= {"sum_of_scores": float(sum(found["score"])), "scored": len(batch)}
+    context.outputs["errors"] = sum(error is not None for error in found["reward_error"])
     context.outputs["prompts_that_differ"] = len(np.unique(group[differ.numpy()]))
     return TrajectoryBatch.of({"trajectory_id": batch.array("trajectory_id"), **found})
 
 
 def scores(context: Context, batch: TrajectoryBatch) -> dict[str, list[Any]]:
     """The columns of `score` for the responses of a batch."""
-    function = load_reward(context.config.reward.function)
-    asked = zip(*(batch.list(name) for name in ("data_source", "response", "ground_truth", "extra_info")), strict=True)
-    found = [score_response(function, *row) for row in asked]
+    names = ("data_source", "response", "ground_truth", "extra_info")
+    found = rewards(context, list(zip(*(batch.list(name) for name in names), strict=True)))
     return {
         "score": [one.score for one in found],
         "reward_parts": [list(one.parts.items()) for one in found],
         "token_scores": [None] * len(found),
-        "reward_error": [None] * len(found),
+        "reward_error": [one.error for one in found],
     }
+
+
+def rewards(context: Context, rows: list[Row]) -> list[Score]:
+    """Raises why one has no score, if that is to stop the run."""
+    config = context.config.reward
+    found = []
+    for one in context.worker.rewards(config.function, config.options, config.workers, config.timeout_s).score(rows):
+        if isinstance(one, RatchetError):
+            if config.on_error == "fail":
+                raise one
+            one = Score(0.0, {}, error=str(one))
+        found.append(one)
+    return found

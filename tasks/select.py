@@ -8,34 +8,47 @@ import torch
 from infra.workers.worker import Context
 from rlhf.algorithms.groups import Groups
 from rlhf.batch import TrajectoryBatch
+from rlhf.rewards import RewardFailed
 from rlhf.schema import TRAJECTORY
 from tasks.spec import StageSpec
 from tasks.stage import rows
 
 SPEC = StageSpec(
     name="select",
-    reads={"generate": ("prompt_id",), "score": ("score",)},
+    reads={"generate": ("prompt_id",), "score": ("score", "reward_error")},
     writes=TRAJECTORY.of("select"),
-    config_keys=("data.prompts_per_iteration",),
+    config_keys=("data.prompts_per_iteration", "algorithm.dynamic_sampling", "reward.on_error"),
     sharded=False,
 )
 
 
 @rows(SPEC)
 def select(context: Context) -> TrajectoryBatch:
-    """The first prompts whose scores differ; if they are too few, the first of the others besides."""
-    batch, wanted = context.batch, context.config.data.prompts_per_iteration
-    prompts, first, group = np.unique(batch.numpy("prompt_id").astype(str), return_index=True, return_inverse=True)
-    groups, scores = Groups(torch.from_numpy(group)), torch.tensor(batch.list("score"))
-    spread = (groups.max(scores) - groups.min(scores)).numpy()
-    by_use = np.argsort(spread[first] == 0, kind="stable")  # prompt ids sort in the order in which they were drawn
-    kept = np.isin(group, by_use[:wanted])
-    differ = int((spread[first] > 0).sum())
-    context.outputs["metrics"] = {
-        "sampling/prompts_drawn": float(len(prompts)),
-        "sampling/prompts_that_differ": float(differ),
-        "sampling/prompts_filled_up": float(max(wanted - differ, 0)),
-    }
+    """Of dynamic sampling, the first prompts whose scores differ, and if they are too few, the first of the others
+    besides; with `reward.on_error: drop`, no trajectory whose reward failed."""
+    config, batch = context.config, context.batch
+    good = np.array([error is None for error in batch.list("reward_error")])
+    if config.reward.on_error != "drop":
+        good[:] = True
+    prompts, group = np.unique(batch.numpy("prompt_id").astype(str), return_inverse=True)
+    groups, scores = Groups(torch.from_numpy(group[good])), torch.tensor(batch.numpy("score")[good])
+    spread = np.zeros(len(batch), dtype=np.float32)
+    spread[good] = (groups.max(scores) - groups.min(scores)).numpy()
+    kept, metrics = good, {"sampling/dropped": float((~good).sum())} if not good.all() else {}
+    if config.algorithm.dynamic_sampling is not None:
+        wanted = config.data.prompts_per_iteration
+        differs = np.zeros(len(prompts), dtype=bool)
+        np.logical_or.at(differs, group, spread > 0)
+        by_use = np.argsort(~differs, kind="stable")  # prompt ids sort in the order in which they were drawn
+        kept = good & np.isin(group, by_use[:wanted])
+        metrics |= {
+            "sampling/prompts_drawn": float(len(prompts)),
+            "sampling/prompts_that_differ": float(differs.sum()),
+            "sampling/prompts_filled_up": float(max(wanted - int(differs.sum()), 0)),
+        }
+    if not kept.any():
+        raise RewardFailed("the reward failed for every trajectory: none is left to learn from; see reward_error")
+    context.outputs["metrics"] = metrics
     rows = np.flatnonzero(kept)
     ids = batch.array("trajectory_id").take(rows)
     return TrajectoryBatch.of({"trajectory_id": ids, "group_spread": spread[rows].tolist()})

@@ -9,7 +9,7 @@ from infra.workers.worker import Context
 from rlhf.batch import TrajectoryBatch
 from rlhf.engines.base import Sampling
 from tasks.generate import respond
-from tasks.score import scores
+from tasks.score import REWARD_KEYS, scores
 from tasks.spec import StageSpec
 from tasks.stage import rows
 
@@ -41,9 +41,9 @@ SPEC = StageSpec(
         "rollout.prompts_per_shard",
         "validation.n",
         "validation.temperature",
-        "reward",
+        *REWARD_KEYS,
     ),
-    operational_keys=("validation.data",),
+    operational_keys=("validation.data", "reward.workers"),
     digests=("validation", "reward", "tokenizer"),
     role="rollout",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -29,3 +30,23 @@ def not_a_number(data_source: str, solution_str: str, ground_truth: str, extra_i
 def mostly_flat(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
     """1 for the quarter of the responses that begin with one of these characters: many groups do not differ."""
     return float(solution_str[:1] in set("abcdefghijklmnopqrs"))
+
+
+def hostile(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+    """Does what its response says."""
+    if solution_str == "raise":
+        raise KeyError("no such thing")
+    if solution_str == "sleep":
+        time.sleep(3600)
+    if solution_str == "die":
+        os._exit(7)
+    if solution_str == "fork":
+        if os.fork() == 0:
+            time.sleep(3600)
+        return 1.0
+    if solution_str == "fork and sleep":
+        os.fork()
+        time.sleep(3600)
+    if solution_str == "print":
+        print("the pipe is not the standard output")
+    return {"nan": float("nan"), "text": "high"}.get(solution_str, 1.0)  # type: ignore[return-value]

@@ -29,6 +29,7 @@ from rlhf.engines import ranks
 from rlhf.engines.generation import Interruptible
 from rlhf.errors import EngineLost, NotFinite
 from rlhf.models import load_actor, load_critic, load_tokenizer
+from rlhf.rewards.pool import RewardPool
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -172,6 +173,7 @@ class Worker:
         self._datasets: dict[tuple[str, ...], PromptDataset] = {}
         self.begun: dict[tuple[str, int, int], Interruptible] = {}
         """Generations that go on when they are asked for again, by stage, iteration and shard."""
+        self._rewards: tuple[tuple[Any, ...], RewardPool] | None = None
         self._lock = threading.RLock()
         """Of what engines there are, and whose weights they have: stages of different roles may compute at once."""
 
@@ -282,8 +284,22 @@ class Worker:
             files = self.store.read_checkpoint(checkpoint, names)
             self.engine("rollout").load_weights(weights_of(files), files.get(config))
 
+    def rewards(self, *settings: Any) -> RewardPool:
+        """The processes that compute rewards."""
+        with self._lock:
+            if self._rewards is None or self._rewards[0] != settings:
+                self._end_rewards()
+                self._rewards = settings, RewardPool(*settings)
+            return self._rewards[1]
+
     def close(self) -> None:
         self._end_rollout()
+        self._end_rewards()
+
+    def _end_rewards(self) -> None:
+        if self._rewards is not None:
+            self._rewards[1].close()
+            self._rewards = None
 
     def _end_rollout(self) -> None:
         if (rollout := self._engines.pop("rollout", None)) is not None:

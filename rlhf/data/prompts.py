@@ -127,12 +127,15 @@ def _prompt(row: Any, where: str) -> Prompt:
         raise UserError(f"{where}: prompt should be a list of messages {{role, content}}")
     reward_model = row.get("reward_model") or {}
     truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
+    extra, style = row.get("extra_info"), reward_model.get("style") if isinstance(reward_model, dict) else None
+    if style not in (None, "rule", "model") and (extra is None or isinstance(extra, dict)):
+        extra = {**(extra or {}), "reward_style": style}  # which reward to take, for `auto`
     if "data_source" not in row:
         raise UserError(f"{where}: data_source is missing")
     return Prompt(
         data_source=str(row["data_source"]),
         messages=messages,
         ground_truth=truth if isinstance(truth, str) else json.dumps(truth, default=str),
-        extra_info=json.dumps(row.get("extra_info"), default=str),
+        extra_info=json.dumps(extra, default=str),
         where=where,
     )

@@ -1,0 +1,65 @@
+"""The process in which rewards are computed; `pool` starts it and talks to it through a pipe."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+from rlhf.errors import RatchetError
+from rlhf.rewards import RewardFunction, Score, load_reward, score
+
+
+def main() -> None:
+    pipe, parent = Connection(int(sys.argv[1])), int(sys.argv[2])
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    try:
+        task = json.loads(pipe.recv_bytes())
+        sys.path[:] = task["path"]
+        try:
+            functions = [
+                (name, weight, load_reward(name), task["options"].get(name))
+                for name, weight in task["functions"].items()
+            ]
+        except RatchetError as error:
+            return pipe.send_bytes(json.dumps({"error": str(error)}).encode())
+        pipe.send_bytes(b"{}")
+        while True:
+            for row in json.loads(pipe.recv_bytes()):
+                pipe.send_bytes(json.dumps(_scored(functions, row)).encode())
+    except (EOFError, OSError):  # whoever asked is gone
+        return
+
+
+def _scored(functions: list[tuple[str, float, RewardFunction, Any]], row: list[str]) -> dict[str, Any]:
+    source, response, truth, extra = row
+    try:
+        if len(functions) == 1:
+            [(_, weight, function, options)] = functions
+            only = score(function, source, response, truth, extra, options)
+            return {"score": weight * only.score, "parts": only.parts}
+        scores: list[tuple[str, float, Score]] = []
+        for name, weight, function, options in functions:
+            scores.append((name, weight, score(function, source, response, truth, extra, options)))
+    except RatchetError as error:
+        return {"error": str(error), "type": type(error).__name__}
+    parts: dict[str, float] = {}
+    for name, _, found in scores:
+        parts |= {name: found.score, **{f"{name}/{part}": value for part, value in found.parts.items()}}
+    return {"score": sum(weight * found.score for _, weight, found in scores), "parts": parts}
+
+
+def _end_with(parent: int) -> None:
+    """A parent that was killed cannot end what it started."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

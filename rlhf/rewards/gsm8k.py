@@ -1,0 +1,45 @@
+"""Grade-school maths (GSM8K, arXiv 2110.14168): is the final number the right one?
+
+`strict` reads the number after the last ``####``, as the dataset's own solutions end; `flexible` the last number there
+is. Thousands separators, ``$``, ``%``, a trailing ``.00`` and the like make no difference; values are compared exactly.
+"""
+
+import re
+from decimal import Decimal
+from typing import Any, Literal
+
+TAIL = 2_000
+"""Characters of the response that are read, from its end."""
+MAX_DIGITS = 30
+
+_SIGN = r"(?:(?<![0-9])[-+\u2212])?"
+_NUMBER = re.compile(
+    rf"{_SIGN}\s?\$?\s?{_SIGN}(?:[0-9]{{1,3}}(?:,[0-9]{{3}})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|{_SIGN}\$?\.[0-9]+",
+    re.ASCII,
+)
+_STRICT = re.compile(r"####[ \t]*(?:[*\\({\[ \t]|boxed)*(" + _NUMBER.pattern + ")", re.ASCII)
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: str,
+    extra_info: Any = None,
+    method: Literal["strict", "flexible"] = "flexible",
+) -> dict[str, float]:
+    """1.0 or 0.0; the part `format` says whether the answer stands after ``####``."""
+    truth = _value(str(ground_truth).rpartition("####")[2])
+    if truth is None:
+        raise ValueError(f"the ground truth {ground_truth!r} is not a number")
+    text = solution_str[-TAIL:]
+    strict = _STRICT.findall(text)
+    found = strict if strict or method == "strict" else _NUMBER.findall(text)
+    value = _value(found[-1]) if found else None
+    return {"score": float(value is not None and value == truth), "format": float(bool(strict))}
+
+
+def _value(text: str) -> Decimal | None:
+    plain = re.sub(r"[\s$,%]", "", text.replace("\u2212", "-")).rstrip(".")
+    if not re.fullmatch(r"[-+]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)", plain, re.ASCII) or len(plain) > MAX_DIGITS:
+        return None
+    return Decimal(plain)

@@ -1,0 +1,137 @@
+"""Rewards in processes of their own: one that hangs, dies or forks is ended, and costs its own row.
+
+Each child has a session of its own, is given rows, and answers one after the other; who does not answer in time is
+killed with everything that it started, and a new one goes on with the next row. What passes through the pipe is JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+from rlhf.errors import NotFinite, RatchetError, UserError
+from rlhf.rewards import RewardFailed, Score
+
+START_S = 300.0
+"""For importing what the reward imports."""
+ROWS_A_CHILD = 16
+"""For fewer, a further child is not worth its start."""
+
+Row = tuple[str, str, str, str]
+"""data_source, solution_str, ground_truth, extra_info"""
+
+FAILURES: dict[str, type[RatchetError]] = {"UserError": UserError, "NotFinite": NotFinite}
+
+
+class RewardPool:
+    def __init__(
+        self,
+        function: str | Mapping[str, float],
+        options: Mapping[str, Mapping[str, Any]],
+        workers: int,
+        timeout_s: float,
+    ) -> None:
+        """`function`: a name, or names and weights; then the score is the weighted sum, and each one's own score is a
+        part of its name. `timeout_s` is for one response."""
+        self.task = {
+            "path": sys.path,
+            "functions": {function: 1.0} if isinstance(function, str) else dict(function),
+            "options": {k: dict(v) for k, v in options.items()},
+        }
+        self.timeout_s = timeout_s
+        self._children = [_Child(self.task) for _ in range(workers)]
+
+    def score(self, rows: Sequence[Row]) -> list[Score | RatchetError]:
+        """A score for each row, or why there is none."""
+        hands = max(1, min(len(self._children), len(rows) // ROWS_A_CHILD))
+        shares = [rows[hand::hands] for hand in range(hands)]
+        with ThreadPoolExecutor(hands) as threads:
+            found = list(threads.map(self._share, self._children, shares))
+        return [found[row % hands][row // hands] for row in range(len(rows))]
+
+    def _share(self, child: _Child, rows: Sequence[Row]) -> list[Score | RatchetError]:
+        found: list[Score | RatchetError] = []
+        with child.turn:
+            while len(found) < len(rows):
+                left = rows[len(found) :]
+                child.ask(left)
+                for row in left:
+                    answer = child.answer(self.timeout_s)
+                    if isinstance(answer, str):
+                        found.append(RewardFailed(f"{answer} (data_source {row[0]}, response {row[1][:60]!r})"))
+                        break  # the child is gone: the rest goes to a new one
+                    found.append(_understood(answer))
+        return found
+
+    def close(self) -> None:
+        for child in self._children:
+            child.end()
+
+
+def _understood(answer: dict[str, Any]) -> Score | RatchetError:
+    if "error" in answer:
+        return FAILURES.get(answer["type"], RewardFailed)(answer["error"])
+    return Score(answer["score"], answer["parts"])
+
+
+class _Child:
+    def __init__(self, task: Mapping[str, Any]) -> None:
+        self.task = task
+        self.turn = threading.Lock()
+        """Stages that overlap may both ask for rewards."""
+        self.process: subprocess.Popen[bytes] | None = None
+        self.pipe: Connection
+
+    def ask(self, rows: Sequence[Row]) -> None:
+        if self.process is None:
+            self._start()
+        self.pipe.send_bytes(json.dumps(rows).encode())
+
+    def answer(self, timeout_s: float) -> dict[str, Any] | str:
+        """What it says of the next row; or what became of it."""
+        assert self.process is not None
+        try:
+            if self.pipe.poll(timeout_s):
+                return dict(json.loads(self.pipe.recv_bytes()))
+        except (EOFError, OSError):
+            code = self.process.wait(5)
+            self.end()
+            return f"the reward's process died (exit code {code})"
+        self.end()
+        return f"the reward took longer than reward.timeout_s {timeout_s:g} s, and was ended"
+
+    def end(self) -> None:
+        if self.process is None:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # and what it has started
+        self.process.wait()
+        self.pipe.close()
+        self.process = None
+
+    def _start(self) -> None:
+        here, there = Pipe()
+        self.pipe = here
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "rlhf.rewards.child", str(there.fileno()), str(os.getpid())],
+            pass_fds=[there.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+        there.close()
+        self.pipe.send_bytes(json.dumps(self.task).encode())
+        ready = self.answer(START_S)
+        if isinstance(ready, str) or "error" in ready:
+            self.end()
+            raise RewardFailed(ready if isinstance(ready, str) else ready["error"])

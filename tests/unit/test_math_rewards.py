@@ -1,0 +1,153 @@
+"""GSM8K and mathematics: every spelling of a right answer, and nothing for anything else."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+
+from rlhf.rewards import auto, format, gsm8k, length
+from rlhf.rewards import math as latex
+
+
+@pytest.mark.parametrize(
+    ("response", "truth"),
+    [
+        ("#### 42", "42"),
+        ("so 6 * 7 = 42\n#### 42", "42"),
+        ("####42", "42"),
+        ("#### $42", "42"),
+        ("#### 42.00", "42"),
+        ("#### 42.", "42"),
+        ("#### 1,234", "1234"),
+        ("#### 1,234,567.50", "1234567.5"),
+        ("#### -7", "-7"),
+        ("#### \u22127", "-7"),
+        ("#### $-7", "-7"),
+        ("#### **42**", "42"),
+        ("#### \\boxed{42}", "42"),
+        ("#### 0.5", ".5"),
+        ("#### 41\nno:\n#### 42", "42"),
+        ("#### 42 dollars", "42"),
+        ("#### 42%", "42"),
+        ("#### 18", "Janet sells 9 eggs.\n#### 18"),
+    ],
+)
+def test_gsm8k_strict(response: str, truth: str) -> None:
+    assert gsm8k.compute_score("gsm8k", response, truth, method="strict") == {"score": 1.0, "format": 1.0}
+
+
+@pytest.mark.parametrize("response", ["The answer is 42.", "42", "$42.00!", "at first 7, then 42", "**42**", "= 42,"])
+def test_gsm8k_flexible(response: str) -> None:
+    assert gsm8k.compute_score("gsm8k", response, "42") == {"score": 1.0, "format": 0.0}
+    assert gsm8k.compute_score("gsm8k", response, "42", method="strict")["score"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "response",
+    ["", "####", "#### forty-two", "#### 4 2", "#### 42\n#### 43", "#### 420", "#### 4,2", "#### 142", "-42"],
+)
+def test_gsm8k_wrong(response: str) -> None:
+    assert gsm8k.compute_score("gsm8k", response, "42", method="strict")["score"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("response", "truth"),
+    [
+        ("so it is \\boxed{\\frac{1}{2}}", "0.5"),
+        ("\\boxed{0.5}", "\\frac12"),
+        ("\\boxed{1} no, \\boxed{2}", "2"),
+        ("\\boxed{x^2 + 2x + 1}", "(x+1)^2"),
+        ("the answer is $\\sqrt{8}$", "2\\sqrt{2}"),
+        ("\\boxed{(1, 2)}", "(1,2)"),
+        ("\\boxed{\\{1, 2\\}}", "\\{2,1\\}"),
+    ],
+)
+def test_mathematics(response: str, truth: str) -> None:
+    assert latex.compute_score("math", response, truth) == 1.0
+
+
+@pytest.mark.parametrize("response", ["", "\\boxed{", "\\boxed{3}", "\\boxed{\\frac{1}{3}}", "I do not know"])
+def test_mathematics_wrong(response: str) -> None:
+    assert latex.compute_score("math", response, "0.5") == 0.0
+
+
+def hostile() -> list[str]:
+    """Answers that no one should take for right: endless, deep, malformed, and code."""
+    rng = random.Random(0)
+    pieces = ["9**9**9", "9^{9^{9^{9}}}", "99999999!", "((9!)!)!", "\\frac{1}{0}", "__import__('os').system('touch x')"]
+    pieces += [
+        "exec('1')",
+        "open('x','w')",
+        "\\input{/etc/passwd}",
+        "\\boxed{" * 50,
+        "(" * 20_000,
+        "{" * 5_000,
+        "9" * 9_000,
+    ]
+    pieces += [
+        "\x00",
+        "\u202e42",
+        "\\boxed{\x00}",
+        "1e999999999",
+        "0x2a",
+        "NaN",
+        "inf",
+        "\\infty",
+        "lambda: 42",
+        "2^{10000000}",
+    ]
+    pieces += ["\\int_0^\\infty e^{-x^2} dx", "\\sum_{n=1}^{99999999} n", "\\prod_{n=1}^{9999999} n", "🦆", "\\" * 999]
+    mixed = ["".join(rng.choices(pieces, k=rng.randint(1, 4))) for _ in range(70)]
+    return [*pieces, *(f"\\boxed{{{piece[:900]}}}" for piece in pieces), *mixed]
+
+
+def test_hostile_answers_score_nothing_and_end_soon(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(str(tmp_path))
+    answers = hostile()
+    assert len(answers) >= 100
+    for answer in answers:
+        started = time.monotonic()
+        found = [
+            gsm8k.compute_score("gsm8k", answer, "5318008")["score"],
+            latex.compute_score("math", answer, "5318008"),
+        ]
+        assert found == [0.0, 0.0], answer[:80]
+        assert time.monotonic() - started < 10 * latex.SECONDS, f"endless: {answer[:80]}"
+    from pathlib import Path
+
+    assert not list(Path(str(tmp_path)).iterdir()), "nothing was run"
+
+
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [
+        ("<think>hm</think><answer>42</answer>", 1.0),
+        (" <think>a\nb</think>\n <answer>42</answer>\n", 1.0),
+        ("<think>hm</think><answer></answer>", 0.0),
+        ("<answer>42</answer>", 0.0),
+        ("<think>hm</think> so <answer>42</answer>", 0.0),
+        ("<think>hm</think><answer>42</answer>!", 0.0),
+        ("<answer>42</answer><think>hm</think>", 0.0),
+        ("<think><think>hm</think><answer>42</answer>", 0.0),
+    ],
+)
+def test_format(response: str, score: float) -> None:
+    assert format.compute_score("any", response, "") == score
+
+
+@pytest.mark.parametrize(("characters", "score"), [(0, 0.0), (10, 0.0), (12, -0.5), (14, -1.0), (99, -1.0)])
+def test_length(characters: int, score: float) -> None:
+    found = length.compute_score("any", "x" * characters, "", wanted_characters=10, buffer_characters=4)
+    assert found == score
+
+
+def test_a_built_in_by_source_or_style() -> None:
+    assert auto.reward_of("openai/gsm8k", None) == "gsm8k"
+    assert auto.reward_of("lighteval/MATH", "rule") == "math"
+    assert auto.reward_of("countdown", None) == "countdown"
+    assert auto.reward_of("mine", "gsm8k") == "gsm8k"
+    assert auto.compute_score("mine", "#### 3", "3", {"reward_style": "gsm8k"})["score"] == 1.0
+    with pytest.raises(ValueError, match="no built-in reward for data_source 'mine'"):
+        auto.reward_of("mine", "rule")

@@ -1,0 +1,101 @@
+"""Rewards in processes of their own: nothing that one of them does reaches another row, or outlives the pool."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlhf.errors import NotFinite, UserError
+from rlhf.rewards import RewardFailed, Score
+from rlhf.rewards.pool import RewardPool
+
+HOSTILE = "tests.rewards:hostile"
+
+
+def row(response: str, source: str = "any", truth: str = "") -> tuple[str, str, str, str]:
+    return source, response, truth, "null"
+
+
+@pytest.fixture
+def pool() -> Iterator[RewardPool]:
+    pool = RewardPool({HOSTILE: 1.0}, {}, workers=2, timeout_s=1.0)
+    yield pool
+    pool.close()
+
+
+def sessions() -> set[int]:
+    """Of the rewards' processes, and what they have started."""
+    return {
+        os.getsid(each.pid) for each in psutil.Process().children(recursive=True) if "rlhf.rewards" in cmdline(each)
+    }
+
+
+def cmdline(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def test_each_row_has_its_own_fate(pool: RewardPool) -> None:
+    asked = ["good", "raise", "print", "sleep", "good", "nan", "die", "text", "fork", "fork and sleep", "good"]
+    found = dict(zip(asked, pool.score([row(each) for each in asked]), strict=True))
+    for response in ("good", "print", "fork"):
+        assert found[response] == Score(1.0, {})
+    for response, kind, says in (
+        ("raise", RewardFailed, "KeyError: 'no such thing'"),
+        ("sleep", RewardFailed, "took longer than reward.timeout_s 1 s"),
+        ("die", RewardFailed, "exit code 7"),
+        ("fork and sleep", RewardFailed, "took longer"),
+        ("nan", NotFinite, "is nan"),
+        ("text", UserError, "return a number"),
+    ):
+        assert isinstance(found[response], kind)
+        assert says in str(found[response])
+    left = sessions()
+    assert left
+    pool.close()
+    deadline = time.monotonic() + 10
+    while left & sessions():
+        assert time.monotonic() < deadline, "what a reward has forked ends with it"
+        time.sleep(0.05)
+
+
+def test_many_rows_are_shared_and_keep_their_order(pool: RewardPool) -> None:
+    asked = [row("raise" if number % 7 == 3 else "good") for number in range(100)]
+    found = pool.score(asked)
+    assert [isinstance(one, Score) for one in found] == [number % 7 != 3 for number in range(100)]
+    assert len(sessions()) == 2
+
+
+def test_stages_that_overlap_do_not_get_each_others_scores(pool: RewardPool) -> None:
+    asked = [row("good"), row("raise")] * 20
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda _: pool.score(asked), range(20)))
+    assert all([isinstance(one, Score) for one in each] == [True, False] * 20 for each in found)
+
+
+def test_several_rewards_are_weighed(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def half(source, solution, truth, extra=None, factor=1):\n    return {'score': factor / 2, 'a': 1}\n"
+    )
+    mine = f"{file}:half"
+    pool = RewardPool({"gsm8k": 1.0, mine: 0.5}, {mine: {"factor": 3}, "gsm8k": {"method": "strict"}}, 1, 30.0)
+    right, wrong = pool.score([row("#### 42", truth="42"), row("it is 42", truth="42")])
+    pool.close()
+    assert right == Score(1.75, {"gsm8k": 1.0, "gsm8k/format": 1.0, mine: 1.5, f"{mine}/a": 1.0})
+    assert isinstance(wrong, Score)
+    assert wrong.score == 0.75
+
+
+def test_a_reward_that_cannot_be_loaded_is_said(tmp_path: Path) -> None:
+    pool = RewardPool({"no_such_module:f": 1.0}, {}, 1, 30.0)
+    with pytest.raises(RewardFailed, match="No module named 'no_such_module'"):
+        pool.score([row("x")])
