@@ -4,10 +4,11 @@ from prefect import flow
 
 from flows.prefect_pages import show_iteration, shown
 from infra.driver import driving
+from infra.lanes import Output
 from rlhf.config import RunConfig
 from rlhf.errors import NotFinite
 from tasks.advantages import advantages
-from tasks.ahead import generations
+from tasks.ahead import finish_ahead, generations
 from tasks.borrow import borrow
 from tasks.close import close
 from tasks.fingerprint import check_open_iteration
@@ -30,19 +31,21 @@ def iteration(config: RunConfig, k: int) -> dict[str, float]:
         if config.validates_before(k):
             validate(k)
             finish()
+        generated = generations(k) if config.data.generations is None else borrow(k)
         try:
             check_not_given_up(k)
-            stages(config, k)
+            assert generated is not None
+            stages(config, k, generated)
         except NotFinite as error:
             skip_what_is_left(k, error)
+        finish_ahead(k)
         metrics = close(k)
         show_iteration(k, metrics)
         return metrics
 
 
-def stages(config: RunConfig, k: int) -> None:
+def stages(config: RunConfig, k: int, generated: Output) -> None:
     """Start every stage; each computes as soon as what it reads is committed, where its role's models are."""
-    generated = generations(k) if config.data.generations is None else borrow(k)
     scored = score(k, generated)
     if not config.train.updates:
         finish()

@@ -28,6 +28,7 @@ from infra.records import SCHEMA_VERSION, Claim, RunState, Weights
 from infra.snapshots import Snapshots
 from infra.store import ROW_STAGES, RunStore
 from infra.workers.groups import Groups
+from infra.workers.ray_group import GroupLost
 from rlhf.config import RunConfig, yaml_text
 from rlhf.data.prompts import PromptDataset
 from rlhf.errors import RatchetError, UserError
@@ -85,6 +86,8 @@ class Driver:
         self.rollout = Rollout()
         self.snapshots = Snapshots(config, store, self.groups)
         self.digests: dict[str, str] = {}
+        self.restoring = threading.RLock()
+        """Held by whoever loads weights: two lanes may find at once that a role does not hold what they need."""
         self._stop = threading.Event()
         self._grace: threading.Timer | None = None
 
@@ -118,7 +121,7 @@ class Driver:
         """While stages compute: a snapshot that was written in the background is committed."""
         try:
             self.snapshots.settle(wait=False)
-        except StoreUnavailable as error:  # which the stages will meet too; the next snapshot will do
+        except (StoreUnavailable, GroupLost) as error:  # which the stages will meet too; the next snapshot will do
             report("note", text=str(error))
 
     def check_stop(self) -> None:
@@ -209,10 +212,10 @@ def driving(
             yield driver
             driver.snapshots.settle(wait=True)
     finally:
-        Driver._active = None
-        driver.forget_stop()
         driver.lanes.close()
         driver.groups.close()
+        driver.forget_stop()
+        Driver._active = None
         beat.close()
 
 

@@ -29,10 +29,10 @@ class InputLost(RatchetError):
 class Output:
     """What a stage has committed so far, and in the end its manifest."""
 
-    def __init__(self, stage: str, given_up: threading.Event | None = None) -> None:
-        """`given_up`: set when a stage that was started with this one has failed."""
+    def __init__(self, stage: str, *given_up: threading.Event) -> None:
+        """`given_up`: set when nothing more is to be computed."""
         self.stage = stage
-        self._given_up = given_up or threading.Event()
+        self._given_up = given_up
         self._changed = threading.Condition()
         self._shards: list[ShardRef] = []
         self._count: int | None = None
@@ -78,8 +78,11 @@ class Output:
 
     def check(self) -> None:
         """Before each shard: where another stage has failed, nothing more is computed in vain."""
-        if self._given_up.is_set():
-            raise InputLost(f"{self.stage} stops: another stage has failed")
+        if any(event.is_set() for event in self._given_up):
+            raise InputLost(f"{self.stage} stops: another stage has failed, or the driver ends")
+
+    def belongs_to(self, given_up: threading.Event) -> None:
+        self._given_up = (*self._given_up, given_up)
 
     def expect(self, count: int) -> None:
         with self._changed:
@@ -127,8 +130,8 @@ class Lanes:
 
         One that runs `ahead` is not waited for until it is adopted, and outlives the flow that starts it.
         """
-        given_up = self._closing if ahead else self._given_up
-        output = Output(stage, given_up)
+        given_up = threading.Event() if ahead else self._given_up  # what runs ahead can be begun anew
+        output = Output(stage, given_up, self._closing)
 
         def job() -> None:
             try:
@@ -154,22 +157,29 @@ class Lanes:
         mine = [each for each in self._ahead if each.output is output]
         self._ahead = [each for each in self._ahead if each.output is not output]
         self._started += mine
+        output.belongs_to(self._given_up)
 
     def join(self, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Wait for all that was started; then raise the first error, which is what those that waited for it failed
-        of."""
-        started, self._started, self._given_up = self._started, [], threading.Event()
+        of. What may pass comes before `NotFinite`, which may be passed over."""
+        started, given_up = self._started, self._given_up
+        self._started, self._given_up = [], threading.Event()
         left = {each.future for each in started}
-        while left:
-            left = wait(left, POLL_S, FIRST_COMPLETED).not_done
-            meanwhile()
+        try:
+            while left:
+                left = wait(left, POLL_S, FIRST_COMPLETED).not_done
+                meanwhile()
+        except BaseException:
+            given_up.set()
+            wait(left)
+            raise
         errors = [error for each in started if (error := each.future.exception()) is not None]
-        for error in sorted(errors, key=lambda error: isinstance(error, InputLost)):
+        for error in sorted(errors, key=lambda error: (isinstance(error, InputLost), isinstance(error, NotFinite))):
             raise error
 
     def close(self) -> None:
-        """End those that run ahead, after the shard at hand."""
+        """End what still runs, after the shard at hand."""
         self._closing.set()
         for thread in self._threads.values():
-            thread.shutdown(wait=True)
+            thread.shutdown(wait=True, cancel_futures=True)
         self._threads = {}

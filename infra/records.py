@@ -271,7 +271,9 @@ class RunState(BaseModel):
                 self.iteration = commit.iteration + 1
                 self.shards, self.stages, self.assigned, self.metrics = {}, {}, {}, None
                 self.starting = dict(self.weights)
-                self.open_epochs = {epoch: self.open_epochs[epoch]}
+                committed = [shard for k in self.ahead.values() for one in k.shards.values() for shard in one.values()]
+                still = {epoch, *(shard.epoch for shard in committed)}
+                self.open_epochs = {number: found for number, found in self.open_epochs.items() if number in still}
                 if (begun := self.ahead.pop(self.iteration, None)) is not None:
                     self.shards, self.assigned = begun.shards, begun.assigned
                     for stage in begun.stages.values():
@@ -282,7 +284,8 @@ class RunState(BaseModel):
 
     def cursor_before(self, iteration: int) -> int:
         """Where the prompts begin of an iteration that has not generated yet, and all before it have."""
-        earlier = [stage for k, begun in self.ahead.items() if k < iteration for stage in begun.stages.values()]
+        ahead = list(self.ahead.items())  # another lane may add to it
+        earlier = [stage for k, begun in ahead if k < iteration for stage in list(begun.stages.values())]
         return max([self.cursor, *(stage.cursor for stage in earlier if stage.cursor is not None)])
 
 

@@ -26,16 +26,18 @@ class Snapshots:
 
     def begin(self, version: int) -> None:
         """Let the workers write what they hold, which is the state after `version` iterations."""
-        assert self.being_written is None, "one at a time"
-        self._in_all_roles("begin_save")
-        self.being_written = version
+        with self._lock:
+            assert self.being_written is None, "one at a time"
+            self._in_all_roles("begin_save")
+            self.being_written = version
 
     def finish(self) -> list[Commit]:
         """Wait until it is durable; the records that say so, which the caller commits."""
-        version, self.being_written = self.being_written, None
-        if version is None:
-            return []
-        roles: dict[str, ObjectRef | None] = self._in_all_roles("finish_save")
+        with self._lock:
+            version, self.being_written = self.being_written, None
+            if version is None:
+                return []
+            roles: dict[str, ObjectRef | None] = self._in_all_roles("finish_save")
         durable = {role: ref for role, ref in roles.items() if ref is not None}
         if durable.keys() != roles.keys():
             report("note", text=f"the snapshot after {version} iterations went with a worker; the next one will do")

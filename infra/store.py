@@ -7,6 +7,7 @@ the epoch and the attempt, so that a writer never meets another's file.
 from __future__ import annotations
 
 import io
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
@@ -50,6 +51,7 @@ class RunStore:
     def __init__(self, objects: Objects) -> None:
         self.objects = objects
         self.log = RunLog(objects)
+        self._lock = threading.Lock()
         self._attempts: dict[tuple[int, str], int] = {}
         self._manifests: dict[ObjectRef, Manifest] = {}
         """Manifests read or written since the last close: they are immutable."""
@@ -70,10 +72,11 @@ class RunStore:
 
     def begin_attempt(self, iteration: int, stage: str) -> int:
         """A new number for this driver's next try at a stage; what its earlier tries left uncommitted is deleted."""
-        attempt = self._attempts.get((iteration, stage), -1) + 1
-        if attempt >= MAX_ATTEMPTS:
-            raise Corrupt(f"{stage} of iteration {iteration} failed {MAX_ATTEMPTS} times in this driver")
-        self._attempts[iteration, stage] = attempt
+        with self._lock:
+            attempt = self._attempts.get((iteration, stage), -1) + 1
+            if attempt >= MAX_ATTEMPTS:
+                raise Corrupt(f"{stage} of iteration {iteration} failed {MAX_ATTEMPTS} times in this driver")
+            self._attempts[iteration, stage] = attempt
         self.objects.delete(self._uncommitted(iteration, stage, self.log.epoch, attempt))
         return attempt
 
@@ -106,10 +109,10 @@ class RunStore:
         return self.iteration_state(iteration).stages.get(stage)
 
     def manifest(self, stage: Stage) -> Manifest:
-        ref = stage.manifest
-        if ref not in self._manifests:
-            self._manifests[ref] = read_model(self.objects, ref, Manifest)
-        return self._manifests[ref]
+        ref, known = stage.manifest, self._manifests
+        if (found := known.get(ref)) is None:
+            found = known[ref] = read_model(self.objects, ref, Manifest)
+        return found
 
     def shards_of(self, state: RunState, stage: str) -> list[ShardRef]:
         """The data files that a stage has committed in an iteration, whether or not it is complete."""
@@ -138,14 +141,14 @@ class RunStore:
     def iteration_state(self, iteration: int) -> RunState:
         """The state in which an iteration's stages stand: the open one's, or that of a closed one's index; of a later
         one, no more than what is committed of it."""
-        state = self.state
-        if iteration == state.iteration:
-            return state
-        if iteration > state.iteration:
-            begun = state.ahead.get(iteration, Ahead())
-            later = RunState(iteration=iteration)
-            later.shards, later.stages, later.assigned = begun.shards, begun.stages, begun.assigned
-            return later
+        with self.log.held() as state:
+            if iteration == state.iteration:
+                return state
+            if iteration > state.iteration:
+                begun = state.ahead.get(iteration, Ahead())
+                later = RunState(iteration=iteration)
+                later.shards, later.stages, later.assigned = begun.shards, begun.stages, begun.assigned
+                return later
         return self.log.load_index(self.index_of(iteration))
 
     def index_of(self, iteration: int) -> ObjectRef:
@@ -168,8 +171,9 @@ class RunStore:
             index = self._write(f"index/{iteration:06d}.{tag}.json", summary.model_dump_json().encode())
             self.commit_snapshot([Close(iteration=iteration, index=index, metrics=metrics_ref), *also])
         self.log.write_tail(index)
-        self._attempts = {key: count for key, count in self._attempts.items() if key[0] > iteration}
-        self._manifests.clear()
+        with self._lock:
+            self._attempts = {key: count for key, count in self._attempts.items() if key[0] > iteration}
+        self._manifests = {}
 
     def sweep(self, stages: Iterable[str]) -> None:
         """Delete what drivers of older epochs wrote into the open iteration, or ahead of it, and never committed.

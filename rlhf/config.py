@@ -346,8 +346,10 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _stale_rollouts_are_corrected(cls, tree: Any) -> Any:
+    def _stale_rollouts_are_corrected(cls, tree: Any, info: ValidationInfo) -> Any:
         """Unless the correction is {}, which corrects nothing."""
+        if info.context == ANYTHING_FITS:
+            return tree
         if isinstance(tree, dict) and isinstance(rollout := tree.get("rollout"), dict):
             algorithm = tree.get("algorithm") or {}
             sync = rollout.get("mode", "sync") == "sync"

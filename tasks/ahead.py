@@ -10,33 +10,60 @@ least.
 
 from __future__ import annotations
 
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
 from infra.driver import Driver
 from infra.lanes import Output
+from infra.progress import report
+from rlhf.errors import NotFinite
 from tasks.generate import generate
-from tasks.restore import restore
+from tasks.restore import bring
+from tasks.stage import RETRIES, finish, is_given_up, named
 
 
-def generations(k: int) -> Output:
-    """What iteration `k` trains on; later iterations begin to generate, if they may."""
+def generations(k: int) -> Output | None:
+    """What iteration `k` trains on; later iterations begin to generate, if they may. None: it was given up before it
+    had generated, and so do those that come after it not."""
     driver = Driver.current()
-    rollout, config = driver.rollout, driver.config
-    mine = [k, *range(k + 1, min(k + config.rollout.ahead, config.train.iterations - 1) + 1)]
-    if config.rollout.ahead and any(driver.store.committed_stage(j, "generate") is None for j in mine):
-        bring_weights(driver)
+    rollout, config, store = driver.rollout, driver.config, driver.store
+    if is_given_up(k) and store.committed_stage(k, "generate") is None:
+        return None
+    mine = range(k, max(k, min(k + config.rollout.ahead, config.train.iterations - 1)) + 1)
+    if any(store.committed_stage(j, "generate") is None for j in mine):
+        apart = driver.groups.lane_of("rollout") != driver.groups.lane_of("actor")
+        if config.rollout.ahead or apart:  # else they are the actor's own, or follow them
+            bring_weights(k)
     before = None  # whose prompts come first
     for j in mine:
         if j not in rollout.begun or rollout.begun[j].failed:
-            rollout.begun[j] = generate(j, after=before, ahead=j > k and config.rollout.mode == "async")
+            rollout.begun[j] = generate(j, after=before, ahead=j > k)
         before = rollout.begun[j]
     output = rollout.begun.pop(k)
     driver.lanes.adopt(output)
     return output
 
 
-def bring_weights(driver: Driver) -> None:
-    """Give the rollout what the open iteration began with: the newest weights that there are."""
+def finish_ahead(k: int) -> None:
+    """With `one_step_off`, wait for what the next iteration trains on, before new weights can come."""
+    driver = Driver.current()
+    following = driver.rollout.begun.get(k + 1)
+    if driver.config.rollout.mode == "one_step_off" and following is not None:
+        driver.lanes.adopt(following)
+        try:
+            finish()
+        except NotFinite as error:  # which is the next iteration's affair
+            report("note", text=str(error))
+
+
+@task(
+    name="bring_weights", task_run_name=named("bring_weights"), persist_result=False, cache_policy=NO_CACHE, **RETRIES
+)
+def bring_weights(iteration: int) -> None:
+    """Give the rollout what the open iteration begins with: the newest weights that there are."""
+    driver = Driver.current()
     newest = driver.state.starting["actor"]
     with driver.rollout.turn:
-        if not driver.groups.of("rollout").call("holds", "rollout", newest):
-            restore(driver, "rollout", newest)
-        driver.rollout.holds = newest
+        bring(driver, "rollout", newest)
+        if driver.config.rollout.ahead:
+            driver.rollout.holds = newest

@@ -11,7 +11,7 @@ from prefect.cache_policies import NO_CACHE
 from infra.driver import Driver
 from infra.progress import report
 from infra.records import Commit
-from tasks.restore import restore
+from tasks.restore import bring
 from tasks.stage import RETRIES, named
 
 
@@ -33,9 +33,7 @@ def close(iteration: int) -> dict[str, float]:
         started = time.perf_counter()
         if driver.snapshots.being_written != version:
             for role in config.trained:
-                weights = driver.state.weights[role]
-                if not driver.groups.of(role).call("holds", role, weights):
-                    restore(driver, role, weights)
+                bring(driver, role, driver.state.weights[role])
             driver.snapshots.begin(version)
         if not config.checkpoint.background or last:  # nothing comes that it could be hidden behind
             commits = driver.snapshots.finish()

@@ -80,8 +80,8 @@ def _check_staleness(driver: Driver, iteration: int, begun: RunState | Ahead) ->
     if "update_actor" in begun.stages:
         return
     most = driver.config.rollout.ahead
-    for shard in begun.shards.get("generate", {}):
-        lacks = iteration - begun.assigned[shard].version if shard in begun.assigned else 0
+    for number, shard in begun.shards.get("generate", {}).items():
+        lacks = iteration - shard.outputs.get("oldest_version", iteration) if number in begun.assigned else 0
         if lacks > most:
             raise UserError(
                 f"generate of iteration {iteration} is committed with weights that will lack {lacks} updates, and "

@@ -119,7 +119,7 @@ def respond(
             columns["seed"].append(sampling.seed)
     generations, versions = context.generate(requests, sampling)
     lengths = np.array([len(generation.response_ids) for generation in generations])
-    context.outputs["tokens"] = int(lengths.sum())
+    context.outputs |= {"tokens": int(lengths.sum()), "oldest_version": min(map(min, versions))}
     return TrajectoryBatch.of(
         columns
         | {

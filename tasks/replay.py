@@ -37,7 +37,7 @@ def replay(run: Run, iteration: int) -> Iterator[Replayed]:
     """Every stage that an iteration has committed, in order, from the inputs that it read then."""
     store = run.store
     committed = store.iteration_state(iteration).stages
-    if not committed:
+    if not committed or iteration > store.state.iteration:
         raise UserError(
             f"iteration {iteration} has committed nothing; the run has iterations 0 to {run.state.iteration}"
         )

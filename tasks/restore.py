@@ -22,6 +22,13 @@ class ReplayMismatch(Corrupt):
     """A replayed update gave other weights than it gave when it was committed."""
 
 
+def bring(driver: Driver, role: str, weights: Weights) -> None:
+    """Restore what `role` computes with, unless it is there, where it computes."""
+    with driver.restoring:
+        if not driver.groups.of(role).call("holds", role, weights):
+            restore(driver, role, weights)
+
+
 def restore(driver: Driver, role: str, weights: Weights) -> None:
     """Load what `role` computes with, where it computes, and replay until it is at `weights`."""
     store, group = driver.store, driver.groups.of(role)
@@ -53,8 +60,7 @@ def _restore_copy(driver: Driver, group: WorkerGroup, weights: Weights) -> None:
     elif (roles := state.snapshots.get(weights.version)) is not None:
         group.call("load", "rollout", weights, roles["actor"])
     else:
-        if not actor.call("holds", "actor", weights):  # only where it is trained can it be replayed
-            restore(driver, "actor", weights)
+        bring(driver, "actor", weights)  # only where it is trained can it be replayed
         if not group.call("copy_to_rollout", weights):
             actor.call("begin_save", "actor")
             saved = actor.call("finish_save", "actor")

@@ -34,15 +34,21 @@ from infra.workers.worker import Call, Compute, Context, Rows, Stale, Update, Up
 from rlhf.config_view import ConfigView
 from rlhf.errors import EngineLost, NotFinite
 from tasks.fingerprint import check_shard, committed_manifest, fingerprint_of, weights_of
-from tasks.restore import restore
+from tasks.restore import bring
 from tasks.spec import UPDATES, StageSpec
 
 
 def can_pass(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
     """Only what may pass is tried again: a store that did not answer, a worker that died; never a bad loss."""
     error = state.result(raise_on_failure=False)
-    return isinstance(error, (StoreUnavailable, GroupLost, EngineLost)) and not isinstance(error, StoreFull)
+    passes = isinstance(error, (StoreUnavailable, GroupLost, EngineLost)) and not isinstance(error, StoreFull)
+    if passes:
+        report("note", text=f"{error}; {task.name} is tried again")
+    return passes
 
+
+TRIES = 3
+"""Workers are brought to what a call needs; another lane may bring them to something else before it comes."""
 
 RETRIES: dict[str, Any] = {"retries": 3, "retry_delay_seconds": [1, 5, 20], "retry_condition_fn": can_pass}
 assert 2 * (1 + RETRIES["retries"]) <= MAX_ATTEMPTS  # score is also tried from within generate, by dynamic sampling
@@ -171,9 +177,14 @@ def skip_what_is_left(iteration: int, error: NotFinite) -> None:
 
 def check_not_given_up(iteration: int) -> None:
     """Raise what a driver before this one gave up the iteration for: it does not begin to learn again half-way."""
-    for committed in Driver.current().store.iteration_state(iteration).stages.values():
-        if isinstance(committed, Skip) and committed.not_finite:
-            raise NotFinite(committed.reason)
+    if reason := is_given_up(iteration):
+        raise NotFinite(reason)
+
+
+def is_given_up(iteration: int) -> str | None:
+    """Why, if it is."""
+    stages = Driver.current().store.iteration_state(iteration).stages.values()
+    return next((each.reason for each in stages if isinstance(each, Skip) and each.not_finite), None)
 
 
 ROWS: dict[str, RowsStage] = {}
@@ -397,15 +408,13 @@ def _written(result: Rows) -> ShardRef:
 def on_worker(driver: Driver, method: str, call: Call, function: Compute | Update) -> Any:
     """Call the worker; one that does not hold the weights is first brought to them."""
     group = driver.groups.of(call.role)
-    try:
-        return group.call(method, call, function)
-    except (GroupLost, EngineLost) as error:
-        report("note", text=f"{error}; {call.stage} is tried again")
-        raise
-    except Stale:
-        assert call.role is not None and call.weights is not None
-        restore(driver, call.role, call.weights)
-        return group.call(method, call, function)
+    for _ in range(TRIES):
+        try:
+            return group.call(method, call, function)
+        except Stale:
+            assert call.role is not None and call.weights is not None
+            bring(driver, call.role, call.weights)
+    raise GroupLost(f"the workers of the {call.role} do not keep the weights that {call.stage} asks for")
 
 
 def call_of(

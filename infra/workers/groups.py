@@ -59,7 +59,8 @@ class Groups:
         pool = self.config.pool_of(role)
         if pool is not None:
             return f"pool {pool}"
-        alone = role == "rollout" and self.config.rollout.engine != "hf" and not self.config.actor.by_turns
+        by_turns = any(trainer.by_turns for trainer in self.config.trainers.values())
+        alone = role == "rollout" and self.config.rollout.engine != "hf" and not by_turns
         return "rollout" if alone else "driver"
 
     def close(self) -> None:

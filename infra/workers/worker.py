@@ -75,6 +75,8 @@ class Context:
     outputs: dict[str, Any] = field(default_factory=dict)
     """Small results besides rows: metrics, the next cursor, the next coefficients."""
     learns: bool = False
+    earlier_s: float = 0.0
+    """Seconds that earlier pieces of an interrupted generation took."""
 
     @property
     def config(self) -> ConfigView:
@@ -110,9 +112,17 @@ class Context:
             piece = self.config.rollout.partial_tokens
         place = self.call.stage, self.iteration, self.shard
         begun = self.worker.begun.setdefault(place, Interruptible(requests))
-        if not begun.go_on(self.engine, sampling, piece, self.version):
+        started = time.perf_counter()
+        try:
+            complete = begun.go_on(self.engine, sampling, piece, self.version)
+        except BaseException:
+            del self.worker.begun[place]
+            raise
+        if not complete:
+            begun.seconds += time.perf_counter() - started
             raise Interrupted(place)
         del self.worker.begun[place]
+        self.earlier_s = begun.seconds
         return begun.generations, begun.versions
 
 
@@ -191,18 +201,17 @@ class Worker:
     def computed(self, call: Call, compute: Compute) -> tuple[TrajectoryBatch, dict[str, Any], float]:
         """One shard's rows, its small outputs, and the seconds it took; nothing is written."""
         self.admit(call.epoch)
-        if call.role is not None and not self._comes_to_hold(call.role, call.weights):
-            raise Stale(call.role)
-        batch = self._read(call)
-        started = time.perf_counter()
-        context = Context(call, batch, self)
         try:
+            if call.role is not None and not self._comes_to_hold(call.role, call.weights):
+                raise Stale(call.role)
+            batch = self._read(call)
+            started = time.perf_counter()
+            context = Context(call, batch, self)
             found = compute(context)
         except EngineLost:  # a new one holds nothing yet
             self._end_rollout()
-            self.begun.clear()
             raise
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - started + context.earlier_s
         expected = ("trajectory_id", *call.writes)
         assert tuple(found.columns) == expected, f"{call.stage} wrote {found.columns}, its spec says {expected}"
         _check_finite(found, call.stage)
@@ -243,6 +252,7 @@ class Worker:
             if "actor" not in self.roles or self._weights.get("actor") != weights:
                 return False
             rollout, actor = self.engine("rollout"), self.engine("actor", learns=True)
+            self._rollout_has = None
             rollout.load_weights(actor.weights(), actor.adapter_config)
             self._rollout_has = weights
             return True
@@ -263,8 +273,9 @@ class Worker:
             return
         self._weights[role] = None
         if found is None:
-            for other in [other for other in self._engines if self._owner(other) == role]:
-                del self._engines[other]
+            with self._lock:
+                for other in [other for other in self._engines if self._owner(other) == role]:
+                    del self._engines[other]
             self.engine(role)
         else:
             self.engine(role, learns=True).load_state(self.store.read_checkpoint(found))
@@ -302,9 +313,10 @@ class Worker:
             self._rewards = None
 
     def _end_rollout(self) -> None:
-        if (rollout := self._engines.pop("rollout", None)) is not None:
-            rollout.close()
-        self._rollout_has = None
+        with self._lock:
+            self._rollout_has = None
+            if (rollout := self._engines.pop("rollout", None)) is not None:
+                rollout.close()
 
     def pass_through(self, role: str, weights: Weights) -> None:
         """The role's tensors count as `weights` from here on: an update was skipped, or replayed with other bits."""

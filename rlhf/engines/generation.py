@@ -45,6 +45,8 @@ class Interruptible:
     generations: list[Generation] = field(default_factory=list)
     versions: list[list[int]] = field(default_factory=list)
     """Of the policy that drew each token."""
+    seconds: float = 0.0
+    """That pieces before the last one took."""
 
     def go_on(self, engine: RolloutEngine, sampling: Sampling, tokens: int, version: int) -> bool:
         """Draw at most so many tokens more, with the policy of this version; whether all responses are complete."""

@@ -187,7 +187,8 @@ def test_a_changed_reward_keeps_the_generations_and_never_the_scores(ratchet: Ra
     done(ratchet(dies_after("stage", "score", 1), **other), -9)
     refused = done(ratchet(), 2)
     assert "config.reward.function: tests.rewards:digits -> tests.rewards:letters" in refused
-    assert ratchet.history.shards - before.shards == {("score", 1, 1): 1}
+    scored = {one: times for one, times in (ratchet.history.shards - before.shards).items() if one[0] == "score"}
+    assert scored == {("score", 1, 1): 1}
     done(ratchet(**other))
     frame = ratchet.history.run.trajectories()
     digits = frame["response"].map(lambda text: sum(letter.isdigit() for letter in text) / max(len(text), 1))

@@ -1,0 +1,175 @@
+"""Stages side by side, without models: order, overlap, and what becomes of errors."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from infra.lanes import InputLost, Lanes, Output
+from infra.manifest import Fingerprint, Manifest
+from infra.records import Ahead, Claim, Close, ObjectRef, RunState, Shard, ShardRef, Stage, Weights
+from rlhf.errors import NotFinite, RatchetError
+
+SHARD = ShardRef(key="k", sha256="s", rows=1, bytes=1)
+
+
+def manifest(stage: str) -> Manifest:
+    fingerprint = Fingerprint(parts={})
+    return Manifest(
+        iteration=0, stage=stage, epoch=1, attempt=0, fingerprint=fingerprint, config={}, shards=(SHARD,) * 3
+    )
+
+
+@pytest.fixture
+def lanes() -> Iterator[Lanes]:
+    lanes = Lanes()
+    yield lanes
+    lanes.close()
+
+
+def fails(error: BaseException) -> Callable[[Output], Manifest]:
+    def run(output: Output) -> Manifest:
+        raise error
+
+    return run
+
+
+def test_a_stage_goes_on_as_soon_as_a_shard_is_there(lanes: Lanes) -> None:
+    seen: list[str] = []
+    read = threading.Semaphore(0)
+
+    def writes(output: Output) -> Manifest:
+        output.expect(3)
+        for number in range(3):
+            seen.append(f"wrote {number}")
+            output.show([SHARD] * (number + 1))
+            assert read.acquire(timeout=10), "nobody reads while it writes"
+        return manifest("one")
+
+    def reads(output: Output) -> Manifest:
+        for number in range(first.count()):
+            first.shard(number)
+            seen.append(f"read {number}")
+            read.release()
+        first.manifest()
+        return manifest("two")
+
+    first = lanes.start("a", "one", writes)
+    second = lanes.start("b", "two", reads)
+    lanes.join()
+    assert seen == [f"{what} {number}" for number in range(3) for what in ("wrote", "read")]
+    assert second.manifest().stage == "two"
+
+
+def test_stages_of_a_lane_keep_their_order(lanes: Lanes) -> None:
+    seen: list[int] = []
+
+    def run(number: int) -> Callable[[Output], Manifest]:
+        def stage(output: Output) -> Manifest:
+            time.sleep(0.01 * (3 - number))
+            seen.append(number)
+            return manifest(str(number))
+
+        return stage
+
+    for number in range(4):
+        lanes.start("a", str(number), run(number))
+    lanes.join()
+    assert seen == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("also", [None, NotFinite("nan")])
+def test_the_first_error_is_raised_and_not_what_follows_from_it(lanes: Lanes, also: NotFinite | None) -> None:
+    """Nor one that may be passed over, since an update would then be given up for good."""
+    ran: list[str] = []
+    if also is not None:
+        lanes.start("c", "nan", fails(also))
+    broken = lanes.start("a", "broken", fails(RatchetError("the store is away")))
+    lanes.start("b", "after", lambda output: broken.manifest())
+    lanes.start("b", "later", lambda output: ran.append("later") or manifest("later"))
+    with pytest.raises(RatchetError, match="the store is away"):
+        lanes.join()
+    assert not ran, "what would be computed in vain is not begun"
+    lanes.start("a", "fresh", lambda output: manifest("fresh"))
+    lanes.join()
+
+
+def test_an_error_of_the_driver_ends_the_stages_too(lanes: Lanes) -> None:
+    began = threading.Event()
+    shards = 0
+
+    def endless(output: Output) -> Manifest:
+        nonlocal shards
+        began.set()
+        while True:
+            output.check()
+            shards += 1
+            time.sleep(0.01)
+
+    def meanwhile() -> None:
+        if began.wait(10):
+            raise RatchetError("of the driver")
+
+    lanes.start("a", "endless", endless)
+    with pytest.raises(RatchetError, match="of the driver"):
+        lanes.join(meanwhile)
+    then = shards
+    time.sleep(0.05)
+    assert shards == then
+
+
+def test_what_runs_ahead_is_waited_for_when_its_turn_comes(lanes: Lanes) -> None:
+    go = threading.Event()
+    lanes.start("a", "ahead", fails(RatchetError("ahead")), ahead=True)
+    good = lanes.start("b", "good", lambda output: go.wait(10) and manifest("good"), ahead=True)
+    lanes.join()
+    assert not go.is_set()
+    go.set()
+    assert good.manifest().stage == "good"
+    bad = lanes.start("a", "again", fails(RatchetError("again")), ahead=True)
+    lanes.adopt(bad)
+    with pytest.raises(RatchetError, match="again"):
+        lanes.join()
+    with pytest.raises(InputLost, match="again has failed"):
+        bad.manifest()
+
+
+def claim(ahead: int = 2) -> Claim:
+    return Claim(config={}, code="c", packages={}, threads=1, host="h", shards=2, ahead=ahead, initial={})
+
+
+def test_what_is_ahead_becomes_what_is_open() -> None:
+    """With its prompts, and with the epochs of whoever generated it: a third driver asks what config it had."""
+    state = RunState(weights={"actor": Weights(version=0, digest="d")}, starting={})
+    ref = ObjectRef(key="index", sha256="s")
+
+    def shard(iteration: int, number: int, epoch: int) -> Shard:
+        return Shard(
+            iteration=iteration, stage="generate", shard=number, epoch=epoch, data=SHARD, fingerprint="f", seconds=0.0
+        )
+
+    def stage(iteration: int, cursor: int) -> Stage:
+        return Stage(iteration=iteration, stage="generate", manifest=ref, fingerprint="f", cursor=cursor)
+
+    def close(iteration: int) -> Close:
+        return Close(iteration=iteration, index=ref, metrics=SHARD)
+
+    for epoch, commits in (
+        (1, [claim(), stage(0, 10), shard(1, 0, 1), shard(1, 1, 1), stage(1, 20), shard(2, 0, 1)]),
+        (2, [claim(), close(0)]),
+    ):
+        for commit in commits:
+            state.apply_commit(commit, epoch)
+    assert (state.iteration, state.cursor, state.cursor_before(2)) == (1, 20, 20)
+    assert set(state.stages) == {"generate"}
+    assert state.shards["generate"].keys() == {0, 1}
+    assert isinstance(state.ahead[2], Ahead)
+    assert state.open_epochs.keys() == {1, 2}, "a shard of the first is not complete"
+    state.apply_commit(close(1), 2)
+    assert state.shards["generate"].keys() == {0}
+    assert not state.ahead
+    assert not state.stages
+    assert state.cursor_before(2) == 20
