@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -443,6 +444,75 @@ def countdown(
     if sft_per_problem:
         pq.write_table(game.sft_rows(training, seed=seed, per_problem=sft_per_problem), output / "sft.parquet")
     console.print(f"{len(training)} training and {len(held_out)} held-out problems in {output}")
+
+
+Source = Annotated[
+    str, typer.Option(help="a file, or a folder or hub dataset with train.* and test.* (JSON lines, Parquet): any URL")
+]
+Output = Annotated[Path, typer.Argument(metavar="OUT", help="folder for train.parquet and test.parquet")]
+
+
+@data.command()
+def gsm8k(output: Output, source: Source = "hf://datasets/openai/gsm8k/main") -> None:
+    """GSM8K: grade-school maths, from its own JSON lines (question, answer) or from the hub."""
+    from rlhf.data import datasets
+
+    _write_splits(output, source, datasets.gsm8k)
+
+
+@data.command()
+def math(output: Output, source: Source = "hf://datasets/DigitalLearningGmbH/MATH-lighteval/data") -> None:
+    """MATH and its like: rows of problem and solution, or problem and answer."""
+    from rlhf.data import datasets
+
+    _write_splits(output, source, datasets.math)
+
+
+@data.command()
+def prompts(
+    output: Output,
+    source: Source,
+    data_source: Annotated[str, typer.Option(help="the name that rewards and metrics go by")],
+    prompt: Annotated[str, typer.Option(help="column of the prompt's text")] = "prompt",
+    truth: Annotated[str | None, typer.Option(help="column of what the reward compares with")] = None,
+    instruction: Annotated[str | None, typer.Option(help="what is said after each prompt")] = None,
+) -> None:
+    """Any table of prompts."""
+    from functools import partial
+
+    from rlhf.data import datasets
+
+    _write_splits(
+        output,
+        source,
+        partial(datasets.prompts, prompt=prompt, truth=truth, data_source=data_source, instruction=instruction),
+    )
+
+
+def _write_splits(output: Path, source: str, convert: Callable[..., Any]) -> None:
+    import fsspec
+    import pyarrow.parquet as pq
+
+    from rlhf.data.datasets import read
+
+    files, path = fsspec.core.url_to_fs(source)
+    try:
+        is_folder = files.isdir(path)
+        names = files.glob(f"{path}/*") if is_folder else [path]
+    except Exception as error:  # the hub's, for what is not there or cannot be reached
+        raise UserError(f"--source {source}: {error}") from None
+    _make_folder(output)
+    for split in ("train", "test"):
+        mine = [files.unstrip_protocol(name) for name in sorted(names) if split in Path(name).name or not is_folder]
+        mine = [name for name in mine if name.endswith((".jsonl", ".json", ".parquet"))]
+        if mine:
+            table = convert((row for name in mine for row in read(name)), split)
+            pq.write_table(table, output / f"{split}.parquet")
+            console.print(f"{len(table)} prompts in {output / split}.parquet")
+            if not is_folder:
+                return
+        elif split == "train":
+            raise UserError(f"--source {source}: there is no train file (JSON lines or Parquet)")
 
 
 @app.command()

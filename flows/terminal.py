@@ -44,7 +44,7 @@ class _Terminal:
     def _stage(self, iteration: int, stage: str, done: int, total: int, metrics: dict[str, float] | None) -> None:
         self._bar(f"it {iteration} · {stage}", done, total)
         if stage == "validate" and metrics:
-            shown = "  ".join(f"{name} {value:.3f}" for name, value in metrics.items())
+            shown = "  ".join(f"{name} {value:.3f}" for name, value in metrics.items() if name.endswith("mean_score"))
             self._print(f"before iteration {iteration}: {shown}")
 
     def _steps(self, what: str, done: int, total: int) -> None:

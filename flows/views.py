@@ -18,6 +18,7 @@ from infra.runs import Run, open_run
 from rlhf.config import RunConfig, parse_config
 from rlhf.errors import UserError
 from rlhf.schema import TRAJECTORY
+from rlhf.validation import means, sums
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -205,12 +206,19 @@ def write(answers: pd.DataFrame, path: Path) -> None:
 
 
 def solve_rates(answers: pd.DataFrame, title: str) -> Table:
-    """Mean score by data source, with a 95 % confidence interval over prompts."""
+    """Mean score by data source, with a 95 % confidence interval over prompts; and how n answers to a prompt do."""
     table = Table(title=title)
+    sources, prompts, texts, scores = (
+        answers[name].tolist() for name in ("data_source", "prompt_id", "response", "score")
+    )
+    by_source = means([sums(sources, prompts, texts, scores)])
     for column in ("data source", "prompts", "trajectories", "mean score", "95 % interval", "well formed"):
         table.add_column(column, justify="left" if column == "data source" else "right")
     for source, group in answers.groupby("data_source"):
         mean, half = mean_and_interval(group)
+        if len(further := by_source[str(source)]) > 2:  # of one answer to each prompt, they say nothing new
+            shown = (f"{name} {value:.1%}" for name, value in further.items() if name != "mean_score")
+            table.caption = f"{table.caption or ''}{source}: {', '.join(shown)}\n"
         formed = [dict(parts).get("well_formed") for parts in group["reward_parts"]]
         known = [value for value in formed if value is not None]
         table.add_row(

@@ -103,7 +103,10 @@ class Data(Section):
     generations: str | None = Field(
         None, description="a run (its URL) whose generations are taken instead of new ones; null: generate"
     )
-    truncation: Literal["error", "left", "right"] = Field("error", description="what happens to a longer prompt")
+    truncation: Literal["error", "left", "right", "middle", "drop"] = Field(
+        "error", description="a longer prompt: is refused, loses tokens at its left, right or middle, or is not drawn"
+    )
+    system_prompt: str | None = Field(None, description="a system message before prompts that have none")
 
 
 class VLLM(Section):
@@ -298,6 +301,7 @@ class Validation(Section):
     )
     n: int = Field(1, gt=0, description="trajectories per prompt")
     temperature: float = Field(1.0, ge=0, description="sampling temperature; 0: greedy")
+    before_train: bool = Field(True, description="validate before the first iteration")
 
 
 class Train(Section):
@@ -464,7 +468,9 @@ class RunConfig(Section):
         """Whether held-out prompts are answered before this iteration; the end of the run always is validated."""
         if self.validation.data is None:
             return False
-        return iteration == 0 or (self.validation.every > 0 and iteration % self.validation.every == 0)
+        if iteration == 0:
+            return self.validation.before_train
+        return self.validation.every > 0 and iteration % self.validation.every == 0
 
     def warms_up(self, iteration: int) -> bool:
         """Whether only the critic learns in this iteration."""

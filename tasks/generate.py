@@ -28,6 +28,7 @@ SPEC = StageSpec(
         "data.prompts_per_iteration",
         "data.max_prompt_tokens",
         "data.truncation",
+        "data.system_prompt",
         "rollout.engine",
         "rollout.n",
         "rollout.temperature",
@@ -104,7 +105,13 @@ def respond(
     requests, columns = [], {name: [] for name in ("trajectory_id", *SPEC.writes)}  # type: ignore[var-annotated]
     for number, row in prompts:
         prompt = dataset.prompts[row]
-        text, ids = encode(prompt, tokenizer, max_tokens=data.max_prompt_tokens, truncation=data.truncation)
+        text, ids = encode(
+            prompt,
+            tokenizer,
+            max_tokens=data.max_prompt_tokens,
+            truncation=data.truncation,
+            system_prompt=data.system_prompt,
+        )
         prompt_id = f"it{context.iteration:06d}-p{number:05d}"
         for sample in range(n):
             requests.append(Request(f"{prompt_id}-s{sample:02d}", tuple(ids)))

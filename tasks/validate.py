@@ -8,6 +8,7 @@ from infra.driver import Driver
 from infra.workers.worker import Context
 from rlhf.batch import TrajectoryBatch
 from rlhf.engines.base import Sampling
+from rlhf.validation import means, sums
 from tasks.generate import respond
 from tasks.score import REWARD_KEYS, scores
 from tasks.spec import StageSpec
@@ -33,6 +34,7 @@ SPEC = StageSpec(
         "model.dtype",
         "data.max_prompt_tokens",
         "data.truncation",
+        "data.system_prompt",
         "rollout.engine",
         "rollout.top_p",
         "rollout.max_response_tokens",
@@ -70,24 +72,15 @@ def validate_shard(context: Context) -> TrajectoryBatch:
     )
     answers = respond(context, dataset, [(number, number) for number in numbers], config.validation.n, sampling)
     scored = scores(context, answers)
-    context.outputs["scores"] = sums = dict[str, list[float]]()
-    for source, score in zip(answers.list("data_source"), scored["score"], strict=True):
-        total, count = sums.get(source, (0.0, 0))
-        sums[source] = [total + score, count + 1]
+    sources, prompts, texts = (answers.list(name) for name in ("data_source", "prompt_id", "response"))
+    context.outputs["sums"] = sums(sources, prompts, texts, scored["score"])
     columns = {name: answers.array(name) if name in answers else scored[name] for name in SPEC.writes}
     return TrajectoryBatch.of({"trajectory_id": answers.array("trajectory_id"), **columns})
 
 
-def _solve_rates(outputs: list[dict[str, Any]]) -> dict[str, float]:
-    """Mean score by data source: pass@1 where scores are 0 or 1."""
-    sums: dict[str, list[list[float]]] = {}
-    for shard in outputs:
-        for source, total_and_count in shard["scores"].items():
-            sums.setdefault(source, []).append(total_and_count)
-    return {
-        f"val/{source}/mean_score": sum(total for total, _ in parts) / sum(count for _, count in parts)
-        for source, parts in sums.items()
-    }
+def _metrics(outputs: list[dict[str, Any]]) -> dict[str, float]:
+    found = means(shard["sums"] for shard in outputs)
+    return {f"val/{source}/{name}": value for source, metrics in found.items() for name, value in metrics.items()}
 
 
-validate = rows(SPEC, count=_shards, summary=_solve_rates)(validate_shard)
+validate = rows(SPEC, count=_shards, summary=_metrics)(validate_shard)

@@ -52,3 +52,12 @@ def hostile(data_source: str, solution_str: str, ground_truth: str, extra_info: 
     if solution_str == "print":
         print("the pipe is not the standard output")
     return {"nan": float("nan"), "text": "high"}.get(solution_str, 1.0)  # type: ignore[return-value]
+
+
+def fails_on_some(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+    """Raises for responses that begin with a small letter up to m, and never ends for digits."""
+    if "a" <= solution_str[:1] <= "m":
+        raise ValueError("not this one")
+    if solution_str[:1] in set("01"):
+        time.sleep(3600)
+    return letters(data_source, solution_str, ground_truth)

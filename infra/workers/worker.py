@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from infra.log import Fenced
 from infra.manifest import Checkpoint, File
+from infra.progress import report
 from infra.records import ObjectRef, ShardRef, Weights
 from infra.store import RunStore
 from rlhf.batch import TrajectoryBatch
@@ -382,7 +383,15 @@ class Worker:
     def dataset(self, paths: Sequence[str]) -> PromptDataset:
         key = tuple(paths)
         if key not in self._datasets:
-            self._datasets[key] = PromptDataset(key)
+            dataset, data = PromptDataset(key), self.config.data
+            if data.truncation == "drop":
+                kept = dataset.without_overlong(self.tokenizer, data.max_prompt_tokens, data.system_prompt)
+                left = len(dataset) - len(kept)
+                report(
+                    "note", text=f"{left} of {len(dataset)} prompts are longer than data.max_prompt_tokens: left out"
+                )
+                dataset = kept
+            self._datasets[key] = dataset
         return self._datasets[key]
 
     def _build(self, role: str) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -53,6 +54,16 @@ class PromptDataset:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
         return digest.hexdigest()
 
+    def without_overlong(
+        self, tokenizer: PreTrainedTokenizerBase, max_tokens: int, system_prompt: str | None
+    ) -> PromptDataset:
+        """Without the prompts of more tokens; raises `UserError` if none is left."""
+        kept = copy(self)
+        kept.prompts = [each for each in self.prompts if len(tokens(each, tokenizer, system_prompt)[1]) <= max_tokens]
+        if not kept.prompts:
+            raise UserError(f"{self.prompts[0].where}: every prompt has more than data.max_prompt_tokens {max_tokens}")
+        return kept
+
     def draw(self, seed: int, cursor: int, count: int) -> list[int]:
         """Rows `cursor` to `cursor + count` of an endless sequence of epochs, each shuffled in its own way."""
         rows: list[int] = []
@@ -64,14 +75,16 @@ class PromptDataset:
 
 
 def encode(
-    prompt: Prompt, tokenizer: PreTrainedTokenizerBase, *, max_tokens: int, truncation: str
+    prompt: Prompt,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_tokens: int,
+    truncation: str,
+    system_prompt: str | None = None,
 ) -> tuple[str, list[int]]:
-    """The prompt as text and tokens, through the tokenizer's chat template (if it has none: the contents, joined)."""
-    if tokenizer.chat_template:
-        text = str(tokenizer.apply_chat_template(prompt.messages, tokenize=False, add_generation_prompt=True))
-    else:
-        text = "\n".join(message["content"] for message in prompt.messages)
-    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    """The prompt as text and tokens, through the tokenizer's chat template (if it has none: the contents, joined). The
+    text is the whole prompt's, whatever is cut from its tokens."""
+    text, ids = tokens(prompt, tokenizer, system_prompt)
     if not ids:
         raise UserError(f"{prompt.where}: the prompt is empty: give it at least one message with content")
     if len(ids) > max_tokens:
@@ -80,8 +93,21 @@ def encode(
                 f"{prompt.where}: the prompt has {len(ids)} tokens, more than data.max_prompt_tokens {max_tokens} "
                 f"({text[:60]!r}...): raise it, or set data.truncation"
             )
-        ids = ids[-max_tokens:] if truncation == "left" else ids[:max_tokens]
+        assert truncation != "drop", "such prompts are not in the dataset any more"
+        head = {"left": 0, "middle": max_tokens // 2, "right": max_tokens}[truncation]
+        ids = ids[:head] + ids[len(ids) - (max_tokens - head) :]
     return text, ids
+
+
+def tokens(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, system_prompt: str | None) -> tuple[str, list[int]]:
+    messages = prompt.messages
+    if system_prompt is not None and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system_prompt}, *messages]
+    if tokenizer.chat_template:
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    else:
+        text = "\n".join(message["content"] for message in messages)
+    return text, list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def read_parquet(path: Path) -> pa.Table:

@@ -28,13 +28,13 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
     truth = parse(ground_truth if "$" in ground_truth or "\\boxed" in ground_truth else f"${ground_truth}$")
     if not truth:
         raise ValueError(f"math-verify does not understand the ground truth {ground_truth!r}")
-    answer = _boxed(solution_str[-TAIL:]) or solution_str[-TAIL:]
+    answer = boxed(solution_str[-TAIL:]) or solution_str[-TAIL:]
     if _ENDLESS.search(answer) or (not answer.isprintable() and "\x00" in answer):
         return 0.0
     return float(verify(truth, parse(answer, parsing_timeout=SECONDS), timeout_seconds=SECONDS))
 
 
-def _boxed(text: str) -> str | None:
+def boxed(text: str) -> str | None:
     """The last complete ``\\boxed{...}``, itself included."""
     start = text.rfind("\\boxed{")
     depth = 0

@@ -1,0 +1,111 @@
+"""Runs with the rewards and the data that people bring."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rlhf.config import RunConfig
+from tests import tiny
+from tests.history import History
+from tests.processes import Child, Processes
+
+GSM8K = Path(__file__).parents[1] / "data" / "gsm8k"
+
+
+def train(processes: Processes, config: RunConfig) -> Child:
+    path = processes.folder / f"{config.run.name}.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    return processes.cli("train", path)
+
+
+def test_gsm8k_from_its_own_files(workspace: Path, processes: Processes) -> None:
+    """Random weights solve nothing: what is tried is the way from JSON lines to metrics."""
+    out = processes.folder / "gsm8k"
+    made = processes.cli("data", "gsm8k", out, "--source", GSM8K)
+    assert made.wait() == 0, made.text
+    assert "300 prompts" in made.text
+    assert "100 prompts" in made.text
+    config = tiny.config(
+        workspace,
+        run__name="gsm8k",
+        run__store=f"file://{processes.folder}/runs",
+        data={
+            "train": [str(out / "train.parquet")],
+            "prompts_per_iteration": 4,
+            "max_prompt_tokens": 300,
+            "truncation": "drop",
+            "system_prompt": "You count.",
+        },
+        reward={"function": {"auto": 1.0, "length": 0.1}, "options": {"length": {"wanted_characters": 1}}},
+        validation={"data": str(out / "test.parquet"), "n": 2, "before_train": False},
+        rollout__prompts_per_shard=50,
+        train__iterations=1,
+    )
+    child = train(processes, config)
+    assert child.wait(240) == 0, child.text
+    assert "of 300 prompts are longer than data.max_prompt_tokens: left out" in child.text
+    frame = History.of(config).run.trajectories()
+    assert frame["prompt"].str.startswith("You count.\n").all()
+    assert frame["prompt_ids"].map(len).max() <= 300
+    parts = [dict(each) for each in frame["reward_parts"]]
+    assert all({"auto", "auto/format", "length"} <= each.keys() for each in parts)
+    assert (frame["score"] <= 0).all()
+    metrics = History.of(config).run.validation()
+    assert set(metrics["data_source"]) == {"openai/gsm8k"}
+    assert (metrics["iteration"] == 1).all(), "not before the training"
+    store = History.of(config).run.store
+    found = store.manifests(1)["validate"].metrics
+    assert {name.rpartition("/")[2] for name in found} == {"mean_score", "pass@1", "mean@2", "maj@2", "best@2"}
+    answered = processes.cli("evaluate", "gsm8k", "--store", config.run.store, "--data", out / "test.parquet", "--n", 2)
+    assert answered.wait(240) == 0, answered.text
+    assert "best@2" in answered.text
+
+
+def test_a_failed_reward_is_recorded_and_the_policy_decides(workspace: Path, processes: Processes) -> None:
+    for policy, code in (("fail", 1), ("zero", 0), ("drop", 0)):
+        config = tiny.config(
+            workspace,
+            run__name=policy,
+            run__store=f"file://{processes.folder}/runs",
+            reward={"function": "tests.rewards:fails_on_some", "timeout_s": 1.0, "on_error": policy},
+            train__iterations=2,
+        )
+        child = train(processes, config)
+        assert child.wait(240) == code, child.text
+        if policy == "fail":
+            assert "the reward raised ValueError: not this one" in child.text.splitlines()[-1]
+            continue
+        history = History.of(config)
+        history.check_sound()
+        frame = history.run.trajectories(columns=["response", "score", "reward_error"])
+        failed = frame["reward_error"].notna()
+        assert 0 < failed.sum() < len(frame)
+        assert (frame["score"][failed] == 0).all()
+        assert frame["reward_error"][failed].str.contains("not this one|took longer").all()
+        learned = history.run.trajectories(columns=["advantages"])
+        assert len(learned) == (len(frame) if policy == "zero" else (~failed).sum())
+        assert history.run.metrics()["reward/errors"].sum() == failed.sum()
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"prompt": "Why?"}, "line 2: data_source is missing"),
+        ({"data_source": "s"}, "line 2: prompt should be a list of messages"),
+        ({"data_source": "s", "prompt": []}, "line 2: prompt should be a list of messages"),
+        ('{"data_source": "s", ', "line 2 is not JSON"),
+    ],
+)
+def test_a_wrong_prompt_is_named(row: Any, says: str, workspace: Path, processes: Processes) -> None:
+    path = processes.folder / "prompts.jsonl"
+    good = {"data_source": "s", "prompt": "Why?", "reward_model": {"ground_truth": "1"}}
+    path.write_text(f"{json.dumps(good)}\n{row if isinstance(row, str) else json.dumps(row)}\n")
+    child = train(processes, tiny.config(workspace, data__train=[str(path)], run__store=f"file://{processes.folder}"))
+    assert child.wait() == 2
+    assert f"error: {path}, {says}" in child.text
+    assert "Traceback" not in child.text

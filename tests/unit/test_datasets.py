@@ -1,0 +1,150 @@
+"""Prompt files from what others publish, and what prompts become."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from rlhf.config import Model
+from rlhf.data import datasets
+from rlhf.data.prompts import PromptDataset, encode
+from rlhf.errors import UserError
+from rlhf.models import load_tokenizer
+from rlhf.rewards import auto
+from rlhf.validation import final_answer, means, sums
+from tests import tiny
+
+GSM8K = Path(__file__).parents[1] / "data" / "gsm8k"
+
+
+def lines(path: Path, *rows: Any) -> str:
+    path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
+    return str(path)
+
+
+def test_gsm8k_becomes_prompts_whose_own_solutions_are_right(tmp_path: Path) -> None:
+    table = datasets.gsm8k(datasets.read(str(GSM8K / "train.jsonl")), "train")
+    pq.write_table(table, path := tmp_path / "train.parquet")
+    dataset = PromptDataset([path])
+    assert len(dataset) == 300
+    first = dataset.prompts[0]
+    assert first.messages[0]["content"].startswith("Natalia sold clips to 48 of her friends")
+    assert first.messages[0]["content"].endswith('after "####".')
+    for prompt in dataset.prompts:
+        extra = json.loads(prompt.extra_info)
+        assert auto.compute_score(prompt.data_source, extra["answer"], prompt.ground_truth, extra)["score"] == 1.0
+
+
+def test_mathematics_from_solutions_and_answers(tmp_path: Path) -> None:
+    rows = [
+        {"problem": "Half of one?", "solution": "It is $\\boxed{\\frac{1}{2}}$."},
+        {"problem": "One and one?", "answer": "2"},
+    ]
+    table = datasets.math(datasets.read(lines(tmp_path / "train.jsonl", *rows)), "train")
+    assert [row["ground_truth"] for row in table["reward_model"].to_pylist()] == ["\\frac{1}{2}", "2"]
+    assert auto.compute_score("lighteval/MATH", "\\boxed{0.5}", "\\frac{1}{2}") == 1.0
+
+
+def test_any_table_of_prompts(tmp_path: Path) -> None:
+    rows = datasets.read(lines(tmp_path / "t.jsonl", {"q": "Why?", "a": 42}, {"q": "How?", "a": 43}))
+    table = datasets.prompts(rows, "train", prompt="q", truth="a", data_source="mine", instruction="Be brief.")
+    assert table["prompt"].to_pylist()[0] == [{"role": "user", "content": "Why? Be brief."}]
+    assert table["reward_model"].to_pylist()[1] == {"style": "rule", "ground_truth": "43"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        (['{"question": "q", "answer": "#### 1"}', '{"question": '], "line 2 is not JSON"),
+        (["[1]"], "line 1 is not a JSON object"),
+        ([{"question": "q"}], "line 1: there is no answer; there are question"),
+        ([{"question": " ", "answer": "#### 1"}], "line 1: question is empty"),
+        ([{"question": "q", "answer": "one"}], "line 1: the answer does not end with ####"),
+        ([], "there are no rows"),
+    ],
+)
+def test_what_is_wrong_is_named_by_its_line(tmp_path: Path, rows: list[Any], says: str) -> None:
+    with pytest.raises(UserError, match=says.replace("[", r"\[")):
+        datasets.gsm8k(datasets.read(lines(tmp_path / "train.jsonl", *rows)), "train")
+
+
+def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot read"):
+        list(datasets.read(str(tmp_path / "none.jsonl")))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tiny.model_folder(folder)
+    return load_tokenizer(Model(path=str(folder)))
+
+
+def prompts(path: Path, *contents: str) -> PromptDataset:
+    rows = [{"data_source": "s", "prompt": content, "reward_model": {"ground_truth": "1"}} for content in contents]
+    return PromptDataset([lines(path / "prompts.jsonl", *rows)])
+
+
+@pytest.mark.parametrize(("truncation", "kept"), [("left", "6789"), ("right", "0123"), ("middle", "0189")])
+def test_longer_prompts_are_cut(tokenizer: Any, tmp_path: Path, truncation: str, kept: str) -> None:
+    [prompt] = prompts(tmp_path, "0123456789").prompts
+    text, ids = encode(prompt, tokenizer, max_tokens=4, truncation=truncation)
+    assert (text, tokenizer.decode(ids)) == ("0123456789", kept)
+    with pytest.raises(UserError, match=r"has 10 tokens, more than data\.max_prompt_tokens 4"):
+        encode(prompt, tokenizer, max_tokens=4, truncation="error")
+
+
+def test_longer_prompts_are_left_out(tokenizer: Any, tmp_path: Path) -> None:
+    dataset = prompts(tmp_path, "012", "0123456789", "45")
+    kept = dataset.without_overlong(tokenizer, 4, None)
+    assert [each.messages[0]["content"] for each in kept.prompts] == ["012", "45"]
+    assert (len(dataset), kept.digest) == (3, dataset.digest)
+    assert sorted(kept.draw(0, 0, 4)) == [0, 0, 1, 1]
+    with pytest.raises(UserError, match="every prompt has more"):
+        dataset.without_overlong(tokenizer, 1, None)
+
+
+def test_a_system_prompt_stands_before_prompts_that_have_none(tokenizer: Any, tmp_path: Path) -> None:
+    [prompt] = prompts(tmp_path, "Why?").prompts
+    text, _ = encode(prompt, tokenizer, max_tokens=99, truncation="error", system_prompt="Be brief.")
+    assert text == "Be brief.\nWhy?"
+    own = {
+        "data_source": "s",
+        "prompt": [{"role": "system", "content": "Be long."}, {"role": "user", "content": "Why?"}],
+    }
+    [prompt] = PromptDataset([lines(tmp_path / "own.jsonl", own)]).prompts
+    text, _ = encode(prompt, tokenizer, max_tokens=99, truncation="error", system_prompt="Be brief.")
+    assert text == "Be long.\nWhy?"
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("so <answer> 4 2 </answer> or <answer>43</answer>", "43"),
+        ("\\boxed{1} and \\boxed{2}, I think", "\\boxed{2}"),
+        ("#### 41\nno\n#### 4 2", "42"),
+        ("first\nthe last line", "thelastline"),
+        ("", ""),
+    ],
+)
+def test_what_a_response_comes_to(response: str, answer: str) -> None:
+    assert final_answer(response) == answer
+
+
+def test_metrics_of_several_answers_by_hand() -> None:
+    """Two prompts of one source with three answers each, in two shards; another source with one."""
+    first = sums(["a"] * 3, ["p0"] * 3, ["#### 1", "#### 2", "#### 2"], [1.0, 0.0, 0.0])
+    second = sums(["a"] * 3 + ["b"], ["p1"] * 3 + ["p2"], ["#### 5", "#### 6", "#### 5", "x"], [1.0, 0.0, 1.0, 0.5])
+    found = means([first, second])
+    assert found["a"] == {
+        "mean_score": pytest.approx(0.5),
+        "pass@1": pytest.approx(0.5),
+        "mean@3": pytest.approx(0.5),
+        "maj@3": pytest.approx(0.5),
+        "best@3": pytest.approx(1.0),
+    }
+    assert found["b"] == {"mean_score": 0.5, "pass@1": 0.0}
