@@ -13,11 +13,11 @@ TAIL = 2_000
 MAX_DIGITS = 30
 
 _SIGN = r"(?:(?<![0-9])[-+\u2212])?"
-_NUMBER = re.compile(
+NUMBER = re.compile(
     rf"{_SIGN}\s?\$?\s?{_SIGN}(?:[0-9]{{1,3}}(?:,[0-9]{{3}})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|{_SIGN}\$?\.[0-9]+",
     re.ASCII,
 )
-_STRICT = re.compile(r"####[ \t]*(?:[*\\({\[ \t]|boxed)*(" + _NUMBER.pattern + ")", re.ASCII)
+_STRICT = re.compile(r"####[ \t]*(?:[*\\({\[ \t]|boxed)*(" + NUMBER.pattern + ")", re.ASCII)
 
 
 def compute_score(
@@ -33,7 +33,7 @@ def compute_score(
         raise ValueError(f"the ground truth {ground_truth!r} is not a number")
     text = solution_str[-TAIL:]
     strict = _STRICT.findall(text)
-    found = strict if strict or method == "strict" else _NUMBER.findall(text)
+    found = strict if strict or method == "strict" else NUMBER.findall(text)
     value = _value(found[-1]) if found else None
     return {"score": float(value is not None and value == truth), "format": float(bool(strict))}
 

@@ -60,6 +60,7 @@ def test_gsm8k_wrong(response: str) -> None:
         ("\\boxed{1} no, \\boxed{2}", "2"),
         ("\\boxed{x^2 + 2x + 1}", "(x+1)^2"),
         ("the answer is $\\sqrt{8}$", "2\\sqrt{2}"),
+        ("I get 3, and so 2.", "2"),
         ("\\boxed{(1, 2)}", "(1,2)"),
         ("\\boxed{\\{1, 2\\}}", "\\{2,1\\}"),
     ],
@@ -101,6 +102,17 @@ def hostile() -> list[str]:
     pieces += ["\\int_0^\\infty e^{-x^2} dx", "\\sum_{n=1}^{99999999} n", "\\prod_{n=1}^{9999999} n", "🦆", "\\" * 999]
     mixed = ["".join(rng.choices(pieces, k=rng.randint(1, 4))) for _ in range(70)]
     return [*pieces, *(f"\\boxed{{{piece[:900]}}}" for piece in pieces), *mixed]
+
+
+def test_plain_expressions_are_not_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
+    import math_verify.parser
+
+    def evaluated(text: str) -> None:
+        raise AssertionError(f"evaluated: {text}")
+
+    monkeypatch.setattr(math_verify.parser, "parse_expr_cached", evaluated)
+    for answer in ("1 + 1", "so it is 4/2", "the answer is: 1+1.", "final answer is 1+1. I hope"):
+        latex.compute_score("math", answer, "2")
 
 
 def test_hostile_answers_score_nothing_and_end_soon(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
