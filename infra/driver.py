@@ -34,6 +34,7 @@ from rlhf.data.prompts import PromptDataset
 from rlhf.errors import RatchetError, UserError
 from rlhf.models import TOKENIZER, check_weights, files_digest, initial_digest, load_tokenizer, model_folder
 from rlhf.rewards import reward_digest
+from rlhf.rewards.code import check_sandbox
 
 GRACE_S = 15.0
 """After a request to stop, a stage that has not ended by then is abandoned; it was never going to half-commit."""
@@ -233,6 +234,8 @@ def check_inputs(config: RunConfig) -> None:
         if path is not None:
             PromptDataset([path])
     reward_digest(config.reward.function)
+    if config.reward.allow_code:
+        check_sandbox(**config.reward.options.get("code", {}))
     for model in (config.model, config.critic_model, config.reference_model):
         check_weights(model_folder(model))
     load_tokenizer(config.model)

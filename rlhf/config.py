@@ -178,12 +178,19 @@ class Reward(Section):
         "out; recorded in reward_error",
     )
     workers: int = Field(2, gt=0, description="processes that compute rewards")
+    allow_code: bool = Field(False, description="run programs that the model wrote (reward.function code)")
 
     @model_validator(mode="after")
     def _has_functions(self) -> Self:
         if not self.function:
             raise ValueError("reward.function names no function: name one, or several with weights")
-        unknown = set(self.options) - ({self.function} if isinstance(self.function, str) else set(self.function))
+        names = {self.function} if isinstance(self.function, str) else set(self.function)
+        if "code" in names and not self.allow_code:
+            raise ValueError(
+                "reward.function code runs programs that the model wrote: read docs/security.md, and set "
+                "reward.allow_code: true"
+            )
+        unknown = set(self.options) - names
         if unknown:
             raise ValueError(f"reward.options has {min(unknown)}, which is not in reward.function")
         return self

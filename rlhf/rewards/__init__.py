@@ -24,7 +24,7 @@ from rlhf.errors import NotFinite, RatchetError, UserError
 RewardFunction = Callable[..., float | dict[str, float]]
 
 
-BUILT_IN = ("auto", "constant", "countdown", "format", "gsm8k", "length", "math")
+BUILT_IN = ("auto", "code", "constant", "countdown", "format", "gsm8k", "length", "math")
 
 LARGEST = (2 - 2**-23) * 2.0**127
 """Parts are stored in single precision: what does not fit, or is no number, is left out."""

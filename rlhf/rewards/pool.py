@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -24,8 +25,8 @@ from rlhf.rewards import RewardFailed, Score
 
 START_S = 300.0
 """For importing what the reward imports."""
-ROWS_A_CHILD = 16
-"""For fewer, a further child is not worth its start."""
+WORTH_S = 0.5
+"""A child takes about so long to start: for less work, one is enough."""
 
 Row = tuple[str, str, str, str]
 """data_source, solution_str, ground_truth, extra_info"""
@@ -50,13 +51,17 @@ class RewardPool:
         }
         self.timeout_s = timeout_s
         self._children = [_Child(self.task) for _ in range(workers)]
+        self._row_s = 0.0
+        """What a row took of late."""
 
     def score(self, rows: Sequence[Row]) -> list[Score | RatchetError]:
         """A score for each row, or why there is none."""
-        hands = max(1, min(len(self._children), len(rows) // ROWS_A_CHILD))
+        started = time.monotonic()
+        hands = max(1, min(len(self._children), len(rows))) if self._row_s * len(rows) > WORTH_S else 1
         shares = [rows[hand::hands] for hand in range(hands)]
         with ThreadPoolExecutor(hands) as threads:
             found = list(threads.map(self._share, self._children, shares))
+        self._row_s = hands * (time.monotonic() - started) / max(len(rows), 1)
         return [found[row % hands][row // hands] for row in range(len(rows))]
 
     def _share(self, child: _Child, rows: Sequence[Row]) -> list[Score | RatchetError]:

@@ -1,0 +1,163 @@
+"""Programs: does the last Python block of the response pass the tests? Only with `reward.allow_code: true`.
+
+The ground truth is JSON: ``{"inputs": [...], "outputs": [...]}`` (standard input and expected standard output of each
+run), or ``{"asserts": "..."}`` (Python that is run after the program and must not raise).
+
+Each run is a process of its own in bubblewrap: no network, no other processes to be seen, the system read-only, an
+empty private folder that is removed, and limits on time, memory, processes, files and output. That keeps a program
+from the machine's files, network and neighbours; it does not keep it from a hole in the kernel. With the option
+`sandbox: limits` there are only the limits and the folder: a program may then do what the user may, such as read files,
+reach the network and end other processes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from rlhf.errors import UserError
+
+MAX_OUTPUT = 1 << 20
+MAX_PROGRAM = 1 << 16
+PROCESSES = 32
+"""Of the user, where that is not root, for whom the system counts none."""
+START_S = 2.0
+"""For Python and the sandbox to begin."""
+
+_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+
+
+def check_sandbox(sandbox: str = "bubblewrap", **_: Any) -> None:
+    """Raises `UserError` where programs cannot be run as asked."""
+    if sandbox == "bubblewrap" and shutil.which("bwrap") is None:
+        raise UserError(
+            "reward.function code runs programs in bubblewrap, and there is no bwrap here: install bubblewrap, or, "
+            "where programs may do what you may, set reward.options: {code: {sandbox: limits}}"
+        )
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: str,
+    extra_info: Any = None,
+    seconds: float = 5.0,
+    memory_mb: int = 1024,
+    sandbox: Literal["bubblewrap", "limits"] = "bubblewrap",
+) -> dict[str, float]:
+    """1.0 if every test passes, else 0.0; the part `passed` is the share of those that do."""
+    check_sandbox(sandbox)
+    truth = json.loads(ground_truth)
+    blocks = _BLOCK.findall(solution_str)
+    if not blocks or len(blocks[-1]) > MAX_PROGRAM:
+        return {"score": 0.0, "passed": 0.0}
+    program = blocks[-1]
+    if "asserts" in truth:
+        tests = [("", None)]
+        program += f"\n{truth['asserts']}\nprint('__every assertion holds__')\n"
+    else:
+        tests = list(zip(truth["inputs"], truth["outputs"], strict=True))
+    passed = 0
+    for given, expected in tests:
+        printed = run(program, given, seconds=seconds, memory_mb=memory_mb, sandbox=sandbox)
+        if expected is None:
+            passed += printed is not None and printed.endswith("__every assertion holds__\n")
+        else:
+            passed += printed is not None and _lines(printed) == _lines(str(expected))
+    return {"score": float(passed == len(tests)), "passed": passed / len(tests)}
+
+
+def run(program: str, given: str, *, seconds: float, memory_mb: int, sandbox: str) -> str | None:
+    """What a program prints; None if it fails, or does more than it may."""
+    with tempfile.TemporaryDirectory(prefix="ratchet-code-") as name:
+        folder = Path(name)
+        (folder / "program.py").write_text(program)
+        (folder / "launch.py").write_text(_LAUNCH)
+        here = "/program" if sandbox == "bubblewrap" else name
+        command = [sys.executable, "-I", "-B", f"{here}/launch.py", str(math.ceil(seconds)), str(memory_mb << 20)]
+        if sandbox == "bubblewrap":
+            command = [*_bubblewrap(folder), *command]
+        with tempfile.TemporaryFile() as stdout:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=stdout,
+                stderr=subprocess.DEVNULL,
+                cwd=folder,
+                env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": here},
+                start_new_session=True,
+            )
+            try:
+                process.communicate(given.encode(), timeout=seconds + START_S)
+            except subprocess.TimeoutExpired:
+                return None
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # and what it has started
+                process.wait()
+            stdout.seek(0)
+            return stdout.read(MAX_OUTPUT).decode(errors="replace") if process.returncode == 0 else None
+
+
+_LAUNCH = f"""
+import os, resource, runpy, sys
+seconds, memory = int(sys.argv[1]), int(sys.argv[2])
+os.chdir(os.path.dirname(__file__))
+for what, limit in (
+    (resource.RLIMIT_CPU, seconds),
+    (resource.RLIMIT_AS, memory),
+    (resource.RLIMIT_FSIZE, {MAX_OUTPUT}),
+    (resource.RLIMIT_NPROC, {PROCESSES}),
+    (resource.RLIMIT_NOFILE, 64),
+    (resource.RLIMIT_CORE, 0),
+):
+    resource.setrlimit(what, (limit, limit))
+sys.argv = ["program.py"]
+runpy.run_path("program.py", run_name="__main__")
+"""
+
+
+def _bubblewrap(folder: Path) -> list[str]:
+    """The system read-only, as far as Python needs it; of everything else, nothing."""
+    needed = [
+        "/usr",
+        "/bin",
+        "/sbin",
+        "/lib",
+        "/lib64",
+        "/etc/ld.so.cache",
+        "/etc/alternatives",
+        sys.prefix,
+        sys.base_prefix,
+    ]
+    shown = [part for path in dict.fromkeys(needed) for part in ("--ro-bind-try", path, path)]
+    return [
+        "bwrap",
+        "--unshare-all",
+        "--die-with-parent",
+        "--new-session",
+        *("--cap-drop", "ALL"),
+        *shown,
+        *("--proc", "/proc"),
+        *("--dev", "/dev"),
+        *("--tmpfs", "/tmp"),
+        *("--bind", str(folder), "/program"),
+        *("--chdir", "/program"),
+        "--",
+    ]
+
+
+def _lines(text: str) -> Sequence[str]:
+    """Spaces at ends of lines, and empty lines at the end, make no difference."""
+    return [line.rstrip() for line in text.rstrip().splitlines()]

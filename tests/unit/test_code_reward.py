@@ -1,0 +1,90 @@
+"""Programs of the model: what passes, and what one that means harm comes to."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf.config import parse_config
+from rlhf.errors import UserError
+from rlhf.rewards.code import check_sandbox, compute_score
+
+SUM = json.dumps({"inputs": ["1 2\n", "10 -3\n"], "outputs": ["3\n", "7"]})
+SANDBOXES = ["limits", *(["bubblewrap"] if shutil.which("bwrap") else [])]
+
+
+def score(program: str, truth: str = SUM, sandbox: Any = "limits", **options: Any) -> dict[str, float]:
+    return compute_score("code", f"So:\n```python\n{program}\n```\n", truth, seconds=1, sandbox=sandbox, **options)
+
+
+@pytest.fixture(params=SANDBOXES)
+def sandbox(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_programs_are_tried(sandbox: str) -> None:
+    assert score("print(sum(map(int, input().split())))", sandbox=sandbox) == {"score": 1.0, "passed": 1.0}
+    assert score("print(3)", sandbox=sandbox) == {"score": 0.0, "passed": 0.5}
+    asserts = json.dumps({"asserts": "assert double(2) == 4"})
+    assert score("def double(x): return 2 * x", asserts, sandbox=sandbox)["score"] == 1.0
+    assert score("def double(x): return x", asserts, sandbox=sandbox)["score"] == 0.0
+    assert compute_score("code", "no program", SUM, sandbox="limits")["score"] == 0.0  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "while True: pass",
+        "import time; time.sleep(3600)",
+        "x = bytearray(4 << 30); print(3)",
+        "print('x' * (1 << 24))",
+        "raise SystemExit(3)",
+        "import os; os.abort()",
+        "import os\nif os.fork() == 0:\n    while True: pass\nwhile True: pass",
+        "open('/etc/passwd', 'w').write('x')" if os.getuid() else "open('/proc/sysrq', 'w').write('x')",
+        "def f(): f()\nf()",
+        "(",
+        "9**9**9",
+        "import ctypes; ctypes.string_at(0)",
+    ],
+)
+def test_programs_that_mean_harm_score_nothing(sandbox: str, program: str) -> None:
+    assert score(program, sandbox=sandbox)["score"] == 0.0
+
+
+@pytest.mark.skipif("bubblewrap" not in SANDBOXES, reason="bubblewrap is not installed: programs are refused")
+def test_the_sandbox_shows_neither_files_nor_network_nor_neighbours(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("42")
+    server = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=lambda: server.accept(), daemon=True).start()
+    once = json.dumps({"inputs": [""], "outputs": ["nothing"]})
+    for attempt in (
+        f"open({str(secret)!r}).read()",
+        f"import socket; socket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 1)",
+        f"import os; os.kill({os.getpid()}, 0)",
+        "open('/usr/x', 'w')",
+        "import os; [os.kill(each, 9) for each in range(2, 40_000) if each != os.getpid()]; raise OSError",
+    ):
+        program = f"try:\n    {attempt}\nexcept Exception:\n    print('nothing')"
+        assert score(program, once, sandbox="bubblewrap")["score"] == 1.0, attempt
+    assert secret.read_text() == "42"
+
+
+def test_code_is_refused_unless_it_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "t"}, "reward": {"function": "code"}}
+    with pytest.raises(UserError, match=r"reward\.allow_code: true"):
+        parse_config(tree, "config")
+    tree["reward"]["allow_code"] = True
+    parse_config(tree, "config")
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(UserError, match="there is no bwrap here: install bubblewrap"):
+        check_sandbox()
+    check_sandbox("limits")
