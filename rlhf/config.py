@@ -127,7 +127,9 @@ class Server(Section):
     """Servers that generate (rollout.engine: server); started by others."""
 
     urls: OneOrMore[str] = Field((), description="where they listen, such as http://127.0.0.1:8000")
-    api: Literal["vllm", "sglang"] = Field("vllm", description="what they are: vllm serve, or SGLang")
+    api: Literal["vllm", "sglang", "tgi"] = Field(
+        "vllm", description="what they are: vllm serve, SGLang, or Text Generation Inference (only to evaluate)"
+    )
     weights_folder: str | None = Field(
         None, description="a folder that servers see by the same name, for new weights; null: only evaluate"
     )
@@ -590,6 +592,8 @@ class RunConfig(Section):
             return
         if rollout.engine == "server" and not rollout.server.urls:
             raise ValueError("rollout.engine is server, and rollout.server.urls names none: name them")
+        if rollout.engine == "server" and rollout.server.api == "tgi" and rollout.server.weights_folder is not None:
+            raise ValueError("rollout.server.api tgi takes no new weights: use vllm or sglang to train")
         if rollout.engine == "server" and self.model.lora is not None:
             raise ValueError("rollout.engine server takes no adapters: use vllm or hf with model.lora")
         temperatures = {

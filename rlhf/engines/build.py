@@ -80,4 +80,5 @@ def server_rollout(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Ser
         timeout_s=server.timeout_s,
         weights_folder=None if server.weights_folder is None else Path(server.weights_folder),
         model_folder=model_folder(model),
+        tokenizer=tokenizer,
     )

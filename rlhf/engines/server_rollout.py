@@ -23,9 +23,10 @@ from rlhf.engines.weight_files import write_weights
 from rlhf.errors import EngineLost, UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
 
 AT_ONCE = 64
 """Requests that a server is asked at the same time."""
@@ -134,7 +135,43 @@ class SGLangApi:
             raise UserError(f"{ask.url} takes no new weights: {answer['message']}")
 
 
-APIS: dict[str, type[Any]] = {"vllm": VLLMApi, "sglang": SGLangApi}
+class TGIApi:
+    """Text Generation Inference's `/generate` (3.x), written from its documentation; never run. It takes the prompt as
+    text, which its tokenizer may read as other tokens, and takes no new weights: for evaluation."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        self.tokenizer = tokenizer
+
+    def generate(self, ask: Ask, request: Request, sampling: Sampling, seed: int, eos: Sequence[int]) -> Generation:
+        assert self.tokenizer is not None, "prompts are sent as text"
+        parameters: dict[str, Any] = {
+            "max_new_tokens": sampling.max_tokens,
+            "do_sample": sampling.temperature > 0,
+            "seed": seed,
+            "stop": list(sampling.stop),
+            "details": True,
+            "return_full_text": False,
+        }
+        if sampling.temperature > 0:
+            parameters["temperature"] = sampling.temperature
+        if sampling.top_p < 1:  # 1 is refused
+            parameters["top_p"] = sampling.top_p
+        text = self.tokenizer.decode(list(request.prompt_ids), skip_special_tokens=False)
+        answer = ask("/generate", {"inputs": text, "parameters": parameters})
+        details = (answer[0] if isinstance(answer, list) else answer)["details"]
+        reason = "length" if details["finish_reason"] == "length" else "stop"
+        tokens = [(int(token["id"]), float(token["logprob"])) for token in details["tokens"]]
+        return Generation(tuple(token for token, _ in tokens), tuple(log_prob for _, log_prob in tokens), reason)
+
+    def load(self, ask: Ask, folder: Path) -> None:
+        raise UserError(f"{ask.url} (rollout.server.api tgi) takes no new weights: it can only evaluate")
+
+
+APIS: dict[str, Callable[[PreTrainedTokenizerBase | None], Api]] = {
+    "vllm": lambda _: VLLMApi(),
+    "sglang": lambda _: SGLangApi(),
+    "tgi": TGIApi,
+}
 
 
 class ServerRollout:
@@ -142,15 +179,16 @@ class ServerRollout:
         self,
         urls: Sequence[str],
         *,
-        api: Literal["vllm", "sglang"] = "vllm",
+        api: Literal["vllm", "sglang", "tgi"] = "vllm",
         eos_token_ids: tuple[int, ...],
         timeout_s: float = 600.0,
         weights_folder: Path | None = None,
         model_folder: Path | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         """`weights_folder`: seen by the servers under the same name; None: they keep the weights that they have.
         `model_folder`: of the model's config, which some servers want beside new weights."""
-        self.api: Api = APIS[api]()
+        self.api = APIS[api](tokenizer)
         self.eos, self.weights_folder, self.model_folder = eos_token_ids, weights_folder, model_folder
         self.client = httpx.Client(timeout=timeout_s, limits=httpx.Limits(max_connections=AT_ONCE * len(urls)))
         self.servers = [Ask(self.client, url.rstrip("/")) for url in urls]
