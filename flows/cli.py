@@ -42,6 +42,12 @@ class Format(StrEnum):
     md = "md"
 
 
+class Api(StrEnum):
+    vllm = "vllm"
+    sglang = "sglang"
+    tgi = "tgi"
+
+
 class Role(StrEnum):
     actor = "actor"
     critic = "critic"
@@ -316,9 +322,8 @@ def evaluate(
     temperature: Annotated[float, typer.Option(help="sampling temperature; 0: greedy", min=0)] = 1.0,
     max_response_tokens: Annotated[int | None, typer.Option(help="longest response", min=1)] = None,
     reward: Annotated[str | None, typer.Option(help="a built-in reward, or package.module:function")] = None,
-    server: Annotated[
-        str | None, typer.Option(help="a `vllm serve` that has the model and answers instead: its URL")
-    ] = None,
+    server: Annotated[str | None, typer.Option(help="a server that has the model and answers instead: its URL")] = None,
+    api: Annotated[Api, typer.Option(help="what kind of server that is")] = Api.vllm,
     output: Annotated[Path | None, typer.Option(help="write the trajectories to this Parquet file")] = None,
 ) -> None:
     """Answer and score held-out prompts: solve rate by data source, with a confidence interval."""
@@ -332,7 +337,8 @@ def evaluate(
         changes |= {"validation.data": str(data)} if data else {}
         changes |= {"rollout.max_response_tokens": max_response_tokens} if max_response_tokens else {}
         changes |= {"reward.function": reward} if reward else {}
-        changes |= {"rollout.engine": "server", "rollout.server.urls": [server]} if server else {}
+        if server:
+            changes |= {"rollout.engine": "server", "rollout.server.urls": [server], "rollout.server.api": api.value}
         config = config.with_values(changes)
         _prefect()
         from flows.evaluate import evaluate as flow

@@ -33,7 +33,7 @@ def interrupted(workspace: Path, tmp_path_factory: pytest.TempPathFactory, prefe
     folder = tmp_path_factory.mktemp("interrupted")
     processes = Processes(folder)
     config = run_config(workspace, folder / "runs")
-    fault = Fault("create", '{"kind":"stage","iteration":0,"stage":"values"')
+    fault = Fault("put", "trajectories/advantages/iteration=000000/", "before")
     assert processes.train(config, fault).wait() == -9
     processes.close()
     return folder / "runs"

@@ -67,7 +67,10 @@ def test_the_minimal_config_is_the_documented_default(file: Path) -> None:
         ("actor.lr=-1e-5", "actor.lr is -1e-05: input should be greater than 0"),
         ("actor.betas=[0.9, 1.0]", "actor.betas.1 is 1.0: input should be less than 1"),
         ("data.train=[]", "data.train is []"),
-        ("data.truncation=middle", "data.truncation is 'middle': input should be 'error', 'left' or 'right'"),
+        (
+            "data.truncation=centre",
+            "data.truncation is 'centre': input should be 'error', 'left', 'right', 'middle' or 'drop'",
+        ),
         ("run.name=a/b", "run.name is 'a/b': string should match pattern"),
         ("algorithm.advantage.type=gea", "algorithm.advantage.type is 'gea': input should be one of 'gae', 'grpo'"),
         ("algorithm.loss.clip_ratio_c=1", "algorithm.loss.clip_ratio_c is 1: input should be greater than 1"),
