@@ -32,6 +32,7 @@ from infra.records import (
     Weights,
     sha256_of,
 )
+from rlhf.config import STAGES
 from rlhf.schema import TRAJECTORY
 
 ROW_STAGES = tuple(dict.fromkeys(column.stage for column in TRAJECTORY.columns if column.stage))
@@ -122,9 +123,10 @@ class RunStore:
         return [shard.data for _, shard in sorted(state.shards.get(stage, {}).items())]
 
     def manifests(self, iteration: int) -> dict[str, Manifest]:
-        """Every stage that an iteration has committed with a manifest."""
+        """Every stage that an iteration has committed with a manifest, in the order of the stages."""
         stages = self.iteration_state(iteration).stages
-        return {name: self.manifest(stage) for name, stage in stages.items() if isinstance(stage, Stage)}
+        found = {name: stages.get(name) for name in ("validate", *STAGES)}
+        return {name: self.manifest(stage) for name, stage in found.items() if isinstance(stage, Stage)}
 
     def read_shard(self, ref: ShardRef, columns: Sequence[str] | None = None) -> pa.Table:
         """Its rows; a column that is younger than the file is null."""

@@ -148,10 +148,10 @@ def _bubblewrap(folder: Path) -> list[str]:
         "--die-with-parent",
         "--new-session",
         *("--cap-drop", "ALL"),
+        *("--tmpfs", "/tmp"),  # before what may lie in it
         *shown,
         *("--proc", "/proc"),
         *("--dev", "/dev"),
-        *("--tmpfs", "/tmp"),
         *("--bind", str(folder), "/program"),
         *("--chdir", "/program"),
         "--",
