@@ -32,13 +32,16 @@ REQUESTS, PROMPT, RESPONSE = 64, 32, 128
 
 def model_folder(folder: Path, size: str) -> None:
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from tokenizers import Tokenizer, models
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     shape = dict(SIZES[size])
     heads = shape.pop("heads")
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=4096, num_attention_heads=heads, num_key_value_heads=heads, **shape)
     LlamaForCausalLM(config).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"t{number}": number for number in range(4096)}, unk_token="t0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t0", eos_token="t1").save_pretrained(folder)
 
 
 def prompts() -> list[list[int]]:
@@ -89,21 +92,23 @@ def main() -> None:
     from rlhf.config import Model
     from rlhf.engines.base import Request, RolloutEngine, Sampling
     from rlhf.engines.hf_rollout import HFRollout
+    from rlhf.engines.server_rollout import ServerRollout
     from rlhf.engines.torch_engine import TorchEngine
     from rlhf.engines.vllm_rollout import VLLMRollout
     from rlhf.models import load_actor
+    from tests.vllm_server import serving
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model_folder(folder, options.size)
+        model_folder(folder / "model", options.size)
         on_gpu = torch.cuda.is_available()
         dtype = "bfloat16" if on_gpu else "float32"
-        model = load_actor(Model(path=name))
+        model = load_actor(Model(path=str(folder / "model")))
         trainer = TorchEngine(model, "policy")
         engines: dict[str, RolloutEngine] = {
             "hf": HFRollout(model, eos_token_ids=(0,), dtype=dtype),  # type: ignore[arg-type]
             "vllm": VLLMRollout(
-                folder,
+                folder / "model",
                 eos_token_ids=(0,),
                 dtype=dtype,
                 max_model_len=PROMPT + RESPONSE,
@@ -113,6 +118,8 @@ def main() -> None:
                 skip_tokenizer_init=True,
             ),
         }
+        if not on_gpu:  # `vllm serve` of its own, on loopback
+            engines["server"] = ServerRollout([serving(folder / "model")], eos_token_ids=(0,))
         asked = [Request(f"it000000-p{row:05d}-s00", tuple(ids)) for row, ids in enumerate(prompts())]
         sampling = Sampling(1.0, 1.0, max_tokens=RESPONSE, seed=0, ignore_eos=True)
         seconds: dict[str, list[float]] = {engine: [] for engine in engines}
@@ -126,7 +133,7 @@ def main() -> None:
             engines["vllm"].load_weights(trainer.weights())
             syncs.append(time.perf_counter() - started)
         engines["vllm"].close()
-        command = [sys.executable, __file__, "--bare", name, "--repeats", str(options.repeats)]
+        command = [sys.executable, __file__, "--bare", str(folder / "model"), "--repeats", str(options.repeats)]
         told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         seconds["vllm, a bare loop"] = [float(line.split()[1]) for line in told.splitlines() if line.startswith("sec")]
         print("| engine | tokens/s |\n|---|---|")

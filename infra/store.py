@@ -130,11 +130,13 @@ class RunStore:
 
     def read_shard(self, ref: ShardRef, columns: Sequence[str] | None = None) -> pa.Table:
         """Its rows; a column that is younger than the file is null."""
-        table = pq.read_table(pa.BufferReader(read_verified(self.objects, ref)))
+        file = pq.ParquetFile(pa.BufferReader(read_verified(self.objects, ref)))
+        there = file.schema_arrow.names
         if columns is None:
-            return table
+            return file.read()
+        table = file.read([name for name in columns if name in there])
         for name in columns:
-            if name not in table.column_names:
+            if name not in there:
                 table = table.append_column(name, pa.nulls(len(table), TRAJECTORY[name].type))
         return table.select(list(columns))
 

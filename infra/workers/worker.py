@@ -252,7 +252,8 @@ class Worker:
         with self._lock:
             if "actor" not in self.roles or self._weights.get("actor") != weights:
                 return False
-            rollout, actor = self.engine("rollout"), self.engine("actor", learns=True)
+            actor = self.engine("actor", learns=True)
+            rollout = self.engine("rollout")  # the last, so that it is awake where they take turns
             self._rollout_has = None
             rollout.load_weights(actor.weights(), actor.adapter_config)
             self._rollout_has = weights

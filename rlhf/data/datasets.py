@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import pyarrow as pa
 
+from rlhf.data.prompts import json_of
 from rlhf.errors import UserError
 from rlhf.rewards.math import boxed
 
@@ -42,7 +42,10 @@ def read(url: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
             for number, line in enumerate(file, 1):
                 where = f"{url}, line {number}"
                 if line.strip():
-                    yield where, _object(line, where)
+                    found = json_of(line, where)
+                    if not isinstance(found, dict):
+                        raise UserError(f"{where} is not a JSON object")
+                    yield where, found
     except (OSError, pa.ArrowInvalid) as error:
         raise UserError(f"cannot read {url}: {error}") from None
 
@@ -119,13 +122,3 @@ def _value(found: Mapping[str, Any], column: str, where: str) -> Any:
     if column not in found:
         raise UserError(f"{where}: there is no {column}; there are {', '.join(found)}")
     return found[column]
-
-
-def _object(line: bytes, where: str) -> Mapping[str, Any]:
-    try:
-        found = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{where} is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise UserError(f"{where} is not a JSON object")
-    return found

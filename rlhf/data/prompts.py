@@ -129,10 +129,11 @@ def _read(path: Path) -> Iterable[Prompt]:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    yield _prompt(_json(line, where := f"{path}, line {number}"), where)
+                    yield _prompt(json_of(line, where := f"{path}, line {number}"), where)
 
 
-def _json(line: bytes, where: str) -> Any:
+def json_of(line: bytes, where: str) -> Any:
+    """Raises `UserError`, saying where."""
     try:
         return json.loads(line)
     except ValueError as error:
