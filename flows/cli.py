@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def _config_keys() -> str:
-    rows = [f"{key} = {default}   {meaning} ({kind})" for key, kind, default, meaning in keys()]
+    rows = [f"{key} = {default}   {meaning} ({kind})" for key, kind, default, meaning in keys(RunConfig)]
     return "\b\nKeys of the config, as a.b=c overrides or sections of the YAML file:\n" + "\n".join(rows)
 
 

@@ -12,13 +12,13 @@ from rlhf.algorithms.masked import aggregate
 from rlhf.algorithms.policy_losses import PolicyLoss
 from rlhf.algorithms.reward_shaping import OverlongPenalty
 from rlhf.algorithms.rollout_correction import ImportanceWeights, Rejection, off_policy_metrics
-from rlhf.config import DynamicSampling, keys, models_in, parse_config
+from rlhf.config import DynamicSampling, RunConfig, keys, models_in, parse_config
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 HEAD = """# Configuration
 
-Generated from the models in `rlhf/config.py` by `make docs`; `ratchet train --help` prints the same keys. A key is set in
+Generated from the models in `rlhf/config/` by `make docs`; `ratchet train --help` prints the same keys. A key is set in
 the YAML file (as nested sections) or on the command line (`a.b=c`). Unknown keys are refused. Where an algorithm is
 chosen by its `type`, the keys of each choice follow in brackets.
 
@@ -87,7 +87,7 @@ NAMES = {
 
 def configuration() -> str:
     lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
-    for key, kind, default, meaning in keys():
+    for key, kind, default, meaning in keys(RunConfig):
         lines.append(f"| `{key}` | {kind} | `{default}` | {meaning} |")
     return HEAD + "\n".join(lines) + "\n" + VERL
 

@@ -161,11 +161,11 @@ def test_help_lists_every_key_of_the_config(ratchet: Ratchet) -> None:
     import subprocess
     import sys
 
-    from rlhf.config import keys
+    from rlhf.config import RunConfig, keys
 
     command = [sys.executable, "-m", "flows.cli", "train", "--help"]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    for key, *_ in keys():
+    for key, *_ in keys(RunConfig):
         assert f"{key} = " in out
 
 

@@ -235,11 +235,13 @@ def _read(view: Any, key: str) -> Any:
 
 
 def test_every_key_is_documented_and_every_default_is_yaml() -> None:
-    for key, kind, default, meaning in keys():
+    for key, kind, default, meaning in keys(RunConfig):
         assert meaning, key
         assert kind, key
         assert default == "required" or yaml_text(yaml.safe_load(default)) == default, key
-    assert {"actor.lr", "critic", "critic.lr", "algorithm.advantage[grpo].epsilon"} <= {key for key, *_ in keys()}
+    assert {"actor.lr", "critic", "critic.lr", "algorithm.advantage[grpo].epsilon"} <= {
+        key for key, *_ in keys(RunConfig)
+    }
 
 
 def test_there_is_an_example() -> None:

@@ -1,0 +1,39 @@
+"""The configuration: its sections, a whole run, what does not go together, and how it is read."""
+
+from rlhf.config.reading import keys, models_in, overridden, read_yaml, validated, yaml_text
+from rlhf.config.run import STAGES, RunConfig, load_config, parse_config
+from rlhf.config.sections import (
+    Actor,
+    Checkpoint,
+    DynamicSampling,
+    LoRA,
+    LRSchedule,
+    Model,
+    Pool,
+    Run,
+    Section,
+    Trainer,
+)
+
+__all__ = [
+    "STAGES",
+    "Actor",
+    "Checkpoint",
+    "DynamicSampling",
+    "LRSchedule",
+    "LoRA",
+    "Model",
+    "Pool",
+    "Run",
+    "RunConfig",
+    "Section",
+    "Trainer",
+    "keys",
+    "load_config",
+    "models_in",
+    "overridden",
+    "parse_config",
+    "read_yaml",
+    "validated",
+    "yaml_text",
+]

@@ -1,0 +1,195 @@
+"""Combinations of settings that cannot go together; each is refused with what to change."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rlhf.config.reading import yaml_text
+
+if TYPE_CHECKING:
+    from rlhf.config.run import RunConfig
+    from rlhf.config.sections import Trainer
+
+
+def _roles_are_placed(config: RunConfig) -> None:
+    if not config.pools:
+        if config.placement != "colocated":
+            raise ValueError(f"placement is {config.placement}, but there are no pools: name them in pools")
+        return
+    if config.placement == "colocated" and len(config.pools) > 1:
+        raise ValueError(
+            f"placement is colocated, but there are {len(config.pools)} pools: leave one, or say in placement which "
+            "role is where"
+        )
+    for role in config.roles:
+        pool = config.pool_of(role)
+        if pool not in config.pools:
+            there = ", ".join(config.pools)
+            raise ValueError(f"placement puts the {role} in {pool or 'no pool'}: name one of the pools ({there})")
+    if config.pool_of("rollout") != config.pool_of("actor") and config.checkpoint.every != 1:
+        raise ValueError(
+            f"checkpoint.every is {config.checkpoint.every}, but the rollout is not in the actor's pool and takes "
+            "its weights from the snapshot of every iteration: set it to 1"
+        )
+
+
+def check_combinations(config: RunConfig) -> None:
+    """Raises `ValueError`."""
+    _algorithms_fit(config)
+    _rollout_fits(config)
+    _roles_are_placed(config)
+    total = config.trajectories_per_iteration
+    sizes = f"data.prompts_per_iteration {config.data.prompts_per_iteration} x rollout.n {config.rollout.n} = {total}"
+    if config.needs_critic and config.critic is None:
+        raise ValueError(
+            f"critic is null, but algorithm.advantage {config.algorithm.advantage.type} needs values: leave critic "
+            "out to get the default one, or choose an advantage without a critic (grpo)"
+        )
+    shared = {"reference": config.actor} if config.needs_reference else {}
+    for role, trainer in (config.trainers | shared).items():
+        pool = config.pool_of(role)
+        workers = 1 if pool is None else config.pools[pool].workers
+        for key, size in (("sequence", trainer.sequence_parallel), ("tensor", trainer.tensor_parallel)):
+            if workers % size:
+                raise ValueError(
+                    f"{role}.{key}_parallel is {size}, which does not divide the number of processes that hold "
+                    f"the {role} ({workers}): change one of them"
+                )
+        if trainer.tensor_parallel > 1:
+            _tensor_parallel_fits(config, role, trainer)
+        if trainer.by_turns and trainer.offload:
+            raise ValueError(
+                f"{role}.by_turns moves to host memory what {role}.offload keeps there all the time: choose one"
+            )
+        if trainer.by_turns and trainer.engine == "deepspeed" and trainer.zero_stage == 3:
+            raise ValueError(
+                f"{role}.by_turns does not go with {role}.zero_stage 3, whose state DeepSpeed does not move: use "
+                f"{role}.offload, a lower stage, or {role}.engine fsdp"
+            )
+        size = trainer.mini_batch_trajectories
+        if size > total:
+            raise ValueError(
+                f"{role}.mini_batch_trajectories is {size}, more than an iteration has ({sizes}): lower it"
+            )
+        if total % size:
+            raise ValueError(f"{role}.mini_batch_trajectories is {size}, which does not divide {total} ({sizes})")
+        longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+        if trainer.micro_batch_tokens < longest:
+            raise ValueError(
+                f"{role}.micro_batch_tokens is {trainer.micro_batch_tokens}, less than one trajectory may have "
+                f"(data.max_prompt_tokens + rollout.max_response_tokens = {longest}): raise it"
+            )
+    if config.critic is not None and config.critic.warmup_iterations and not config.needs_critic:
+        raise ValueError(
+            f"critic.warmup_iterations is set, but algorithm.advantage {config.algorithm.advantage.type} has no "
+            "critic: remove it, or choose an advantage with a critic (gae)"
+        )
+    for model in (config.model, config.critic_model, config.reference_model):
+        if model.attention.startswith("flash") and model.dtype == "float32":
+            raise ValueError(
+                f"model.attention {model.attention} computes in 16 bits: set model.dtype bfloat16, or use sdpa"
+            )
+    if config.reference.model is not None and config.reference.model.lora is not None:
+        raise ValueError("reference.model.lora is set, but the reference does not learn: remove it")
+    if config.bypass and config.data.generations is not None:
+        raise ValueError(
+            "data.generations takes what another policy generated, so old log-probs have to be recomputed: set "
+            "algorithm.rollout_correction.bypass: false"
+        )
+    if config.validation.every and config.validation.data is None:
+        raise ValueError("validation.every is set without validation.data: name a prompt file, or remove it")
+
+
+def _rollout_fits(config: RunConfig) -> None:
+    rollout = config.rollout
+    if rollout.mode != "sync" and config.checkpoint.every != 1:
+        raise ValueError(
+            f"checkpoint.every is {config.checkpoint.every}, but with rollout.mode {rollout.mode} the rollout takes "
+            "its weights from the snapshot of every iteration: set it to 1"
+        )
+    if rollout.partial and rollout.mode != "async":
+        raise ValueError(f"rollout.partial is for rollout.mode async, and that is {rollout.mode}")
+    if rollout.partial and rollout.stop:
+        raise ValueError("rollout.partial may cut a stop text in two: remove rollout.stop, or set partial: false")
+    if rollout.engine != "vllm" and rollout.quantization is not None:
+        raise ValueError(f"rollout.quantization {rollout.quantization} is for rollout.engine vllm: remove it")
+    if rollout.engine == "hf":
+        return
+    if rollout.engine == "server" and not rollout.server.urls:
+        raise ValueError("rollout.engine is server, and rollout.server.urls names none: name them")
+    if rollout.engine == "server" and rollout.server.api == "tgi" and rollout.server.weights_folder is not None:
+        raise ValueError("rollout.server.api tgi takes no new weights: use vllm or sglang to train")
+    if rollout.engine == "server" and config.model.lora is not None:
+        raise ValueError("rollout.engine server takes no adapters: use vllm or hf with model.lora")
+    temperatures = {
+        "rollout.temperature": rollout.temperature,
+        "validation.temperature": config.validation.temperature,
+    }
+    for key, temperature in temperatures.items():
+        if rollout.top_p < 1 and temperature not in (0.0, 1.0):
+            raise ValueError(
+                f"rollout.engine {rollout.engine} gives log-probs either before top_p or at a temperature: with "
+                f"rollout.top_p {rollout.top_p}, {key} has to be 1 (or 0), and is {temperature}"
+            )
+    longest = config.data.max_prompt_tokens + rollout.max_response_tokens
+    if rollout.vllm.max_model_len is not None and rollout.vllm.max_model_len < longest:
+        raise ValueError(
+            f"rollout.vllm.max_model_len is {rollout.vllm.max_model_len}, less than data.max_prompt_tokens + "
+            f"rollout.max_response_tokens = {longest}: raise it, or leave it out"
+        )
+
+
+def _tensor_parallel_fits(config: RunConfig, role: str, trainer: Trainer) -> None:
+    model = config.critic_model if role == "critic" else config.model
+    for key, other in (
+        (f"{role}.engine {trainer.engine}", trainer.engine != "fsdp"),
+        (f"{role}.sequence_parallel", trainer.sequence_parallel > 1),
+        ("model.lora", model.lora is not None),
+    ):
+        if other:
+            raise ValueError(f"{role}.tensor_parallel is for engine fsdp, alone: not with {key}")
+
+
+def _algorithms_fit(config: RunConfig) -> None:
+    """Combinations of algorithms that contradict each other."""
+    algorithm = config.algorithm
+    advantage, kl, sampling = algorithm.advantage, algorithm.kl, algorithm.dynamic_sampling
+    if config.rollout.n == 1:
+        for key, compares in (
+            (f"algorithm.advantage {advantage.type}", "group_ids" in advantage.needs),
+            ("algorithm.advantage.drop_flat_groups", advantage.drop_flat_groups),
+            ("algorithm.dynamic_sampling", sampling is not None),
+        ):
+            if compares:
+                raise ValueError(f"{key} compares the trajectories of a prompt, but rollout.n is 1: raise rollout.n")
+    if config.bypass and "entropy" in advantage.needs:
+        raise ValueError(
+            f"algorithm.advantage {advantage.type} needs the entropy, which the old-log-prob stage computes, but "
+            "algorithm.rollout_correction.bypass leaves that stage out: set bypass: false"
+        )
+    if "reward_parts" in advantage.needs and kl.in_reward is not None:
+        raise ValueError(
+            f"algorithm.advantage {advantage.type} reads the parts of the reward, not the token rewards, so "
+            "algorithm.kl.in_reward would do nothing: use algorithm.kl.in_loss"
+        )
+    if "reward_parts" in advantage.needs and algorithm.overlong_penalty is not None:
+        raise ValueError(
+            f"algorithm.advantage {advantage.type} reads the parts of the reward, so algorithm.overlong_penalty "
+            "would do nothing: remove it, or let the reward have such a part"
+        )
+    if kl.controller.type == "adaptive" and not kl.in_reward:
+        raise ValueError(
+            "algorithm.kl.controller is adaptive, but algorithm.kl.in_reward, the coefficient that it moves, is "
+            f"{yaml_text(kl.in_reward)}: set in_reward, or remove the controller"
+        )
+    if sampling is not None and sampling.max_prompts < config.data.prompts_per_iteration:
+        raise ValueError(
+            f"algorithm.dynamic_sampling.max_prompts is {sampling.max_prompts}, less than "
+            f"data.prompts_per_iteration {config.data.prompts_per_iteration}: raise it"
+        )
+    overlong = algorithm.overlong_penalty
+    if overlong is not None and overlong.buffer_tokens > config.rollout.max_response_tokens:
+        raise ValueError(
+            f"algorithm.overlong_penalty.buffer_tokens is {overlong.buffer_tokens}, more than "
+            f"rollout.max_response_tokens {config.rollout.max_response_tokens}: lower it"
+        )

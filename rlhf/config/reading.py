@@ -1,0 +1,190 @@
+"""From YAML and overrides to a validated model, and from its errors to a line that a person can use."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from rlhf.errors import UserError
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    try:
+        tree = _yaml(Path(path).read_text())
+    except OSError as error:
+        raise UserError(f"cannot read the config {path}: {error.strerror or error}") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"{path} should hold sections such as `model:` and `data:`")
+    return tree
+
+
+def overridden(tree: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """The tree with ``a.b=c`` overrides (values in YAML's syntax)."""
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not key:
+            raise UserError(f"{override!r} is not an override: write key.subkey=value, such as actor.lr=1e-5")
+        try:
+            value = _yaml(text)
+        except yaml.YAMLError:
+            raise UserError(f"{override!r}: {text!r} is not a YAML value") from None
+        set_value(tree, key, value)
+    return tree
+
+
+def validated(model: type[M], tree: Mapping[str, Any], where: str, context: object = None) -> M:
+    """Validate against any model of the project, in the same words."""
+    try:
+        return model.model_validate(tree, context=context)
+    except ValidationError as error:
+        raise UserError(f"{where}: {_explain(error, tree, model)}") from None
+
+
+def keys(model: type[BaseModel], prefix: str = "") -> list[tuple[str, str, str, str]]:
+    """Every key of the config as (key, type, default, meaning), in order."""
+    rows: list[tuple[str, str, str, str]] = []
+    for name, field in model.model_fields.items():
+        key, annotation = prefix + name, field.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            rows += keys(annotation, f"{key}.")
+            continue
+        default = "required" if field.is_required() else yaml_text(field.get_default())
+        rows.append((key, _type_name(annotation), default, field.description or ""))
+        options = models_in(annotation)
+        shared = _shared_base(options)
+        common = keys(shared, "") if shared is not None else []
+        rows += [(f"{key}.{name}", *rest) for name, *rest in common]  # type: ignore[misc]
+        for option in options:
+            tag = option.model_fields.get("type")
+            shown = f"{key}[{tag.get_default()}]." if tag is not None else f"{key}."
+            rows += [(shown + row[0], *row[1:]) for row in keys(option) if row[0] != "type" and row not in common]
+    return rows
+
+
+def _shared_base(options: Sequence[type[BaseModel]]) -> type[BaseModel] | None:
+    """The nearest class from which several choices come: its options are those of each of them."""
+    if len(options) < 2:
+        return None
+    bases = (base for base in options[0].__mro__ if issubclass(base, BaseModel) and base is not BaseModel)
+    return next((base for base in bases if all(issubclass(option, base) for option in options)), None)
+
+
+def yaml_text(value: Any) -> str:
+    """A value as one would write it in the YAML file, on one line."""
+    if isinstance(value, BaseModel):
+        value = value.model_dump(mode="json")
+    if isinstance(value, tuple):
+        value = list(value)
+    return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n").removesuffix("\n...")
+
+
+def set_value(tree: dict[str, Any], key: str, value: Any) -> None:
+    """At a dotted key."""
+    *parents, last = key.split(".")
+    for part in parents:
+        inner = tree.get(part)
+        if inner is None:
+            inner = tree[part] = {}
+        if not isinstance(inner, dict):
+            raise UserError(f"{key}: {part} is a value, not a section")
+        tree = inner
+    before = tree.get(last)
+    if isinstance(before, dict) and "type" in before and isinstance(value, dict) and "type" not in value:
+        value = before | value  # options alone keep the algorithm
+    tree[last] = value
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads 1e-5 as the number that people mean, as YAML 1.2 does; for YAML 1.1 it is text (it wants 1.0e-5)."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"), list("-+.0123456789")
+)
+
+
+def _yaml(text: str) -> Any:
+    return yaml.load(text, _Loader)
+
+
+def _explain(error: ValidationError, tree: Mapping[str, Any], model: type[BaseModel]) -> str:
+    problem = error.errors()[0]
+    key = _key(problem["loc"], tree)
+    message, given = problem["msg"], problem["input"]
+    if problem["type"] == "union_tag_not_found":
+        return f"{key}.type is missing: set it"
+    if problem["type"] == "union_tag_invalid":
+        return f"{key}.type is {problem['ctx']['tag']!r}: input should be one of {problem['ctx']['expected_tags']}"
+    if problem["type"] == "extra_forbidden":
+        return f"{key} is not a key of the config{_near(key, model)}; `ratchet train --help` lists them"
+    if problem["type"] in ("model_type", "model_attributes_type", "dict_type", "dataclass_type"):
+        return f"{key} is {given!r}: it should be a section, such as {{key: value}}"
+    if problem["type"] in ("tuple_type", "list_type"):
+        return f"{key} is {given!r}: it should be a list, such as [a, b]"
+    if problem["type"] == "missing":
+        return f"{key} is missing: set it"
+    message = message.removeprefix("Value error, ")
+    if problem["type"] == "value_error":
+        return f"{key}: {message}" if key else message
+    return f"{key} is {given!r}: {message[0].lower()}{message[1:]}"
+
+
+def _near(key: str, model: type[BaseModel]) -> str:
+    """The keys that look most like this one."""
+    known = {re.sub(r"\[.*?\]", "", name) for name, *_ in keys(model)}
+    found = get_close_matches(key, known, n=2, cutoff=0.8)
+    return f" (is it {' or '.join(found)}?)" if found else ""
+
+
+def _key(location: Sequence[str | int], tree: Any) -> str:
+    """The dotted key of a place in the tree; pydantic's location also holds the type of each algorithm it enters."""
+    parts = []
+    for depth, part in enumerate(location, 1):
+        if part == tree:
+            continue  # the type alone stands for the section
+        if isinstance(tree, Mapping) and part not in tree and (depth < len(location) or tree.get("type") == part):
+            continue
+        parts.append(str(part))
+        try:
+            tree = tree[part]
+        except (KeyError, IndexError, TypeError):
+            tree = None
+    return ".".join(parts)
+
+
+def models_in(annotation: Any) -> list[type[BaseModel]]:
+    """The models that a type annotation names."""
+    found: list[type[BaseModel]] = []
+    for part in get_args(annotation):
+        if isinstance(part, type) and issubclass(part, BaseModel):
+            found.append(part)
+        else:
+            found += models_in(part)
+    return found
+
+
+def _type_name(annotation: Any) -> str:
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return " or ".join(str(arg) for arg in args)
+    if annotation is type(None):
+        return "null"
+    if origin is tuple:
+        return f"list of {_type_name(args[0])}"
+    if origin is not None and args:
+        names = [_type_name(arg) for arg in args if isinstance(arg, type) or get_origin(arg) is not None]
+        return " or ".join(names)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        tag = annotation.model_fields.get("type")
+        return str(tag.get_default()) if tag is not None else "section"
+    return str(getattr(annotation, "__name__", annotation))

@@ -1,0 +1,237 @@
+"""The configuration of a run: one frozen tree, the same for YAML files, overrides and Prefect's forms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, ValidationInfo, model_validator
+
+from rlhf.config.fits import check_combinations
+from rlhf.config.reading import overridden, read_yaml, set_value, validated
+from rlhf.config.sections import (
+    Actor,
+    Algorithm,
+    Checkpoint,
+    Critic,
+    Data,
+    Model,
+    OneOrMore,
+    Pool,
+    Reference,
+    Reward,
+    Role,
+    Rollout,
+    Run,
+    Section,
+    Train,
+    Trainer,
+    Validation,
+)
+
+STAGES = (
+    "generate",
+    "score",
+    "select",
+    "greedy_baseline",
+    "old_log_probs",
+    "ref_log_probs",
+    "values",
+    "advantages",
+    "update_critic",
+    "update_actor",
+)
+"""Every stage that an iteration may have, in order."""
+
+ANYTHING_FITS = "anything fits"
+"""Validation context in which impossible combinations are not refused."""
+
+
+class RunConfig(Section):
+    """Everything a run is made of."""
+
+    run: Run = Field(Run(), description="the run's name, place and seed")
+    model: Model = Field(description="the actor's model; critic and reference default to it")
+    data: Data = Field(description="the prompts")
+    rollout: Rollout = Field(Rollout(), description="how responses are generated")
+    reward: Reward = Field(Reward(), description="how responses are scored")
+    algorithm: Algorithm = Field(Algorithm(), description="advantages, loss and KL")
+    actor: Actor = Field(Actor(), description="how the actor is updated")
+    critic: Critic | None = Field(Critic(), description="how the critic is updated; null: no critic")
+    reference: Reference = Field(Reference(), description="the reference model")
+    pools: dict[str, Pool] = Field({}, description="worker groups on Ray, by name; none: everything in this process")
+    placement: Literal["colocated", "separate"] | dict[Role, str] = Field(
+        "colocated",
+        description="roles by pool: all in the one pool, each in the pool of its name, or as a mapping says",
+    )
+    checkpoint: Checkpoint = Field(Checkpoint(), description="snapshots")
+    validation: Validation = Field(Validation(), description="held-out prompts")
+    tracking: OneOrMore[Literal["tensorboard", "wandb"]] = Field((), description="where metrics go besides the store")
+    train: Train = Field(Train(), description="how long")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _stale_rollouts_are_corrected(cls, tree: Any, info: ValidationInfo) -> Any:
+        """Unless the correction is {}, which corrects nothing."""
+        if info.context == ANYTHING_FITS:
+            return tree
+        if isinstance(tree, dict) and isinstance(rollout := tree.get("rollout"), dict):
+            algorithm = tree.get("algorithm") or {}
+            sync = rollout.get("mode", "sync") == "sync"
+            if not sync and isinstance(algorithm, dict) and algorithm.get("rollout_correction") is None:
+                return {**tree, "algorithm": {**algorithm, "rollout_correction": {"weights": {}}}}
+        return tree
+
+    @property
+    def trajectories_per_iteration(self) -> int:
+        return self.data.prompts_per_iteration * self.rollout.n
+
+    @property
+    def most_prompts(self) -> int:
+        """Prompts that an iteration draws, at most."""
+        sampling = self.algorithm.dynamic_sampling
+        return self.data.prompts_per_iteration if sampling is None else sampling.max_prompts
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """Roles that have a model."""
+        critic: tuple[Role, ...] = ("critic",) if self.needs_critic else ()
+        reference: tuple[Role, ...] = ("reference",) if self.needs_reference else ()
+        return ("actor", *critic, *reference, "rollout")
+
+    @property
+    def trainers(self) -> dict[str, Trainer]:
+        """How each role that learns is updated."""
+        critic = {"critic": self.critic} if self.needs_critic and self.critic is not None else {}
+        return {"actor": self.actor, **critic}
+
+    @property
+    def critic_model(self) -> Model:
+        return self.model if self.critic is None or self.critic.model is None else self.critic.model
+
+    @property
+    def reference_model(self) -> Model:
+        """The actor's first weights are those of its model: a LoRA actor's adapters start at zero."""
+        return self.reference.model or self.model.model_copy(update={"lora": None})
+
+    def pool_of(self, role: str) -> str | None:
+        """The pool that serves a role; None: the driver's own process."""
+        if not self.pools:
+            return None
+        if isinstance(self.placement, dict):
+            return self.placement.get(role)  # type: ignore[call-overload, no-any-return]
+        return role if self.placement == "separate" else next(iter(self.pools))
+
+    @property
+    def on_policy(self) -> bool:
+        """One pass over one mini-batch: the actor that learns is the one that generated, and every ratio is 1."""
+        one_step = self.actor.mini_batch_trajectories == self.trajectories_per_iteration
+        fresh = self.data.generations is None and self.rollout.mode == "sync"
+        return self.actor.ppo_epochs == 1 and one_step and fresh
+
+    @property
+    def bypass(self) -> bool:
+        """The rollout's log-probs serve as the old ones."""
+        correction = self.algorithm.rollout_correction
+        return correction is not None and correction.bypass
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What the algorithms ask for, by name: it decides which stages an iteration has."""
+        algorithm = self.algorithm
+        asked = {*algorithm.advantage.needs, *algorithm.kl.needs}
+        asked |= set(algorithm.rollout_correction.needs) if algorithm.rollout_correction is not None else set()
+        asked |= set() if self.on_policy else set(algorithm.loss.needs)
+        return frozenset(asked)
+
+    @property
+    def needs_critic(self) -> bool:
+        return "values" in self.needs
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """Roles whose weights every iteration moves, or records as passed through."""
+        return ("actor", "critic") if self.needs_critic and self.train.updates else ("actor",)
+
+    @property
+    def needs_old_log_probs(self) -> bool:
+        return not self.bypass and not self.needs.isdisjoint({"old_log_probs", "entropy"})
+
+    @property
+    def needs_reference(self) -> bool:
+        return "ref_log_probs" in self.needs
+
+    @property
+    def needs_greedy_scores(self) -> bool:
+        return "greedy_scores" in self.needs
+
+    @property
+    def selects(self) -> bool:
+        """Whether more may be generated than is learned from."""
+        return self.algorithm.dynamic_sampling is not None or self.reward.on_error == "drop"
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The stages that every iteration has, in order; validations come besides."""
+        optional = {
+            "select": self.selects,
+            "greedy_baseline": self.needs_greedy_scores,
+            "old_log_probs": self.needs_old_log_probs,
+            "ref_log_probs": self.needs_reference,
+            "values": self.needs_critic,
+            "update_critic": self.needs_critic,
+        }
+        if not self.train.updates:
+            return ("generate", "score", "update_actor")
+        return tuple(name for name in STAGES if optional.get(name, True))
+
+    def validates_before(self, iteration: int) -> bool:
+        """Whether held-out prompts are answered before this iteration; the end of the run always is validated."""
+        if self.validation.data is None:
+            return False
+        if iteration == 0:
+            return self.validation.before_train
+        return self.validation.every > 0 and iteration % self.validation.every == 0
+
+    def warms_up(self, iteration: int) -> bool:
+        """Whether only the critic learns in this iteration."""
+        return self.needs_critic and self.critic is not None and iteration < self.critic.warmup_iterations
+
+    @model_validator(mode="after")
+    def _combinations(self, info: ValidationInfo) -> Self:
+        if info.context != ANYTHING_FITS:
+            check_combinations(self)
+        return self
+
+    def value(self, key: str) -> Any:
+        """The JSON value at a dotted key: a scalar, or a whole section."""
+        found: Any = self.model_dump(mode="json")
+        for part in key.split("."):
+            found = None if found is None else found[part]
+        return found
+
+    def with_values(self, values: Mapping[str, Any], *, fit: bool = True) -> RunConfig:
+        """This config with the values at some dotted keys replaced, validated again; but for combinations, if they
+        need not `fit` together, because each stage only looks at some of them."""
+        tree = self.model_dump(mode="json")
+        for key, value in values.items():
+            set_value(tree, key, value)
+        return validated(RunConfig, tree, "config", None if fit else ANYTHING_FITS)
+
+    def overridden(self, overrides: Iterable[str]) -> RunConfig:
+        """This config with ``a.b=c`` overrides, validated again."""
+        return parse_config(overridden(self.model_dump(mode="json"), overrides), "config")
+
+
+def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
+    """Read a YAML file and apply ``a.b=c`` overrides (values in YAML's syntax).
+
+    Raises `UserError`, one line naming the key and the mend, for anything that is wrong.
+    """
+    return parse_config(overridden(read_yaml(path), overrides), str(path))
+
+
+def parse_config(tree: Mapping[str, Any], where: str) -> RunConfig:
+    """Validate a tree of plain values; raises `UserError` with one line about its first problem."""
+    return validated(RunConfig, tree, where)
