@@ -214,8 +214,10 @@ def fork(
 @app.command()
 def rescore(
     name: Name,
-    reward: Annotated[str, typer.Option(help="a built-in reward, or package.module:function")],
     run: Annotated[str, typer.Option(help="the new run's name")],
+    reward: Annotated[
+        str | None, typer.Option(help="a built-in reward, or package.module:function; or set reward.model=PATH")
+    ] = None,
     store: Store = DEFAULT_STORE,
     learn: Annotated[bool, typer.Option("--train", help="also update on them: off-policy, and corrected")] = False,
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c ...]", help="values to change")] = None,
@@ -336,7 +338,7 @@ def evaluate(
         changes: dict[str, object] = {"validation.n": n, "validation.temperature": temperature}
         changes |= {"validation.data": str(data)} if data else {}
         changes |= {"rollout.max_response_tokens": max_response_tokens} if max_response_tokens else {}
-        changes |= {"reward.function": reward} if reward else {}
+        changes |= {"reward.function": reward, "reward.model": None} if reward else {}
         if server:
             changes |= {"rollout.engine": "server", "rollout.server.urls": [server], "rollout.server.api": api.value}
         config = config.with_values(changes)

@@ -15,6 +15,7 @@ from tasks.fingerprint import check_open_iteration
 from tasks.greedy_baseline import greedy_baseline
 from tasks.old_log_probs import old_log_probs
 from tasks.ref_log_probs import ref_log_probs
+from tasks.reward_model import reward_model
 from tasks.score import score
 from tasks.select import select
 from tasks.stage import check_not_given_up, finish, skip_update, skip_what_is_left
@@ -46,7 +47,8 @@ def iteration(config: RunConfig, k: int) -> dict[str, float]:
 
 def stages(config: RunConfig, k: int, generated: Output) -> None:
     """Start every stage; each computes as soon as what it reads is committed, where its role's models are."""
-    scored = score(k, generated)
+    judged = reward_model(k, generated) if config.reward.model is not None else None
+    scored = score(k, generated, judged)
     if not config.train.updates:
         finish()
         return skip_update("actor", k, "this run only scores")

@@ -20,8 +20,8 @@ def rescore(config: RunConfig, take_over: bool = False) -> None:
     train(config, take_over=take_over)
 
 
-def rescoring_config(source: str, run: str, reward: str, learn: bool) -> RunConfig:
-    """The config of the run at `source`, a URL, with another reward and its generations.
+def rescoring_config(source: str, run: str, reward: str | None, learn: bool) -> RunConfig:
+    """The config of the run at `source`, a URL, with its generations, and another reward function, if one is named.
 
     Without `learn`, only scores are made. With it, every iteration also updates: off-policy, and so corrected.
     """
@@ -32,7 +32,7 @@ def rescoring_config(source: str, run: str, reward: str, learn: bool) -> RunConf
         "run.name": run,
         "run.store": source.rpartition("/")[0],
         "data.generations": source,
-        "reward.function": reward,
+        **({} if reward is None else {"reward.function": reward, "reward.model": None}),
         "train": {"iterations": parent.state.iteration, "updates": learn},
         "validation": parent.config.validation.model_dump() if learn else {},
     }

@@ -29,6 +29,7 @@ SHOWN = ["prompt", "response", "score"]
 SHORT = {
     "validate": "valid",
     "generate": "gen",
+    "reward_model": "model",
     "score": "score",
     "select": "select",
     "greedy_baseline": "greedy",

@@ -32,7 +32,7 @@ from infra.workers.ray_group import GroupLost
 from rlhf.config import RunConfig, yaml_text
 from rlhf.data.prompts import PromptDataset
 from rlhf.errors import RatchetError, UserError
-from rlhf.models import TOKENIZER, check_weights, files_digest, initial_digest, load_tokenizer, model_folder
+from rlhf.models import check_weights, files_digest, initial_digest, load_tokenizer, model_folder, tokenizer_digest
 from rlhf.rewards import reward_digest
 from rlhf.rewards.code import check_sandbox
 
@@ -154,10 +154,15 @@ class Driver:
         if what == "validation":
             assert config.validation.data is not None
             return worker.dataset((config.validation.data,)).digest
+        model = config.reward.model
+        if what == "reward_model":
+            assert model is not None
+            return f"{files_digest(model_folder(model))} {tokenizer_digest(model)}"
         if what == "reward":
-            return reward_digest(config.reward.function)
+            functions = reward_digest(config.reward.functions)
+            return functions if model is None else f"{functions} {self.digest('reward_model')}"
         assert what == "tokenizer"
-        return files_digest(model_folder(config.model), TOKENIZER)
+        return tokenizer_digest(config.model)
 
     @cached_property
     def initial_weights(self) -> dict[str, Weights]:
@@ -233,12 +238,15 @@ def check_inputs(config: RunConfig) -> None:
     for path in (*config.data.train, config.validation.data):
         if path is not None:
             PromptDataset([path])
-    reward_digest(config.reward.function)
+    reward_digest(config.reward.functions)
     if config.reward.allow_code:
         check_sandbox(**config.reward.options.get("code", {}))
-    for model in (config.model, config.critic_model, config.reference_model):
+    judge = [config.reward.model] if config.reward.model is not None else []
+    for model in (config.model, config.critic_model, config.reference_model, *judge):
         check_weights(model_folder(model))
     load_tokenizer(config.model)
+    for model in judge:
+        load_tokenizer(model, writes=False)
 
 
 def _check_packages(config: RunConfig) -> None:

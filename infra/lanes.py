@@ -51,6 +51,13 @@ class Output:
         output.end(manifest)
         return output
 
+    @classmethod
+    def so_far(cls, stage: str, shards: list[ShardRef]) -> Output:
+        """Of a stage that has more to commit."""
+        output = cls(stage)
+        output.show(shards)
+        return output
+
     # For those that read it: each waits, and raises `InputLost` if it will not come.
 
     def shard(self, number: int) -> ShardRef:

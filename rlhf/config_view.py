@@ -28,7 +28,7 @@ class ConfigView:
         if any(key == allowed or key.startswith(f"{allowed}.") for allowed in self._keys):
             return self._attribute(key)
         if any(allowed.startswith(f"{key}.") for allowed in self._keys):
-            return ConfigView(self._config, self._keys, f"{key}.")
+            return None if self._attribute(key) is None else ConfigView(self._config, self._keys, f"{key}.")
         raise AttributeError(f"config key {key} is read here, but the stage's spec names only {', '.join(self._keys)}")
 
     def values(self) -> dict[str, Any]:

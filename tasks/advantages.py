@@ -20,7 +20,7 @@ SPEC = StageSpec(
     reads={
         "generate": ("prompt_id", "prompt_ids", "response_mask", "rollout_log_probs", "finish_reason"),
         "select": (),
-        "score": ("score", "reward_parts"),
+        "score": ("score", "reward_parts", "token_scores"),
         "greedy_baseline": ("greedy_score", "greedy_tokens"),
         "old_log_probs": ("old_log_probs", "entropy"),
         "ref_log_probs": ("ref_log_probs",),
@@ -83,7 +83,8 @@ def advantages(context: Context) -> TrajectoryBatch:
 def _token_rewards(
     context: Context, mask: torch.Tensor, scores: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, float], dict[str, float]]:
-    """Score and length penalty at the last token that the model wrote, less the KL penalty; metrics; controllers."""
+    """The score, where it lies or else at the last token that the model wrote, and there the length penalty; less the
+    KL penalty; metrics; controllers."""
     config, batch = context.config.algorithm, context.batch
     metrics: dict[str, float] = {}
     controllers: dict[str, float] = {}
@@ -92,8 +93,11 @@ def _token_rewards(
         metrics["critic/overlong_penalty/mean"] = float(penalty.mean())
         scores = scores + penalty
     token_rewards = torch.zeros_like(mask)
+    if batch.array("token_scores").null_count == 0:
+        token_rewards = batch.padded("token_scores").double()
+        scores = scores - token_rewards.sum(-1)
     last = (mask * torch.arange(1, mask.shape[1] + 1)).argmax(-1)
-    token_rewards[torch.arange(len(batch)), last] = scores
+    token_rewards[torch.arange(len(batch)), last] += scores
     if "ref_log_probs" in batch:
         old = "old_log_probs" if "old_log_probs" in batch else "rollout_log_probs"
         log_probs, ref = batch.padded(old).double(), batch.padded("ref_log_probs").double()

@@ -14,10 +14,13 @@ from rlhf.config_view import ConfigView
 from rlhf.errors import UserError
 from tasks.spec import SPECS, StageSpec
 
+UNVERSIONED = {"reward"}
+"""Roles whose model belongs to no run: a digest tells it, as it tells a reward's code, and a fork may have another."""
+
 
 def weights_of(driver: Driver, spec: StageSpec, iteration: int, shard: int = 0) -> Weights | None:
     """The weights that a shard of this iteration works with; for an update, those before it."""
-    if spec.role is None:
+    if spec.role is None or spec.role in UNVERSIONED:
         return None
     state = driver.store.iteration_state(iteration)
     if spec.name == "generate" and shard in state.assigned:
@@ -52,7 +55,7 @@ def fingerprint_of(
             parts[f"input.{output.stage}"] = output.shard(shard).sha256
         else:
             parts[f"input.{output.stage}"] = output.manifest().digest
-    if spec.role is not None:
+    if spec.role is not None and spec.role not in UNVERSIONED:
         name = f"weights.{WEIGHTS_OF.get(spec.role, spec.role)}"
         parts[name] = _digests_of_weights(driver, spec, iteration, shard)
     for what in spec.digests:

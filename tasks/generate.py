@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from rlhf.batch import TrajectoryBatch, ragged
 from rlhf.data.prompts import PromptDataset, encode
 from rlhf.engines.base import Request, Sampling
 from rlhf.schema import TRAJECTORY
+from tasks.reward_model import reward_model
 from tasks.score import score
 from tasks.spec import StageSpec
 from tasks.stage import rows
@@ -56,16 +58,20 @@ def _until_enough_prompts_differ(iteration: int) -> Callable[[Manifest], bool] |
     driver = Driver.current()
     if driver.config.algorithm.dynamic_sampling is None:
         return None
-    attempt = driver.store.begin_attempt(iteration, score.spec.name)
+    stages = [score] if driver.config.reward.model is None else [reward_model, score]
+    attempts = {stage.spec.name: driver.store.begin_attempt(iteration, stage.spec.name) for stage in stages}
 
     def enough(generated: Manifest) -> bool:
-        scored, was_committed = score.shard(iteration, (Output.of(generated),), len(generated.shards) - 1, attempt)
-        if not was_committed:
-            driver.store.commit(scored)
-        shards = driver.store.committed_shards(
-            score.spec.name, iteration
-        )  # a driver that died may have left later ones
-        differ = sum(shards[number].outputs["prompts_that_differ"] for number in range(len(generated.shards)))
+        count = len(generated.shards)
+        inputs: tuple[Output, ...] = (Output.of(generated),)
+        for stage in stages:
+            name = stage.spec.name
+            found, was_committed = stage.shard(iteration, inputs, count - 1, attempts[name])
+            if not was_committed:
+                driver.store.commit(found)
+            shards = driver.store.committed_shards(name, iteration)  # a driver that died may have left later ones
+            inputs += (Output.so_far(name, [shards[number].data for number in range(count)]),)
+        differ = sum(shards[number].outputs["prompts_that_differ"] for number in range(count))
         return bool(differ >= driver.config.data.prompts_per_iteration)
 
     return enough
@@ -112,6 +118,7 @@ def respond(
             truncation=data.truncation,
             system_prompt=data.system_prompt,
         )
+        messages = json.dumps(prompt.after(data.system_prompt), ensure_ascii=False)
         prompt_id = f"it{context.iteration:06d}-p{number:05d}"
         for sample in range(n):
             requests.append(Request(f"{prompt_id}-s{sample:02d}", tuple(ids)))
@@ -119,6 +126,7 @@ def respond(
             columns["prompt_id"].append(prompt_id)
             columns["sample"].append(sample)
             columns["data_source"].append(prompt.data_source)
+            columns["messages"].append(messages)
             columns["prompt"].append(text)
             columns["prompt_ids"].append(ids)
             columns["ground_truth"].append(prompt.ground_truth)

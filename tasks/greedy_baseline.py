@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from infra.workers.worker import Context
 from rlhf.batch import TrajectoryBatch
 from rlhf.engines.base import Request, Sampling
 from rlhf.engines.generation import answers as generated
 from rlhf.schema import TRAJECTORY
-from tasks.score import REWARD_KEYS, rewards
+from tasks.reward_model import MODEL_KEYS, MODEL_OPERATIONAL_KEYS
+from tasks.score import REWARD_KEYS, scores
 from tasks.spec import StageSpec
 from tasks.stage import rows
 
 SPEC = StageSpec(
     name="greedy_baseline",
     reads={
-        "generate": ("prompt_id", "prompt_ids", "data_source", "ground_truth", "extra_info"),
+        "generate": ("prompt_id", "messages", "prompt_ids", "data_source", "ground_truth", "extra_info"),
         "select": (),
     },
     writes=TRAJECTORY.of("greedy_baseline"),
@@ -26,8 +29,9 @@ SPEC = StageSpec(
         "rollout.stop",
         "rollout.quantization",
         *REWARD_KEYS,
+        *MODEL_KEYS,
     ),
-    operational_keys=("reward.workers",),
+    operational_keys=("reward.workers", *MODEL_OPERATIONAL_KEYS),
     digests=("reward", "tokenizer"),
     role="rollout",
 )
@@ -37,8 +41,10 @@ SPEC = StageSpec(
 def greedy_baseline(context: Context) -> TrajectoryBatch:
     """One answer a prompt, written beside each of its trajectories."""
     config, batch = context.config, context.batch
-    prompts = {row["prompt_id"]: row for row in batch.table.drop_columns(["trajectory_id"]).to_pylist()}
-    requests = [Request(f"{prompt_id}-greedy", tuple(row["prompt_ids"])) for prompt_id, row in prompts.items()]
+    _, first, of_row = np.unique(batch.numpy("prompt_id").astype(str), return_index=True, return_inverse=True)
+    prompts = batch.take(first)
+    ids = zip(prompts.list("prompt_id"), prompts.list("prompt_ids"), strict=True)
+    requests = [Request(f"{prompt_id}-greedy", tuple(prompt)) for prompt_id, prompt in ids]
     sampling = Sampling(
         temperature=0.0,
         top_p=1.0,
@@ -49,17 +55,16 @@ def greedy_baseline(context: Context) -> TrajectoryBatch:
     )
     responses = generated(context.engine, requests, sampling)
     texts = [context.tokenizer.decode(list(one.response_ids), skip_special_tokens=True) for one in responses]
-    asked = [
-        (row["data_source"], text, row["ground_truth"], row["extra_info"])
-        for row, text in zip(prompts.values(), texts, strict=True)
-    ]
-    answers = {}
-    for prompt_id, text, one, scored in zip(prompts, texts, responses, rewards(context, asked), strict=True):
-        answers[prompt_id] = {
-            "greedy_response": text,
-            "greedy_tokens": len(one.response_ids),
-            "greedy_score": scored.score,
-        }
-    found = [answers[prompt_id] for prompt_id in batch.list("prompt_id")]
-    columns = {name: [answer[name] for answer in found] for name in SPEC.writes}
-    return TrajectoryBatch.of({"trajectory_id": batch.array("trajectory_id"), **columns})
+    written = {
+        "response": texts,
+        "response_ids": [one.response_ids for one in responses],
+        "response_mask": [[1] * len(one.response_ids) for one in responses],
+    }
+    answers = TrajectoryBatch.of({name: prompts.array(name) for name in prompts.columns} | written)
+    columns = {
+        "greedy_response": texts,
+        "greedy_tokens": [len(one.response_ids) for one in responses],
+        "greedy_score": scores(context, answers)["score"],
+    }
+    spread = {name: [values[prompt] for prompt in of_row] for name, values in columns.items()}
+    return TrajectoryBatch.of({"trajectory_id": batch.array("trajectory_id"), **spread})

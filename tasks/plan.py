@@ -18,6 +18,7 @@ from tasks import (
     greedy_baseline,
     old_log_probs,
     ref_log_probs,
+    reward_model,
     score,
     select,
     update_actor,
@@ -32,6 +33,7 @@ ORDER = tuple(
     for module in (
         validate,
         generate,
+        reward_model,
         score,
         select,
         greedy_baseline,

@@ -72,8 +72,9 @@ def replay(run: Run, iteration: int) -> Iterator[Replayed]:
 
 
 def first_difference(committed: pa.Table, now: pa.Table) -> str:
-    """Where two tables first differ, column by column; empty if they do not."""
-    if committed.column_names != now.column_names:
+    """Where two tables first differ, column by column; empty if they do not. A column that is younger than what is
+    committed counts as nothing."""
+    if not set(committed.column_names) <= set(now.column_names):
         return f"columns {', '.join(committed.column_names)} were committed, now {', '.join(now.column_names)}"
     ids = committed["trajectory_id"].to_pylist()
     for name in committed.column_names:

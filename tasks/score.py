@@ -14,14 +14,18 @@ from rlhf.errors import RatchetError
 from rlhf.rewards import Score
 from rlhf.rewards.pool import Row
 from rlhf.schema import TRAJECTORY
+from tasks.reward_model import judged
 from tasks.spec import StageSpec
 from tasks.stage import rows
 
-REWARD_KEYS = ("reward.function", "reward.options", "reward.timeout_s", "reward.on_error")
+REWARD_KEYS = ("reward.function", "reward.options", "reward.timeout_s", "reward.on_error", "reward.model.weight")
 
 SPEC = StageSpec(
     name="score",
-    reads={"generate": ("prompt_id", "data_source", "response", "ground_truth", "extra_info")},
+    reads={
+        "generate": ("prompt_id", "data_source", "response", "ground_truth", "extra_info"),
+        "reward_model": TRAJECTORY.of("reward_model"),
+    },
     writes=TRAJECTORY.of("score"),
     config_keys=REWARD_KEYS,
     operational_keys=("reward.workers",),
@@ -49,20 +53,32 @@ def score(context: Context) -> TrajectoryBatch:
 
 
 def scores(context: Context, batch: TrajectoryBatch) -> dict[str, list[Any]]:
-    """The columns of `score` for the responses of a batch."""
+    """The columns of `score` for the responses of a batch. Where there is a reward model, what it says of them is in
+    the batch, or it is asked now."""
     names = ("data_source", "response", "ground_truth", "extra_info")
-    found = rewards(context, list(zip(*(batch.list(name) for name in names), strict=True)))
+    found = _rewards(context, list(zip(*(batch.list(name) for name in names), strict=True)))
+    token_scores: list[Any] = [None] * len(found)
+    if (model := context.config.reward.model) is not None:
+        columns = {name: batch.list(name) for name in SPEC.reads["reward_model"] if name in batch}
+        said = columns or judged(context, batch)
+        for row, (one, score) in enumerate(zip(found, said["model_score"], strict=True)):
+            total = one.score + model.weight * score if one.error is None else 0.0
+            found[row] = Score(total, one.parts | {"model": score}, one.error)
+            if (steps := said["model_token_scores"][row]) is not None:
+                token_scores[row] = np.multiply(steps, model.weight if one.error is None else 0.0, dtype=np.float32)
     return {
         "score": [one.score for one in found],
         "reward_parts": [list(one.parts.items()) for one in found],
-        "token_scores": [None] * len(found),
+        "token_scores": token_scores,
         "reward_error": [one.error for one in found],
     }
 
 
-def rewards(context: Context, rows: list[Row]) -> list[Score]:
-    """Raises why one has no score, if that is to stop the run."""
+def _rewards(context: Context, rows: list[Row]) -> list[Score]:
+    """What the functions say. Raises why one has no score, if that is to stop the run."""
     config = context.config.reward
+    if config.function is None:
+        return [Score(0.0, {}) for _ in rows]
     found = []
     for one in context.worker.rewards(config.function, config.options, config.workers, config.timeout_s).score(rows):
         if isinstance(one, RatchetError):

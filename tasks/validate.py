@@ -10,6 +10,7 @@ from rlhf.batch import TrajectoryBatch
 from rlhf.engines.base import Sampling
 from rlhf.validation import means, sums
 from tasks.generate import respond
+from tasks.reward_model import MODEL_KEYS, MODEL_OPERATIONAL_KEYS
 from tasks.score import REWARD_KEYS, scores
 from tasks.spec import StageSpec
 from tasks.stage import rows
@@ -44,8 +45,9 @@ SPEC = StageSpec(
         "validation.n",
         "validation.temperature",
         *REWARD_KEYS,
+        *MODEL_KEYS,
     ),
-    operational_keys=("validation.data", "reward.workers"),
+    operational_keys=("validation.data", "reward.workers", *MODEL_OPERATIONAL_KEYS),
     digests=("validation", "reward", "tokenizer"),
     role="rollout",
 )

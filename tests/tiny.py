@@ -53,6 +53,23 @@ def model_folder(
     return folder
 
 
+def reward_model_folder(folder: Path, base: Path, *, process: bool = False, labels: int = 1, **changes: Any) -> Path:
+    """A classifier on the same tokens, with random weights; `changes` are of its config."""
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification, LlamaForTokenClassification
+
+    AutoTokenizer.from_pretrained(base).save_pretrained(folder)
+    config = LlamaConfig.from_pretrained(base, num_labels=labels, architectures=None)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model = (LlamaForTokenClassification if process else LlamaForSequenceClassification)(config)
+        torch.nn.init.normal_(model.score.weight, std=0.5)
+        model.save_pretrained(folder)
+    return folder
+
+
 def prompt_file(path: Path, prompts: int = 16) -> Path:
     import pyarrow.parquet as pq
 

@@ -29,7 +29,7 @@ from rlhf.data.prompts import PromptDataset
 from rlhf.engines import ranks
 from rlhf.engines.generation import Interruptible
 from rlhf.errors import EngineLost, NotFinite
-from rlhf.models import load_actor, load_critic, load_tokenizer
+from rlhf.models import load_actor, load_critic, load_reward_model, load_tokenizer
 from rlhf.rewards.pool import RewardPool
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ class Worker:
         """One shard's rows, its small outputs, and the seconds it took; nothing is written."""
         self.admit(call.epoch)
         try:
-            if call.role is not None and not self._comes_to_hold(call.role, call.weights):
+            if call.role is not None and call.weights is not None and not self._comes_to_hold(call.role, call.weights):
                 raise Stale(call.role)
             batch = self._read(call)
             started = time.perf_counter()
@@ -259,11 +259,11 @@ class Worker:
             self._rollout_has = weights
             return True
 
-    def _comes_to_hold(self, role: str, weights: Weights | None) -> bool:
+    def _comes_to_hold(self, role: str, weights: Weights) -> bool:
         if self.holds(role, weights):
             return True
         copies = role == "rollout" and not self.rollout_is_actor()
-        return copies and weights is not None and self.copy_to_rollout(weights)
+        return copies and self.copy_to_rollout(weights)
 
     def load(self, role: str, weights: Weights, checkpoint: ObjectRef | None) -> None:
         """Load a role's snapshot; without one, the weights it starts from."""
@@ -406,6 +406,13 @@ class Worker:
             assert config.critic is not None
             chosen = config.critic_model
             return train_engine(config.critic, load_critic(chosen, seed), "value", dtype=chosen.dtype)
+        if role == "reward":
+            from rlhf.engines.reward_engine import RewardEngine
+
+            assert config.reward.model is not None
+            return RewardEngine(
+                load_reward_model(config.reward.model), load_tokenizer(config.reward.model, writes=False)
+            )
         if role == "reference" and self._owner(role) == "actor":
             return WithoutAdapters(self.engine("actor"))
         chosen = config.model if role == "actor" else config.reference_model

@@ -32,6 +32,7 @@ from rlhf.config.sections import (
 
 STAGES = (
     "generate",
+    "reward_model",
     "score",
     "select",
     "greedy_baseline",
@@ -98,7 +99,8 @@ class RunConfig(Section):
         """Roles that have a model."""
         critic: tuple[Role, ...] = ("critic",) if self.needs_critic else ()
         reference: tuple[Role, ...] = ("reference",) if self.needs_reference else ()
-        return ("actor", *critic, *reference, "rollout")
+        reward: tuple[Role, ...] = ("reward",) if self.reward.model is not None else ()
+        return ("actor", *critic, *reference, *reward, "rollout")
 
     @property
     def trainers(self) -> dict[str, Trainer]:
@@ -175,6 +177,7 @@ class RunConfig(Section):
     def stages(self) -> tuple[str, ...]:
         """The stages that every iteration has, in order; validations come besides."""
         optional = {
+            "reward_model": self.reward.model is not None,
             "select": self.selects,
             "greedy_baseline": self.needs_greedy_scores,
             "old_log_probs": self.needs_old_log_probs,
@@ -182,9 +185,8 @@ class RunConfig(Section):
             "values": self.needs_critic,
             "update_critic": self.needs_critic,
         }
-        if not self.train.updates:
-            return ("generate", "score", "update_actor")
-        return tuple(name for name in STAGES if optional.get(name, True))
+        names = STAGES if self.train.updates else ("generate", "reward_model", "score", "update_actor")
+        return tuple(name for name in names if optional.get(name, True))
 
     def validates_before(self, iteration: int) -> bool:
         """Whether held-out prompts are answered before this iteration; the end of the run always is validated."""

@@ -59,13 +59,21 @@ class LoRA(Section):
 
 
 class Model(Section):
+    """A path alone may stand for the section."""
+
     path: str = Field(description="a Hugging Face model: a folder, or a name on the hub")
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="type of the weights and the computation")
     attention: Literal["sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = Field(
         "sdpa", description="the attention kernel: PyTorch's, or one that packed sequences pay with, on GPUs"
     )
     lora: LoRA | None = Field(None, description="train adapters (extra lora); null: train all weights")
+    chat_template: str | None = Field(None, description="a Jinja file: the chat template; null: the tokenizer's own")
     trust_remote_code: bool = Field(False, description="run Python code that the model's repository brings")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _path_alone(cls, value: Any) -> Any:
+        return {"path": value} if isinstance(value, str) else value
 
 
 class Data(Section):
@@ -139,11 +147,32 @@ class Rollout(Section):
         return {"sync": 0, "one_step_off": 1, "async": self.max_staleness}[self.mode]
 
 
-class Reward(Section):
-    function: str | dict[str, float] = Field(
-        "countdown",
-        description="a built-in reward, package.module:function or file.py:function; or several, with their weights",
+class RewardModel(Model):
+    """A classifier that says what a response is worth."""
+
+    type: Literal["outcome", "process"] = Field(
+        "outcome",
+        description="outcome: a sequence classifier scores the response; process: a token classifier scores each of "
+        "its steps, at the step's last token",
     )
+    weight: float = Field(1.0, description="the model's part of the score")
+    step_separator: str = Field("\n\n", min_length=1, description="process: what ends a step")
+    micro_batch_tokens: int = Field(16384, gt=0, description="tokens computed at once by a process, padding included")
+
+    @model_validator(mode="after")
+    def _does_not_learn(self) -> Self:
+        if self.lora is not None:
+            raise ValueError("reward.model.lora is set, but the reward model does not learn: remove it")
+        return self
+
+
+class Reward(Section):
+    function: str | dict[str, float] | None = Field(
+        "countdown",
+        description="a built-in reward, package.module:function or file.py:function; or several, with their weights; "
+        "null: the model alone, which is the default where there is one",
+    )
+    model: RewardModel | None = Field(None, description="a reward model, alone or besides the function; null: none")
     options: dict[str, dict[str, Any]] = Field({}, description="keyword arguments of the functions, by their names")
     timeout_s: float = Field(30.0, gt=0, description="a response that takes its reward longer has none")
     on_error: Literal["fail", "zero", "drop"] = Field(
@@ -154,11 +183,23 @@ class Reward(Section):
     workers: int = Field(2, gt=0, description="processes that compute rewards")
     allow_code: bool = Field(False, description="run programs that the model wrote (reward.function code)")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _model_alone(cls, tree: Any) -> Any:
+        if isinstance(tree, Mapping) and tree.get("model") is not None and "function" not in tree:
+            return {**tree, "function": None}
+        return tree
+
+    @property
+    def functions(self) -> dict[str, float]:
+        """Their weights, by name."""
+        return {self.function: 1.0} if isinstance(self.function, str) else self.function or {}
+
     @model_validator(mode="after")
     def _has_functions(self) -> Self:
-        if not self.function:
-            raise ValueError("reward.function names no function: name one, or several with weights")
-        names = {self.function} if isinstance(self.function, str) else set(self.function)
+        names = self.functions.keys()
+        if not names and self.model is None:
+            raise ValueError("reward.function names no function: name one, or several with weights, or a reward.model")
         if "code" in names and not self.allow_code:
             raise ValueError(
                 "reward.function code runs programs that the model wrote: read docs/security.md, and set "
@@ -304,4 +345,4 @@ class Pool(Section):
     idle_minutes: float = Field(30, gt=0, description="after so long without a call, its processes end")
 
 
-Role = Literal["actor", "critic", "reference", "rollout"]
+Role = Literal["actor", "critic", "reference", "reward", "rollout"]

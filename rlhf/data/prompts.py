@@ -23,14 +23,24 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+Messages = list[dict[str, str]]
+"""Of a conversation, each {role, content}."""
+
+
 @dataclass(frozen=True)
 class Prompt:
     data_source: str
-    messages: list[dict[str, str]]
+    messages: Messages
     ground_truth: str
     extra_info: str
     where: str = field(default="the data", compare=False)
     """File and row, for messages."""
+
+    def after(self, system_prompt: str | None) -> Messages:
+        """Its messages, after that of the system, if they have none of their own."""
+        if system_prompt is None or self.messages[0]["role"] == "system":
+            return self.messages
+        return [{"role": "system", "content": system_prompt}, *self.messages]
 
 
 class PromptDataset:
@@ -100,14 +110,25 @@ def encode(
 
 
 def tokens(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, system_prompt: str | None) -> tuple[str, list[int]]:
-    messages = prompt.messages
-    if system_prompt is not None and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": system_prompt}, *messages]
+    messages = prompt.after(system_prompt)
     if tokenizer.chat_template:
         text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     else:
         text = "\n".join(message["content"] for message in messages)
     return text, list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def with_response(messages: Messages, response: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, int | None]:
+    """Prompt and response as a reward model reads them, through its own chat template (if it has none: one after the
+    other, and the end of sequence); and where in that text the response begins, if it is there as it is."""
+    if not tokenizer.chat_template:
+        prompt = "\n".join(message["content"] for message in messages)
+        return f"{prompt}{response}{tokenizer.eos_token or ''}", len(prompt)
+    said = [*messages, {"role": "assistant", "content": response}]
+    text = str(tokenizer.apply_chat_template(said, tokenize=False))
+    content = response.strip()  # of which templates may make the content
+    start = text.rfind(content)
+    return text, start - (len(response) - len(response.lstrip())) if start >= 0 else None
 
 
 def read_parquet(path: Path) -> pa.Table:

@@ -13,7 +13,7 @@ from rlhf.models import lora
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from rlhf.config import Model
+    from rlhf.config import Model, RewardModel
 
 WEIGHTS = ("*.safetensors", "config.json", "*.safetensors.index.json")
 TOKENIZER = ("tokenizer*", "*.model", "vocab*", "merges.txt", "special_tokens_map.json", "chat_template*")
@@ -64,7 +64,8 @@ def check_weights(folder: Path) -> None:
             raise UserError(f"{path} is damaged: {error}") from None
 
 
-def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
+def load_tokenizer(model: Model, *, writes: bool = True) -> PreTrainedTokenizerBase:
+    """`writes`: for a model that has to end what it writes."""
     from transformers import AutoTokenizer
 
     try:
@@ -72,9 +73,29 @@ def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
     except (OSError, ValueError, KeyError) as error:
         first = str(error).splitlines()[0]
         raise UserError(f"model.path {model.path} holds no tokenizer that can be loaded: {first}") from None
-    if tokenizer.eos_token_id is None:
+    if writes and tokenizer.eos_token_id is None:
         raise UserError(f"the tokenizer of {model.path} has no end-of-sequence token: set eos_token in its config")
+    if model.chat_template is not None:
+        _set_template(tokenizer, model.chat_template)
     return tokenizer
+
+
+def _set_template(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+    from jinja2 import TemplateError
+
+    try:
+        tokenizer.chat_template = Path(path).read_text()
+        tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
+    except (OSError, UnicodeDecodeError, TemplateError) as error:
+        raise UserError(f"chat_template {path} is not a chat template: {error}") from None
+
+
+def tokenizer_digest(model: Model) -> str:
+    """Of its files, and of the chat template that takes the place of theirs."""
+    files = files_digest(model_folder(model), TOKENIZER)
+    if model.chat_template is None:
+        return files
+    return hashlib.sha256(f"{files} {Path(model.chat_template).read_text()}".encode()).hexdigest()
 
 
 def initial_digest(model: Model, seed: int) -> str:
@@ -116,6 +137,21 @@ def load_critic(model: Model, seed: int = 0) -> PreTrainedModel:
     return critic
 
 
+def load_reward_model(model: RewardModel) -> PreTrainedModel:
+    """A sequence classifier, or for a process reward a token classifier, in the type of its computation."""
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+    auto = AutoModelForTokenClassification if model.type == "process" else AutoModelForSequenceClassification
+    loaded, missing = _load(auto, model, dtype=getattr(torch, model.dtype))
+    if missing:
+        raise UserError(
+            f"reward.model {model.path} lacks {missing[0]}: it is no reward model of type {model.type}; "
+            "`ratchet reward-model` trains one"
+        )
+    return loaded.eval()
+
+
 def save(model: PreTrainedModel, folder: Path) -> None:
     """A Hugging Face model folder; adapters are merged into what they adapt."""
     from safetensors.torch import save_file
@@ -141,12 +177,11 @@ def _load(auto_class: Any, model: Model, **options: Any) -> tuple[PreTrainedMode
     try:
         loaded, info = auto_class.from_pretrained(
             folder,
-            dtype=torch.float32,
             attn_implementation=model.attention,
             trust_remote_code=model.trust_remote_code,
             use_safetensors=True,
             output_loading_info=True,
-            **options,
+            **{"dtype": torch.float32, **options},
         )
     except ImportError as error:  # of an attention kernel
         first = str(error).splitlines()[0]

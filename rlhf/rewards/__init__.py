@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from numbers import Real
@@ -70,10 +70,10 @@ def _module(name: str, built_in: bool) -> ModuleType:
     return module
 
 
-def reward_digest(names: str | Mapping[str, float]) -> str:
+def reward_digest(names: Collection[str]) -> str:
     """sha256 of the source of the modules that hold the rewards: changed code is another reward."""
-    sources = [_source(name) for name in ([names] if isinstance(names, str) else sorted(names))]
-    if names == "auto":
+    sources = [_source(name) for name in sorted(names)]
+    if "auto" in names:
         sources += [_source(name) for name in BUILT_IN if name != "auto"]
     return hashlib.sha256("".join(sources).encode()).hexdigest()
 

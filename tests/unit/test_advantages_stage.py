@@ -22,6 +22,7 @@ COLUMNS: dict[str, Any] = {
     "finish_reason": ["stop", "length"],
     "score": [3.0, 1.0],
     "reward_parts": [[("form", 1.0), ("extra", 5.0)], [("form", 0.0)]],
+    "token_scores": [None, None],
 }
 REF = {"ref_log_probs": [[-1.5, -1.0, -1.0], [-3.0, -2.0]]}
 ENTROPY = {"entropy": [[1.0] * 3, [1.0] * 2]}
@@ -52,6 +53,12 @@ def test_the_score_stands_at_the_last_token_that_the_model_wrote() -> None:
     assert rows["rollout_is_weights"] == [None, None]
     assert outputs["controllers"] == {}
     assert outputs["metrics"]["response_length/clip_ratio"] == 0.5
+
+
+def test_the_part_of_the_score_that_lies_on_tokens_stays_there() -> None:
+    rows, outputs = computed({}, token_scores=[[0.5, 0, 0.25], [0, 0]])
+    assert rows["token_rewards"] == [[0.5, 0, 2.5], [1, 0]]
+    assert outputs["metrics"]["critic/rewards/max"] == 3.0
 
 
 def test_kl_is_taken_off_the_rewards() -> None:

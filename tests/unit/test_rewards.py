@@ -80,4 +80,4 @@ def test_what_is_no_number_is_refused(value: Any) -> None:
 
 
 def test_changed_code_is_another_reward() -> None:
-    assert reward_digest("constant") == reward_digest("constant") != reward_digest("countdown")
+    assert reward_digest(["constant"]) == reward_digest(["constant"]) != reward_digest(["countdown"])

@@ -1,0 +1,146 @@
+"""Reward models: that they are read as Hugging Face reads them, one by one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
+
+from rlhf.config import RewardModel, parse_config
+from rlhf.data.prompts import Messages, with_response
+from rlhf.engines.reward_engine import RewardEngine, step_ends, token_at
+from rlhf.errors import UserError
+from rlhf.models import load_critic, load_reward_model, load_tokenizer
+from tests import tiny
+
+TEMPLATE = "{% for m in messages %}({{ m.role }}){{ m.content | trim }}<eos>{% endfor %}"
+SAID: list[tuple[Messages, str]] = [
+    ([{"role": "user", "content": "Add 1 and 2"}], " so it is 3. "),
+    ([{"role": "system", "content": "Be short"}, {"role": "user", "content": "Why?"}], ""),
+    ([{"role": "user", "content": "A longer question, which pads the others"}], "a, b. c"),
+]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.model_folder(tmp_path_factory.mktemp("base"))
+
+
+@pytest.mark.parametrize("template", [None, TEMPLATE], ids=["plain", "template"])
+@pytest.mark.parametrize("pad", [0, 1, None], ids=["pad", "pad is eos", "no pad"])
+@pytest.mark.parametrize("labels", [1, 2])
+def test_scores_are_those_of_the_model_asked_one_by_one(
+    labels: int, pad: int | None, template: str | None, base: Path, tmp_path: Path
+) -> None:
+    folder = tiny.reward_model_folder(tmp_path / "judge", base, labels=labels, pad_token_id=pad)
+    options: dict[str, Any] = {"path": str(folder), "dtype": "float32"}
+    if template:
+        (tmp_path / "template.jinja").write_text(template)
+        options["chat_template"] = str(tmp_path / "template.jinja")
+    config = RewardModel(**options)
+    tokenizer = load_tokenizer(config)
+    engine = RewardEngine(load_reward_model(config), tokenizer)
+    alone = AutoModelForSequenceClassification.from_pretrained(folder)
+    expected = []
+    for messages, response in SAID:
+        if template:
+            ids = tokenizer.apply_chat_template(
+                [*messages, {"role": "assistant", "content": response}], return_tensors="pt", return_dict=False
+            )
+        else:
+            text = "\n".join(message["content"] for message in messages) + response + "<eos>"
+            ids = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            logits = alone(ids).logits[0]
+        expected.append(float(logits[0]) if labels == 1 else float(logits.softmax(0)[1]))
+    for budget in (1, 70, 10_000):  # one by one, in pieces, at once: padding changes sums by float32's rounding
+        assert engine.scores(SAID, micro_batch_tokens=budget) == pytest.approx(expected, abs=1e-5)
+    assert len({round(each, 4) for each in expected}) == 3
+
+
+def test_a_process_reward_is_read_at_the_last_token_of_each_step(base: Path, tmp_path: Path) -> None:
+    folder = tiny.reward_model_folder(tmp_path / "judge", base, process=True, labels=2)
+    config = RewardModel(path=str(folder), dtype="float32", type="process", step_separator=".")
+    engine = RewardEngine(load_reward_model(config), load_tokenizer(config))
+    found = engine.steps(SAID, ".", micro_batch_tokens=10_000)
+    model = AutoModelForTokenClassification.from_pretrained(folder)
+    for (messages, response), steps in zip(SAID, found, strict=True):
+        text, start = with_response(messages, response, engine.tokenizer)
+        with torch.no_grad():
+            logits = model(engine.tokenizer(text, return_tensors="pt")["input_ids"]).logits[0].softmax(-1)[:, 1]
+        ends = {0: [], 1: [], 2: [5, 7]}[SAID.index((messages, response))]
+        ends = [12] if response.startswith(" so") else ends
+        assert [step.end for step in steps] == ends
+        assert start is not None
+        at = [start + end - 1 for end in ends]  # one token is one character here
+        assert [step.score for step in steps] == pytest.approx(logits[at].tolist(), abs=1e-5)
+
+
+def test_a_template_that_changes_responses_loses_their_steps(base: Path, tmp_path: Path) -> None:
+    folder = tiny.reward_model_folder(tmp_path / "judge", base, process=True)
+    (tmp_path / "upper.jinja").write_text("{% for m in messages %}{{ m.content | upper }}{% endfor %}")
+    config = RewardModel(path=str(folder), dtype="float32", type="process", chat_template=str(tmp_path / "upper.jinja"))
+    engine = RewardEngine(load_reward_model(config), load_tokenizer(config))
+    with pytest.raises(UserError, match="chat template changes a response"):
+        engine.steps([([{"role": "user", "content": "a"}], "b")], ".", micro_batch_tokens=100)
+
+
+@pytest.mark.parametrize(
+    ("response", "ends"),
+    [("", []), ("a", [1]), ("a\n\n", [3]), ("\n\na\n\n \n\nb", [5, 9]), ("a\n\nb ", [3, 5]), ("a\n\n  ", [3])],
+)
+def test_step_ends(response: str, ends: list[int]) -> None:
+    assert step_ends(response, "\n\n") == ends
+
+
+def test_the_token_that_completes_a_text(base: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    ids = [1, *tokenizer("abc")["input_ids"], 1]
+    assert [token_at(ids, end, tokenizer) for end in (1, 2, 3)] == [1, 2, 3]
+
+
+def test_conversations_that_are_too_long_are_refused(base: Path, tmp_path: Path) -> None:
+    folder = tiny.reward_model_folder(tmp_path / "judge", base, max_position_embeddings=16)
+    config = RewardModel(path=str(folder), dtype="float32")
+    engine = RewardEngine(load_reward_model(config), load_tokenizer(config))
+    with pytest.raises(UserError, match="reads at most 16 tokens"):
+        engine.scores(SAID, micro_batch_tokens=100)
+
+
+def test_what_is_no_reward_model_is_refused(base: Path) -> None:
+    with pytest.raises(UserError, match=r"lacks score\.weight: it is no reward model of type outcome"):
+        load_reward_model(RewardModel(path=str(base)))
+
+
+def test_a_critic_begins_as_the_reward_model(base: Path, tmp_path: Path) -> None:
+    """Its values are the scores that the reward model would give there."""
+    folder = tiny.reward_model_folder(tmp_path / "judge", base)
+    critic = load_critic(RewardModel(path=str(folder)))
+    judge = AutoModelForSequenceClassification.from_pretrained(folder)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        values = critic(ids).logits[0, :, 0]
+        for end in range(1, 5):
+            assert float(values[end - 1]) == pytest.approx(float(judge(ids[:, :end]).logits[0, 0]), abs=1e-5)
+
+
+def test_the_sections_short_forms() -> None:
+    tree: dict[str, Any] = {"model": "m", "data": {"train": "p"}}
+    alone = parse_config(tree | {"reward": {"model": "judge"}}, "here")
+    assert alone.reward.function is None
+    assert alone.reward.model is not None
+    assert alone.reward.model.path == "judge"
+    assert "reward_model" in alone.stages
+    assert "reward" in alone.roles
+    both = parse_config(tree | {"reward": {"model": "judge", "function": "gsm8k"}}, "here")
+    assert both.reward.functions == {"gsm8k": 1.0}
+    assert parse_config(alone.model_dump(mode="json"), "here") == alone
+    assert parse_config(tree, "here").reward.function == "countdown"
+    assert "reward" not in parse_config(tree, "here").roles
+    with pytest.raises(UserError, match="names no function"):
+        parse_config(tree | {"reward": {"function": None}}, "here")
+    with pytest.raises(UserError, match=r"reward.model.lora is set"):
+        parse_config(tree | {"reward": {"model": {"path": "judge", "lora": {"r": 2}}}}, "here")
