@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from flows import temporary_server
-from rlhf.config import RunConfig, keys, load_config, validated
+from rlhf.config import RewardTraining, RunConfig, SFTConfig, keys, load_config, overridden, validated
 from rlhf.errors import RatchetError, UserError
 
 app = typer.Typer(
@@ -32,6 +32,7 @@ errors = Console(stderr=True, soft_wrap=True)
 
 Name = Annotated[str, typer.Argument(metavar="RUN", help="a run's name in the store, or its full URL")]
 Store = Annotated[str, typer.Option(envvar="RATCHET_STORE", help="folder of runs, any fsspec URL")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[a.b=c ...]", help="values to change")]
 DEFAULT_STORE = "file://./runs"
 
 
@@ -71,7 +72,7 @@ def _config_keys() -> str:
 @app.command(epilog=_config_keys() if "--help" in sys.argv else None)
 def train(
     config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="the run's config")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c ...]", help="values to change")] = None,
+    overrides: Overrides = None,
     run: Annotated[str | None, typer.Option(help="the run's name (run.name)")] = None,
     store: Annotated[str | None, typer.Option(envvar="RATCHET_STORE", help="folder of runs (run.store)")] = None,
     take_over: Annotated[bool, typer.Option("--take-over", help="go on even if another driver is alive")] = False,
@@ -192,7 +193,7 @@ def fork(
     name: Name,
     at: Annotated[str, typer.Option(metavar="K[:STAGE]", help="the iteration, and the first stage that is not shared")],
     run: Annotated[str, typer.Option(help="the new run's name")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c ...]", help="values to change")] = None,
+    overrides: Overrides = None,
     store: Store = DEFAULT_STORE,
     to_store: Annotated[str | None, typer.Option(help="where the new run goes; by default the same store")] = None,
 ) -> None:
@@ -220,13 +221,13 @@ def rescore(
     ] = None,
     store: Store = DEFAULT_STORE,
     learn: Annotated[bool, typer.Option("--train", help="also update on them: off-policy, and corrected")] = False,
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c ...]", help="values to change")] = None,
+    overrides: Overrides = None,
 ) -> None:
     """New scores on old generations, compared with the old; nothing is generated."""
     _quiet()
     from flows import views
     from flows.rescore import begin, rescoring_config
-    from infra.driver import run_url
+    from infra.claims import run_url
     from infra.runs import open_run
 
     source = _url(name, store)
@@ -239,7 +240,7 @@ def rescore(
 @app.command()
 def plan(
     config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="the changed config")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c ...]", help="values to change")] = None,
+    overrides: Overrides = None,
     run: Annotated[str | None, typer.Option(help="the run; by default the one that the config names")] = None,
     store: Annotated[str | None, typer.Option(envvar="RATCHET_STORE", help="folder of runs (run.store)")] = None,
     iteration: Annotated[
@@ -248,7 +249,7 @@ def plan(
 ) -> None:
     """What a changed config would run again of an iteration, and why."""
     from flows import views
-    from infra.driver import run_url
+    from infra.claims import run_url
     from infra.runs import open_run
 
     changed = load_config(config, overrides or [])
@@ -377,8 +378,8 @@ def export(
 @app.command()
 def sft(
     model: Annotated[str, typer.Option(help="the model to start from")],
-    data: Annotated[Path, typer.Option(help="Parquet with columns prompt and response")],
-    output: Annotated[Path, typer.Option(help="folder of the resulting model")],
+    data: Annotated[str, typer.Option(help="Parquet or JSON lines with prompt and response, or with messages")],
+    output: Annotated[Path, typer.Option(help="folder of the resulting model; its name is also the run's")],
     steps: Annotated[int, typer.Option(help="optimizer steps", min=1)] = 250,
     batch_examples: Annotated[int, typer.Option(help="examples a step learns from", min=1)] = 128,
     lr: Annotated[float, typer.Option(help="largest learning rate")] = 1e-5,
@@ -386,31 +387,64 @@ def sft(
     weight_decay: Annotated[float, typer.Option(help="AdamW's weight decay", min=0)] = 0.0,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
     seed: Annotated[int, typer.Option(help="order of the examples", min=0)] = 0,
+    store: Store = DEFAULT_STORE,
+    overrides: Overrides = None,
 ) -> None:
-    """Supervised fine-tuning on prompt-response pairs: the step before every RLHF recipe."""
-    _prefect()
-    from flows.sft import SFTConfig
-    from flows.sft import sft as flow
-    from flows.terminal import progress
+    """Supervised fine-tuning on prompts and responses: the step before every RLHF recipe."""
+    config = {
+        "run": {"name": output.name, "store": store, "seed": seed},
+        "model": {"path": model, "dtype": dtype},
+        "data": data,
+        "output": str(output),
+        "steps": steps,
+        "batch_examples": batch_examples,
+        "lr": lr,
+        "warmup_steps": warmup_steps,
+        "weight_decay": weight_decay,
+    }
+    metrics = _fit(validated(SFTConfig, overridden(config, overrides or []), "sft"))
+    console.print(f"supervised model in {output} (loss {metrics['sft/loss']:.3f})")
 
-    config = validated(
-        SFTConfig,
-        {
-            "model": {"path": model, "dtype": dtype},
-            "data": str(data),
-            "output": str(output),
-            "steps": steps,
-            "batch_examples": batch_examples,
-            "lr": lr,
-            "warmup_steps": warmup_steps,
-            "weight_decay": weight_decay,
-            "seed": seed,
-        },
-        "sft",
-    )
+
+@app.command()
+def reward_model(
+    model: Annotated[str, typer.Option(help="the model to start from, such as a supervised one")],
+    data: Annotated[str, typer.Option(help="Parquet or JSON lines with prompt, chosen and rejected")],
+    output: Annotated[Path, typer.Option(help="folder of the resulting model; its name is also the run's")],
+    validation: Annotated[str | None, typer.Option(help="pairs that are held out")] = None,
+    epochs: Annotated[int, typer.Option(help="passes over the pairs", min=1)] = 1,
+    batch_pairs: Annotated[int, typer.Option(help="pairs a step learns from", min=1)] = 64,
+    lr: Annotated[float, typer.Option(help="largest learning rate")] = 1e-5,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
+    seed: Annotated[int, typer.Option(help="order of the pairs", min=0)] = 0,
+    store: Store = DEFAULT_STORE,
+    overrides: Overrides = None,
+) -> None:
+    """Train a reward model on preferences (Bradley-Terry), for reward.model; the same command goes on with it."""
+    config = {
+        "run": {"name": output.name, "store": store, "seed": seed},
+        "model": {"path": model, "dtype": dtype},
+        "data": data,
+        "validation": validation,
+        "output": str(output),
+        "epochs": epochs,
+        "batch_pairs": batch_pairs,
+        "lr": lr,
+    }
+    metrics = _fit(validated(RewardTraining, overridden(config, overrides or []), "reward-model"))
+    held_out = f"; of the held-out pairs {metrics['val/accuracy']:.1%}" if "val/accuracy" in metrics else ""
+    console.print(f"reward model in {output} ({metrics['reward/accuracy']:.1%} of the pairs come out right{held_out})")
+
+
+def _fit(config: SFTConfig | RewardTraining) -> dict[str, float]:
+    _make_folder(Path(config.output))
+    _prefect()
+    from flows.sft import sft as supervise
+    from flows.terminal import progress
+    from flows.train_reward_model import train_reward_model
+
     with progress(console):
-        loss = flow(config)
-    console.print(f"supervised model in {output} (loss {loss:.3f})")
+        return supervise(config) if isinstance(config, SFTConfig) else train_reward_model(config)
 
 
 @data.command()
@@ -526,7 +560,7 @@ def _write_splits(output: Path, source: str, convert: Callable[..., Any]) -> Non
 @app.command()
 def deploy(
     config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="the run's config")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c ...]", help="values to change")] = None,
+    overrides: Overrides = None,
     pool: Annotated[str, typer.Option(help="the work pool; a process pool is made if there is none")] = "ratchet",
     cron: Annotated[str | None, typer.Option(help='when train starts or goes on, such as "0 3 * * *"')] = None,
     every: Annotated[int | None, typer.Option(metavar="MINUTES", help="or how often", min=1)] = None,
@@ -625,7 +659,7 @@ def _prefect() -> None:
 
 
 def _url(name: str, store: str) -> str:
-    from infra.driver import run_url
+    from infra.claims import run_url
 
     if "://" in name:
         return name.rstrip("/")

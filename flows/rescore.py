@@ -5,7 +5,7 @@ from __future__ import annotations
 from prefect import flow
 
 from flows.train import train
-from infra.driver import run_url
+from infra.claims import run_url
 from infra.objects import Objects
 from infra.runs import open_run
 from rlhf.config import RunConfig

@@ -13,7 +13,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from infra import heartbeat
-from infra.driver import run_url
+from infra.claims import run_url
 from infra.runs import Run, open_run
 from rlhf.config import RunConfig, parse_config
 from rlhf.errors import UserError

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import importlib.util
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from infra import heartbeat
+from infra.claims import begin, claim, code_digest, package_versions, run_url
 from infra.lanes import Lanes, Output
-from infra.log import Fenced
 from infra.objects import Objects, StoreUnavailable
 from infra.progress import report
-from infra.records import SCHEMA_VERSION, Claim, RunState, Weights
+from infra.records import RunState, Weights
 from infra.snapshots import Snapshots
 from infra.store import ROW_STAGES, RunStore
 from infra.workers.groups import Groups
@@ -38,20 +35,6 @@ from rlhf.rewards.code import check_sandbox
 
 GRACE_S = 15.0
 """After a request to stop, a stage that has not ended by then is abandoned; it was never going to half-commit."""
-
-PACKAGES = (
-    "ratchet-rlhf",
-    "torch",
-    "transformers",
-    "deepspeed",
-    "peft",
-    "ray",
-    "prefect",
-    "pyarrow",
-    "numpy",
-    "fsspec",
-    "s3fs",
-)
 
 
 class Stopped(RatchetError):
@@ -145,7 +128,7 @@ class Driver:
         data = ["dataset", "reward", "tokenizer", *(["validation"] if self.config.validation.data is not None else [])]
         digests = {what: self.digest(what) for what in data}
         models = {role: weights.digest for role, weights in self.initial_weights.items()}
-        return json.dumps([_code_digest(), _package_versions(), models, digests], sort_keys=True)
+        return json.dumps([code_digest(), package_versions(), models, digests], sort_keys=True)
 
     def _digest(self, what: str) -> str:
         config, worker = self.config, self.groups.local.worker
@@ -263,20 +246,12 @@ def _check_packages(config: RunConfig) -> None:
             raise UserError(f'{key} needs the package {package}: pip install "ratchet-rlhf[{extra}]"')
 
 
-def run_url(store: str, name: str) -> str:
-    return f"{store.rstrip('/')}/{name}"
-
-
 def _open(config: RunConfig, take_over: bool, check: Callable[[Driver], None]) -> Driver:
     """Check everything that a user may have got wrong, then claim. No model is loaded yet."""
     store = RunStore(Objects(run_url(config.run.store, config.run.name)))
     driver = Driver(config, store)
     check_inputs(config)
-    state = store.log.read()
-    if state.slot < 0:
-        _create(store, config)
-    else:
-        refuse_if_driven(store, take_over)
+    state = begin(store, config, take_over)
     for role, weights in driver.initial_weights.items():
         first = state.initial.get(role)
         if first is not None and first.digest != weights.digest:
@@ -286,77 +261,15 @@ def _open(config: RunConfig, take_over: bool, check: Callable[[Driver], None]) -
                 "the first model back"
             )
     check(driver)
-    threads = _set_threads(state.claim)
-    store.log.claim(
-        Claim(
-            config=config.model_dump(mode="json"),
-            code=_code_digest(),
-            packages=_package_versions(),
-            threads=threads,
-            host=socket.gethostname(),
-            shards=driver.most_shards,
-            ahead=config.rollout.ahead,
-            initial=driver.initial_weights,
-        )
+    claim(
+        store,
+        config,
+        initial=driver.initial_weights,
+        shards=driver.most_shards,
+        ahead=config.rollout.ahead,
     )
     store.sweep((*ROW_STAGES, "validate"))
     return driver
-
-
-def refuse_if_driven(store: RunStore, take_over: bool) -> None:
-    """Raises `Fenced` if another driver is alive, unless this one may take over."""
-    if not take_over and (alive := heartbeat.is_alive(store.objects, lambda text: report("note", text=text))):
-        name = store.url.rpartition("/")[2]
-        raise Fenced(
-            f"run {name} is being driven (pid {alive.pid} on {alive.host}): stop it with "
-            f"`ratchet stop {name}`, or take it over with --take-over"
-        )
-
-
-def check_store(objects: Objects, config: RunConfig) -> None:
-    """Refuse a store on which two drivers could overwrite each other's commits."""
-    if not config.run.single_writer and not objects.honours_create():
-        raise UserError(
-            f"the store {config.run.store} ignores create-if-absent, so two drivers could overwrite each other's "
-            "commits: use a store with conditional writes, or set run.single_writer: true and run one driver only"
-        )
-
-
-def _create(store: RunStore, config: RunConfig) -> None:
-    check_store(store.objects, config)
-    first = {"schema_version": SCHEMA_VERSION, "config": config.model_dump(mode="json"), "parent": None}
-    data = json.dumps(first, indent=1).encode()
-    with suppress(FileExistsError):  # another driver created the run at the same moment; the log decides between them
-        store.objects.retry("write run.json", lambda: store.objects.create("run.json", data))
-
-
-def _set_threads(last: Claim | None) -> int:
-    """Results depend on the number of CPU threads, so a resumed run uses as many as it did before."""
-    import torch
-
-    if last is not None and not torch.cuda.is_available():
-        torch.set_num_threads(last.threads)
-    return torch.get_num_threads()
-
-
-def _package_versions() -> dict[str, str]:
-    versions = {"python": sys.version.split()[0]}
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
-
-
-def _code_digest() -> str:
-    """sha256 over the sources of the four packages."""
-    digest = hashlib.sha256()
-    root = Path(__file__).resolve().parent.parent
-    for package in ("flows", "tasks", "rlhf", "infra"):
-        for path in sorted((root / package).rglob("*.py")):
-            digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()
 
 
 def _abandon(name: str) -> None:

@@ -42,6 +42,8 @@ class Run:
     def config(self) -> RunConfig:
         """The config of the newest driver."""
         assert self.state.claim is not None
+        if "output" in self.state.claim.config:
+            raise UserError(f"{self.store.url} is a fit, not a run of iterations: `ratchet query` shows its metrics")
         return parse_config(self.state.claim.config, f"{self.store.url}, newest claim")
 
     def trajectories(
@@ -118,7 +120,15 @@ class Run:
             there = ", ".join(map(str, sorted(self.state.snapshots))) or "none"
             raise UserError(f"there is no snapshot after {version} iterations; snapshots there are: {there}")
         from rlhf.engines.model_engine import copy_weights, weights_of
-        from rlhf.models import TOKENIZER, initial_digest, load_actor, load_critic, model_folder, save
+        from rlhf.models import (
+            TOKENIZER,
+            initial_digest,
+            load_actor,
+            load_critic,
+            load_tokenizer,
+            model_folder,
+            save,
+        )
 
         checkpoint = self.store.checkpoint(self.state.snapshots[version][role])
         target = Path(folder)
@@ -143,6 +153,8 @@ class Run:
         for pattern in (*TOKENIZER, "generation_config.json"):
             for path in source.glob(pattern):
                 shutil.copy(path, target / path.name)
+        if self.config.model.chat_template is not None:
+            load_tokenizer(self.config.model).save_pretrained(target)
         return target
 
     def _iteration(self, iteration: int, wanted: list[str], tolerant: bool) -> pd.DataFrame:

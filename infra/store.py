@@ -167,7 +167,9 @@ class RunStore:
         """Close the open iteration, together with other commits, in one record."""
         with self.log.held() as state:  # what is committed ahead meanwhile waits, or the index would be torn
             iteration = state.iteration
-            assert state.stages, f"iteration {iteration} has not begun: is it the one before that was to be closed?"
+            assert state.stages or also, (
+                f"iteration {iteration} has not begun: is it the one before that was to be closed?"
+            )
             tag = self._tag(self.begin_attempt(iteration, CLOSE))
             row = pa.table({"iteration": [iteration], **{name: [float(value)] for name, value in metrics.items()}})
             metrics_ref = self._write_table(_metrics_key(iteration, tag), row)

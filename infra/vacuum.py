@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from infra.driver import refuse_if_driven
+from infra.claims import refuse_if_driven
 from infra.log import slot_key
 from infra.records import Close, ObjectRef, Record, Retire, Shard, Snapshot, Stage
 from infra.store import REPORT, RunStore

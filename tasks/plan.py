@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from infra.driver import Driver, check_inputs, check_store, run_url
+from infra.claims import check_store, run_url
+from infra.driver import Driver, check_inputs
 from infra.forks import fork
 from infra.objects import Objects
 from infra.records import Skip, Stage

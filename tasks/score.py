@@ -63,7 +63,8 @@ def scores(context: Context, batch: TrajectoryBatch) -> dict[str, list[Any]]:
         said = columns or judged(context, batch)
         for row, (one, score) in enumerate(zip(found, said["model_score"], strict=True)):
             total = one.score + model.weight * score if one.error is None else 0.0
-            found[row] = Score(total, one.parts | {"model": score}, one.error)
+            rule = {} if context.config.reward.function is None else {"rule": one.score}
+            found[row] = Score(total, one.parts | rule | {"model": score}, one.error)
             if (steps := said["model_token_scores"][row]) is not None:
                 token_scores[row] = np.multiply(steps, model.weight if one.error is None else 0.0, dtype=np.float32)
     return {

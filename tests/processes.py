@@ -249,13 +249,16 @@ def _count(counts: Path) -> None:
     def place(trajectory_id: str) -> int:
         return int(trajectory_id.split("-")[0].removeprefix("it"))
 
-    def inferred(self: Any, batch: Any, outputs: Any, **_: Any) -> tuple[Any, ...]:
-        stage = "values" if self.head == "value" else "old_log_probs" if self.optimizer else "ref_log_probs"
+    def of(stage: str, batch: Any) -> tuple[Any, ...]:
+        if "trajectory_id" not in batch:  # a fit's
+            return "fit", 0, -1
         return stage, place(batch.list("trajectory_id")[0]), -1
 
+    def inferred(self: Any, batch: Any, outputs: Any, **_: Any) -> tuple[Any, ...]:
+        return of("values" if self.head == "value" else "old_log_probs" if self.optimizer else "ref_log_probs", batch)
+
     def updated(self: Any, batch: Any, *_: Any) -> tuple[Any, ...]:
-        stage = "update_critic" if self.head == "value" else "update_actor"
-        return stage, place(batch.list("trajectory_id")[0]), -1
+        return of("update_critic" if self.head == "value" else "update_actor", batch)
 
     after(Worker, "rows", lambda self, call, compute: (call.stage, call.iteration, call.shard))
     after(HFRollout, "generate", lambda self, requests, _: ("generate", place(requests[0].trajectory_id), -1))

@@ -9,9 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
+from torch.nn.functional import logsigmoid
+
 from rlhf.algorithms import PolicyLoss
 from rlhf.algorithms.kl import Estimator, kl_divergence
-from rlhf.algorithms.masked import Aggregation, Totals, aggregate, masked_mean
+from rlhf.algorithms.masked import Aggregation, Totals, aggregate, masked_mean, sequence_sum
 from rlhf.algorithms.policy_losses import SelectingLoss
 
 if TYPE_CHECKING:
@@ -42,6 +44,11 @@ class Objective(Protocol):
         """From a whole mini-batch to a column, `selected`, that its micro-batches are then given besides."""
         ...
 
+    @property
+    def together(self) -> int:
+        """So many rows, one after the other, come into the same micro-batch: 2 for pairs."""
+        ...
+
     def __call__(self, outputs: Outputs, batch: Outputs, totals: Totals) -> Share: ...
 
 
@@ -62,6 +69,7 @@ class ActorObjective:
     """Whether rollout correction gave the tokens weights."""
     horizon: int | None = None
     """The longest that a response may be, for `seq-mean-token-sum-norm`; None: the longest of the mini-batch."""
+    together: int = 1
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -123,6 +131,7 @@ class CriticObjective:
     columns: tuple[str, ...] = ("loss_mask", "returns", "values")
     outputs: tuple[str, ...] = ("values",)
     selection: None = None
+    together: int = 1
 
     def __call__(self, outputs: Outputs, batch: Outputs, totals: Totals) -> Share:
         mask, predicted = batch["loss_mask"], outputs["values"]
@@ -145,7 +154,35 @@ class SupervisedObjective:
     columns: tuple[str, ...] = ("loss_mask",)
     outputs: tuple[str, ...] = ("log_probs",)
     selection: None = None
+    together: int = 1
 
     def __call__(self, outputs: Outputs, batch: Outputs, totals: Totals) -> Share:
         loss = aggregate(-outputs["log_probs"], batch["loss_mask"], "token-mean", totals)
         return loss, {"sft/loss": loss}
+
+
+@dataclass(frozen=True)
+class PreferenceObjective:
+    r"""Bradley and Terry's model of preferences: the negative log-likelihood that the first response of each pair is
+    preferred to the second (arXiv 1706.03741, 2203.02155),
+
+    .. math::
+        -\log \sigma(r_{chosen} - r_{rejected})
+
+    averaged over the pairs, which are two rows each, with one score each.
+    """
+
+    columns: tuple[str, ...] = ("loss_mask",)
+    outputs: tuple[str, ...] = ("scores",)
+    selection: None = None
+    together: int = 2
+
+    def __call__(self, outputs: Outputs, batch: Outputs, totals: Totals) -> Share:
+        scores = sequence_sum(outputs["scores"], batch["loss_mask"])
+        margin, pairs = scores[0::2] - scores[1::2], totals.sequences / 2
+        loss = -logsigmoid(margin).sum() / pairs
+        return loss, {
+            "reward/loss": loss,
+            "reward/accuracy": (margin > 0).to(loss.dtype).sum() / pairs,
+            "reward/margin": margin.sum() / pairs,
+        }

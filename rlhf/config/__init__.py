@@ -1,5 +1,6 @@
 """The configuration: its sections, a whole run, what does not go together, and how it is read."""
 
+from rlhf.config.fitting import FitConfig, RewardTraining, SFTConfig
 from rlhf.config.reading import keys, models_in, overridden, read_yaml, validated, yaml_text
 from rlhf.config.run import STAGES, RunConfig, load_config, parse_config
 from rlhf.config.sections import (
@@ -21,13 +22,16 @@ __all__ = [
     "Actor",
     "Checkpoint",
     "DynamicSampling",
+    "FitConfig",
     "LRSchedule",
     "LoRA",
     "Model",
     "Pool",
     "RewardModel",
+    "RewardTraining",
     "Run",
     "RunConfig",
+    "SFTConfig",
     "Section",
     "Trainer",
     "keys",

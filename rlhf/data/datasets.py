@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -48,6 +49,14 @@ def read(url: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
                     yield where, found
     except (OSError, pa.ArrowInvalid) as error:
         raise UserError(f"cannot read {url}: {error}") from None
+
+
+def file_digest(url: str) -> str:
+    """sha256 of a file's bytes."""
+    import fsspec
+
+    with fsspec.open(url, "rb") as file:
+        return hashlib.sha256(file.read()).hexdigest()
 
 
 def gsm8k(rows: Rows, split: str) -> pa.Table:

@@ -91,6 +91,7 @@ def encode(
     max_tokens: int,
     truncation: str,
     system_prompt: str | None = None,
+    key: str = "data.max_prompt_tokens",
 ) -> tuple[str, list[int]]:
     """The prompt as text and tokens, through the tokenizer's chat template (if it has none: the contents, joined). The
     text is the whole prompt's, whatever is cut from its tokens."""
@@ -100,8 +101,8 @@ def encode(
     if len(ids) > max_tokens:
         if truncation == "error":
             raise UserError(
-                f"{prompt.where}: the prompt has {len(ids)} tokens, more than data.max_prompt_tokens {max_tokens} "
-                f"({text[:60]!r}...): raise it, or set data.truncation"
+                f"{prompt.where}: the prompt has {len(ids)} tokens, more than {key} {max_tokens} ({text[:60]!r}...): "
+                "raise it, or set data.truncation"
             )
         assert truncation != "drop", "such prompts are not in the dataset any more"
         head = {"left": 0, "middle": max_tokens // 2, "right": max_tokens}[truncation]
@@ -161,18 +162,22 @@ def json_of(line: bytes, where: str) -> Any:
         raise UserError(f"{where} is not JSON: {error}") from None
 
 
-def _prompt(row: Any, where: str) -> Prompt:
-    if not isinstance(row, dict):
-        raise UserError(f"{where} is not an object with the keys prompt, data_source and reward_model")
-    messages = row.get("prompt")
-    if isinstance(messages, str):
-        messages = [{"role": "user", "content": messages}]
+def messages_of(value: Any, where: str, column: str = "prompt") -> Messages:
+    """A text is a message of the user. Raises `UserError` saying where."""
+    messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
     valid = isinstance(messages, list) and all(
         isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
         for message in messages
     )
     if not messages or not valid:
-        raise UserError(f"{where}: prompt should be a list of messages {{role, content}}")
+        raise UserError(f"{where}: {column} should be a list of messages {{role, content}}")
+    return list(messages)
+
+
+def _prompt(row: Any, where: str) -> Prompt:
+    if not isinstance(row, dict):
+        raise UserError(f"{where} is not an object with the keys prompt, data_source and reward_model")
+    messages = messages_of(row.get("prompt"), where)
     reward_model = row.get("reward_model") or {}
     truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
     extra, style = row.get("extra_info"), reward_model.get("style") if isinstance(reward_model, dict) else None

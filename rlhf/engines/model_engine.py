@@ -43,7 +43,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class ModelEngine(ABC):
     """A model with its optimizer. Weights and optimizer state are float32; bfloat16 is the type of the computation.
 
-    `head` says what the model gives: a policy's log-probs and entropy, or a critic's values.
+    `head` says what the model gives: a policy's log-probs and entropy, a critic's values, or a reward model's scores.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class ModelEngine(ABC):
     def _mini_batch(self, mini_batch: TrajectoryBatch, objective: Objective, schedule: Schedule) -> dict[str, float]:
         """One optimizer step; the gradient is that of the whole mini-batch, however it is cut and dealt out."""
         totals = Totals.of(mini_batch.padded("loss_mask"))
-        micro_batches = list(self._micro_batches(mini_batch, schedule.micro_batch_tokens))
+        micro_batches = list(self._micro_batches(mini_batch, schedule.micro_batch_tokens, objective.together))
         columns = {name: mini_batch.padded(name).float().to(self.device) for name in objective.columns}
         if objective.selection is not None:
             whole = self._whole(micro_batches, objective, schedule, totals)
@@ -170,7 +170,7 @@ class ModelEngine(ABC):
                 )
         norm = self._step(schedule)
         self.steps += 1
-        prefix = "critic" if self.head == "value" else "actor"
+        prefix = {"policy": "actor", "value": "critic", "reward": "reward"}[self.head]
         return {name: ranks.summed(value).item() for name, value in sums.items()} | {f"{prefix}/grad_norm": norm}
 
     def _whole(
@@ -191,11 +191,16 @@ class ModelEngine(ABC):
                 whole[name][rows, : micro.horizon] = micro.padded(values)[: len(rows)] if self.counts else 0
         return {name: ranks.summed(values) for name, values in whole.items()}
 
-    def _micro_batches(self, batch: TrajectoryBatch, budget: int) -> Iterator[tuple[np.ndarray, MicroBatch]]:
-        """This rank's pieces: their rows, and what is computed, which for a piece without rows is some row in vain."""
-        lengths = batch.lengths("prompt_ids") + batch.lengths("response_ids")
-        for rows in ranks.pieces(lengths, budget, packed=self.packing, sharing=self.sharing):
-            yield rows, MicroBatch.of(batch, rows if len(rows) else [0], packed=self.packing)
+    def _micro_batches(
+        self, batch: TrajectoryBatch, budget: int, together: int = 1
+    ) -> Iterator[tuple[np.ndarray, MicroBatch]]:
+        """This rank's pieces: their rows, and what is computed, which for a piece without rows is some row in vain. So
+        many rows as have to be `together` are never cut apart."""
+        lengths = (batch.lengths("prompt_ids") + batch.lengths("response_ids")).reshape(-1, together)
+        sizes = lengths.sum(1) if self.packing else together * lengths.max(1)
+        for groups in ranks.pieces(sizes, budget, packed=self.packing, sharing=self.sharing):
+            rows = (groups[:, None] * together + np.arange(together)).ravel()
+            yield rows, MicroBatch.of(batch, rows if len(rows) else range(together), packed=self.packing)
 
     def _forward(self, micro: MicroBatch, outputs: Iterable[str], temperature: float) -> dict[str, Tensor]:
         """Per response token."""

@@ -1,4 +1,5 @@
-"""A model that is asked about some of its tokens: their log-probs and entropy, or their values.
+"""A model that is asked about some of its tokens: their log-probs and entropy, their values, or the scores of what they
+end.
 
 Logits are made for those tokens alone, so many at a time that all of them (tokens x vocabulary) are never in memory;
 where gradients flow, they are made again in the backward pass.
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-Head = Literal["policy", "value"]
+Head = Literal["policy", "value", "reward"]
 LOGITS_BYTES = 2**28
 """Largest piece of float32 logits."""
 
@@ -77,6 +78,8 @@ class TokenOutputs(torch.nn.Module):
             values = self.model(**inputs, use_cache=False).logits
             return {"values": values.flatten().index_select(0, at).float()}
         hidden = self._hidden(**inputs).flatten(0, 1).index_select(0, at)
+        if self.head == "reward":
+            return {"scores": self.model.score(hidden)[:, 0].float()}
         return self._of_policy(hidden, targets, temperature, outputs)
 
     def _of_policy(
@@ -126,6 +129,8 @@ class TokenOutputs(torch.nn.Module):
                 f"{name} changes the logits of its head in a way that is not known here: its log-probs would be "
                 "wrong; choose a model of another architecture"
             )
+        if self.head == "reward" and not hasattr(self.model, "score"):
+            raise UserError(f"{name} does not score a conversation by its last token: choose a decoder")
         if packing:
             positions = torch.arange(ids.shape[1], device=ids.device)[None]
             twice = self._hidden(ids.repeat(1, 2), position_ids=positions.repeat(1, 2))

@@ -137,6 +137,20 @@ def load_critic(model: Model, seed: int = 0) -> PreTrainedModel:
     return critic
 
 
+def load_scorer(model: Model, seed: int = 0) -> PreTrainedModel:
+    """A reward model to train: a sequence classifier with one label. A new head starts at zero; one that the folder
+    already holds is kept."""
+    from transformers import AutoModelForSequenceClassification
+
+    scorer, missing = _load(AutoModelForSequenceClassification, model, num_labels=1)
+    parameters = dict(scorer.named_parameters())
+    for name in missing:
+        parameters[name].data.zero_()
+    if model.lora is not None:
+        lora.add(scorer, model.lora, seed)
+    return scorer
+
+
 def load_reward_model(model: RewardModel) -> PreTrainedModel:
     """A sequence classifier, or for a process reward a token classifier, in the type of its computation."""
     import torch

@@ -124,15 +124,15 @@ class Overwriting(Memory):
 
 
 def test_a_store_without_create_if_absent_is_refused(tmp_path: Path) -> None:
-    from infra.driver import _create
+    from infra.claims import create
 
     objects = Objects("overwriting://", Overwriting())
     assert not objects.honours_create()
     assert objects.list("") == []
     with pytest.raises(UserError, match=r"ignores create-if-absent.*run.single_writer"):
-        _create(RunStore(objects), tiny.config(tmp_path))
+        create(RunStore(objects), tiny.config(tmp_path))
     assert objects.list("") == []
-    _create(RunStore(objects), tiny.config(tmp_path, run__single_writer=True))
+    create(RunStore(objects), tiny.config(tmp_path, run__single_writer=True))
     assert objects.list("") == ["run.json"]
 
 

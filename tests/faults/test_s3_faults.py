@@ -12,7 +12,7 @@ import pytest
 import s3fs
 
 from flows.train import train
-from infra.driver import run_url
+from infra.claims import run_url
 from infra.runs import open_run
 from rlhf.config import RunConfig
 from tests import tiny

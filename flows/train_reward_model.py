@@ -1,0 +1,64 @@
+"""Training a reward model on preferences: between supervised fine-tuning and PPO."""
+
+from __future__ import annotations
+
+import numpy as np
+from prefect import flow
+
+from infra.fitting import fitting
+from infra.progress import report
+from rlhf import seeding
+from rlhf.algorithms.objectives import PreferenceObjective
+from rlhf.batch import TrajectoryBatch
+from rlhf.config import RewardTraining
+from rlhf.data.examples import preferences
+from rlhf.engines.model_engine import ModelEngine
+from rlhf.engines.torch_engine import TorchEngine
+from rlhf.models import load_scorer, load_tokenizer
+from tasks.fit import Fit, fit
+
+
+@flow(name="train_reward_model", flow_run_name="{config.run.name}", persist_result=False)
+def train_reward_model(config: RewardTraining, take_over: bool = False) -> dict[str, float]:
+    """Fit, or go on fitting, and write the model's folder; returns the metrics of the last round."""
+    model = load_scorer(config.model, config.run.seed)
+    examples = _pairs(config, config.data, model.config.get_text_config().pad_token_id)
+    held_out = None
+    if config.validation is not None:
+        held_out = _pairs(config, config.validation, model.config.get_text_config().pad_token_id)
+    pairs = len(examples) // 2
+
+    def rows(step: int) -> list[int]:
+        """Epochs, each in an order of its own."""
+        epoch, batch = divmod(step, steps_per_epoch)
+        order = seeding.generator(config.run.seed, "preferences", epoch).permutation(pairs)
+        chosen = order[batch * config.batch_pairs : (batch + 1) * config.batch_pairs]
+        return [int(row) for pair in chosen for row in (2 * pair, 2 * pair + 1)]
+
+    steps_per_epoch = -(-pairs // config.batch_pairs)
+    with fitting(config, "reward", take_over) as run:
+        engine = TorchEngine(
+            model, "reward", dtype=config.model.dtype, gradient_checkpointing=config.gradient_checkpointing
+        )
+
+        def evaluate() -> dict[str, float]:
+            return {} if held_out is None else accuracy(engine, held_out, config.micro_batch_tokens)
+
+        steps = config.epochs * steps_per_epoch
+        return fit(run, Fit(config, engine, PreferenceObjective(), examples, steps, rows, evaluate))
+
+
+def _pairs(config: RewardTraining, url: str, padding: int | None) -> TrajectoryBatch:
+    tokenizer = load_tokenizer(config.model)
+    examples, left_out = preferences(url, tokenizer, padding=padding, max_tokens=config.max_tokens)
+    if left_out:
+        report("note", text=f"{left_out} pairs of {url} are longer than max_tokens {config.max_tokens}: left out")
+    return examples
+
+
+def accuracy(engine: ModelEngine, pairs: TrajectoryBatch, micro_batch_tokens: int) -> dict[str, float]:
+    """How often, and by how much, the preferred response of a pair scores higher."""
+    found = engine.infer(pairs, ("scores",), temperature=1.0, micro_batch_tokens=micro_batch_tokens)["scores"]
+    scores = np.asarray(found.flatten().to_numpy(zero_copy_only=False)).reshape(-1, 2)
+    margin = scores[:, 0] - scores[:, 1]
+    return {"val/accuracy": float((margin > 0).mean()), "val/margin": float(margin.mean())}

@@ -1,0 +1,131 @@
+"""Taking a run: in a store that tells drivers apart, one driver at a time, with a record of what it is made of."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import socket
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from infra import heartbeat
+from infra.log import Fenced
+from infra.objects import Objects
+from infra.progress import report
+from infra.records import SCHEMA_VERSION, Claim, RunState, Weights
+from infra.store import RunStore
+from rlhf.config import Run
+from rlhf.errors import UserError
+
+PACKAGES = (
+    "ratchet-rlhf",
+    "torch",
+    "transformers",
+    "deepspeed",
+    "peft",
+    "ray",
+    "prefect",
+    "pyarrow",
+    "numpy",
+    "fsspec",
+    "s3fs",
+)
+
+
+class Config(Protocol):
+    """Of any kind of run."""
+
+    @property
+    def run(self) -> Run: ...
+
+    def model_dump(self, *, mode: str) -> dict[str, Any]: ...
+
+
+def run_url(store: str, name: str) -> str:
+    return f"{store.rstrip('/')}/{name}"
+
+
+def begin(store: RunStore, config: Config, take_over: bool) -> RunState:
+    """How the run stands, which is made if it does not exist. Raises `Fenced` if another driver is alive."""
+    state = store.log.read()
+    if state.slot < 0:
+        create(store, config)
+    else:
+        refuse_if_driven(store, take_over)
+    return state
+
+
+def claim(store: RunStore, config: Config, *, initial: Mapping[str, Weights], shards: int = 1, ahead: int = 0) -> None:
+    """From here on every older driver is fenced."""
+    store.log.claim(
+        Claim(
+            config=config.model_dump(mode="json"),
+            code=code_digest(),
+            packages=package_versions(),
+            threads=_set_threads(store.state.claim),
+            host=socket.gethostname(),
+            shards=shards,
+            ahead=ahead,
+            initial=dict(initial),
+        )
+    )
+
+
+def refuse_if_driven(store: RunStore, take_over: bool) -> None:
+    """Raises `Fenced` if another driver is alive, unless this one may take over."""
+    if not take_over and (alive := heartbeat.is_alive(store.objects, lambda text: report("note", text=text))):
+        name = store.url.rpartition("/")[2]
+        raise Fenced(
+            f"run {name} is being driven (pid {alive.pid} on {alive.host}): stop it with "
+            f"`ratchet stop {name}`, or take it over with --take-over"
+        )
+
+
+def check_store(objects: Objects, config: Config) -> None:
+    """Refuse a store on which two drivers could overwrite each other's commits."""
+    if not config.run.single_writer and not objects.honours_create():
+        raise UserError(
+            f"the store {config.run.store} ignores create-if-absent, so two drivers could overwrite each other's "
+            "commits: use a store with conditional writes, or set run.single_writer: true and run one driver only"
+        )
+
+
+def create(store: RunStore, config: Config) -> None:
+    check_store(store.objects, config)
+    first = {"schema_version": SCHEMA_VERSION, "config": config.model_dump(mode="json"), "parent": None}
+    data = json.dumps(first, indent=1).encode()
+    with suppress(FileExistsError):  # another driver created the run at the same moment; the log decides between them
+        store.objects.retry("write run.json", lambda: store.objects.create("run.json", data))
+
+
+def _set_threads(last: Claim | None) -> int:
+    """Results depend on the number of CPU threads, so a resumed run uses as many as it did before."""
+    import torch
+
+    if last is not None and not torch.cuda.is_available():
+        torch.set_num_threads(last.threads)
+    return torch.get_num_threads()
+
+
+def package_versions() -> dict[str, str]:
+    versions = {"python": sys.version.split()[0]}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def code_digest() -> str:
+    """sha256 over the sources of the four packages."""
+    digest = hashlib.sha256()
+    root = Path(__file__).resolve().parent.parent
+    for package in ("flows", "tasks", "rlhf", "infra"):
+        for path in sorted((root / package).rglob("*.py")):
+            digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()

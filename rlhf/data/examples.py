@@ -1,0 +1,96 @@
+"""What models are fitted to: prompts with their responses, and pairs of which one response is preferred."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rlhf.batch import TrajectoryBatch
+from rlhf.data.datasets import read
+from rlhf.data.prompts import Messages, Prompt, encode, messages_of, with_response
+from rlhf.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def supervised(
+    url: str, tokenizer: PreTrainedTokenizerBase, *, prompt: str, response: str, max_prompt_tokens: int
+) -> TrajectoryBatch:
+    """Rows of a prompt and its response, by the names of their columns, or of `messages` whose last is the response.
+    Raises `UserError` naming the row."""
+    prompts, responses = [], []
+    for where, row in read(url):
+        column = response if response in row or "completion" not in row else "completion"
+        if "messages" in row and prompt not in row:
+            messages, said = answered(row["messages"], where, "messages")
+        elif prompt in row and column in row:
+            messages, said = answered(row[column], where, column, row[prompt])
+        else:
+            raise UserError(
+                f"{where} has no {prompt if prompt not in row else column}: supervised examples are rows of {prompt} "
+                f"and {response}, or of messages; there are {', '.join(row)}"
+            )
+        asked = Prompt(data_source="", messages=messages, ground_truth="", extra_info="", where=where)
+        _, ids = encode(asked, tokenizer, max_tokens=max_prompt_tokens, truncation="error", key="max_prompt_tokens")
+        prompts.append(ids)
+        responses.append([*tokenizer(said, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id])
+    _some(prompts, url)
+    return TrajectoryBatch.of(
+        {"prompt_ids": prompts, "response_ids": responses, "loss_mask": [[1] * len(each) for each in responses]}
+    )
+
+
+def preferences(
+    url: str, tokenizer: PreTrainedTokenizerBase, *, padding: int | None, max_tokens: int
+) -> tuple[TrajectoryBatch, int]:
+    """Pairs as two rows each, the preferred one first, and how many were left out because they are longer.
+
+    A row is a conversation up to the token at which a classifier with this token for `padding` reads its score, and one
+    place after it, which asks for it.
+    """
+    conversations: list[list[int]] = []
+    pairs = 0
+    for where, row in read(url):
+        pairs += 1
+        pair = [_tokens(*each, tokenizer, padding) for each in _pair(row, where)]
+        if max(map(len, pair)) <= max_tokens:
+            conversations += pair
+    _some(conversations, f"{url}, up to max_tokens {max_tokens},")
+    asking = [[0]] * len(conversations)
+    batch = TrajectoryBatch.of(
+        {"prompt_ids": conversations, "response_ids": asking, "loss_mask": [[1]] * len(conversations)}
+    )
+    return batch, pairs - len(conversations) // 2
+
+
+def answered(value: Any, where: str, column: str, prompt: Any = None) -> tuple[Messages, str]:
+    """Prompt and response: a text after the prompt, or messages that end with the assistant's; what comes before that
+    is the prompt, if there is any."""
+    if isinstance(value, str) and prompt is not None:
+        return messages_of(prompt, where), value
+    messages = messages_of(value, where, column)
+    if messages[-1]["role"] != "assistant" or (prompt is None and len(messages) == 1):
+        raise UserError(f"{where}: {column} should be a text after a prompt, or end with a message of the assistant")
+    before = messages[:-1] if len(messages) > 1 else messages_of(prompt, where)
+    return before, messages[-1]["content"]
+
+
+def _pair(row: Mapping[str, Any], where: str) -> Iterator[tuple[Messages, str]]:
+    for column in ("chosen", "rejected"):
+        if column not in row:
+            raise UserError(f"{where} has no {column}: preferences are rows of prompt, chosen and rejected")
+        yield answered(row[column], where, column, row.get("prompt"))
+
+
+def _tokens(messages: Messages, response: str, tokenizer: PreTrainedTokenizerBase, padding: int | None) -> list[int]:
+    text, _ = with_response(messages, response, tokenizer)
+    ids = list(tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"])
+    while len(ids) > 1 and ids[-1] == padding:
+        ids.pop()
+    return ids
+
+
+def _some(rows: Sequence[Any], url: str) -> None:
+    if not rows:
+        raise UserError(f"{url} has no examples")
