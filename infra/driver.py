@@ -28,6 +28,7 @@ from infra.workers.groups import Groups
 from infra.workers.ray_group import GroupLost
 from rlhf.config import RunConfig, yaml_text
 from rlhf.data.prompts import PromptDataset
+from rlhf.environments import environment_digest
 from rlhf.errors import RatchetError, UserError
 from rlhf.models import check_weights, files_digest, initial_digest, load_tokenizer, model_folder, tokenizer_digest
 from rlhf.rewards import reward_digest
@@ -69,7 +70,7 @@ class Driver:
         self.lanes = Lanes()
         self.rollout = Rollout()
         self.snapshots = Snapshots(config, store, self.groups)
-        self.digests: dict[str, str] = {}
+        self.digests: dict[str, str | None] = {}
         self.restoring = threading.RLock()
         """Held by whoever loads weights: two lanes may find at once that a role does not hold what they need."""
         self._stop = threading.Event()
@@ -117,20 +118,27 @@ class Driver:
         if self._grace is not None:
             self._grace.cancel()
 
-    def digest(self, what: str) -> str:
-        """Digest of something outside the store that stages read: dataset, validation, reward, tokenizer."""
+    def digest(self, what: str) -> str | None:
+        """Digest of something outside the store that stages read (dataset, validation, reward, reward_model, tokenizer,
+        environment); None: the config has no such thing."""
         if what not in self.digests:
             self.digests[what] = self._digest(what)
         return self.digests[what]
 
     def _identity(self) -> str:
         """Of everything outside the config that workers hold: code, packages, models, and what stages read."""
-        data = ["dataset", "reward", "tokenizer", *(["validation"] if self.config.validation.data is not None else [])]
+        data = [
+            "dataset",
+            "reward",
+            "tokenizer",
+            "environment",
+            *(["validation"] if self.config.validation.data is not None else []),
+        ]
         digests = {what: self.digest(what) for what in data}
         models = {role: weights.digest for role, weights in self.initial_weights.items()}
         return json.dumps([code_digest(), package_versions(), models, digests], sort_keys=True)
 
-    def _digest(self, what: str) -> str:
+    def _digest(self, what: str) -> str | None:
         config, worker = self.config, self.groups.local.worker
         if what == "dataset":
             return worker.dataset(config.data.train).digest
@@ -141,6 +149,9 @@ class Driver:
         if what == "reward_model":
             assert model is not None
             return f"{files_digest(model_folder(model))} {tokenizer_digest(model)}"
+        if what == "environment":
+            environment = config.rollout.environment
+            return None if environment is None else environment_digest(environment.name)
         if what == "reward":
             functions = reward_digest(config.reward.functions)
             return functions if model is None else f"{functions} {self.digest('reward_model')}"
@@ -222,6 +233,8 @@ def check_inputs(config: RunConfig) -> None:
         if path is not None:
             PromptDataset([path])
     reward_digest(config.reward.functions)
+    if config.rollout.environment is not None:
+        environment_digest(config.rollout.environment.name)
     if config.reward.allow_code:
         check_sandbox(**config.reward.options.get("code", {}))
     judge = [config.reward.model] if config.reward.model is not None else []

@@ -53,7 +53,12 @@ TRAJECTORY = TrajectorySchema(
         Column("response_ids", _TOKENS, "generate", "the response's tokens, end-of-sequence included", "token id"),
         Column("rollout_log_probs", _FLOATS, "generate", "log-probs [T] by the rollout engine", "nat"),
         Column("response_mask", pa.list_(pa.int8()), "generate", "1 [T] where the model wrote the token", "0 or 1"),
-        Column("finish_reason", pa.string(), "generate", "stop (end of sequence) or length"),
+        Column(
+            "finish_reason",
+            pa.string(),
+            "generate",
+            "stop (its end), length (no room for more), or turns (rollout.environment.max_turns)",
+        ),
         Column(
             "policy_version",
             pa.int32(),
@@ -70,6 +75,7 @@ TRAJECTORY = TrajectorySchema(
         ),
         Column("ground_truth", pa.string(), "generate", "what the reward compares with, as JSON"),
         Column("extra_info", pa.string(), "generate", "what else the dataset says of the prompt, as JSON"),
+        Column("environment_reward", pa.float32(), "generate", "what the environment gave, if there is one"),
         Column("seed", pa.int64(), "generate", "the run's seed, from which sampling derives"),
         Column("model_score", pa.float32(), "reward_model", "the reward model's score; of a process reward, the mean"),
         Column(

@@ -58,8 +58,7 @@ def fingerprint_of(
     if spec.role is not None and spec.role not in UNVERSIONED:
         name = f"weights.{WEIGHTS_OF.get(spec.role, spec.role)}"
         parts[name] = _digests_of_weights(driver, spec, iteration, shard)
-    for what in spec.digests:
-        parts[what] = driver.digest(what)
+    parts |= _digests(driver, spec)
     return Fingerprint(parts=parts)
 
 
@@ -102,13 +101,19 @@ def check_config(driver: Driver, spec: StageSpec, manifest: Manifest) -> None:
 def outside_differences(driver: Driver, spec: StageSpec, manifest: Manifest) -> list[str]:
     """What has changed, outside the store, since a stage was committed."""
     before = _outside(spec, manifest.fingerprint.parts)
-    now = _config_parts(spec, spec.view(driver.config)) | {what: driver.digest(what) for what in spec.digests}
+    now = _config_parts(spec, spec.view(driver.config)) | _digests(driver, spec)
     return Fingerprint(parts=before).differences(Fingerprint(parts=now))
 
 
 def _outside(spec: StageSpec, parts: dict[str, Any]) -> dict[str, Any]:
     """The parts of a fingerprint that come from outside the store: config, and digests of data and code."""
     return {name: value for name, value in parts.items() if name.startswith("config.") or name in spec.digests}
+
+
+def _digests(driver: Driver, spec: StageSpec) -> dict[str, str]:
+    """Of what a stage reads outside the store, if the config has it."""
+    digests = {what: driver.digest(what) for what in spec.digests}
+    return {what: digest for what, digest in digests.items() if digest is not None}
 
 
 def _config_differences(driver: Driver, spec: StageSpec, shard: Shard) -> list[str]:

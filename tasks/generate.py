@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
-
-import numpy as np
 
 from infra.driver import Driver
 from infra.lanes import Output
 from infra.manifest import Manifest
 from infra.workers.worker import Context
-from rlhf.batch import TrajectoryBatch, ragged
+from rlhf.batch import TrajectoryBatch
 from rlhf.data.prompts import PromptDataset, encode
-from rlhf.engines.base import Request, Sampling
+from rlhf.engines.base import Generation, Request, Sampling
+from rlhf.environments import Dialogue, Environment, begin, converse
 from rlhf.schema import TRAJECTORY
 from tasks.reward_model import reward_model
 from tasks.score import score
@@ -38,13 +37,14 @@ SPEC = StageSpec(
         "rollout.max_response_tokens",
         "rollout.ignore_eos",
         "rollout.stop",
+        "rollout.environment",
         "rollout.quantization",
         "rollout.prompts_per_shard",
         "algorithm.dynamic_sampling",
     ),
     # where the files lie, while what they hold is in the dataset's digest; and when new weights come
     operational_keys=("data.train", "rollout.partial", "rollout.partial_tokens"),
-    digests=("dataset", "tokenizer"),
+    digests=("dataset", "tokenizer", "environment"),
     role="rollout",
 )
 
@@ -107,8 +107,9 @@ def respond(
     context: Context, dataset: PromptDataset, prompts: list[tuple[int, int]], n: int, sampling: Sampling
 ) -> TrajectoryBatch:
     """`n` trajectories for each (number in the iteration, row of the dataset), with every column of `generate`."""
-    data, tokenizer = context.config.data, context.tokenizer
+    data, tokenizer, environment = context.config.data, context.tokenizer, context.config.rollout.environment
     requests, columns = [], {name: [] for name in ("trajectory_id", *SPEC.writes)}  # type: ignore[var-annotated]
+    environments: list[Environment] = []
     for number, row in prompts:
         prompt = dataset.prompts[row]
         text, ids = encode(
@@ -118,7 +119,11 @@ def respond(
             truncation=data.truncation,
             system_prompt=data.system_prompt,
         )
-        messages = json.dumps(prompt.after(data.system_prompt), ensure_ascii=False)
+        said = prompt.after(data.system_prompt)
+        messages = json.dumps(said, ensure_ascii=False)
+        if environment is not None:
+            asked = said, prompt.ground_truth, prompt.extra_info
+            environments += begin(environment.name, environment.options, asked, n)
         prompt_id = f"it{context.iteration:06d}-p{number:05d}"
         for sample in range(n):
             requests.append(Request(f"{prompt_id}-s{sample:02d}", tuple(ids)))
@@ -132,20 +137,49 @@ def respond(
             columns["ground_truth"].append(prompt.ground_truth)
             columns["extra_info"].append(prompt.extra_info)
             columns["seed"].append(sampling.seed)
-    generations, versions = context.generate(requests, sampling)
-    lengths = np.array([len(generation.response_ids) for generation in generations])
-    context.outputs |= {"tokens": int(lengths.sum()), "oldest_version": min(map(min, versions))}
+    if environment is None:
+        written = _alone(*context.generate(requests, sampling))
+    else:
+        dialogues = [Dialogue(*each) for each in zip(requests, environments, strict=True)]
+        converse(context.generate, dialogues, sampling, tokenizer, environment.max_turns)
+        written = _together(dialogues)
+    versions = written.pop("versions")
+    context.outputs |= {
+        "tokens": sum(map(sum, written["response_mask"])),
+        "oldest_version": min(map(min, versions)),
+    }
     return TrajectoryBatch.of(
         columns
+        | written
         | {
             "policy_version": [row[0] for row in versions],
             "token_versions": [None if len(set(row)) == 1 else row for row in versions],
             "response": tokenizer.batch_decode(
-                [list(generation.response_ids) for generation in generations], skip_special_tokens=True
+                [list(ids) for ids in written["response_ids"]], skip_special_tokens=True
             ),
-            "response_ids": [generation.response_ids for generation in generations],
-            "rollout_log_probs": [generation.log_probs for generation in generations],
-            "response_mask": ragged(np.ones(lengths.sum(), dtype=np.int8), lengths),
-            "finish_reason": [generation.finish_reason for generation in generations],
         }
     )
+
+
+def _alone(generations: Sequence[Generation], versions: list[list[int]]) -> dict[str, list[Any]]:
+    """Columns of responses that the policy wrote from one end to the other."""
+    return {
+        "response_ids": [one.response_ids for one in generations],
+        "rollout_log_probs": [one.log_probs for one in generations],
+        "response_mask": [[1] * len(one.response_ids) for one in generations],
+        "finish_reason": [one.finish_reason for one in generations],
+        "environment_reward": [None] * len(generations),
+        "versions": versions,
+    }
+
+
+def _together(dialogues: Sequence[Dialogue]) -> dict[str, list[Any]]:
+    """Columns of responses that policy and environment wrote."""
+    return {
+        "response_ids": [each.ids for each in dialogues],
+        "rollout_log_probs": [each.log_probs for each in dialogues],
+        "response_mask": [each.mask for each in dialogues],
+        "finish_reason": [each.finish_reason for each in dialogues],
+        "environment_reward": [each.reward for each in dialogues],
+        "versions": [each.versions for each in dialogues],
+    }

@@ -23,7 +23,7 @@ REWARD_KEYS = ("reward.function", "reward.options", "reward.timeout_s", "reward.
 SPEC = StageSpec(
     name="score",
     reads={
-        "generate": ("prompt_id", "data_source", "response", "ground_truth", "extra_info"),
+        "generate": ("prompt_id", "data_source", "response", "ground_truth", "extra_info", "environment_reward"),
         "reward_model": TRAJECTORY.of("reward_model"),
     },
     writes=TRAJECTORY.of("score"),
@@ -53,20 +53,29 @@ def score(context: Context) -> TrajectoryBatch:
 
 
 def scores(context: Context, batch: TrajectoryBatch) -> dict[str, list[Any]]:
-    """The columns of `score` for the responses of a batch. Where there is a reward model, what it says of them is in
-    the batch, or it is asked now."""
+    """The columns of `score` for the responses of a batch: what functions, reward model and environment give together.
+    What the model says is in the batch, or it is asked now."""
     names = ("data_source", "response", "ground_truth", "extra_info")
     found = _rewards(context, list(zip(*(batch.list(name) for name in names), strict=True)))
+    more: list[dict[str, float]] = [{} for _ in found]
+    """To add to what the functions say, by its name in the parts."""
     token_scores: list[Any] = [None] * len(found)
+    weight = 1.0
     if (model := context.config.reward.model) is not None:
         columns = {name: batch.list(name) for name in SPEC.reads["reward_model"] if name in batch}
-        said = columns or judged(context, batch)
-        for row, (one, score) in enumerate(zip(found, said["model_score"], strict=True)):
-            total = one.score + model.weight * score if one.error is None else 0.0
+        said, weight = columns or judged(context, batch), model.weight
+        for row, (score, steps) in enumerate(zip(said["model_score"], said["model_token_scores"], strict=True)):
+            more[row]["model"] = score
+            if steps is not None:
+                token_scores[row] = np.multiply(steps, weight if found[row].error is None else 0, dtype=np.float32)
+    for row, reward in enumerate(batch.list("environment_reward")):
+        if reward is not None:
+            more[row]["environment"] = reward
+    for row, (one, others) in enumerate(zip(found, more, strict=True)):
+        if others:
             rule = {} if context.config.reward.function is None else {"rule": one.score}
-            found[row] = Score(total, one.parts | rule | {"model": score}, one.error)
-            if (steps := said["model_token_scores"][row]) is not None:
-                token_scores[row] = np.multiply(steps, model.weight if one.error is None else 0.0, dtype=np.float32)
+            total = one.score + weight * others.get("model", 0.0) + others.get("environment", 0.0)
+            found[row] = Score(total if one.error is None else 0.0, one.parts | rule | others, one.error)
     return {
         "score": [one.score for one in found],
         "reward_parts": [list(one.parts.items()) for one in found],

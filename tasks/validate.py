@@ -40,6 +40,7 @@ SPEC = StageSpec(
         "rollout.top_p",
         "rollout.max_response_tokens",
         "rollout.stop",
+        "rollout.environment",
         "rollout.quantization",
         "rollout.prompts_per_shard",
         "validation.n",
@@ -48,7 +49,7 @@ SPEC = StageSpec(
         *MODEL_KEYS,
     ),
     operational_keys=("validation.data", "reward.workers", *MODEL_OPERATIONAL_KEYS),
-    digests=("validation", "reward", "tokenizer"),
+    digests=("validation", "reward", "tokenizer", "environment"),
     role="rollout",
 )
 

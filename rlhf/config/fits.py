@@ -100,8 +100,24 @@ def check_combinations(config: RunConfig) -> None:
         raise ValueError("validation.every is set without validation.data: name a prompt file, or remove it")
 
 
+def _environment_fits(config: RunConfig) -> None:
+    rollout, reward = config.rollout, config.reward
+    if not reward.functions and reward.model is None and rollout.environment is None:
+        raise ValueError("reward.function names no function: name one, or several with weights, or a reward.model")
+    if rollout.environment is None:
+        return
+    for key, conflict in (
+        ("rollout.partial", rollout.partial),
+        ("rollout.ignore_eos", rollout.ignore_eos),
+        (f"algorithm.advantage {config.algorithm.advantage.type}", config.needs_greedy_scores),
+    ):
+        if conflict:
+            raise ValueError(f"rollout.environment takes turns with the policy, which {key} does not know: remove one")
+
+
 def _rollout_fits(config: RunConfig) -> None:
     rollout = config.rollout
+    _environment_fits(config)
     if rollout.mode != "sync" and config.checkpoint.every != 1:
         raise ValueError(
             f"checkpoint.every is {config.checkpoint.every}, but with rollout.mode {rollout.mode} the rollout takes "

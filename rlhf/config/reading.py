@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
@@ -85,6 +86,8 @@ def yaml_text(value: Any) -> str:
         value = value.model_dump(mode="json")
     if isinstance(value, tuple):
         value = list(value)
+    if isinstance(value, str) and "\n" in value:
+        return json.dumps(value)
     return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n").removesuffix("\n...")
 
 

@@ -116,6 +116,19 @@ class Server(Section):
     timeout_s: float = Field(600.0, gt=0, description="a response that takes longer is asked for again")
 
 
+class Environment(Section):
+    """What the policy talks to while it responds; a name alone may stand for the section."""
+
+    name: str = Field(description="a built-in (calculator), package.module:Class or file.py:Class")
+    options: dict[str, Any] = Field({}, description="keyword arguments of the class")
+    max_turns: int = Field(8, gt=0, description="most turns of the policy in a trajectory")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_alone(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+
 class Rollout(Section):
     engine: Literal["hf", "vllm", "server"] = Field(
         "hf", description="what generates: hf (transformers, in this process), vllm (extra vllm), server (over HTTP)"
@@ -126,6 +139,9 @@ class Rollout(Section):
     max_response_tokens: int = Field(512, gt=0, description="longest response, in tokens")
     ignore_eos: bool = Field(False, description="never stop at end-of-sequence (for benchmarks)")
     stop: OneOrMore[str] = Field((), description="texts that end a response, which keeps them")
+    environment: Environment | None = Field(
+        None, description="tools, or another side, that answers the policy within a response; null: none"
+    )
     quantization: Literal["fp8"] | None = Field(None, description="vllm: weights are generated with in 8 bits")
     vllm: VLLM = Field(VLLM(), description="how vLLM runs")
     server: Server = Field(Server(), description="servers that generate")
@@ -170,7 +186,7 @@ class Reward(Section):
     function: str | dict[str, float] | None = Field(
         "countdown",
         description="a built-in reward, package.module:function or file.py:function; or several, with their weights; "
-        "null: the model alone, which is the default where there is one",
+        "null: the model alone (the default where there is one), or the environment",
     )
     model: RewardModel | None = Field(None, description="a reward model, alone or besides the function; null: none")
     options: dict[str, dict[str, Any]] = Field({}, description="keyword arguments of the functions, by their names")
@@ -198,8 +214,6 @@ class Reward(Section):
     @model_validator(mode="after")
     def _has_functions(self) -> Self:
         names = self.functions.keys()
-        if not names and self.model is None:
-            raise ValueError("reward.function names no function: name one, or several with weights, or a reward.model")
         if "code" in names and not self.allow_code:
             raise ValueError(
                 "reward.function code runs programs that the model wrote: read docs/security.md, and set "

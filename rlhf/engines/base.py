@@ -23,7 +23,9 @@ class Request:
     trajectory_id: str
     prompt_ids: tuple[int, ...]
     begun: int = 0
-    """So many of them are tokens of the response, drawn before: it goes on from there."""
+    """So many of them are tokens of the response, written before: it goes on from there."""
+    max_tokens: int | None = None
+    """At most so many, where that is fewer than the sampling's."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,11 @@ class Generation:
     response_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
     finish_reason: str
+
+
+def limit_of(request: Request, sampling: Sampling) -> int:
+    """The most tokens that a request may be answered with."""
+    return sampling.max_tokens if request.max_tokens is None else min(request.max_tokens, sampling.max_tokens)
 
 
 def seed_of(request: Request, sampling: Sampling) -> int:

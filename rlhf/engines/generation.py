@@ -59,7 +59,7 @@ class Interruptible:
             replace(
                 self.requests[row],
                 prompt_ids=self.requests[row].prompt_ids + self.generations[row].response_ids,
-                begun=begun,
+                begun=self.requests[row].begun + begun,
             )
             for row in left
         ]

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from rlhf import seeding
-from rlhf.engines.base import Generation, Request, Sampling
+from rlhf.engines.base import Generation, Request, Sampling, limit_of
 from rlhf.engines.model_engine import copy_weights
 
 if TYPE_CHECKING:
@@ -102,7 +102,9 @@ class HFRollout:
 
         out_tokens = torch.zeros((len(requests), sampling.max_tokens), dtype=torch.long, device=device)
         out_log_probs = torch.zeros((len(requests), sampling.max_tokens), device=device)
-        lengths = torch.full((len(requests),), sampling.max_tokens, device=device)
+        limits = torch.tensor([limit_of(request, sampling) for request in requests], device=device)
+        lengths = limits.clone()
+        together = sampling.ignore_eos and not sampling.stop and int(limits.min()) == sampling.max_tokens
         active = torch.arange(len(requests), device=device)
         finished = torch.zeros(len(requests), dtype=torch.bool, device=device)
         cache = DynamicCache(config=self.model.config)
@@ -126,8 +128,9 @@ class HFRollout:
             ).logits[:, -1]
             tokens, log_probs = sample(logits, uniforms[active, step], sampling)
             out_tokens[active, step], out_log_probs[active, step] = tokens, log_probs
-            if not sampling.ignore_eos or sampling.stop:
-                ends = self._end_now(tokens, out_tokens[active, : step + 1], sampling) & ~finished[active]
+            if not together:
+                ends = self._end_now(tokens, out_tokens[active, : step + 1], sampling) | (limits[active] == step + 1)
+                ends &= ~finished[active]
                 lengths[active[ends]] = step + 1
                 finished[active[ends]] = True
                 running = ~finished[active]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import httpx
 from tenacity import RetryError, Retrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
-from rlhf.engines.base import Generation, Request, Sampling, seed_of
+from rlhf.engines.base import Generation, Request, Sampling, limit_of, seed_of
 from rlhf.engines.weight_files import write_weights
 from rlhf.errors import EngineLost, UserError
 
@@ -80,7 +80,7 @@ class VLLMApi:
             "prompt": list(request.prompt_ids),
             "temperature": sampling.temperature,
             "top_p": sampling.top_p if sampling.temperature else 1.0,
-            "max_tokens": sampling.max_tokens,
+            "max_tokens": limit_of(request, sampling),
             "seed": seed,
             "logprobs": 0,  # of the sampled token
             "return_token_ids": True,
@@ -114,7 +114,7 @@ class SGLangApi:
             "sampling_params": {
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p if sampling.temperature else 1.0,
-                "max_new_tokens": sampling.max_tokens,
+                "max_new_tokens": limit_of(request, sampling),
                 "sampling_seed": seed % 2**31,
                 "ignore_eos": True,
                 "stop_token_ids": [] if sampling.ignore_eos else list(eos),
@@ -145,7 +145,7 @@ class TGIApi:
     def generate(self, ask: Ask, request: Request, sampling: Sampling, seed: int, eos: Sequence[int]) -> Generation:
         assert self.tokenizer is not None, "prompts are sent as text"
         parameters: dict[str, Any] = {
-            "max_new_tokens": sampling.max_tokens,
+            "max_new_tokens": limit_of(request, sampling),
             "do_sample": sampling.temperature > 0,
             "seed": seed,
             "stop": list(sampling.stop),
@@ -231,7 +231,7 @@ class ServerRollout:
         seed = seed_of(request, sampling)
 
         def attempt() -> Generation:
-            with self._least_busy(len(request.prompt_ids) + sampling.max_tokens) as server:
+            with self._least_busy(len(request.prompt_ids) + limit_of(request, sampling)) as server:
                 return self.api.generate(server, request, sampling, seed, self.eos)
 
         found: Generation = self._patiently(attempt)

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf.engines.base import Generation, Request, Sampling, seed_of
+from rlhf.engines.base import Generation, Request, Sampling, limit_of, seed_of
 from rlhf.engines.weight_files import write_weights
 from rlhf.errors import EngineLost
 
@@ -122,7 +122,7 @@ class VLLMRollout:
         return {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p if sampling.temperature else 1.0,
-            "max_tokens": sampling.max_tokens,
+            "max_tokens": limit_of(request, sampling),
             "seed": seed,
             "logprobs": 0,  # of the sampled token
             "ignore_eos": True,  # ours are all of them

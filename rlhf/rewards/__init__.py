@@ -7,23 +7,20 @@ has `score` and named parts, of which those that are finite numbers are kept. `r
 from __future__ import annotations
 
 import hashlib
-import importlib
-import importlib.util
-import inspect
 import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from numbers import Real
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from rlhf.errors import NotFinite, RatchetError, UserError
+from rlhf.named import load_named, source_of
 
 RewardFunction = Callable[..., float | dict[str, float]]
 
 
+KEY = "reward.function"
 BUILT_IN = ("auto", "code", "constant", "countdown", "format", "gsm8k", "length", "math")
 
 LARGEST = (2 - 2**-23) * 2.0**127
@@ -44,30 +41,8 @@ class Score:
 
 def load_reward(name: str) -> RewardFunction:
     """The function of a built-in reward, or of ``package.module:function``; raises `UserError` if there is none."""
-    module_name, colon, function = name.rpartition(":")
-    if not colon:
-        module_name, function = name, "compute_score"
-    try:
-        found = getattr(_module(module_name, built_in=not colon), function)
-    except Exception as error:  # whatever a user's module raises as it is imported
-        raise UserError(
-            f"reward.function {name}: {type(error).__name__}: {error}; name a built-in ({', '.join(BUILT_IN)}), "
-            "package.module:function or file.py:function"
-        ) from None
-    if not callable(found):
-        raise UserError(f"reward.function {name} is not a function")
-    return found  # type: ignore[no-any-return]
-
-
-def _module(name: str, built_in: bool) -> ModuleType:
-    if not name.endswith(".py"):
-        return importlib.import_module(f"rlhf.rewards.{name}" if built_in else name)
-    path = Path(name).resolve()
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    found: RewardFunction = load_named(name, KEY, "rlhf.rewards", "compute_score", BUILT_IN)
+    return found
 
 
 def reward_digest(names: Collection[str]) -> str:
@@ -79,11 +54,7 @@ def reward_digest(names: Collection[str]) -> str:
 
 
 def _source(name: str) -> str:
-    function = load_reward(name)
-    try:
-        return Path(inspect.getsourcefile(function) or "").read_text()
-    except (OSError, TypeError):
-        raise UserError(f"reward.function {name} has no Python source to take a digest of: wrap it") from None
+    return source_of(load_reward(name), KEY, name)
 
 
 def score(

@@ -282,6 +282,18 @@ def test_a_response_goes_on_from_its_tokens(kind: Kind, engine: RolloutEngine) -
     assert [one.response_ids[:5] for one in found] != tokens(afresh)
 
 
+def test_requests_have_limits_of_their_own(kind: Kind, engine: RolloutEngine) -> None:
+    endless = replace(kind.sampling, ignore_eos=True)
+    asked = requests()
+    whole = engine.generate(asked, endless)
+    limits = [1 + row % (endless.max_tokens + 2) for row in range(len(asked))]  # the sampling's is a limit too
+    limited = [replace(one, max_tokens=limit) for one, limit in zip(asked, limits, strict=True)]
+    for before, after, limit in zip(whole, engine.generate(limited, endless), limits, strict=True):
+        kind.assert_agree(after, cut(before, limit))
+    ended = engine.generate(limited, replace(kind.sampling, max_tokens=endless.max_tokens))
+    assert all(len(one.response_ids) <= limit for one, limit in zip(ended, limits, strict=True))
+
+
 def test_a_stop_text_ends_a_response_and_stays_in_it(kind: Kind, engine: RolloutEngine, policy_folder: Path) -> None:
     """Of two characters, which are two tokens here."""
     tokenizer = load_tokenizer(Model(path=str(policy_folder)))

@@ -1,0 +1,43 @@
+"""A calculator: the policy writes ``<tool>12 * (3 + 4)</tool>`` and reads ``<result>84</result>``.
+
+The expression is parsed (integers, ``+ - * / ( )``), never evaluated as code; arithmetic is exact, and a value that is
+no integer is written as a decimal. What cannot be computed reads ``<result>error</result>``. A turn without a call is
+the end.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+from rlhf.data.prompts import Messages
+from rlhf.environments import Observation
+from rlhf.rewards.countdown import Malformed, evaluate, parse
+
+OPEN, CLOSE = "<tool>", "</tool>"
+
+
+class Environment:
+    stop = (CLOSE,)
+
+    def reset(self, messages: Messages, ground_truth: Any, extra_info: Any) -> None:
+        """It remembers nothing."""
+
+    def step(self, turn: str) -> Observation:
+        start = turn.rfind(OPEN)
+        if start < 0 or not turn.rstrip().endswith(CLOSE):
+            return Observation(None)
+        call = turn[start + len(OPEN) : turn.rindex(CLOSE)]
+        return Observation(f"<result>{calculate(call)}</result>")
+
+
+def calculate(expression: str) -> str:
+    try:
+        return written(evaluate(parse(expression)))
+    except (Malformed, ZeroDivisionError):
+        return "error"
+
+
+def written(value: Fraction) -> str:
+    """As an integer, or with at most six decimals."""
+    return str(value.numerator) if value.denominator == 1 else f"{float(value):.6f}".rstrip("0")

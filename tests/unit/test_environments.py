@@ -1,0 +1,183 @@
+"""Environments: who wrote what, when a dialogue ends, and what a calculator says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from rlhf.engines.base import Generation, Request, Sampling
+from rlhf.environments import (
+    Dialogue,
+    EnvironmentFailed,
+    Observation,
+    begin,
+    converse,
+    environment_digest,
+    load_environment,
+    said,
+)
+from rlhf.environments.calculator import Environment as Calculator
+from rlhf.environments.calculator import calculate
+from rlhf.errors import UserError
+from tests import tiny
+
+TEMPLATE = (
+    "{% for m in messages %}({{ m.role }}){{ m.content }}<eos>.{% endfor %}"
+    "{% if add_generation_prompt %}(assistant){% endif %}"
+)
+SAMPLING = Sampling(temperature=1.0, top_p=1.0, max_tokens=40, seed=0)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return AutoTokenizer.from_pretrained(tiny.model_folder(tmp_path_factory.mktemp("model")))
+
+
+@dataclass
+class Script:
+    """An environment that says what it was told to say."""
+
+    observations: list[Observation]
+    stop: tuple[str, ...] = ("!",)
+    turns: list[str] = field(default_factory=list)
+
+    def reset(self, messages: Any, ground_truth: Any, extra_info: Any) -> None: ...
+
+    def step(self, turn: str) -> Observation:
+        self.turns.append(turn)
+        return self.observations[len(self.turns) - 1]
+
+
+@dataclass
+class Policy:
+    """One that writes these turns, and notes what it was asked."""
+
+    tokenizer: Any
+    turns: list[list[str]]
+    asked: list[tuple[list[Request], Sampling]] = field(default_factory=list)
+
+    def __call__(self, requests: Any, sampling: Sampling) -> tuple[list[Generation], list[list[int]]]:
+        written, number = [], len(self.asked)
+        for request, text in zip(requests, self.turns[number], strict=True):
+            ids = self.tokenizer(text)["input_ids"]
+            reason = "stop" if len(ids) <= request.max_tokens else "length"
+            ids = ids[: request.max_tokens]
+            written.append(Generation(tuple(ids), tuple(-0.1 * len(ids) for _ in ids), reason))
+        self.asked.append((list(requests), sampling))
+        return written, [[number] * len(one.response_ids) for one in written]
+
+
+def dialogue(*observations: Observation) -> Dialogue:
+    return Dialogue(Request("it000000-p00000-s00", (5, 6)), Script(list(observations)))
+
+
+def test_what_is_heard_is_part_of_the_response_and_never_learned(tokenizer: Any) -> None:
+    first = dialogue(Observation("XY", 0.5), Observation(None, 0.25))
+    second = dialogue(Observation(None, 1.0))
+    policy = Policy(tokenizer, [["ab", "cde"], ["f<eos>"]])
+    converse(policy, [first, second], SAMPLING, tokenizer, max_turns=5)
+    assert tokenizer.decode(first.ids) == "abXYf<eos>"
+    assert first.mask == [1, 1, 0, 0, 1, 1]
+    assert first.log_probs == [-0.2, -0.2, 0.0, 0.0, -0.2, -0.2]
+    assert first.versions == [0, 0, 0, 0, 1, 1]
+    assert (first.reward, first.finish_reason) == (0.75, "stop")
+    assert first.environment.turns == ["ab", "f"]  # type: ignore[attr-defined]
+    assert (second.reward, second.finish_reason, len(second.ids)) == (1.0, "stop", 3)
+    [(both, sampling), (one, _)] = policy.asked
+    assert len(both) == 2
+    assert sampling.stop == ("!",)
+    assert one[0].prompt_ids == (5, 6, *first.ids[:4])
+    assert (one[0].begun, one[0].max_tokens) == (4, 36)
+
+
+@pytest.mark.parametrize(
+    ("turns", "observations", "max_turns", "reason", "text"),
+    [
+        (["a" * 50], [], 5, "length", "a" * 40),
+        (["a" * 30], [Observation("b" * 10, 1.0)], 5, "length", "a" * 30),
+        (["a" * 30], [Observation("b" * 9, 1.0), Observation(None)], 5, "length", "a" * 30 + "b" * 9 + "c"),
+        (["a"], [Observation("b", 1.0)], 1, "turns", "a"),
+        (["a"], [Observation(None, 1.0)], 1, "stop", "a"),
+    ],
+)
+def test_how_a_dialogue_ends(
+    turns: list[str], observations: list[Observation], max_turns: int, reason: str, text: str, tokenizer: Any
+) -> None:
+    it = dialogue(*observations)
+    policy = Policy(tokenizer, [[turn] for turn in [*turns, "cc"]])
+    converse(policy, [it], SAMPLING, tokenizer, max_turns)
+    assert (it.finish_reason, tokenizer.decode(it.ids)) == (reason, text)
+    assert it.reward == (1.0 if observations else 0.0), "what the last turn earned counts"
+    assert len(it.ids) == len(it.mask) == len(it.log_probs) == len(it.versions)
+    assert it.mask[-1] == 1, "nothing stands at the end that nobody answers to"
+
+
+def test_messages_go_through_the_chat_template(tokenizer: Any) -> None:
+    messages = [{"role": "user", "content": "more"}]
+    between = "<unk>more<unk>"  # new lines, which this tokenizer does not know
+    assert tokenizer.decode(said(messages, 7, tokenizer)) == between
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer.name_or_path, chat_template=TEMPLATE)
+    after_eos = said(messages, tokenizer.eos_token_id, tokenizer)
+    assert tokenizer.decode(after_eos) == ".(user)more<eos>.(assistant)"
+    assert tokenizer.decode(said(messages, 7, tokenizer)) == "<eos>.(user)more<eos>.(assistant)"
+    whole = [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "turn"}, *messages]
+    prompt = tokenizer.apply_chat_template(whole[:1], add_generation_prompt=True, return_dict=False)
+    turn = tokenizer("turn<eos>")["input_ids"]
+    expected = tokenizer.apply_chat_template(whole, add_generation_prompt=True, return_dict=False)
+    assert [*prompt, *turn, *after_eos] == expected, "as if it had been written in one go"
+    tokenizer.chat_template = "{{ messages[-1].content }}"
+    with pytest.raises(UserError, match="it has no turns"):
+        said(messages, 7, tokenizer)
+
+
+def test_an_environment_that_raises_is_named(tokenizer: Any) -> None:
+    with pytest.raises(EnvironmentFailed, match=r"IndexError: list index .* \(it000000-p00000-s00, turn 'a'\)"):
+        converse(Policy(tokenizer, [["a"]]), [dialogue()], SAMPLING, tokenizer, 3)
+    with pytest.raises(EnvironmentFailed, match="calculator raised TypeError as it began"):
+        begin("calculator", {"no": "option"}, ([], "", "null"), 1)
+    with pytest.raises(UserError, match=r"rollout.environment nobody: ModuleNotFoundError.*\(calculator\)"):
+        load_environment("nobody")
+
+
+def test_an_environment_is_known_by_its_source(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("class Mine:\n    stop = ()\n")
+    before = environment_digest(f"{path}:Mine")
+    path.write_text("class Mine:\n    stop = ('.',)\n")
+    assert environment_digest(f"{path}:Mine") != before
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("1+2", "3"),
+        (" 12 * (3 + 4) ", "84"),
+        ("-7/2", "-3.5"),
+        ("1/3", "0.333333"),
+        ("2/0", "error"),
+        ("__import__('os').getcwd()", "error"),
+        ("9**9**9", "error"),
+        ("(" * 20_000, "error"),
+        ("", "error"),
+    ],
+)
+def test_calculate(expression: str, value: str) -> None:
+    assert calculate(expression) == value
+
+
+@pytest.mark.parametrize(
+    ("turn", "says"),
+    [
+        ("so <tool>6*7</tool>", "<result>42</result>"),
+        ("<tool>1</tool> then <tool>2</tool>", "<result>2</result>"),
+        ("<tool>1</tool> is one", None),
+        ("</tool>", None),
+        ("it is 42", None),
+    ],
+)
+def test_the_calculator_answers_a_call_that_ends_a_turn(turn: str, says: str | None) -> None:
+    assert Calculator().step(turn) == Observation(says)
