@@ -32,8 +32,14 @@ class ConfigView:
         raise AttributeError(f"config key {key} is read here, but the stage's spec names only {', '.join(self._keys)}")
 
     def values(self) -> dict[str, Any]:
-        """The JSON values of the keys."""
-        return {key: self._config.value(key) for key in self._keys}
+        """The JSON values of the keys; for those of a section that is null, that it is."""
+        return {key: self._config.value(key) for key in map(self._there, self._keys)}
+
+    def _there(self, key: str) -> str:
+        """The key, or the section of it that is null."""
+        parts = key.split(".")
+        sections = (".".join(parts[:depth]) for depth in range(1, len(parts)))
+        return next((section for section in sections if self._attribute(section) is None), key)
 
     def chosen(self, keys: Iterable[str]) -> dict[str, Any]:
         """The JSON values, by dotted key, in which the config differs from the defaults: a key that a later release

@@ -11,9 +11,9 @@ from infra.lanes import Output
 from infra.manifest import Manifest
 from infra.workers.worker import Context
 from rlhf.batch import TrajectoryBatch
-from rlhf.data.prompts import PromptDataset, encode
+from rlhf.data.prompts import Messages, PromptDataset, encode
 from rlhf.engines.base import Generation, Request, Sampling
-from rlhf.environments import Dialogue, Environment, begin, converse
+from rlhf.environments import Dialogue, begin, converse
 from rlhf.schema import TRAJECTORY
 from tasks.reward_model import reward_model
 from tasks.score import score
@@ -109,7 +109,7 @@ def respond(
     """`n` trajectories for each (number in the iteration, row of the dataset), with every column of `generate`."""
     data, tokenizer, environment = context.config.data, context.tokenizer, context.config.rollout.environment
     requests, columns = [], {name: [] for name in ("trajectory_id", *SPEC.writes)}  # type: ignore[var-annotated]
-    environments: list[Environment] = []
+    asked: list[tuple[Messages, str, str]] = []
     for number, row in prompts:
         prompt = dataset.prompts[row]
         text, ids = encode(
@@ -121,9 +121,7 @@ def respond(
         )
         said = prompt.after(data.system_prompt)
         messages = json.dumps(said, ensure_ascii=False)
-        if environment is not None:
-            asked = said, prompt.ground_truth, prompt.extra_info
-            environments += begin(environment.name, environment.options, asked, n)
+        asked += [(said, prompt.ground_truth, prompt.extra_info)] * n
         prompt_id = f"it{context.iteration:06d}-p{number:05d}"
         for sample in range(n):
             requests.append(Request(f"{prompt_id}-s{sample:02d}", tuple(ids)))
@@ -140,6 +138,7 @@ def respond(
     if environment is None:
         written = _alone(*context.generate(requests, sampling))
     else:
+        environments = begin(environment.name, environment.options, asked)
         dialogues = [Dialogue(*each) for each in zip(requests, environments, strict=True)]
         converse(context.generate, dialogues, sampling, tokenizer, environment.max_turns)
         written = _together(dialogues)

@@ -43,8 +43,8 @@ class Environment(Protocol):
     stop: tuple[str, ...]
     """Texts that end a turn, such as that which ends a tool call; the turn keeps them."""
 
-    def reset(self, messages: Messages, ground_truth: Any, extra_info: Any) -> None:
-        """A trajectory begins with this prompt."""
+    def reset(self, messages: Messages, ground_truth: str, extra_info: Any) -> None:
+        """A trajectory begins with this prompt; a ground truth that the dataset holds as a structure is JSON text."""
         ...
 
     def step(self, turn: str) -> Observation:
@@ -66,17 +66,13 @@ def environment_digest(name: str) -> str:
     return hashlib.sha256(source_of(load_environment(name), KEY, name).encode()).hexdigest()
 
 
-def begin(name: str, options: Mapping[str, Any], prompt: tuple[Messages, str, str], count: int) -> list[Environment]:
-    """Environments for the trajectories of a prompt: its messages, and ground truth and extra info as JSON."""
-    messages, truth, extra = prompt
-    made = []
+def begin(name: str, options: Mapping[str, Any], prompts: Sequence[tuple[Messages, str, str]]) -> list[Environment]:
+    """One for each trajectory: from its prompt's messages, and the ground truth and extra info as JSON."""
+    make = load_environment(name)
     try:
-        for _ in range(count):
-            environment = load_environment(name)(**options)
+        made = [make(**options) for _ in prompts]
+        for environment, (messages, truth, extra) in zip(made, prompts, strict=True):
             environment.reset(messages, truth, json.loads(extra))
-            made.append(environment)
-    except UserError:
-        raise
     except Exception as error:
         raise EnvironmentFailed(f"{KEY} {name} raised {type(error).__name__} as it began: {error}") from error
     return made

@@ -20,7 +20,7 @@ OPEN, CLOSE = "<tool>", "</tool>"
 class Environment:
     stop = (CLOSE,)
 
-    def reset(self, messages: Messages, ground_truth: Any, extra_info: Any) -> None:
+    def reset(self, messages: Messages, ground_truth: str, extra_info: Any) -> None:
         """It remembers nothing."""
 
     def step(self, turn: str) -> Observation:

@@ -138,7 +138,7 @@ def test_an_environment_that_raises_is_named(tokenizer: Any) -> None:
     with pytest.raises(EnvironmentFailed, match=r"IndexError: list index .* \(it000000-p00000-s00, turn 'a'\)"):
         converse(Policy(tokenizer, [["a"]]), [dialogue()], SAMPLING, tokenizer, 3)
     with pytest.raises(EnvironmentFailed, match="calculator raised TypeError as it began"):
-        begin("calculator", {"no": "option"}, ([], "", "null"), 1)
+        begin("calculator", {"no": "option"}, [([], "", "null")])
     with pytest.raises(UserError, match=r"rollout.environment nobody: ModuleNotFoundError.*\(calculator\)"):
         load_environment("nobody")
 

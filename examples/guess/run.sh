@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# From a model that knows the rules to one that plays well. From the root of a checkout; run again, it goes on.
+set -euo pipefail
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+run() { echo; echo "\$ $*"; "$@"; }
+
+run python examples/guess/guess.py data/guess
+[ -f models/countdown-base/model.safetensors ] || run python examples/countdown_model.py models/countdown-base
+run ratchet sft --model models/countdown-base --data data/guess/sft.jsonl --output models/guess-sft \
+    --steps 200 --batch-examples 64 --lr 2e-3 --warmup-steps 20
+run ratchet train examples/guess/guess.yaml
+run ratchet show guess --where "score = 1" --columns response,score,finish_reason --limit 5

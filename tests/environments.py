@@ -1,0 +1,34 @@
+"""Environments for tests: they answer a policy of random weights, too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlhf.environments import Observation
+
+
+class Chatty:
+    """Says XY, then asks in a message, and so on, until it has heard four turns; vowels earn something, and end a
+    turn."""
+
+    stop = tuple("aeiouAEIOU")
+
+    def __init__(self, worth: float = 1.0) -> None:
+        self.worth, self.turns = worth, 0
+
+    def reset(self, messages: Any, ground_truth: str, extra_info: Any) -> None:
+        assert "numbers" in ground_truth
+
+    def step(self, turn: str) -> Observation:
+        self.turns += 1
+        says: Any = "XY" if self.turns % 2 else [{"role": "user", "content": "and"}]
+        return Observation(None if self.turns == 4 else says, self.worth * sum(map(turn.count, "aeiou")))
+
+
+class Broken:
+    stop = ("e",)
+
+    def reset(self, messages: Any, ground_truth: str, extra_info: Any) -> None: ...
+
+    def step(self, turn: str) -> Observation:
+        raise RuntimeError("not today")

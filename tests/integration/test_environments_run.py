@@ -1,0 +1,155 @@
+"""Runs in which the policy takes turns with an environment."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import yaml
+
+from rlhf.config import RunConfig, load_config
+from rlhf.errors import UserError
+from tests import tiny
+from tests.history import History
+from tests.processes import Child, Fault, Processes
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "guess"
+
+
+@pytest.fixture
+def start(workspace: Path, processes: Processes) -> Any:
+    def start(name: str, *faults: Fault, **changes: Any) -> tuple[RunConfig, Child]:
+        settings: dict[str, Any] = {
+            "rollout__environment": {"name": "tests.environments:Chatty", "options": {"worth": 0.5}, "max_turns": 6},
+            "rollout__max_response_tokens": 48,
+            "reward": {"function": None},
+            "validation": {"data": str(workspace / "held_out.parquet"), "before_train": False},
+            "train__iterations": 2,
+            "actor__lr": 1e-2,
+        }
+        store = f"file://{processes.folder}/runs"
+        config = tiny.config(workspace, run__name=name, run__store=store, **(settings | changes))
+        path = processes.folder / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+        return config, processes.cli("train", path, faults=faults)
+
+    return start
+
+
+def test_what_the_environment_says_is_read_and_never_learned(start: Any, processes: Processes) -> None:
+    config, child = start("quiet")
+    assert child.wait(240) == 0, child.text
+    history = History.of(config)
+    history.check_sound()
+    frame = history.run.trajectories()
+    check_turns(frame)
+    assert (frame["score"] == frame["environment_reward"]).all()
+    assert frame["score"].nunique() > 1
+    assert [dict(parts) for parts in frame["reward_parts"]] == [{"environment": score} for score in frame["score"]]
+    for row in frame.itertuples():
+        heard = row.response_mask == 0
+        assert not row.loss_mask[heard].any()
+        assert not row.rollout_log_probs[heard].any()
+        near = ~heard  # in float32, with the temperature 1
+        if row.iteration == 0:
+            np.testing.assert_allclose(row.rollout_log_probs[near], row.ref_log_probs[near], atol=1e-4)
+    metrics = history.run.metrics()
+    assert metrics["response_length/mean"].tolist() == pytest.approx(
+        frame.groupby("iteration")["response_mask"].apply(lambda rows: rows.map(sum).mean()).tolist()
+    )
+    held_out = history.run.validation()
+    assert held_out["response"].str.contains("XY").any()
+    assert processes.cli("replay", "quiet", "--store", config.run.store, "--iteration", 1).wait(240) == 0
+
+    config, killed = start("killed", Fault("put", "trajectories/generate/iteration=000001/.*part-00001", "before"))
+    assert killed.wait(240) == -signal.SIGKILL, killed.text
+    _, resumed = start("killed")
+    assert resumed.wait(240) == 0, resumed.text
+    assert ("generate", 1, 0) not in resumed.computed_shards
+    assert History.of(config).results == history.results
+
+
+def check_turns(frame: pd.DataFrame) -> None:
+    for row in frame.itertuples():
+        mask = row.response_mask
+        assert len(mask) == len(row.response_ids) == len(row.rollout_log_probs) <= 48
+        assert mask[0] == mask[-1] == 1
+        assert row.finish_reason in ("stop", "length")
+    heard = frame["response_mask"].map(lambda mask: int((np.diff(mask) == -1).sum()))
+    assert heard.max() == 3
+    assert frame["response"].str.contains("XY").any()
+
+
+def test_tools_besides_a_rule_and_ahead_of_the_trainer(start: Any) -> None:
+    """With the calculator, which a policy of random weights never calls."""
+    config, child = start(
+        "ahead",
+        reward={"function": "tests.rewards:letters"},
+        rollout__environment="calculator",
+        rollout__mode="one_step_off",
+    )
+    assert child.wait(240) == 0, child.text
+    frame = History.of(config).run.trajectories()
+    assert frame["response_mask"].map(min).min() == 1
+    assert [sorted(dict(parts)) for parts in frame["reward_parts"]] == [["environment", "rule"]] * len(frame)
+    assert (frame["environment_reward"] == 0).all()
+
+
+def test_an_environment_that_breaks_stops_the_run(start: Any) -> None:
+    _, child = start("broken", rollout__environment="tests.environments:Broken")
+    assert child.wait(240) == 1, child.text
+    assert "RuntimeError: not today (it000000-p0000" in child.text.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"rollout__environment": None}, "reward.function names no function"),
+        ({"algorithm__advantage": "remax"}, "which algorithm.advantage remax does not know"),
+        ({"rollout__ignore_eos": True}, "which rollout.ignore_eos does not know"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(changes: dict[str, Any], says: str, start: Any) -> None:
+    with pytest.raises(UserError, match=says):
+        start("refused", **changes)
+
+
+def test_an_environment_that_is_not_there_is_refused(start: Any) -> None:
+    _, child = start("refused", rollout__environment="nothing")
+    assert child.wait() == 2
+    assert "error: rollout.environment nothing: ModuleNotFoundError" in child.text
+
+
+def test_the_example(workspace: Path, processes: Processes) -> None:
+    """The game of examples/guess, as it is, with a tiny model and few games."""
+    data, runs = processes.folder / "guess", f"file://{processes.folder}/runs"
+    subprocess.run([sys.executable, EXAMPLE / "guess.py", data], check=True, capture_output=True)
+    made = processes.cli(
+        *("sft", "--model", workspace / "model", "--data", data / "sft.jsonl", "--output", processes.folder / "sft"),
+        *("--steps", 60, "--batch-examples", 32, "--lr", 0.01, "--store", runs),
+    )
+    assert made.wait(240) == 0, made.text
+    config = load_config(EXAMPLE / "guess.yaml").with_values(
+        {
+            "run.store": runs,
+            "model.path": str(processes.folder / "sft"),
+            "data.train": [str(data / "train.parquet")],
+            "validation": {},
+            "rollout.environment.name": f"{EXAMPLE / 'guess.py'}:Guess",
+            "train.iterations": 1,
+        }
+    )
+    path = processes.folder / "guess.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    child = processes.cli("train", path)
+    assert child.wait(240) == 0, child.text
+    frame = History.of(config).run.trajectories()
+    assert 0 < frame["score"].mean() < 0.6, "some are lucky"
+    assert set(frame["finish_reason"]) >= {"stop", "turns"}
+    assert frame["response"].str.contains(r"^\d+\D*(?:up|down)\D*\d+").any(), "guess, what is said, next guess"
