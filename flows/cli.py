@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -57,6 +58,8 @@ class Role(StrEnum):
 def main() -> None:
     """Run a command; errors that a person is meant to read are one line, and say by exit code what they are."""
     sys.path.append(str(Path.cwd()))  # rewards of one's own lie beside the config
+    # which transformers imports when it saves a model, and which then says that there is no GPU
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
     try:
         app()
     except RatchetError as error:

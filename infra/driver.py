@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from types import FrameType
 from typing import Any
 
@@ -26,7 +26,7 @@ from infra.snapshots import Snapshots
 from infra.store import ROW_STAGES, RunStore
 from infra.workers.groups import Groups
 from infra.workers.ray_group import GroupLost
-from rlhf.config import RunConfig, yaml_text
+from rlhf.config import Model, RunConfig, yaml_text
 from rlhf.data.prompts import PromptDataset
 from rlhf.environments import environment_digest
 from rlhf.errors import RatchetError, UserError
@@ -36,6 +36,10 @@ from rlhf.rewards.code import check_sandbox
 
 GRACE_S = 15.0
 """After a request to stop, a stage that has not ended by then is abandoned; it was never going to half-commit."""
+
+
+MANY_PROMPTS = 10_000
+"""Their lengths take over two seconds to look at."""
 
 
 class Stopped(RatchetError):
@@ -229,9 +233,9 @@ def check_inputs(config: RunConfig) -> None:
             "rollout.server.weights_folder is null, so that the servers would go on generating with the first weights: "
             "name a folder that they see, or only evaluate"
         )
-    for path in (*config.data.train, config.validation.data):
-        if path is not None:
-            PromptDataset([path])
+    prompts = [path for path in (*config.data.train, config.validation.data) if path is not None]
+    for path in prompts:
+        PromptDataset([path])
     reward_digest(config.reward.functions)
     if config.rollout.environment is not None:
         environment_digest(config.rollout.environment.name)
@@ -243,6 +247,16 @@ def check_inputs(config: RunConfig) -> None:
     load_tokenizer(config.model)
     for model in judge:
         load_tokenizer(model, writes=False)
+    if config.data.truncation == "error":
+        _check_lengths(tuple(prompts), config.model, config.data.max_prompt_tokens, config.data.system_prompt)
+
+
+@cache  # the command line looks before it starts Prefect, and the driver before it claims
+def _check_lengths(paths: tuple[str, ...], model: Model, max_tokens: int, system_prompt: str | None) -> None:
+    dataset = PromptDataset(paths)
+    if len(dataset) > MANY_PROMPTS:
+        report("note", text=f"looking at the lengths of {len(dataset)} prompts")
+    dataset.check_lengths(load_tokenizer(model), max_tokens, system_prompt)
 
 
 def _check_packages(config: RunConfig) -> None:

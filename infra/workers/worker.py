@@ -474,7 +474,7 @@ def _check_finite(batch: TrajectoryBatch, stage: str) -> None:
         kind = batch.table.schema.field(name).type
         is_list = pa.types.is_list(kind)
         if pa.types.is_floating(kind.value_type if is_list else kind):
-            values = batch.flat(name) if is_list else batch.numpy(name)
+            values = batch.flat(name) if is_list else batch.array(name).fill_null(0).to_numpy()
             bad = np.flatnonzero(~np.isfinite(values))
             if len(bad):
                 starts = np.cumsum(batch.lengths(name)) if is_list else np.arange(1, len(batch) + 1)

@@ -43,6 +43,10 @@ class Prompt:
         return [{"role": "system", "content": system_prompt}, *self.messages]
 
 
+TEMPLATE = 128
+"""Tokens that a chat template may add to a prompt; a token of the rest has a byte at least."""
+
+
 class PromptDataset:
     """The prompts of some files, in order. Raises `UserError` naming file and row for anything malformed."""
 
@@ -73,6 +77,14 @@ class PromptDataset:
         if not kept.prompts:
             raise UserError(f"{self.prompts[0].where}: every prompt has more than data.max_prompt_tokens {max_tokens}")
         return kept
+
+    def check_lengths(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int, system_prompt: str | None) -> None:
+        """Raises `UserError` for the first prompt of more tokens. One that is too short to have so many, whatever a
+        template adds, is not looked at closely."""
+        for prompt in self.prompts:
+            characters = sum(len(message["content"].encode()) for message in prompt.after(system_prompt))
+            if characters + TEMPLATE > max_tokens:
+                encode(prompt, tokenizer, max_tokens=max_tokens, truncation="error", system_prompt=system_prompt)
 
     def draw(self, seed: int, cursor: int, count: int) -> list[int]:
         """Rows `cursor` to `cursor + count` of an endless sequence of epochs, each shuffled in its own way."""

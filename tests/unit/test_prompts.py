@@ -167,3 +167,13 @@ def test_truncation() -> None:
         encode(PROMPT, tokenizer(), max_tokens=4, truncation="error")
     with pytest.raises(UserError, match="the prompt is empty"):
         encode(Prompt("x", [{"role": "user", "content": ""}], "", ""), tokenizer(), max_tokens=4, truncation="left")
+
+
+def test_the_first_prompt_that_is_too_long_is_found_early(tmp_path: Path) -> None:
+    rows = [ROW, {**ROW, "prompt": "x" * 300}, {**ROW, "prompt": "y" * 301}]
+    dataset = PromptDataset([json_lines(tmp_path / "a.jsonl", *rows)])
+    dataset.check_lengths(tokenizer(), 301, None)
+    with pytest.raises(UserError, match=r"line 3: the prompt has 301 tokens, more than data.max_prompt_tokens"):
+        dataset.check_lengths(tokenizer(), 300, None)
+    with pytest.raises(UserError, match="line 2"):
+        dataset.check_lengths(tokenizer(), 301, "Short.")

@@ -1,0 +1,115 @@
+"""What models are fitted to, in the spellings that people have."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from transformers import AutoTokenizer
+
+from rlhf.data.examples import preferences, supervised
+from rlhf.errors import UserError
+from tests import tiny
+
+TEMPLATE = (
+    "{% for m in messages %}({{ m.role }}){{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}:{% endif %}"
+)
+USER, ANSWER, OTHER = (
+    {"role": role, "content": text} for role, text in (("user", "ask"), ("assistant", "good"), ("assistant", "bad"))
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return AutoTokenizer.from_pretrained(tiny.model_folder(tmp_path_factory.mktemp("model")))
+
+
+def write(path: Path, *rows: dict[str, Any]) -> str:
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(list(rows)), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def read(url: str, tokenizer: Any, **columns: str) -> list[tuple[str, str]]:
+    names = {"prompt": "prompt", "response": "response"} | columns
+    batch = supervised(url, tokenizer, max_prompt_tokens=50, **names)
+    assert batch.list("loss_mask") == [[1] * len(ids) for ids in batch.list("response_ids")]
+    pairs = zip(batch.list("prompt_ids"), batch.list("response_ids"), strict=True)
+    return [(tokenizer.decode(prompt), tokenizer.decode(response)) for prompt, response in pairs]
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.jsonl"])
+@pytest.mark.parametrize(
+    ("row", "columns"),
+    [
+        ({"prompt": "ask", "response": "good"}, {}),
+        ({"prompt": [USER], "response": "good"}, {}),
+        ({"prompt": [USER], "completion": [ANSWER]}, {}),
+        ({"prompt": "ask", "completion": "good"}, {}),
+        ({"messages": [USER, ANSWER]}, {}),
+        ({"question": "ask", "answer": "good"}, {"prompt": "question", "response": "answer"}),
+    ],
+)
+def test_supervised_examples_in_every_spelling(
+    row: dict[str, Any], columns: dict[str, str], name: str, tokenizer: Any, tmp_path: Path
+) -> None:
+    assert read(write(tmp_path / name, row, row), tokenizer, **columns) == [("ask", "good<eos>")] * 2
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"prompt": "ask"}, "line 1 has no response: supervised examples are rows of prompt and response"),
+        ({"response": "ask"}, "line 1 has no prompt"),
+        ({"prompt": "ask", "response": None}, "line 1: response should be a list of messages"),
+        ({"prompt": 7, "response": "good"}, "line 1: prompt should be a list of messages"),
+        (
+            {"messages": [USER]},
+            "line 1: messages should be a text after a prompt, or end with a message of the assistant",
+        ),
+        ({"messages": [ANSWER]}, "line 1: messages should be a text after a prompt"),
+        ({"prompt": "a" * 51, "response": "good"}, "line 1: the prompt has 51 tokens, more than max_prompt_tokens 50"),
+    ],
+)
+def test_what_is_no_example_is_named(row: dict[str, Any], says: str, tokenizer: Any, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=says.replace("(", r"\(")):
+        read(write(tmp_path / "rows.jsonl", row), tokenizer)
+    with pytest.raises(UserError, match="has no examples"):
+        read(write(tmp_path / "none.jsonl"), tokenizer)
+
+
+PAIRS: list[dict[str, Any]] = [
+    {"prompt": "ask", "chosen": "good", "rejected": "bad"},
+    {"prompt": [USER], "chosen": [ANSWER], "rejected": [OTHER]},
+    {"chosen": [USER, ANSWER], "rejected": [USER, OTHER]},
+    {"prompt": "ask", "chosen": [USER, ANSWER], "rejected": [USER, OTHER]},
+]
+"""As in TRL, UltraFeedback, and HH."""
+
+
+@pytest.mark.parametrize("row", PAIRS)
+def test_preferences_in_every_spelling(row: dict[str, Any], tokenizer: Any, tmp_path: Path) -> None:
+    for template, good, bad in (
+        (None, "askgood<eos>", "askbad<eos>"),
+        (TEMPLATE, *(f"(user)ask<eos>(assistant){text}<eos>" for text in ("good", "bad"))),
+    ):
+        own = AutoTokenizer.from_pretrained(tokenizer.name_or_path, chat_template=template)
+        batch, left_out = preferences(write(tmp_path / "p.jsonl", row), own, padding=0, max_tokens=50)
+        assert [own.decode(ids) for ids in batch.list("prompt_ids")] == [good, bad]
+        assert batch.list("response_ids") == [[0], [0]]
+        assert left_out == 0
+        # a classifier whose padding is the end of sequence reads its score before it
+        batch, _ = preferences(write(tmp_path / "p.jsonl", row), own, padding=1, max_tokens=50)
+        assert [own.decode(ids) for ids in batch.list("prompt_ids")] == [good[:-5], bad[:-5]]
+
+
+def test_longer_pairs_are_left_out_and_counted(tokenizer: Any, tmp_path: Path) -> None:
+    rows = [PAIRS[0], {"prompt": "ask", "chosen": "good", "rejected": "b" * 20}, PAIRS[0]]
+    batch, left_out = preferences(write(tmp_path / "p.parquet", *rows), tokenizer, padding=0, max_tokens=12)
+    assert (len(batch), left_out) == (4, 1)
