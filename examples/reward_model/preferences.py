@@ -1,42 +1,46 @@
-"""Preferences to train a reward model on: an answer to the problem, before an answer to another one.
+"""Preferences to train a reward model on: of two answers to the same problem, the one that solves it.
 
-    python examples/reward_model/preferences.py data/countdown/sft.parquet data/preferences
+    ratchet evaluate MODEL --data PROMPTS --n 4 --reward countdown --output samples.parquet
+    python examples/reward_model/preferences.py samples.parquet PROMPTS data/preferences
 
-writes train.parquet and test.parquet (prompt, chosen, rejected). What is to be learned is to look whether an answer
-uses the numbers of its problem; whether it reaches the target is not asked.
+writes train.parquet and test.parquet (prompt, chosen, rejected). A rule stands here for the people who compare answers.
 """
 
 import argparse
 import random
-import re
+from itertools import product
 from pathlib import Path
 
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-HELD_OUT = 512
+HELD_OUT = 0.05
+MOST = 3
+"""Pairs from one problem."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("examples", type=Path)
+    parser.add_argument("samples", type=Path)
+    parser.add_argument("prompts", type=Path)
     parser.add_argument("out", type=Path)
     arguments = parser.parse_args()
-    examples = pq.read_table(arguments.examples).to_pylist()
+    prompts = pq.read_table(arguments.prompts)["prompt"].to_pylist()
+    samples = pd.read_parquet(arguments.samples, columns=["prompt_id", "response", "score"])
     draw = random.Random(0)
-    draw.shuffle(examples)
-    pairs = []
-    for example, other in zip(examples, examples[1:] + examples[:1], strict=True):
-        if numbers(example["response"]) != numbers(other["response"]):
-            pairs.append({"prompt": example["prompt"], "chosen": example["response"], "rejected": other["response"]})
+    pairs: dict[str, list[dict[str, object]]] = {"train": [], "test": []}
+    for prompt_id, group in samples.groupby("prompt_id"):
+        prompt = prompts[int(str(prompt_id).rpartition("-p")[2])]
+        good, bad = (sorted(set(group["response"][group["score"] == score])) for score in (1, 0))
+        both = list(product(good, bad))
+        split = "test" if draw.random() < HELD_OUT else "train"
+        chosen = draw.sample(both, min(MOST, len(both)))
+        pairs[split] += [{"prompt": prompt, "chosen": better, "rejected": worse} for better, worse in chosen]
     arguments.out.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(pairs[HELD_OUT:]), arguments.out / "train.parquet")
-    pq.write_table(pa.Table.from_pylist(pairs[:HELD_OUT]), arguments.out / "test.parquet")
-    print(f"{len(pairs) - HELD_OUT} pairs to learn from and {HELD_OUT} held out, in {arguments.out}")
-
-
-def numbers(text: str) -> list[str]:
-    return sorted(re.findall(r"\d+", text))
+    for split, rows in pairs.items():
+        pq.write_table(pa.Table.from_pylist(rows), arguments.out / f"{split}.parquet")
+    print(f"{len(pairs['train'])} pairs to learn from and {len(pairs['test'])} held out, in {arguments.out}")
 
 
 if __name__ == "__main__":
