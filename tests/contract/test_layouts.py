@@ -6,6 +6,7 @@ of that AdamW makes a step of.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,8 +25,13 @@ from transformers import (
 )
 
 from rlhf.batch import TrajectoryBatch
-from rlhf.engines.base import TrainEngine
+from rlhf.config import Model, RewardModel
+from rlhf.engines.base import Generation, Request, Sampling, TrainEngine
+from rlhf.engines.reward_engine import RewardEngine
+from rlhf.environments import Dialogue, EnvironmentFailed, Observation, converse
 from rlhf.errors import NotFinite, UserError
+from rlhf.models import load_reward_model, load_tokenizer
+from tests import tiny
 from tests.contract.test_train_engines import (
     ENGINES,
     SCHEDULE,
@@ -75,6 +81,52 @@ def run(kind: Kind, batch: TrajectoryBatch, options: dict[str, Any], load: Files
     outputs = infer(engine, kind, batch)
     metrics = engine.update(batch, kind.objective, DEALT)
     return {"began": began, "outputs": outputs, "metrics": metrics, "digest": engine.digest(), "files": engine.state()}
+
+
+def run_judges(outcome: Path, process: Path) -> Any:
+    """Five conversations: of one piece, and of several; and what a process reward says of their steps."""
+    found: list[Any] = []
+    said = [([{"role": "user", "content": "ask " * row}], f"{row} so. it is. {'x' * row}") for row in range(5)]
+    for folder, kind in ((outcome, "outcome"), (process, "process")):
+        config = RewardModel(path=str(folder), dtype="float32", type=kind)
+        engine = RewardEngine(load_reward_model(config), load_tokenizer(config))
+        for budget in (60, 1000):
+            if kind == "outcome":
+                found.append(engine.scores(said, micro_batch_tokens=budget))
+            else:
+                steps = engine.steps(said, ".", micro_batch_tokens=budget)
+                found.append([[step.score for step in each] for each in steps])
+    return found
+
+
+class PerProcess:
+    """An environment that says something else in every process; it may break in one of them."""
+
+    stop = ()
+
+    def __init__(self, breaks: bool) -> None:
+        self.breaks = breaks
+
+    def reset(self, *_: Any) -> None: ...
+
+    def step(self, turn: str) -> Observation:
+        if self.breaks and os.environ["LOCAL_RANK"] == "0":
+            raise RuntimeError("of rank 0")
+        return Observation(f"{os.environ['LOCAL_RANK']} of {os.getpid()}")
+
+
+def run_dialogue(folder: Path, breaks: bool) -> Any:
+    tokenizer = load_tokenizer(Model(path=str(folder)))
+
+    def generate(requests: Any, sampling: Sampling) -> Any:
+        return [Generation((5,), (-1.0,), "stop") for _ in requests], [[0] for _ in requests]
+
+    dialogue = Dialogue(Request("it000000-p00000-s00", (3,)), PerProcess(breaks))
+    try:
+        converse(generate, [dialogue], Sampling(1.0, 1.0, 30, 0), tokenizer, max_turns=2)
+    except EnvironmentFailed as error:
+        return str(error)
+    return tokenizer.decode(dialogue.ids)
 
 
 def run_few(kind: Kind, batch: TrajectoryBatch) -> Any:
@@ -323,3 +375,25 @@ def test_bfloat16_by_two_processes(engine: str, policy_folder: Path, batch: Traj
     loaded = ENGINES["torch"](kind.folder, kind.head)
     loaded.load_state(together(told))
     assert loaded.digest() == told[0]["digest"]
+
+
+def test_two_processes_judge_as_one(policy_folder: Path, ranks: Ranks, tmp_path: Path) -> None:
+    folders = [
+        tiny.reward_model_folder(tmp_path / name, policy_folder, process=name == "process", labels=labels)
+        for name, labels in (("outcome", 1), ("process", 2))
+    ]
+    told = ranks(run_judges, *folders)
+    assert told[0] == told[1]
+    for found, expected in zip(told[0], run_judges(*folders), strict=True):
+        assert len(found) == 5
+        for one, other in zip(found, expected, strict=True):
+            assert one == pytest.approx(other, abs=1e-4)
+
+
+def test_all_processes_hear_what_the_first_one_heard(policy_folder: Path, ranks: Ranks) -> None:
+    told = ranks(run_dialogue, policy_folder, False)
+    assert told[0] == told[1]
+    assert "0 of " in told[0].replace("<unk>", " ")
+    failed = ranks(run_dialogue, policy_folder, True)
+    assert failed[0] == failed[1]
+    assert "RuntimeError: of rank 0" in failed[0]

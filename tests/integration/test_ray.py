@@ -136,11 +136,20 @@ def test_drivers_and_workers_that_are_killed_leave_no_trace(runs: Runs) -> None:
     assert history.state.epoch == 2, "the first driver came through; the second found the run done"
 
 
-def test_a_rollout_in_a_pool_of_its_own_has_the_newest_weights(runs: Runs) -> None:
+def test_a_rollout_in_a_pool_of_its_own_has_the_newest_weights(runs: Runs, tmp_path: Path) -> None:
+    """A reward model beside it."""
+    judge = tiny.reward_model_folder(tmp_path / "judge", runs.workspace / "model")
     config = runs.config(
         "apart",
         pools={"train": {"workers": 1}, "answers": {"workers": 1}},
-        placement={"actor": "train", "critic": "train", "reference": "train", "rollout": "answers"},
+        placement={
+            "actor": "train",
+            "critic": "train",
+            "reference": "train",
+            "rollout": "answers",
+            "reward": "answers",
+        },
+        reward={"function": "tests.rewards:letters", "model": {"path": str(judge), "dtype": "float32"}},
         actor__engine="torch",
         critic__engine="torch",
         actor__lr=0.01,
@@ -148,6 +157,7 @@ def test_a_rollout_in_a_pool_of_its_own_has_the_newest_weights(runs: Runs) -> No
     history = runs.finish(config)
     frame = history.run.trajectories()
     assert frame["policy_version"].tolist() == frame["iteration"].tolist()
+    assert frame["model_score"].nunique() > len(frame) / 2
     for k in range(1, 3):
         manifests = history.run.store.manifests(k)
         for name in ("score", "old_log_probs"):

@@ -39,6 +39,28 @@ def config(tmp_path: Path, processes: Processes) -> RunConfig:
     )
 
 
+def test_vllm_takes_turns(config: RunConfig, processes: Processes, workspace: Path) -> None:
+    """With an environment that ends turns by texts of its own, and a limit for each request."""
+    changes = {
+        "rollout.environment": {"name": "tests.environments:Chatty", "max_turns": 6},
+        "rollout.max_response_tokens": 40,
+        "train.iterations": 1,
+    }
+    changed = config.with_values(changes)
+    child = train(processes, changed)
+    assert child.wait(240) == 0, child.text
+    history = History.of(changed)
+    frame = history.run.trajectories()
+    assert frame["response"].str.contains("XY").any()
+    for row in frame.itertuples():
+        mine = row.response_mask == 1
+        assert len(mine) <= 40
+        assert mine[0]
+        assert mine[-1]
+        np.testing.assert_allclose(row.rollout_log_probs[mine], row.old_log_probs[mine], atol=1e-3)
+    assert max((np.diff(mask) == -1).sum() for mask in frame["response_mask"]) > 1
+
+
 def train(processes: Processes, config: RunConfig) -> Child:
     path = processes.folder / f"{config.run.name}.yaml"
     path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
