@@ -113,7 +113,8 @@ def stop(name: Name, store: Store = DEFAULT_STORE) -> None:
     run = open_run(_url(name, store))
     beat = heartbeat.is_alive(run.store.objects, lambda text: console.print(text))
     if beat is None:
-        workers = "its workers on Ray have ended" if end_idle(run.config, run.store.url) else "nothing to stop"
+        ended = not run.is_fit and end_idle(run.config, run.store.url)
+        workers = "its workers on Ray have ended" if ended else "nothing to stop"
         console.print(f"{name} has no live driver; {workers}")
         return
     run.store.objects.put(heartbeat.stop_key(beat.epoch), b"{}")
@@ -122,8 +123,10 @@ def stop(name: Name, store: Store = DEFAULT_STORE) -> None:
     while time.monotonic() < deadline:
         time.sleep(1)
         if heartbeat.is_alive(run.store.objects) is None:
-            end_idle(run.config, run.store.url)
-            console.print(f"{name} has stopped; `ratchet resume {name}` goes on from the last commit")
+            goes_on = "the command that began it" if run.is_fit else f"`ratchet resume {name}`"
+            if not run.is_fit:
+                end_idle(run.config, run.store.url)
+            console.print(f"{name} has stopped; {goes_on} goes on from the last commit")
             return
     raise RatchetError(
         f"the driver of {name} has not stopped within 60 s: it may hang; kill pid {beat.pid} on {beat.host}"
@@ -617,10 +620,11 @@ def doctor(
 
 
 def _drive(config: RunConfig, take_over: bool) -> None:
-    from infra.driver import Stopped, check_inputs, on_signals
+    from infra.driver import check_inputs
+    from infra.stopping import Stopped, on_signals
 
     def stop(*_: object) -> None:  # while Prefect, and not yet or no longer the driver, is at work
-        raise Stopped.as_asked(config.run.name)
+        raise Stopped.as_asked(f"`ratchet resume {config.run.name}`")
 
     with on_signals(stop):
         check_inputs(config)

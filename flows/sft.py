@@ -5,6 +5,7 @@ from __future__ import annotations
 from prefect import flow
 
 from infra.fitting import fitting
+from infra.progress import report
 from rlhf import seeding
 from rlhf.algorithms.objectives import SupervisedObjective
 from rlhf.config import SFTConfig
@@ -17,13 +18,15 @@ from tasks.fit import Fit, fit
 @flow(name="sft", flow_run_name="{config.run.name}", persist_result=False)
 def sft(config: SFTConfig, take_over: bool = False) -> dict[str, float]:
     """Fit, or go on fitting, and write the model's folder; returns the metrics of the last round."""
-    examples = supervised(
+    examples, left_out = supervised(
         config.data,
         load_tokenizer(config.model),
         prompt=config.prompt_column,
         response=config.response_column,
-        max_prompt_tokens=config.max_prompt_tokens,
+        max_tokens=config.max_tokens,
     )
+    if left_out:
+        report("note", text=f"{left_out} examples are longer than max_tokens {config.max_tokens}: left out")
 
     def rows(step: int) -> list[int]:
         draw = seeding.generator(config.run.seed, "sft", step)

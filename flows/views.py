@@ -50,6 +50,16 @@ WATCHED = {
 
 
 def status(console: Console, run: Run, last: int) -> None:
+    if run.is_fit:
+        metrics = run.metrics().tail(last)
+        rows(console, metrics, "table", f"{run.store.url.rpartition('/')[2]}: a fit, {run.state.iteration} rounds")
+    else:
+        _status(console, run, last)
+    beat = heartbeat.is_alive(run.store.objects, console.print)
+    console.print(f"driven by pid {beat.pid} on {beat.host}" if beat is not None else "no driver is at work")
+
+
+def _status(console: Console, run: Run, last: int) -> None:
     state, config = run.state, run.config
     first = max(0, state.iteration - last)
     stages = [name for name in SHORT if name in config.stages or (name == "validate" and config.validation.data)]
@@ -74,8 +84,6 @@ def status(console: Console, run: Run, last: int) -> None:
         console.print(numbers)
     snapshots = ", ".join(map(str, sorted(state.snapshots))) or "none"
     console.print(f"epoch {state.epoch}, {state.slot + 1} log records, snapshots after iterations: {snapshots}")
-    beat = heartbeat.is_alive(run.store.objects, console.print)
-    console.print(f"driven by pid {beat.pid} on {beat.host}" if beat is not None else "no driver is at work")
 
 
 def show(

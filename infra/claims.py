@@ -50,13 +50,24 @@ def run_url(store: str, name: str) -> str:
 
 
 def begin(store: RunStore, config: Config, take_over: bool) -> RunState:
-    """How the run stands, which is made if it does not exist. Raises `Fenced` if another driver is alive."""
+    """How the run stands, which is made if it does not exist. Raises `UserError` if it is of another kind, and `Fenced`
+    if another driver is alive."""
     state = store.log.read()
     if state.slot < 0:
         create(store, config)
-    else:
-        refuse_if_driven(store, take_over)
+        return state
+    assert state.claim is not None
+    if is_fit(state.claim.config) != is_fit(config.model_dump(mode="json")):
+        kinds = ("a fit (sft, reward-model)", "a run of iterations")
+        there, here = kinds if is_fit(state.claim.config) else kinds[::-1]
+        raise UserError(f"{store.url} is {there}, and this is {here}: choose another run.name")
+    refuse_if_driven(store, take_over)
     return state
+
+
+def is_fit(config: Mapping[str, Any]) -> bool:
+    """Whether a claim's config is that of a fit, which ends in a folder."""
+    return "output" in config
 
 
 def claim(store: RunStore, config: Config, *, initial: Mapping[str, Weights], shards: int = 1, ahead: int = 0) -> None:

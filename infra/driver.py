@@ -5,16 +5,11 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
-import os
-import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from types import FrameType
-from typing import Any
 
 from infra import heartbeat
 from infra.claims import begin, claim, code_digest, package_versions, run_url
@@ -23,31 +18,28 @@ from infra.objects import Objects, StoreUnavailable
 from infra.progress import report
 from infra.records import RunState, Weights
 from infra.snapshots import Snapshots
+from infra.stopping import Stopping, on_signals
 from infra.store import ROW_STAGES, RunStore
 from infra.workers.groups import Groups
 from infra.workers.ray_group import GroupLost
 from rlhf.config import Model, RunConfig, yaml_text
 from rlhf.data.prompts import PromptDataset
 from rlhf.environments import environment_digest
-from rlhf.errors import RatchetError, UserError
-from rlhf.models import check_weights, files_digest, initial_digest, load_tokenizer, model_folder, tokenizer_digest
+from rlhf.errors import UserError
+from rlhf.models import (
+    check_reward_model,
+    check_weights,
+    files_digest,
+    initial_digest,
+    load_tokenizer,
+    model_folder,
+    tokenizer_digest,
+)
 from rlhf.rewards import reward_digest
 from rlhf.rewards.code import check_sandbox
 
-GRACE_S = 15.0
-"""After a request to stop, a stage that has not ended by then is abandoned; it was never going to half-commit."""
-
-
 MANY_PROMPTS = 10_000
 """Their lengths take over two seconds to look at."""
-
-
-class Stopped(RatchetError):
-    """The driver was asked to stop, and did so between two commits."""
-
-    @classmethod
-    def as_asked(cls, run: str) -> Stopped:
-        return cls(f"stopped as asked; `ratchet resume {run}` goes on from the last commit")
 
 
 @dataclass
@@ -77,8 +69,7 @@ class Driver:
         self.digests: dict[str, str | None] = {}
         self.restoring = threading.RLock()
         """Held by whoever loads weights: two lanes may find at once that a role does not hold what they need."""
-        self._stop = threading.Event()
-        self._grace: threading.Timer | None = None
+        self.stopping = Stopping(f"`ratchet resume {config.run.name}`")
 
     @classmethod
     def current(cls) -> Driver:
@@ -93,19 +84,6 @@ class Driver:
     def epoch(self) -> int:
         return self.store.log.epoch
 
-    def request_stop(self, signum: int | None = None, _: Any = None) -> None:
-        """Stop before the next shard; after `GRACE_S`, or at once for Ctrl-C (which a terminal also sends to the
-        temporary Prefect server), abandon what is computing: nothing of it is committed."""
-        if signum == signal.SIGINT:
-            _abandon(self.config.run.name)
-        if self._stop.is_set():
-            return
-        self._stop.set()
-        report("note", text=f"stopping: finishing the shard at hand (at most {GRACE_S:.0f} s)")
-        self._grace = threading.Timer(GRACE_S, _abandon, [self.config.run.name])
-        self._grace.daemon = True
-        self._grace.start()
-
     def tidy(self) -> None:
         """While stages compute: a snapshot that was written in the background is committed."""
         try:
@@ -114,13 +92,7 @@ class Driver:
             report("note", text=str(error))
 
     def check_stop(self) -> None:
-        if self._stop.is_set():
-            raise Stopped.as_asked(self.config.run.name)
-
-    def forget_stop(self) -> None:
-        """The driver has ended in time: its process, which may have other things to do, lives on."""
-        if self._grace is not None:
-            self._grace.cancel()
+        self.stopping.check()
 
     def digest(self, what: str) -> str | None:
         """Digest of something outside the store that stages read (dataset, validation, reward, reward_model, tokenizer,
@@ -183,21 +155,6 @@ class Driver:
 
 
 @contextmanager
-def on_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Handle SIGTERM and Ctrl-C with `handler`. Prefect installs a handler of its own in every flow, which would cut a
-    stage at any line: a flow's body puts ours back."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, former in before.items():
-            signal.signal(number, former)
-
-
-@contextmanager
 def driving(
     config: RunConfig, *, take_over: bool = False, check: Callable[[Driver], None] = lambda driver: None
 ) -> Iterator[Driver]:
@@ -205,20 +162,20 @@ def driving(
     claim, so that a config that cannot go on leaves no trace."""
     active = Driver._active
     if active is not None and active.config.run == config.run:
-        with on_signals(active.request_stop):
+        with on_signals(active.stopping.request):
             yield active
         return
     driver = _open(config, take_over, check)
-    beat = heartbeat.Heartbeat(driver.store.objects, driver.epoch, driver.request_stop)
+    beat = heartbeat.Heartbeat(driver.store.objects, driver.epoch, driver.stopping.request)
     Driver._active = driver
     try:
-        with on_signals(driver.request_stop):
+        with on_signals(driver.stopping.request):
             yield driver
             driver.snapshots.settle(wait=True)
     finally:
         driver.lanes.close()
         driver.groups.close()
-        driver.forget_stop()
+        driver.stopping.forget()
         Driver._active = None
         beat.close()
 
@@ -246,6 +203,7 @@ def check_inputs(config: RunConfig) -> None:
         check_weights(model_folder(model))
     load_tokenizer(config.model)
     for model in judge:
+        check_reward_model(model)
         load_tokenizer(model, writes=False)
     if config.data.truncation == "error":
         _check_lengths(tuple(prompts), config.model, config.data.max_prompt_tokens, config.data.system_prompt)
@@ -297,11 +255,3 @@ def _open(config: RunConfig, take_over: bool, check: Callable[[Driver], None]) -
     )
     store.sweep((*ROW_STAGES, "validate"))
     return driver
-
-
-def _abandon(name: str) -> None:
-    print(
-        f"stopped as asked, abandoning a stage; `ratchet resume {name}` goes on from the last commit", file=sys.stderr
-    )
-    sys.stderr.flush()
-    os._exit(1)

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from infra.claims import begin, claim, run_url
-from infra.driver import Stopped, on_signals
 from infra.heartbeat import Heartbeat
 from infra.manifest import Checkpoint
 from infra.objects import Objects
 from infra.records import Retire, Snapshot, Weights
+from infra.stopping import Stopping, on_signals
 from infra.store import RunStore
-from rlhf.config import FitConfig
-from rlhf.config.fitting import OPERATIONAL
+from rlhf.config import FitConfig, validated
+from rlhf.config.fitting import ELSEWHERE
 from rlhf.data.datasets import file_digest
 from rlhf.engines.model_engine import ModelEngine
 from rlhf.errors import UserError
@@ -30,15 +28,7 @@ class Fitting:
 
     store: RunStore
     role: str
-    _stop: threading.Event = field(default_factory=threading.Event)
-
-    def request_stop(self, *_: Any) -> None:
-        self._stop.set()
-
-    def check_stop(self) -> None:
-        """Between two steps: those since the last snapshot are taken again."""
-        if self._stop.is_set():
-            raise Stopped(f"stopped as asked; the same command goes on from round {self.round}")
+    stopping: Stopping
 
     @property
     def round(self) -> int:
@@ -70,27 +60,27 @@ def fitting(config: FitConfig, role: str, take_over: bool) -> Iterator[Fitting]:
     store = RunStore(Objects(run_url(config.run.store, config.run.name)))
     model = initial_digest(config.model, config.run.seed), tokenizer_digest(config.model)
     weights = Weights(version=0, digest=" ".join([*model, file_digest(config.data)]))
-    state = store.log.read()
+    state = begin(store, config, take_over)
     if state.claim is not None:
         _check_same(config, state.claim.config, state.initial.get(role) == weights)
-    begin(store, config, take_over)
     claim(store, config, initial={role: weights})
-    fit = Fitting(store, role)
-    beat = Heartbeat(store.objects, store.log.epoch, fit.request_stop)
+    store.sweep(())
+    stopping = Stopping("the same command")
+    beat = Heartbeat(store.objects, store.log.epoch, stopping.request)
     try:
-        with on_signals(fit.request_stop):
-            yield fit
+        with on_signals(stopping.request):
+            yield Fitting(store, role, stopping)
     finally:
+        stopping.forget()
         beat.close()
 
 
 def _check_same(config: FitConfig, committed: dict[str, Any], same_start: bool) -> None:
-    """A fit is one thing: what it has committed is not gone on with under other settings."""
-    now = json.loads(config.model_dump_json())
-    for tree in (now, committed := dict(committed)):
-        tree["run"] = {"seed": tree.get("run", {}).get("seed")}
-    changed = [key for key in now.keys() | committed.keys() if key not in OPERATIONAL]
-    changed = sorted(key for key in changed if now.get(key) != committed.get(key))
+    """A fit is one thing: what it has committed is not gone on with under other settings. Of model and examples their
+    digests tell, wherever they lie."""
+    before = validated(type(config), committed, "the fit's first settings").model_dump(exclude=ELSEWHERE)
+    now = config.model_dump(exclude=ELSEWHERE)
+    changed = sorted(key for key in now if now[key] != before[key])
     if changed or not same_start:
         what = ", ".join(changed) or "the model's files or the examples"
         raise UserError(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
+from infra.claims import is_fit
 from infra.objects import Objects
 from infra.records import RunState, Stage
 from infra.store import ROW_STAGES, RunStore
@@ -39,11 +40,17 @@ class Run:
         return self.store.state
 
     @property
+    def is_fit(self) -> bool:
+        """Whether a model was fitted here (sft, reward-model), and there are no trajectories."""
+        assert self.state.claim is not None
+        return is_fit(self.state.claim.config)
+
+    @property
     def config(self) -> RunConfig:
         """The config of the newest driver."""
         assert self.state.claim is not None
-        if "output" in self.state.claim.config:
-            raise UserError(f"{self.store.url} is a fit, not a run of iterations: `ratchet query` shows its metrics")
+        if self.is_fit:
+            raise UserError(f"{self.store.url} is a fit, not a run of iterations: `ratchet status` shows its metrics")
         return parse_config(self.state.claim.config, f"{self.store.url}, newest claim")
 
     def trajectories(

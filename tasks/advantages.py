@@ -89,7 +89,8 @@ def _token_rewards(
     metrics: dict[str, float] = {}
     controllers: dict[str, float] = {}
     if config.overlong_penalty is not None:
-        penalty = config.overlong_penalty(mask.sum(-1), context.config.rollout.max_response_tokens)
+        lengths = torch.from_numpy(batch.lengths("response_mask")).double()
+        penalty = config.overlong_penalty(lengths, context.config.rollout.max_response_tokens)
         metrics["critic/overlong_penalty/mean"] = float(penalty.mean())
         scores = scores + penalty
     token_rewards = torch.zeros_like(mask)

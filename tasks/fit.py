@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,8 +48,7 @@ def fit(fitting: Fitting, what: Fit) -> dict[str, float]:
     metrics: dict[str, float] = {}
     while what.engine.steps < what.steps:
         metrics = one_round(fitting.round)
-    save(what.engine.model, Path(what.config.output))
-    load_tokenizer(what.config.model).save_pretrained(what.config.output)
+    _write(what)
     return metrics or _last_metrics(fitting)
 
 
@@ -64,7 +64,7 @@ def _round(fitting: Fitting, what: Fit) -> dict[str, float]:
     started, first = time.perf_counter(), engine.steps
     last = min(first + config.checkpoint_steps, what.steps)
     for step in range(first, last):
-        fitting.check_stop()
+        fitting.stopping.check()
         rows = what.rows(step)
         found = engine.update(
             what.examples.take(rows),
@@ -87,6 +87,17 @@ def _round(fitting: Fitting, what: Fit) -> dict[str, float]:
     metrics |= {"step": float(last), "timing_s/steps": time.perf_counter() - started}
     fitting.commit(engine, metrics)
     return metrics
+
+
+def _write(what: Fit) -> None:
+    """The model's folder: each file is whole, and takes the place of an older one at once."""
+    output = Path(what.config.output)
+    with tempfile.TemporaryDirectory(dir=output, prefix=".") as name:
+        folder = Path(name)
+        save(what.engine.model, folder)
+        load_tokenizer(what.config.model).save_pretrained(folder)
+        for path in sorted(folder.iterdir()):
+            path.replace(output / path.name)
 
 
 def _last_metrics(fitting: Fitting) -> dict[str, float]:

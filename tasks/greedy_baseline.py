@@ -17,15 +17,7 @@ from tasks.stage import rows
 SPEC = StageSpec(
     name="greedy_baseline",
     reads={
-        "generate": (
-            "prompt_id",
-            "messages",
-            "prompt_ids",
-            "data_source",
-            "ground_truth",
-            "extra_info",
-            "environment_reward",
-        ),
+        "generate": ("prompt_id", "messages", "prompt_ids", "data_source", "ground_truth", "extra_info"),
         "select": (),
     },
     writes=TRAJECTORY.of("greedy_baseline"),

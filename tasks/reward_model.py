@@ -10,11 +10,12 @@ import numpy as np
 from infra.workers.worker import Context
 from rlhf.batch import TrajectoryBatch
 from rlhf.engines.reward_engine import token_at
+from rlhf.errors import UserError
 from rlhf.schema import TRAJECTORY
 from tasks.spec import StageSpec
 from tasks.stage import rows
 
-MODEL_KEYS = ("reward.model.type", "reward.model.dtype", "reward.model.step_separator")
+MODEL_KEYS = ("reward.model.kind", "reward.model.dtype", "reward.model.step_separator")
 MODEL_OPERATIONAL_KEYS = ("reward.model.micro_batch_tokens",)
 
 SPEC = StageSpec(
@@ -37,9 +38,14 @@ def reward_model(context: Context) -> TrajectoryBatch:
 def judged(context: Context, batch: TrajectoryBatch) -> dict[str, list[Any]]:
     """The columns of `reward_model` for the responses of a batch."""
     config, engine = context.config.reward.model, context.worker.engine("reward")
+    if batch.array("messages").null_count:
+        raise UserError(
+            "these trajectories were generated before their messages were stored, so that a reward model cannot read "
+            "them: generate anew"
+        )
     messages = [json.loads(each) for each in batch.list("messages")]
     asked = list(zip(messages, batch.list("response"), strict=True))
-    if config.type == "outcome":
+    if config.kind == "outcome":
         found = engine.scores(asked, micro_batch_tokens=config.micro_batch_tokens)
         return {"model_score": found, "model_token_scores": [None] * len(found)}
     token_scores = []

@@ -68,7 +68,7 @@ def scores(context: Context, batch: TrajectoryBatch) -> dict[str, list[Any]]:
             more[row]["model"] = score
             if steps is not None:
                 token_scores[row] = np.multiply(steps, weight if found[row].error is None else 0, dtype=np.float32)
-    for row, reward in enumerate(batch.list("environment_reward")):
+    for row, reward in enumerate(batch.list("environment_reward") if "environment_reward" in batch else ()):
         if reward is not None:
             more[row]["environment"] = reward
     for row, (one, others) in enumerate(zip(found, more, strict=True)):

@@ -10,12 +10,13 @@ run() { echo; echo "\$ $*"; "$@"; }
 # stopped early, so that there is something left to learn
 run ratchet sft --model models/countdown-base --data data/countdown/sft.parquet --output models/countdown-early \
     --steps 300 --batch-examples 32 --lr 2e-3 --warmup-steps 50
-mkdir -p data/preferences
-[ -f data/preferences/samples.parquet ] || run ratchet evaluate models/countdown-early --data data/countdown/train.parquet \
-    --n 4 --reward countdown --output data/preferences/samples.parquet
-run python examples/reward_model/preferences.py data/preferences/samples.parquet data/countdown/train.parquet data/preferences
+run python examples/reward_model/preferences.py data/countdown/sft.parquet data/preferences
 run ratchet reward-model --model models/countdown-early --data data/preferences/train.parquet \
-    --validation data/preferences/test.parquet --output models/reward --batch-pairs 64 --epochs 2 --lr 1e-3
-run ratchet evaluate models/countdown-early --data data/countdown/test.parquet --reward countdown
+    --validation data/preferences/test.parquet --output models/reward --batch-pairs 64 --lr 5e-4
 run ratchet train examples/reward_model/ppo.yaml
+# what became of it: the share of answers that begin with their largest number, and below, of those that are right
+run ratchet query rlhf "with answers as (select iteration, model_score, regexp_extract_all(response, '\d+')::int[] as numbers
+    from trajectories) select iteration, avg(model_score) as model_score,
+    avg((numbers[1] = list_max(numbers))::int) as preferred from answers where iteration % 5 in (0, 4) group by 1 order by 1"
+run ratchet evaluate models/countdown-early --data data/countdown/test.parquet --reward countdown
 run ratchet evaluate rlhf --data data/countdown/test.parquet --reward countdown

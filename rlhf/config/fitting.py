@@ -23,8 +23,13 @@ class FitConfig(Section):
     checkpoint_steps: int = Field(100, gt=0, description="steps between snapshots: what a crash can lose at most")
 
 
-OPERATIONAL = {"output", "micro_batch_tokens", "gradient_checkpointing", "checkpoint_steps"}
-"""May change while a fit goes on."""
+ELSEWHERE: dict[str, bool | set[str]] = {
+    **dict.fromkeys(("output", "micro_batch_tokens", "gradient_checkpointing", "checkpoint_steps"), True),
+    **dict.fromkeys(("data", "validation"), True),
+    "run": {"name", "store", "single_writer"},
+    "model": {"path", "chat_template", "attention"},
+}
+"""May change while a fit goes on: what computes the same, and where things lie that digests tell apart."""
 
 
 class SFTConfig(FitConfig):
@@ -37,7 +42,9 @@ class SFTConfig(FitConfig):
     response_column: str = Field("response", description="text")
     steps: int = Field(250, gt=0, description="optimizer steps")
     batch_examples: int = Field(128, gt=0, description="examples an optimizer step learns from")
-    max_prompt_tokens: int = Field(512, gt=0, description="longest prompt, in tokens")
+    max_tokens: int = Field(
+        2048, gt=0, description="longest prompt and response together; longer examples are left out"
+    )
 
 
 class RewardTraining(FitConfig):

@@ -166,7 +166,7 @@ class Rollout(Section):
 class RewardModel(Model):
     """A classifier that says what a response is worth."""
 
-    type: Literal["outcome", "process"] = Field(
+    kind: Literal["outcome", "process"] = Field(
         "outcome",
         description="outcome: a sequence classifier scores the response; process: a token classifier scores each of "
         "its steps, at the step's last token",

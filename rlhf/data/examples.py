@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf.batch import TrajectoryBatch
 from rlhf.data.datasets import read
-from rlhf.data.prompts import Messages, Prompt, encode, messages_of, with_response
+from rlhf.data.prompts import Messages, Prompt, messages_of, tokens, with_response
 from rlhf.errors import UserError
 
 if TYPE_CHECKING:
@@ -15,12 +15,14 @@ if TYPE_CHECKING:
 
 
 def supervised(
-    url: str, tokenizer: PreTrainedTokenizerBase, *, prompt: str, response: str, max_prompt_tokens: int
-) -> TrajectoryBatch:
-    """Rows of a prompt and its response, by the names of their columns, or of `messages` whose last is the response.
-    Raises `UserError` naming the row."""
+    url: str, tokenizer: PreTrainedTokenizerBase, *, prompt: str, response: str, max_tokens: int
+) -> tuple[TrajectoryBatch, int]:
+    """Rows of a prompt and its response, by the names of their columns, or of `messages` whose last is the response;
+    and how many were left out because they are longer. Raises `UserError` naming the row."""
     prompts, responses = [], []
+    examples = 0
     for where, row in read(url):
+        examples += 1
         column = response if response in row or "completion" not in row else "completion"
         if "messages" in row and prompt not in row:
             messages, said = answered(row["messages"], where, "messages")
@@ -32,13 +34,16 @@ def supervised(
                 f"and {response}, or of messages; there are {', '.join(row)}"
             )
         asked = Prompt(data_source="", messages=messages, ground_truth="", extra_info="", where=where)
-        _, ids = encode(asked, tokenizer, max_tokens=max_prompt_tokens, truncation="error", key="max_prompt_tokens")
-        prompts.append(ids)
-        responses.append([*tokenizer(said, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id])
-    _some(prompts, url)
-    return TrajectoryBatch.of(
-        {"prompt_ids": prompts, "response_ids": responses, "loss_mask": [[1] * len(each) for each in responses]}
-    )
+        ids = tokens(asked, tokenizer, system_prompt=None)[1]
+        written = [*tokenizer(said, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        if not ids:
+            raise UserError(f"{where}: the prompt is empty: give it at least one message with content")
+        if len(ids) + len(written) <= max_tokens:
+            prompts.append(ids)
+            responses.append(written)
+    _some(prompts, f"{url}, up to max_tokens {max_tokens},")
+    columns = {"prompt_ids": prompts, "response_ids": responses, "loss_mask": [[1] * len(each) for each in responses]}
+    return TrajectoryBatch.of(columns), examples - len(prompts)
 
 
 def preferences(
@@ -65,14 +70,15 @@ def preferences(
 
 
 def answered(value: Any, where: str, column: str, prompt: Any = None) -> tuple[Messages, str]:
-    """Prompt and response: a text after the prompt, or messages that end with the assistant's; what comes before that
-    is the prompt, if there is any."""
+    """Prompt and response: a text after the prompt, or messages that end with the assistant's: either the whole
+    conversation, or what goes on from the prompt with a message of the assistant."""
     if isinstance(value, str) and prompt is not None:
         return messages_of(prompt, where), value
     messages = messages_of(value, where, column)
-    if messages[-1]["role"] != "assistant" or (prompt is None and len(messages) == 1):
+    if messages[-1]["role"] != "assistant" or (prompt is None and messages[0]["role"] == "assistant"):
         raise UserError(f"{where}: {column} should be a text after a prompt, or end with a message of the assistant")
-    before = messages[:-1] if len(messages) > 1 else messages_of(prompt, where)
+    whole = messages[0]["role"] != "assistant"  # else they go on from the prompt
+    before = messages[:-1] if whole else [*messages_of(prompt, where), *messages[:-1]]
     return before, messages[-1]["content"]
 
 

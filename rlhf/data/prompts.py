@@ -103,7 +103,6 @@ def encode(
     max_tokens: int,
     truncation: str,
     system_prompt: str | None = None,
-    key: str = "data.max_prompt_tokens",
 ) -> tuple[str, list[int]]:
     """The prompt as text and tokens, through the tokenizer's chat template (if it has none: the contents, joined). The
     text is the whole prompt's, whatever is cut from its tokens."""
@@ -113,8 +112,8 @@ def encode(
     if len(ids) > max_tokens:
         if truncation == "error":
             raise UserError(
-                f"{prompt.where}: the prompt has {len(ids)} tokens, more than {key} {max_tokens} ({text[:60]!r}...): "
-                "raise it, or set data.truncation"
+                f"{prompt.where}: the prompt has {len(ids)} tokens, more than data.max_prompt_tokens {max_tokens} "
+                f"({text[:60]!r}...): raise it, or set data.truncation"
             )
         assert truncation != "drop", "such prompts are not in the dataset any more"
         head = {"left": 0, "middle": max_tokens // 2, "right": max_tokens}[truncation]
@@ -140,7 +139,8 @@ def with_response(messages: Messages, response: str, tokenizer: PreTrainedTokeni
     said = [*messages, {"role": "assistant", "content": response}]
     text = str(tokenizer.apply_chat_template(said, tokenize=False))
     content = response.strip()  # of which templates may make the content
-    start = text.rfind(content)
+    asked = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    start = text.find(content, len(asked)) if text.startswith(asked) else text.rfind(content)
     return text, start - (len(response) - len(response.lstrip())) if start >= 0 else None
 
 

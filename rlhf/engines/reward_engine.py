@@ -80,7 +80,7 @@ class RewardEngine:
         if len(ids) > longest:
             raise UserError(
                 f"the reward model reads at most {longest} tokens, and a conversation has {len(ids)} "
-                f"({text[:60]!r}...): lower rollout.max_response_tokens or data.max_prompt_tokens, or choose another"
+                f"({text[:60]!r}...): choose another, or fork with a lower rollout.max_response_tokens"
             )
         return ids
 

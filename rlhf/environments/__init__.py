@@ -167,7 +167,10 @@ def _observations(
         try:
             for dialogue, generation in answered:
                 turn = tokenizer.decode(list(generation.response_ids), skip_special_tokens=True)
-                found.append(dialogue.environment.step(turn))
+                observation = dialogue.environment.step(turn)
+                if not isinstance(observation, Observation):
+                    raise TypeError(f"step returned {observation!r}, which is no Observation")
+                found.append(observation)
         except Exception as error:
             where = f"{type(error).__name__}: {error} ({dialogue.request.trajectory_id}, turn {turn[-60:]!r})"
             failed = EnvironmentFailed(f"{KEY} raised {where}: nothing of the shard is committed")

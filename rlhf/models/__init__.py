@@ -156,14 +156,39 @@ def load_reward_model(model: RewardModel) -> PreTrainedModel:
     import torch
     from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-    auto = AutoModelForTokenClassification if model.type == "process" else AutoModelForSequenceClassification
+    auto = AutoModelForTokenClassification if model.kind == "process" else AutoModelForSequenceClassification
     loaded, missing = _load(auto, model, dtype=getattr(torch, model.dtype))
     if missing:
-        raise UserError(
-            f"reward.model {model.path} lacks {missing[0]}: it is no reward model of type {model.type}; "
-            "`ratchet reward-model` trains one"
-        )
+        raise _no_reward_model(model, missing[0])
     return loaded.eval()
+
+
+def check_reward_model(model: RewardModel) -> None:
+    """Refuse a folder that holds no head, before anything is generated that it could not score."""
+    import torch
+    from safetensors import safe_open
+    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+    folder = model_folder(model)
+    stored: set[str] = set()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="numpy") as file:
+            stored.update(file.keys())
+    auto = AutoModelForTokenClassification if model.kind == "process" else AutoModelForSequenceClassification
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
+    with torch.device("meta"):
+        whole = auto.from_config(config, trust_remote_code=model.trust_remote_code)
+    prefix = f"{whole.base_model_prefix}."
+    for name, _ in whole.named_parameters():
+        if not name.startswith(prefix) and name not in stored:
+            raise _no_reward_model(model, name)
+
+
+def _no_reward_model(model: RewardModel, missing: str) -> UserError:
+    return UserError(
+        f"reward.model {model.path} lacks {missing}: it is no {model.kind} reward model; `ratchet reward-model` trains "
+        "one"
+    )
 
 
 def save(model: PreTrainedModel, folder: Path) -> None:
@@ -197,6 +222,13 @@ def _load(auto_class: Any, model: Model, **options: Any) -> tuple[PreTrainedMode
             output_loading_info=True,
             **{"dtype": torch.float32, **options},
         )
+    except RuntimeError as error:  # of shapes
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
+        raise UserError(
+            f"{model.path} is a classifier with several labels: what learns has one number a token, so start from a "
+            "model with one label, or from a language model"
+        ) from None
     except ImportError as error:  # of an attention kernel
         first = str(error).splitlines()[0]
         raise UserError(f"model.attention is {model.attention}, which does not work here: {first}") from None
@@ -235,4 +267,8 @@ def generation_config(model: Model) -> GenerationConfig | None:
 
 
 def config_json(model: PreTrainedModel) -> bytes:
-    return json.dumps(model.config.to_diff_dict(), sort_keys=True, indent=1, default=str).encode()
+    """With the class that the weights are of, which is not that of the folder they came from where a head was added."""
+    name = type(model).__name__.removeprefix("FSDP")
+    return json.dumps(
+        model.config.to_diff_dict() | {"architectures": [name]}, sort_keys=True, indent=1, default=str
+    ).encode()

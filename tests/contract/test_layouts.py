@@ -88,7 +88,7 @@ def run_judges(outcome: Path, process: Path) -> Any:
     found: list[Any] = []
     said = [([{"role": "user", "content": "ask " * row}], f"{row} so. it is. {'x' * row}") for row in range(5)]
     for folder, kind in ((outcome, "outcome"), (process, "process")):
-        config = RewardModel(path=str(folder), dtype="float32", type=kind)
+        config = RewardModel(path=str(folder), dtype="float32", kind=kind)
         engine = RewardEngine(load_reward_model(config), load_tokenizer(config))
         for budget in (60, 1000):
             if kind == "outcome":

@@ -49,9 +49,9 @@ def test_sigterm(
 
 
 def _shorter_grace() -> None:
-    import infra.driver
+    import infra.stopping
 
-    infra.driver.GRACE_S = 1.0
+    infra.stopping.GRACE_S = 1.0
 
 
 def test_a_stage_that_does_not_end_is_abandoned(

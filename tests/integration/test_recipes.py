@@ -12,6 +12,7 @@ from flows.train import train
 from infra.runs import Run, open_run
 from rlhf.config import RunConfig, load_config
 from rlhf.rewards import load_reward
+from tests import tiny
 from tests.history import History
 from tests.processes import Fault, Processes
 
@@ -29,8 +30,11 @@ MORE = {
     "gspo": {"old_log_probs"},
     "dapo": {"select", "old_log_probs"},
     "egpo": {"old_log_probs"},
+    "reward_model/ppo": {"reward_model", "old_log_probs", "ref_log_probs", "values", "update_critic"},
 }
 """What each recipe runs besides."""
+ELSEWHERE = {"guess/guess"}
+"""Recipes that other tests run."""
 
 
 def recipe(name: str, workspace: Path, store: Path) -> RunConfig:
@@ -39,6 +43,10 @@ def recipe(name: str, workspace: Path, store: Path) -> RunConfig:
     algorithm = config.algorithm.model_dump(mode="json")
     if config.algorithm.dynamic_sampling is not None:
         algorithm["dynamic_sampling"] = {"max_prompts": 12}
+    rewards: dict[str, Any] = {"reward.function": "tests.rewards:mostly_flat"}
+    if config.reward.model is not None:
+        judge = str(tiny.reward_model_folder(store.parent / "judge", workspace / "model"))
+        rewards = {"reward.model.path": judge, "critic.model.path": judge}
     trainer = {"mini_batch_trajectories": 4, "micro_batch_tokens": 512, "lr": 1e-3}
     changes: dict[str, Any] = {
         "run.store": f"file://{store}",
@@ -48,7 +56,7 @@ def recipe(name: str, workspace: Path, store: Path) -> RunConfig:
         "rollout.n": min(config.rollout.n, 2),
         "rollout.max_response_tokens": 8,
         "rollout.prompts_per_shard": 2,
-        "reward.function": "tests.rewards:mostly_flat",
+        **rewards,
         "algorithm": algorithm,
         "validation": {},
         "train.iterations": 2,
@@ -64,7 +72,8 @@ def run_of(config: RunConfig) -> Run:
 
 
 def test_every_recipe_is_tested() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.yaml")} == MORE.keys()
+    there = {path.relative_to(EXAMPLES).with_suffix("").as_posix() for path in EXAMPLES.rglob("*.yaml")}
+    assert there == MORE.keys() | ELSEWHERE
 
 
 @pytest.mark.parametrize("name", sorted(MORE))
@@ -85,7 +94,7 @@ def test_recipe(name: str, workspace: Path, tmp_path: Path, prefect_server: str)
     if name == "remax":
         same_prompt = frame.groupby("prompt_id")[["greedy_response", "greedy_score"]].nunique()
         assert (same_prompt == 1).all(axis=None)
-        reward = load_reward(config.reward.function)
+        reward = load_reward("tests.rewards:mostly_flat")
         expected = [reward("", text, "", None) for text in frame["greedy_response"]]
         assert frame["greedy_score"].to_numpy() == pytest.approx(expected, rel=1e-6)
     if name == "egpo":

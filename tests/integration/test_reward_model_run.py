@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -77,6 +78,10 @@ def test_from_preferences_to_ppo(workspace: Path, preferences: Path, processes: 
     whole, mended = (load_file(processes.folder / name / "model.safetensors") for name in ("judge", "killed"))
     assert whole.keys() == mended.keys()
     assert all(torch.equal(whole[name], mended[name]) for name in whole)
+    seen = pd.read_parquet(processes.folder / "runs" / "killed" / "metrics")
+    assert sorted(seen["step"]) == [4, 8, 12, 16, 18], "what the dead driver wrote and never committed is gone"
+    state = open_run(f"file://{processes.folder}/runs/killed").state
+    assert list(state.snapshots) == [5], "the newest one is enough"
 
     judge = processes.folder / "judge"
     config = tiny.config(
@@ -119,9 +124,15 @@ def test_from_preferences_to_ppo(workspace: Path, preferences: Path, processes: 
     assert resumed.wait(240) == 0, resumed.text
     assert ("score", 1, 0) in resumed.computed_shards
     assert ("reward_model", 1, 0) not in resumed.computed_shards
-    refused = processes.cli("fork", "ppo", "--at", "1:score", "--run", "g", *store, f"reward.model={workspace}/model")
+    other = tiny.reward_model_folder(processes.folder / "other", workspace / "model")
+    refused = processes.cli("fork", "ppo", "--at", "1:score", "--run", "g", *store, f"reward.model.path={other}")
     assert refused.wait() == 2
-    assert "reward_model" in refused.text
+    assert "reward_model of iteration 1 is committed, but what it depends on has changed (reward_model:" in refused.text
+    refused = processes.cli(
+        "fork", "ppo", "--at", "1:generate", "--run", "g", *store, f"reward.model={workspace}/model"
+    )
+    assert refused.wait() == 2
+    assert "lacks score.weight: it is no outcome reward model" in refused.text
 
 
 def train(processes: Processes, config: RunConfig, *faults: Fault) -> Child:
@@ -138,8 +149,10 @@ def test_a_process_reward_besides_a_rule_with_dynamic_sampling(workspace: Path, 
         run__store=f"file://{processes.folder}/runs",
         rollout__max_response_tokens=24,
         reward={
-            "function": "tests.rewards:letters",
-            "model": {"path": str(judge), "dtype": "float32", "type": "process", "step_separator": "e", "weight": 2.0},
+            "function": "tests.rewards:fails_on_some",
+            "timeout_s": 1.0,
+            "on_error": "zero",
+            "model": {"path": str(judge), "dtype": "float32", "kind": "process", "step_separator": "e", "weight": 2.0},
         },
         algorithm={"advantage": "grpo", "dynamic_sampling": {"max_prompts": 8}},
         train__iterations=1,
@@ -149,7 +162,11 @@ def test_a_process_reward_besides_a_rule_with_dynamic_sampling(workspace: Path, 
     history = History.of(config)
     history.check_sound()
     frame, tokenizer = history.run.trajectories(), AutoTokenizer.from_pretrained(judge)
+    assert 0 < frame["reward_error"].notna().sum() < len(frame)
     for row in frame.itertuples():
+        if isinstance(row.reward_error, str):
+            assert (row.score, sum(row.token_scores), sum(row.token_rewards)) == (0, 0, 0)
+            continue
         assert row.score == pytest.approx(dict(row.reward_parts)["rule"] + 2 * row.model_score, abs=1e-5)
         assert sum(row.token_scores) == pytest.approx(2 * row.model_score, abs=1e-5)
         written = [at for at, token in enumerate(row.response_ids) if token > 2]  # no special ones: a character each

@@ -143,6 +143,11 @@ def test_an_environment_that_raises_is_named(tokenizer: Any) -> None:
         load_environment("nobody")
 
 
+def test_what_is_no_observation_is_named(tokenizer: Any) -> None:
+    with pytest.raises(EnvironmentFailed, match=r"TypeError: step returned None, which is no Observation \(it000000"):
+        converse(Policy(tokenizer, [["a"]]), [dialogue(None)], SAMPLING, tokenizer, 3)  # type: ignore[arg-type]
+
+
 def test_an_environment_is_known_by_its_source(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text("class Mine:\n    stop = ()\n")

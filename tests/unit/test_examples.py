@@ -38,7 +38,8 @@ def write(path: Path, *rows: dict[str, Any]) -> str:
 
 def read(url: str, tokenizer: Any, **columns: str) -> list[tuple[str, str]]:
     names = {"prompt": "prompt", "response": "response"} | columns
-    batch = supervised(url, tokenizer, max_prompt_tokens=50, **names)
+    batch, left_out = supervised(url, tokenizer, max_tokens=50, **names)
+    assert left_out == 0
     assert batch.list("loss_mask") == [[1] * len(ids) for ids in batch.list("response_ids")]
     pairs = zip(batch.list("prompt_ids"), batch.list("response_ids"), strict=True)
     return [(tokenizer.decode(prompt), tokenizer.decode(response)) for prompt, response in pairs]
@@ -52,6 +53,13 @@ def read(url: str, tokenizer: Any, **columns: str) -> list[tuple[str, str]]:
         ({"prompt": [USER], "response": "good"}, {}),
         ({"prompt": [USER], "completion": [ANSWER]}, {}),
         ({"prompt": "ask", "completion": "good"}, {}),
+        (
+            {
+                "prompt": "a",
+                "completion": [{"role": "assistant", "content": "s"}, {"role": "user", "content": "k"}, ANSWER],
+            },
+            {},
+        ),
         ({"messages": [USER, ANSWER]}, {}),
         ({"question": "ask", "answer": "good"}, {"prompt": "question", "response": "answer"}),
     ],
@@ -59,7 +67,8 @@ def read(url: str, tokenizer: Any, **columns: str) -> list[tuple[str, str]]:
 def test_supervised_examples_in_every_spelling(
     row: dict[str, Any], columns: dict[str, str], name: str, tokenizer: Any, tmp_path: Path
 ) -> None:
-    assert read(write(tmp_path / name, row, row), tokenizer, **columns) == [("ask", "good<eos>")] * 2
+    found = read(write(tmp_path / name, row, row), tokenizer, **columns)
+    assert [(prompt.replace("<unk>", ""), response) for prompt, response in found] == [("ask", "good<eos>")] * 2
 
 
 @pytest.mark.parametrize(
@@ -74,7 +83,8 @@ def test_supervised_examples_in_every_spelling(
             "line 1: messages should be a text after a prompt, or end with a message of the assistant",
         ),
         ({"messages": [ANSWER]}, "line 1: messages should be a text after a prompt"),
-        ({"prompt": "a" * 51, "response": "good"}, "line 1: the prompt has 51 tokens, more than max_prompt_tokens 50"),
+        ({"prompt": "a" * 46, "response": "good"}, "up to max_tokens 50, has no examples"),
+        ({"prompt": "", "response": "good"}, "line 1: the prompt is empty"),
     ],
 )
 def test_what_is_no_example_is_named(row: dict[str, Any], says: str, tokenizer: Any, tmp_path: Path) -> None:

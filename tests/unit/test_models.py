@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,15 @@ from transformers import LlamaForCausalLM
 from rlhf.config import Model
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.errors import UserError
-from rlhf.models import eos_token_ids, files_digest, load_actor, load_critic, load_tokenizer, model_folder
+from rlhf.models import (
+    eos_token_ids,
+    files_digest,
+    load_actor,
+    load_critic,
+    load_tokenizer,
+    model_folder,
+    tokenizer_digest,
+)
 from tests import tiny
 
 IDS = torch.tensor([[5, 6, 7, 8]])
@@ -117,3 +126,26 @@ def test_the_digest_is_of_the_files_that_make_the_weights(folder: Path, tmp_path
     assert files_digest(same) == digest
     (same / "config.json").write_bytes((same / "config.json").read_bytes() + b" ")
     assert files_digest(same) != digest
+
+
+def test_a_chat_template_of_ones_own(folder: Path, tmp_path: Path) -> None:
+    """It takes the place of the tokenizer's, tells two runs apart, and goes with the tokenizer."""
+    path = tmp_path / "own.jinja"
+    path.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}")
+    own = Model(path=str(folder), chat_template=str(path))
+    tokenizer = load_tokenizer(own)
+    said = [{"role": "user", "content": "why"}]
+    assert tokenizer.apply_chat_template(said, tokenize=False) == "user: why"
+    tokenizer.save_pretrained(tmp_path / "saved")
+    again = load_tokenizer(Model(path=str(shutil.copytree(folder, tmp_path / "saved", dirs_exist_ok=True))))
+    assert again.apply_chat_template(said, tokenize=False) == "user: why"
+    before = tokenizer_digest(own)
+    assert before != tokenizer_digest(model(folder))
+    path.write_text("{{ messages[0].content }}")
+    assert tokenizer_digest(own) != before
+    for text in ("{% for %}", "{{ messages[0].content "):
+        path.write_text(text)
+        with pytest.raises(UserError, match=r"own\.jinja is not a chat template"):
+            load_tokenizer(own)
+    with pytest.raises(UserError, match=r"none\.jinja is not a chat template: .*No such file"):
+        load_tokenizer(Model(path=str(folder), chat_template="none.jinja"))

@@ -13,7 +13,7 @@ from rlhf.config import RewardModel, parse_config
 from rlhf.data.prompts import Messages, with_response
 from rlhf.engines.reward_engine import RewardEngine, step_ends, token_at
 from rlhf.errors import UserError
-from rlhf.models import load_critic, load_reward_model, load_tokenizer
+from rlhf.models import load_critic, load_reward_model, load_scorer, load_tokenizer
 from tests import tiny
 
 TEMPLATE = "{% for m in messages %}({{ m.role }}){{ m.content | trim }}<eos>{% endfor %}"
@@ -63,7 +63,7 @@ def test_scores_are_those_of_the_model_asked_one_by_one(
 
 def test_a_process_reward_is_read_at_the_last_token_of_each_step(base: Path, tmp_path: Path) -> None:
     folder = tiny.reward_model_folder(tmp_path / "judge", base, process=True, labels=2)
-    config = RewardModel(path=str(folder), dtype="float32", type="process", step_separator=".")
+    config = RewardModel(path=str(folder), dtype="float32", kind="process", step_separator=".")
     engine = RewardEngine(load_reward_model(config), load_tokenizer(config))
     found = engine.steps(SAID, ".", micro_batch_tokens=10_000)
     model = AutoModelForTokenClassification.from_pretrained(folder)
@@ -82,7 +82,7 @@ def test_a_process_reward_is_read_at_the_last_token_of_each_step(base: Path, tmp
 def test_a_template_that_changes_responses_loses_their_steps(base: Path, tmp_path: Path) -> None:
     folder = tiny.reward_model_folder(tmp_path / "judge", base, process=True)
     (tmp_path / "upper.jinja").write_text("{% for m in messages %}{{ m.content | upper }}{% endfor %}")
-    config = RewardModel(path=str(folder), dtype="float32", type="process", chat_template=str(tmp_path / "upper.jinja"))
+    config = RewardModel(path=str(folder), dtype="float32", kind="process", chat_template=str(tmp_path / "upper.jinja"))
     engine = RewardEngine(load_reward_model(config), load_tokenizer(config))
     with pytest.raises(UserError, match="chat template changes a response"):
         engine.steps([([{"role": "user", "content": "a"}], "b")], ".", micro_batch_tokens=100)
@@ -111,7 +111,7 @@ def test_conversations_that_are_too_long_are_refused(base: Path, tmp_path: Path)
 
 
 def test_what_is_no_reward_model_is_refused(base: Path) -> None:
-    with pytest.raises(UserError, match=r"lacks score\.weight: it is no reward model of type outcome"):
+    with pytest.raises(UserError, match=r"lacks score\.weight: it is no outcome reward model"):
         load_reward_model(RewardModel(path=str(base)))
 
 
@@ -125,6 +125,26 @@ def test_a_critic_begins_as_the_reward_model(base: Path, tmp_path: Path) -> None
         values = critic(ids).logits[0, :, 0]
         for end in range(1, 5):
             assert float(values[end - 1]) == pytest.approx(float(judge(ids[:, :end]).logits[0, 0]), abs=1e-5)
+
+
+@pytest.mark.parametrize("response", ["d", "e", "im", "<|"])
+def test_a_response_is_not_mistaken_for_what_the_template_adds(response: str) -> None:
+    class ChatML:
+        chat_template = "..."
+
+        def apply_chat_template(self, messages: Any, tokenize: bool, add_generation_prompt: bool = False) -> str:
+            text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
+            return text + ("<|im_start|>assistant\n" if add_generation_prompt else "")
+
+    text, start = with_response([{"role": "user", "content": "d e im"}], response, ChatML())  # type: ignore[arg-type]
+    assert start == text.rindex("assistant\n") + len("assistant\n")
+
+
+def test_a_critic_of_several_labels_is_refused(base: Path, tmp_path: Path) -> None:
+    folder = tiny.reward_model_folder(tmp_path / "judge", base, labels=2)
+    for load in (load_critic, load_scorer):
+        with pytest.raises(UserError, match="is a classifier with several labels"):
+            load(RewardModel(path=str(folder)))
 
 
 def test_the_sections_short_forms() -> None:
