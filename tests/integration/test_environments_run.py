@@ -15,7 +15,7 @@ import yaml
 
 from rlhf.config import RunConfig, load_config
 from rlhf.errors import UserError
-from tests import tiny
+from tests import environments, tiny
 from tests.history import History
 from tests.processes import Child, Fault, Processes
 
@@ -99,6 +99,24 @@ def test_tools_besides_a_rule_and_ahead_of_the_trainer(start: Any) -> None:
     assert frame["response_mask"].map(min).min() == 1
     assert [sorted(dict(parts)) for parts in frame["reward_parts"]] == [["environment", "rule"]] * len(frame)
     assert (frame["environment_reward"] == 0).all()
+
+
+def test_another_environment_is_another_run(start: Any, processes: Processes) -> None:
+    mine = processes.folder / "mine.py"
+    mine.write_text(Path(environments.__file__).read_text())
+    settings = {"rollout__environment": {"name": f"{mine}:Chatty"}, "train__iterations": 1}
+    died = Fault("put", "trajectories/generate/iteration=000000/.*part-00001", "before")
+    _, killed = start("changed", died, **settings)
+    assert killed.wait(240) == -signal.SIGKILL, killed.text
+    text = mine.read_text()
+    mine.write_text(text.replace("XY", "YX"))
+    _, refused = start("changed", **settings)
+    assert refused.wait(240) == 2, refused.text
+    assert "generate of iteration 0 is committed, but what it depends on has changed" in refused.text
+    assert "environment" in refused.text
+    mine.write_text(text)
+    _, resumed = start("changed", **settings)
+    assert resumed.wait(240) == 0, resumed.text
 
 
 def test_an_environment_that_breaks_stops_the_run(start: Any) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from infra.runs import open_run
+from tests import tiny
 from tests.history import History
 from tests.processes import Processes
 
@@ -52,6 +53,20 @@ def test_a_run_of_this_schema_is_read_and_gone_on_with(stored: Path, processes: 
     history.check_sound()
     assert history.state.iteration == 2
     assert history.run.trajectories()["response_ids"].map(list).tolist() == frame["response_ids"].map(list).tolist()
+
+
+@pytest.mark.parametrize("stored", ["schema-2"], indirect=True)
+def test_what_was_stored_without_messages_no_reward_model_can_read(stored: Path, processes: Processes) -> None:
+    judge = tiny.reward_model_folder(stored.parent / "judge", Path("model"))
+    here, store = partial(os.chdir, Path.cwd()), ("--store", f"file://{stored.parent}")
+    fork = processes.cli(
+        *("fork", "stored", "--at", "1:score", "--run", "judged", *store, f"reward.model={judge}"), setup=here
+    )
+    assert fork.wait() == 0, fork.text
+    resumed = processes.cli("resume", "judged", *store, setup=here)
+    assert resumed.wait() == 2, resumed.text
+    assert "were generated before their messages were stored" in resumed.text
+    assert "Traceback" not in resumed.text
 
 
 @pytest.mark.parametrize("stored", ["schema-1"], indirect=True)
