@@ -1,0 +1,132 @@
+"""`ratchet data`: prompt datasets, generated or converted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from rlhf.errors import UserError
+
+data = typer.Typer(help="Write prompt datasets.", no_args_is_help=True)
+console = Console(soft_wrap=True)
+
+
+@data.command()
+def countdown(
+    output: Annotated[
+        Path, typer.Argument(metavar="OUT", help="folder for train.parquet, test.parquet and sft.parquet")
+    ],
+    train: Annotated[int, typer.Option(help="training problems", min=1)] = 6144,
+    test: Annotated[int, typer.Option(help="held-out problems, disjoint from the training ones", min=1)] = 1024,
+    operands: Annotated[int, typer.Option(help="numbers in a problem", min=2, max=5)] = 3,
+    high: Annotated[int, typer.Option(help="largest number", min=1)] = 20,
+    high_product: Annotated[int, typer.Option(help="largest number in problems that need a product", min=1)] = 10,
+    max_target: Annotated[int, typer.Option(help="largest target", min=1)] = 100,
+    sft_per_problem: Annotated[
+        int, typer.Option(help="worked solutions per training problem in sft.parquet", min=0)
+    ] = 4,
+    seed: Annotated[int, typer.Option(help="the same seed gives the same files", min=0)] = 0,
+) -> None:
+    """Countdown: reach a target from given numbers, each used once."""
+    import pyarrow.parquet as pq
+
+    from rlhf.data import countdown as game
+
+    try:
+        problems = game.problems(
+            seed=seed,
+            count=train + test,
+            operands=operands,
+            high=high,
+            max_target=max_target,
+            high_product=high_product,
+        )
+    except ValueError as error:
+        raise UserError(f"data countdown: {error}") from None
+    training, held_out = game.split(problems, test)
+    make_folder(output)
+    pq.write_table(game.rows(training, split="train"), output / "train.parquet")
+    pq.write_table(game.rows(held_out, split="test"), output / "test.parquet")
+    if sft_per_problem:
+        pq.write_table(game.sft_rows(training, seed=seed, per_problem=sft_per_problem), output / "sft.parquet")
+    console.print(f"{len(training)} training and {len(held_out)} held-out problems in {output}")
+
+
+Source = Annotated[
+    str, typer.Option(help="a file, or a folder or hub dataset with train.* and test.* (JSON lines, Parquet): any URL")
+]
+Output = Annotated[Path, typer.Argument(metavar="OUT", help="folder for train.parquet and test.parquet")]
+
+
+@data.command()
+def gsm8k(output: Output, source: Source = "hf://datasets/openai/gsm8k/main") -> None:
+    """GSM8K: grade-school maths, from its own JSON lines (question, answer) or from the hub."""
+    from rlhf.data import datasets
+
+    _write_splits(output, source, datasets.gsm8k)
+
+
+@data.command()
+def math(output: Output, source: Source = "hf://datasets/DigitalLearningGmbH/MATH-lighteval/data") -> None:
+    """MATH and its like: rows of problem and solution, or problem and answer."""
+    from rlhf.data import datasets
+
+    _write_splits(output, source, datasets.math)
+
+
+@data.command()
+def prompts(
+    output: Output,
+    source: Source,
+    data_source: Annotated[str, typer.Option(help="the name that rewards and metrics go by")],
+    prompt: Annotated[str, typer.Option(help="column of the prompt's text")] = "prompt",
+    truth: Annotated[str | None, typer.Option(help="column of what the reward compares with")] = None,
+    instruction: Annotated[str | None, typer.Option(help="what is said after each prompt")] = None,
+) -> None:
+    """Any table of prompts."""
+    from functools import partial
+
+    from rlhf.data import datasets
+
+    _write_splits(
+        output,
+        source,
+        partial(datasets.prompts, prompt=prompt, truth=truth, data_source=data_source, instruction=instruction),
+    )
+
+
+def _write_splits(output: Path, source: str, convert: Callable[..., Any]) -> None:
+    import fsspec
+    import pyarrow.parquet as pq
+
+    from rlhf.data.datasets import read
+
+    files, path = fsspec.core.url_to_fs(source)
+    try:
+        is_folder = files.isdir(path)
+        names = files.glob(f"{path}/*") if is_folder else [path]
+    except Exception as error:  # the hub's, for what is not there or cannot be reached
+        raise UserError(f"--source {source}: {error}") from None
+    make_folder(output)
+    for split in ("train", "test"):
+        mine = [files.unstrip_protocol(name) for name in sorted(names) if split in Path(name).name or not is_folder]
+        mine = [name for name in mine if name.endswith((".jsonl", ".json", ".parquet"))]
+        if mine:
+            table = convert((row for name in mine for row in read(name)), split)
+            pq.write_table(table, output / f"{split}.parquet")
+            console.print(f"{len(table)} prompts in {output / split}.parquet")
+            if not is_folder:
+                return
+        elif split == "train":
+            raise UserError(f"--source {source}: there is no train file (JSON lines or Parquet)")
+
+
+def make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write a folder at {path}: {error.strerror}") from None
