@@ -221,12 +221,13 @@ def solve_rates(answers: pd.DataFrame, title: str) -> Table:
         answers[name].tolist() for name in ("data_source", "prompt_id", "response", "score")
     )
     by_source = means([sums(sources, prompts, texts, scores)])
+    number = ".1%" if all(0 <= score <= 1 for score in scores) else ".3f"  # a reward model's are no shares
     for column in ("data source", "prompts", "trajectories", "mean score", "95 % interval", "well formed"):
         table.add_column(column, justify="left" if column == "data source" else "right")
     for source, group in answers.groupby("data_source"):
         mean, half = mean_and_interval(group)
         if len(further := by_source[str(source)]) > 2:  # of one answer to each prompt, they say nothing new
-            shown = (f"{name} {value:.1%}" for name, value in further.items() if name != "mean_score")
+            shown = (f"{name} {value:{number}}" for name, value in further.items() if name != "mean_score")
             table.caption = f"{table.caption or ''}{source}: {', '.join(shown)}\n"
         formed = [dict(parts).get("well_formed") for parts in group["reward_parts"]]
         known = [value for value in formed if value is not None]
@@ -234,8 +235,8 @@ def solve_rates(answers: pd.DataFrame, title: str) -> Table:
             str(source),
             str(group["prompt_id"].nunique()),
             str(len(group)),
-            f"{mean:.1%}",
-            f"{mean - half:.1%} to {mean + half:.1%}",
+            f"{mean:{number}}",
+            f"{mean - half:{number}} to {mean + half:{number}}",
             f"{sum(known) / len(known):.1%}" if known else "",
         )
     return table
