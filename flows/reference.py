@@ -6,13 +6,15 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from pydantic import BaseModel
+
 from rlhf.algorithms.advantages import Advantage
 from rlhf.algorithms.kl import AdaptiveCoefficient, kl_divergence
 from rlhf.algorithms.masked import aggregate
 from rlhf.algorithms.policy_losses import PolicyLoss
 from rlhf.algorithms.reward_shaping import OverlongPenalty
 from rlhf.algorithms.rollout_correction import ImportanceWeights, Rejection, off_policy_metrics
-from rlhf.config import DynamicSampling, RunConfig, keys, models_in, parse_config
+from rlhf.config import DynamicSampling, RewardTraining, RunConfig, SFTConfig, keys, models_in, parse_config
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
@@ -54,6 +56,10 @@ VERL = """
 | `algorithm.rollout_correction.rollout_is_batch_normalize` | `algorithm.rollout_correction.weights.normalize` | |
 | `algorithm.rollout_correction.bypass_mode` | `algorithm.rollout_correction.bypass` | |
 | `algorithm.filter_groups.enable`, `max_num_gen_batches` | `algorithm.dynamic_sampling.max_prompts` | a bound in prompts; drawn shard by shard |
+| `custom_reward_function.path`, `.name` | `reward.function: path.py:name` | the same signature; several with weights |
+| `reward_model.enable`, `reward_model.model.path` | `reward.model` | beside a function, or alone (`reward.function: null`) |
+| `reward_model.model.input_tokenizer` | – | the reward model's own tokenizer and chat template are always used |
+| `actor_rollout_ref.rollout.multi_turn` | `rollout.environment` | a class with `reset` and `step` |
 | `reward_model.overlong_buffer` | `algorithm.overlong_penalty` | |
 | `algorithm.gamma`, `algorithm.lam` | `algorithm.advantage.gamma`, `.lam` | |
 | `critic.cliprange_value` | `critic.cliprange_value` | |
@@ -77,6 +83,7 @@ one, $\\pi$ probability of a token.
 
 """
 
+REWARD = "ratchet reward-model"
 ALWAYS = ("generate", "score", "advantages", "update_actor")
 NAMES = {
     "group_ids": "groups (rollout.n > 1)",
@@ -86,10 +93,19 @@ NAMES = {
 
 
 def configuration() -> str:
+    fits = "".join(
+        f"\n## `{command}`\n\n{table(model)}"
+        for command, model in (("ratchet sft", SFTConfig), (REWARD, RewardTraining))
+    )
+    return HEAD + table(RunConfig) + VERL + fits
+
+
+def table(model: type[BaseModel]) -> str:
+    """Every key of a config."""
     lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
-    for key, kind, default, meaning in keys(RunConfig):
+    for key, kind, default, meaning in keys(model):
         lines.append(f"| `{key}` | {kind} | `{default}` | {meaning} |")
-    return HEAD + "\n".join(lines) + "\n" + VERL
+    return "\n".join(lines) + "\n"
 
 
 def algorithms() -> str:
