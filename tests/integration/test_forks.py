@@ -157,7 +157,7 @@ def test_a_critic_may_begin_late(ratchet: Ratchet, config: RunConfig, tmp_path: 
     [
         (("--at", "9"), "--at 9: the run has iterations 0 to 3 (the open one)"),
         (("--at", "one"), "--at one: write an iteration, such as 7"),
-        (("--at", "1:scores"), "--at 1:scores: stages are validate, generate, score"),
+        (("--at", "1:scores"), "--at 1:scores: stages are validate, generate, reward_model, score"),
         (("--at", "3:score"), "--at 3:score: iteration 3 has not committed generate yet"),
         (("--at", "1:update_actor", REWARD), "score of iteration 1 is committed, but what it depends on has changed"),
     ],
