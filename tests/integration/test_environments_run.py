@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -10,8 +11,10 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow.parquet as pq
 import pytest
 import yaml
+from transformers import AutoTokenizer
 
 from rlhf.config import RunConfig, load_config
 from rlhf.errors import UserError
@@ -99,6 +102,36 @@ def test_tools_besides_a_rule_and_ahead_of_the_trainer(start: Any) -> None:
     assert frame["response_mask"].map(min).min() == 1
     assert [sorted(dict(parts)) for parts in frame["reward_parts"]] == [["environment", "rule"]] * len(frame)
     assert (frame["environment_reward"] == 0).all()
+
+
+def test_a_policy_that_calls_the_calculator_reads_what_it_says(
+    start: Any, processes: Processes, workspace: Path
+) -> None:
+    data, model = processes.folder / "calls.jsonl", processes.folder / "caller"
+    prompts = pq.read_table(workspace / "prompts.parquet")["prompt"].to_pylist()
+    data.write_text("".join(json.dumps({"prompt": each, "response": "<tool>6*7</tool>"}) + "\n" for each in prompts))
+    made = processes.cli(
+        *("sft", "--model", workspace / "model", "--data", data, "--output", model, "--steps", 150),
+        *("--batch-examples", 8, "--lr", 0.01, "--store", f"file://{processes.folder}/runs"),
+    )
+    assert made.wait(240) == 0, made.text
+    config, child = start(
+        "calls",
+        model={"path": str(model), "dtype": "float32"},
+        rollout__environment={"name": "calculator", "max_turns": 2},
+        rollout__max_response_tokens=96,
+        reward={"function": "tests.rewards:digits"},
+        validation={},
+        train__iterations=1,
+    )
+    assert child.wait(240) == 0, child.text
+    frame, tokenizer = History.of(config).run.trajectories(), AutoTokenizer.from_pretrained(model)
+    called = frame[frame["response"].str.startswith("<tool>6*7</tool><result>42</result>")]
+    assert len(called) > len(frame) / 2, "it was taught to"
+    for row in called.itertuples():
+        heard = tokenizer.decode(row.response_ids[row.response_mask == 0])
+        assert heard == "<result>42</result>"
+        assert not row.loss_mask[row.response_mask == 0].any()
 
 
 def test_another_environment_is_another_run(start: Any, processes: Processes) -> None:
