@@ -24,7 +24,7 @@ from infra.workers.groups import Groups
 from infra.workers.ray_group import GroupLost
 from rlhf.config import Model, RunConfig, yaml_text
 from rlhf.data.prompts import PromptDataset
-from rlhf.environments import environment_digest
+from rlhf.environments import check_environment, environment_digest
 from rlhf.errors import UserError
 from rlhf.models import (
     check_reward_model,
@@ -195,16 +195,17 @@ def check_inputs(config: RunConfig) -> None:
         PromptDataset([path])
     reward_digest(config.reward.functions)
     if config.rollout.environment is not None:
-        environment_digest(config.rollout.environment.name)
+        check_environment(config.rollout.environment.name, config.rollout.environment.options)
     if config.reward.allow_code:
         check_sandbox(**config.reward.options.get("code", {}))
-    judge = [config.reward.model] if config.reward.model is not None else []
-    for model in (config.model, config.critic_model, config.reference_model, *judge):
-        check_weights(model_folder(model))
+    models = {"model": config.model, "critic.model": config.critic_model, "reference.model": config.reference_model}
+    judge = {"reward.model": config.reward.model} if config.reward.model is not None else {}
+    for key, each in (models | judge).items():
+        check_weights(model_folder(each, key), key)
     load_tokenizer(config.model)
-    for model in judge:
-        check_reward_model(model)
-        load_tokenizer(model, writes=False)
+    if config.reward.model is not None:
+        check_reward_model(config.reward.model)
+        load_tokenizer(config.reward.model, writes=False)
     if config.data.truncation == "error":
         _check_lengths(tuple(prompts), config.model, config.data.max_prompt_tokens, config.data.system_prompt)
 

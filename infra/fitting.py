@@ -14,7 +14,7 @@ from infra.objects import Objects
 from infra.records import Retire, Snapshot, Weights
 from infra.stopping import Stopping, on_signals
 from infra.store import RunStore
-from rlhf.config import FitConfig, validated
+from rlhf.config import FitConfig, validated, yaml_text
 from rlhf.config.fitting import ELSEWHERE
 from rlhf.data.datasets import file_digest
 from rlhf.engines.model_engine import ModelEngine
@@ -80,10 +80,12 @@ def _check_same(config: FitConfig, committed: dict[str, Any], same_start: bool) 
     digests tell, wherever they lie."""
     before = validated(type(config), committed, "the fit's first settings").model_dump(exclude=ELSEWHERE)
     now = config.model_dump(exclude=ELSEWHERE)
-    changed = sorted(key for key in now if now[key] != before[key])
+    changed = [
+        f"{key} {yaml_text(before[key])} -> {yaml_text(now[key])}" for key in sorted(now) if now[key] != before[key]
+    ]
     if changed or not same_start:
-        what = ", ".join(changed) or "the model's files or the examples"
+        what = "; ".join(changed) or "the model's files or the examples"
         raise UserError(
-            f"run {config.run.name} in {config.run.store} was begun with other settings ({what}): choose another "
-            "run.name, or undo the change"
+            f"run {config.run.name} in {config.run.store} was begun with other settings ({what}): undo the change, or "
+            "choose another run.name (on the command line: --output)"
         )

@@ -32,3 +32,16 @@ class Broken:
 
     def step(self, turn: str) -> Observation:
         raise RuntimeError("not today")
+
+
+class Mute:
+    def reset(self, messages: Any, ground_truth: str, extra_info: Any) -> None: ...
+
+    def step(self, turn: str) -> Observation:
+        return Observation(None)
+
+
+class Deaf:
+    stop = ()
+
+    def reset(self, messages: Any, ground_truth: str, extra_info: Any) -> None: ...

@@ -103,7 +103,10 @@ def check_combinations(config: RunConfig) -> None:
 def _environment_fits(config: RunConfig) -> None:
     rollout, reward = config.rollout, config.reward
     if not reward.functions and reward.model is None and rollout.environment is None:
-        raise ValueError("reward.function names no function: name one, or several with weights, or a reward.model")
+        raise ValueError(
+            "reward.function names no function: name one, or several with weights, a reward.model, or a "
+            "rollout.environment"
+        )
     if rollout.environment is None:
         return
     for key, conflict in (

@@ -129,7 +129,8 @@ def _explain(error: ValidationError, tree: Mapping[str, Any], model: type[BaseMo
     if problem["type"] == "union_tag_invalid":
         return f"{key}.type is {problem['ctx']['tag']!r}: input should be one of {problem['ctx']['expected_tags']}"
     if problem["type"] == "extra_forbidden":
-        return f"{key} is not a key of the config{_near(key, model)}; `ratchet train --help` lists them"
+        lists = "`ratchet train --help`" if "rollout" in model.model_fields else "docs/configuration.md"
+        return f"{key} is not a key of the config{_near(key, model)}; {lists} lists them"
     if problem["type"] in ("model_type", "model_attributes_type", "dict_type", "dataclass_type"):
         return f"{key} is {given!r}: it should be a section, such as {{key: value}}"
     if problem["type"] in ("tuple_type", "list_type"):

@@ -31,7 +31,8 @@ def supervised(
         else:
             raise UserError(
                 f"{where} has no {prompt if prompt not in row else column}: supervised examples are rows of {prompt} "
-                f"and {response}, or of messages; there are {', '.join(row)}"
+                f"and {response}, or of messages; there are {', '.join(row)} (prompt_column and response_column name "
+                "others)"
             )
         asked = Prompt(data_source="", messages=messages, ground_truth="", extra_info="", where=where)
         ids = tokens(asked, tokenizer, system_prompt=None)[1]
@@ -76,7 +77,8 @@ def answered(value: Any, where: str, column: str, prompt: Any = None) -> tuple[M
         return messages_of(prompt, where), value
     messages = messages_of(value, where, column)
     if messages[-1]["role"] != "assistant" or (prompt is None and messages[0]["role"] == "assistant"):
-        raise UserError(f"{where}: {column} should be a text after a prompt, or end with a message of the assistant")
+        text = "" if column == "messages" else "be a text after a prompt, or "
+        raise UserError(f"{where}: {column} should {text}end with a message of the assistant, after others")
     whole = messages[0]["role"] != "assistant"  # else they go on from the prompt
     before = messages[:-1] if whole else [*messages_of(prompt, where), *messages[:-1]]
     return before, messages[-1]["content"]
@@ -85,7 +87,10 @@ def answered(value: Any, where: str, column: str, prompt: Any = None) -> tuple[M
 def _pair(row: Mapping[str, Any], where: str) -> Iterator[tuple[Messages, str]]:
     for column in ("chosen", "rejected"):
         if column not in row:
-            raise UserError(f"{where} has no {column}: preferences are rows of prompt, chosen and rejected")
+            there = ", ".join(row)
+            raise UserError(
+                f"{where} has no {column}: preferences are rows of prompt, chosen and rejected; there are {there}"
+            )
         yield answered(row[column], where, column, row.get("prompt"))
 
 

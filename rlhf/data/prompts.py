@@ -169,7 +169,7 @@ def _read(path: Path) -> Iterable[Prompt]:
 def json_of(line: bytes, where: str) -> Any:
     """Raises `UserError`, saying where."""
     try:
-        return json.loads(line)
+        return json.loads(line.strip())
     except ValueError as error:
         raise UserError(f"{where} is not JSON: {error}") from None
 

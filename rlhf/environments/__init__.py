@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import isfinite
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rlhf.data.prompts import Messages
@@ -60,6 +61,25 @@ def load_environment(name: str) -> Callable[..., Environment]:
     """The class that a name stands for; raises `UserError`."""
     found: Callable[..., Environment] = load_named(name, KEY, "rlhf.environments", "Environment", BUILT_IN)
     return found
+
+
+def check_environment(name: str, options: Mapping[str, Any]) -> None:
+    """Refuse a class that cannot be made with these options, or that lacks something."""
+    try:
+        made = load_environment(name)(**options)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{KEY} {name} cannot be made with rollout.environment.options: {error}") from None
+    stop = getattr(made, "stop", None)
+    if isinstance(stop, str) or not isinstance(stop, Sequence):
+        raise UserError(f'{KEY} {name} has no `stop`: the texts that end a turn, such as stop = ("</tool>",), or ()')
+    for method in ("reset", "step"):
+        if not callable(getattr(made, method, None)):
+            raise UserError(
+                f"{KEY} {name} has no method {method}: it needs reset(messages, ground_truth, extra_info) "
+                "and step(turn)"
+            )
 
 
 def environment_digest(name: str) -> str:
@@ -170,10 +190,12 @@ def _observations(
                 observation = dialogue.environment.step(turn)
                 if not isinstance(observation, Observation):
                     raise TypeError(f"step returned {observation!r}, which is no Observation")
+                if not isfinite(observation.reward):
+                    raise ValueError(f"step gave the reward {observation.reward}")
                 found.append(observation)
         except Exception as error:
             where = f"{type(error).__name__}: {error} ({dialogue.request.trajectory_id}, turn {turn[-60:]!r})"
-            failed = EnvironmentFailed(f"{KEY} raised {where}: nothing of the shard is committed")
+            failed = EnvironmentFailed(f"{KEY} raised {where}: nothing of the shard is committed; mend it and resume")
     found, failed = ranks.gathered((found, failed))[0]
     if failed is not None:
         raise failed

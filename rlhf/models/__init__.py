@@ -19,16 +19,16 @@ WEIGHTS = ("*.safetensors", "config.json", "*.safetensors.index.json")
 TOKENIZER = ("tokenizer*", "*.model", "vocab*", "merges.txt", "special_tokens_map.json", "chat_template*")
 
 
-def model_folder(model: Model) -> Path:
+def model_folder(model: Model, key: str = "model") -> Path:
     """The folder of a model's files; a name on the hub is downloaded (or found in the cache)."""
     path = Path(model.path)
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise UserError(f"model.path {model.path} holds no config.json: it is not a Hugging Face model folder")
+            raise UserError(f"{key}.path {model.path} holds no config.json: it is not a Hugging Face model folder")
         return path
     if path.is_absolute() or model.path.startswith(".") or model.path.count("/") != 1:
         raise UserError(
-            f"model.path {model.path} does not exist: name a model folder, or a model of the hub (owner/name)"
+            f"{key}.path {model.path} does not exist: name a model folder, or a model of the hub (owner/name)"
         )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -38,7 +38,7 @@ def model_folder(model: Model) -> Path:
         return Path(snapshot_download(model.path, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         first = str(error).splitlines()[0]
-        raise UserError(f"model.path {model.path} is no folder here, and the hub did not give it: {first}") from None
+        raise UserError(f"{key}.path {model.path} is no folder here, and the hub did not give it ({first})") from None
 
 
 def files_digest(folder: Path, patterns: tuple[str, ...] = WEIGHTS) -> str:
@@ -50,13 +50,13 @@ def files_digest(folder: Path, patterns: tuple[str, ...] = WEIGHTS) -> str:
     return digest.hexdigest()
 
 
-def check_weights(folder: Path) -> None:
+def check_weights(folder: Path, key: str = "model") -> None:
     """Refuse a folder without readable safetensors."""
     from safetensors import SafetensorError, safe_open
 
     found = sorted(folder.glob("*.safetensors"))
     if not found:
-        raise UserError(f"model.path {folder} holds no safetensors: convert its weights with save_pretrained")
+        raise UserError(f"{key}.path {folder} holds no safetensors: convert its weights with save_pretrained")
     for path in found:
         try:
             safe_open(path, framework="numpy")
@@ -185,10 +185,8 @@ def check_reward_model(model: RewardModel) -> None:
 
 
 def _no_reward_model(model: RewardModel, missing: str) -> UserError:
-    return UserError(
-        f"reward.model {model.path} lacks {missing}: it is no {model.kind} reward model; `ratchet reward-model` trains "
-        "one"
-    )
+    mend = "`ratchet reward-model` trains one" if model.kind == "outcome" else "name a token classifier"
+    return UserError(f"reward.model {model.path} lacks {missing}: it is no {model.kind} reward model; {mend}")
 
 
 def save(model: PreTrainedModel, folder: Path) -> None:

@@ -171,10 +171,20 @@ def test_what_does_not_go_together_is_refused(changes: dict[str, Any], says: str
         start("refused", **changes)
 
 
-def test_an_environment_that_is_not_there_is_refused(start: Any) -> None:
-    _, child = start("refused", rollout__environment="nothing")
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        ({"name": "nothing"}, "rollout.environment nothing: ModuleNotFoundError"),
+        ({"name": "tests.environments:Mute"}, "Mute has no `stop`: the texts that end a turn"),
+        ({"name": "tests.environments:Deaf"}, "Deaf has no method step: it needs reset("),
+        ({"name": "calculator", "options": {"a": 1}}, "calculator cannot be made with rollout.environment.options: "),
+    ],
+)
+def test_what_is_no_environment_is_refused(environment: dict[str, Any], says: str, start: Any) -> None:
+    _, child = start("refused", rollout__environment=environment)
     assert child.wait() == 2
-    assert "error: rollout.environment nothing: ModuleNotFoundError" in child.text
+    assert says in child.text.splitlines()[-1]
+    assert "Prefect" not in child.text
 
 
 def test_the_example(workspace: Path, processes: Processes) -> None:

@@ -102,7 +102,7 @@ def test_a_fit_is_one_thing(sft: Any, processes: Processes, workspace: Path) -> 
     other = sft("one", "lr=0.02", "batch_examples=4")
     assert other.wait() == 2
     assert "run one in" in other.text
-    assert "was begun with other settings (batch_examples, lr)" in other.text
+    assert "was begun with other settings (batch_examples 8 -> 4; lr 0.01 -> 0.02)" in other.text
     moved = processes.folder / "moved.jsonl"
     moved.write_text((processes.folder / "rows.jsonl").read_text())
     assert sft("one", f"data={moved}", "checkpoint_steps=5").wait(240) == 0

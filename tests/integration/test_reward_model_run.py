@@ -72,7 +72,7 @@ def test_from_preferences_to_ppo(workspace: Path, preferences: Path, processes: 
     assert killed.wait(240) == -signal.SIGKILL, killed.text
     other = fit(processes, workspace, preferences, "killed", "lr=0.02")
     assert other.wait(240) == 2, other.text
-    assert "was begun with other settings (lr)" in other.text
+    assert "was begun with other settings (lr 0.01 -> 0.02)" in other.text
     resumed = fit(processes, workspace, preferences, "killed")
     assert resumed.wait(240) == 0, resumed.text
     whole, mended = (load_file(processes.folder / name / "model.safetensors") for name in ("judge", "killed"))
@@ -181,7 +181,10 @@ def test_a_process_reward_besides_a_rule_with_dynamic_sampling(workspace: Path, 
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        ({"prompt": "a", "chosen": "b"}, "line 1 has no rejected: preferences are rows of prompt, chosen and rejected"),
+        (
+            {"prompt": "a", "chosen": "b"},
+            "line 1 has no rejected: preferences are rows of prompt, chosen and rejected; there are",
+        ),
         ({"chosen": "b", "rejected": "c"}, "line 1: chosen should be a text after a prompt, or end with a message"),
         ({"prompt": "a", "chosen": "b" * 3000, "rejected": "c"}, "up to max_tokens 2048, has no examples"),
     ],

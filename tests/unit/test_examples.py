@@ -80,9 +80,9 @@ def test_supervised_examples_in_every_spelling(
         ({"prompt": 7, "response": "good"}, "line 1: prompt should be a list of messages"),
         (
             {"messages": [USER]},
-            "line 1: messages should be a text after a prompt, or end with a message of the assistant",
+            "line 1: messages should end with a message of the assistant, after others",
         ),
-        ({"messages": [ANSWER]}, "line 1: messages should be a text after a prompt"),
+        ({"messages": [ANSWER]}, "line 1: messages should end with a message of the assistant"),
         ({"prompt": "a" * 46, "response": "good"}, "up to max_tokens 50, has no examples"),
         ({"prompt": "", "response": "good"}, "line 1: the prompt is empty"),
     ],
