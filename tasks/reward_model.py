@@ -9,7 +9,7 @@ import numpy as np
 
 from infra.workers.worker import Context
 from rlhf.batch import TrajectoryBatch
-from rlhf.engines.reward_engine import token_at
+from rlhf.engines.reward_engine import text_lengths
 from rlhf.errors import UserError
 from rlhf.schema import TRAJECTORY
 from tasks.spec import StageSpec
@@ -54,8 +54,9 @@ def judged(context: Context, batch: TrajectoryBatch) -> dict[str, list[Any]]:
     for of_steps, ids, mask in written:
         scores = np.zeros(len(ids), dtype=np.float32)
         by_model = np.flatnonzero(mask)
+        lengths = text_lengths(ids, context.tokenizer)
         for step in of_steps:
-            at = token_at(ids, step.end, context.tokenizer)
+            at = np.searchsorted(lengths, step.end)
             last = int(np.searchsorted(by_model, at, side="right")) - 1
             scores[by_model[max(last, 0)]] += step.score / len(of_steps)
         token_scores.append(scores)

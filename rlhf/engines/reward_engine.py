@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -43,7 +43,7 @@ class RewardEngine:
     def scores(self, conversations: Sequence[tuple[Messages, str]], *, micro_batch_tokens: int) -> list[float]:
         """Of prompt and response, by a sequence classifier: as the model itself takes it from its tokens."""
         texts = [with_response(messages, response, self.tokenizer)[0] for messages, response in conversations]
-        ids = [self._tokens(text) for text in texts]
+        ids = self._tokens(texts)["input_ids"]
         found: dict[int, float] = {}
         for rows, logits in self._logits(ids, micro_batch_tokens):
             found |= dict(zip(rows.tolist(), self._read(logits), strict=True))
@@ -53,15 +53,22 @@ class RewardEngine:
         self, conversations: Sequence[tuple[Messages, str]], separator: str, *, micro_batch_tokens: int
     ) -> list[list[Step]]:
         """Of prompt and response, by a token classifier: what it says at the last token of each step."""
-        ids, ends, places = [], [], []
+        if not self.tokenizer.is_fast:
+            raise UserError("the reward model's tokenizer is a slow one, which does not say where tokens begin")
+        texts, ends, last = [], [], []
         for messages, response in conversations:
             text, start = with_response(messages, response, self.tokenizer)
             if start is None:
                 raise UserError(f"the reward model's chat template changes a response, so its steps are lost: {text!r}")
-            ids.append(self._tokens(text))
-            ends.append(step_ends(response, separator))
             written = len(response.rstrip()) if self.tokenizer.chat_template else len(response)
-            places.append(self._places(text, [start + min(end, written) for end in ends[-1]]))
+            texts.append(text)
+            ends.append(step_ends(response, separator))
+            last.append([start + min(end, written) for end in ends[-1]])
+        tokens = self._tokens(texts, return_offsets_mapping=True)
+        ids, places = tokens["input_ids"], []
+        for offsets, ends_in_text in zip(tokens["offset_mapping"], last, strict=True):
+            begins = np.maximum.accumulate([begin for begin, _ in offsets])  # a special token's, at the end, may be 0
+            places.append(np.searchsorted(begins, ends_in_text) - 1)
         found: dict[int, list[Step]] = {}
         for rows, logits in self._logits(ids, micro_batch_tokens):
             for row, of_tokens in zip(rows.tolist(), logits, strict=True):
@@ -73,25 +80,17 @@ class RewardEngine:
         """What lies on the device; the rest lies in host memory."""
         self.model.to(ranks.device() if model else "cpu")
 
-    def _tokens(self, text: str) -> list[int]:
+    def _tokens(self, texts: list[str], **options: Any) -> Any:
         """A chat template writes its special tokens itself."""
-        ids = list(self.tokenizer(text, add_special_tokens=not self.tokenizer.chat_template)["input_ids"])
-        longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", len(ids))
-        if len(ids) > longest:
-            raise UserError(
-                f"the reward model reads at most {longest} tokens, and a conversation has {len(ids)} "
-                f"({text[:60]!r}...): choose another, or fork with a lower rollout.max_response_tokens"
-            )
-        return ids
-
-    def _places(self, text: str, ends: list[int]) -> list[int]:
-        """The tokens that complete so many characters each."""
-        if not self.tokenizer.is_fast:
-            raise UserError("the reward model's tokenizer is a slow one, which does not say where tokens begin")
-        special = not self.tokenizer.chat_template
-        found = self.tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)["offset_mapping"]
-        begins = np.maximum.accumulate([begin for begin, _ in found])  # a special token's, at the end, may be 0
-        return [int(np.searchsorted(begins, end)) - 1 for end in ends]
+        found = self.tokenizer(texts, add_special_tokens=not self.tokenizer.chat_template, **options)
+        longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        for text, ids in zip(texts, found["input_ids"], strict=True):
+            if longest is not None and len(ids) > longest:
+                raise UserError(
+                    f"the reward model reads at most {longest} tokens, and a conversation has {len(ids)} "
+                    f"({text[:60]!r}...): choose another, or fork with a lower rollout.max_response_tokens"
+                )
+        return found
 
     def _logits(self, ids: list[list[int]], budget: int) -> Iterator[tuple[np.ndarray, torch.Tensor]]:
         """This rank's pieces: rows, and the model's logits."""
@@ -146,13 +145,10 @@ def step_ends(response: str, separator: str) -> list[int]:
     return ends
 
 
-def token_at(ids: Sequence[int], end: int, tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token that completes the first `end` characters of what the tokens say."""
-    low, high = 0, len(ids) - 1
-    while low < high:  # the text grows with every token
-        middle = (low + high) // 2
-        if len(tokenizer.decode(list(ids[: middle + 1]), skip_special_tokens=True)) >= end:
-            high = middle
-        else:
-            low = middle + 1
-    return low
+def text_lengths(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+    """How many characters the tokens say, up to and with each of them; special ones say none."""
+    from tokenizers.decoders import DecodeStream
+
+    stream = DecodeStream(skip_special_tokens=True)
+    backend = tokenizer.backend_tokenizer
+    return np.cumsum([len(stream.step(backend, token) or "") for token in ids])

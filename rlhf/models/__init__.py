@@ -125,30 +125,27 @@ def load_critic(model: Model, seed: int = 0) -> PreTrainedModel:
     """
     from transformers import AutoModelForTokenClassification
 
-    critic, missing = _load(AutoModelForTokenClassification, model, num_labels=1)
-    head = dict(critic.named_parameters())
-    unknown = [name for name in missing if not name.startswith(("score.", "classifier."))]
-    if unknown:
-        raise UserError(f"critic.model {model.path} lacks {unknown[0]}: it is not a backbone for a critic")
-    for name in missing:
-        head[name].data.zero_()
-    if model.lora is not None:
-        lora.add(critic, model.lora, seed)
-    return critic
+    return _with_head(AutoModelForTokenClassification, model, seed, "critic")
 
 
 def load_scorer(model: Model, seed: int = 0) -> PreTrainedModel:
-    """A reward model to train: a sequence classifier with one label. A new head starts at zero; one that the folder
-    already holds is kept."""
+    """A reward model to train: a sequence classifier with one label, whose head begins as a critic's does."""
     from transformers import AutoModelForSequenceClassification
 
-    scorer, missing = _load(AutoModelForSequenceClassification, model, num_labels=1)
-    parameters = dict(scorer.named_parameters())
+    return _with_head(AutoModelForSequenceClassification, model, seed, "reward model")
+
+
+def _with_head(auto_class: Any, model: Model, seed: int, what: str) -> PreTrainedModel:
+    loaded, missing = _load(auto_class, model, num_labels=1)
+    parameters = dict(loaded.named_parameters())
+    unknown = [name for name in missing if not name.startswith(("score.", "classifier."))]
+    if unknown:
+        raise UserError(f"{model.path} lacks {unknown[0]}: it is not a backbone for a {what}")
     for name in missing:
         parameters[name].data.zero_()
     if model.lora is not None:
-        lora.add(scorer, model.lora, seed)
-    return scorer
+        lora.add(loaded, model.lora, seed)
+    return loaded
 
 
 def load_reward_model(model: RewardModel) -> PreTrainedModel:

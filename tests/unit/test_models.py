@@ -18,6 +18,7 @@ from rlhf.models import (
     files_digest,
     load_actor,
     load_critic,
+    load_scorer,
     load_tokenizer,
     model_folder,
     tokenizer_digest,
@@ -79,6 +80,8 @@ def test_what_is_no_backbone(folder: Path, tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"lacks model.norm.weight: it is not a backbone for a critic"):
         load_critic(model(tmp_path))
+    with pytest.raises(UserError, match=r"lacks model.norm.weight: it is not a backbone for a reward model"):
+        load_scorer(model(tmp_path))
 
 
 def test_a_checkpoint_of_tied_embeddings_is_a_model_folder(folder: Path, tmp_path: Path) -> None:

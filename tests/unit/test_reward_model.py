@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
+from examples.countdown_model import build_tokenizer
 from rlhf.config import RewardModel, parse_config
 from rlhf.data.prompts import Messages, with_response
-from rlhf.engines.reward_engine import RewardEngine, step_ends, token_at
+from rlhf.engines.reward_engine import RewardEngine, step_ends, text_lengths
 from rlhf.errors import UserError
 from rlhf.models import load_critic, load_reward_model, load_scorer, load_tokenizer
 from tests import tiny
@@ -96,10 +98,22 @@ def test_step_ends(response: str, ends: list[int]) -> None:
     assert step_ends(response, "\n\n") == ends
 
 
-def test_the_token_that_completes_a_text(base: Path) -> None:
+def test_how_much_the_tokens_say(base: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(base)
     ids = [1, *tokenizer("abc")["input_ids"], 1]
-    assert [token_at(ids, end, tokenizer) for end in (1, 2, 3)] == [1, 2, 3]
+    assert text_lengths(ids, tokenizer).tolist() == [0, 1, 2, 3, 3]
+
+
+def test_a_character_of_several_tokens_is_said_by_the_last() -> None:
+    tokenizer = build_tokenizer()
+    text = "h\u00e9 1+2 \u65e5\u672c"
+    ids = tokenizer(text)["input_ids"]
+    lengths = text_lengths(ids, tokenizer)
+    assert lengths[-1] == len(text)
+    for end in range(1, len(text) + 1):
+        at = int(np.searchsorted(lengths, end))
+        assert tokenizer.decode(ids[: at + 1]) == text[:end]
+        assert tokenizer.decode(ids[:at]) != text[:end]
 
 
 def test_conversations_that_are_too_long_are_refused(base: Path, tmp_path: Path) -> None:
