@@ -22,7 +22,7 @@ from infra.stopping import Stopping, on_signals
 from infra.store import ROW_STAGES, RunStore
 from infra.workers.groups import Groups
 from infra.workers.ray_group import GroupLost
-from rlhf.config import Model, RunConfig, yaml_text
+from rlhf.config import Data, Model, RunConfig, yaml_text
 from rlhf.data.prompts import PromptDataset
 from rlhf.environments import check_environment, environment_digest
 from rlhf.errors import UserError
@@ -91,9 +91,6 @@ class Driver:
         except (StoreUnavailable, GroupLost) as error:  # which the stages will meet too; the next snapshot will do
             report("note", text=str(error))
 
-    def check_stop(self) -> None:
-        self.stopping.check()
-
     def digest(self, what: str) -> str | None:
         """Digest of something outside the store that stages read (dataset, validation, reward, reward_model, tokenizer,
         environment); None: the config has no such thing."""
@@ -103,13 +100,8 @@ class Driver:
 
     def _identity(self) -> str:
         """Of everything outside the config that workers hold: code, packages, models, and what stages read."""
-        data = [
-            "dataset",
-            "reward",
-            "tokenizer",
-            "environment",
-            *(["validation"] if self.config.validation.data is not None else []),
-        ]
+        validation = ["validation"] if self.config.validation.data is not None else []
+        data = ["dataset", "reward", "tokenizer", "environment", *validation]
         digests = {what: self.digest(what) for what in data}
         models = {role: weights.digest for role, weights in self.initial_weights.items()}
         return json.dumps([code_digest(), package_versions(), models, digests], sort_keys=True)
@@ -190,9 +182,6 @@ def check_inputs(config: RunConfig) -> None:
             "rollout.server.weights_folder is null, so that the servers would go on generating with the first weights: "
             "name a folder that they see, or only evaluate"
         )
-    prompts = [path for path in (*config.data.train, config.validation.data) if path is not None]
-    for path in prompts:
-        PromptDataset([path])
     reward_digest(config.reward.functions)
     if config.rollout.environment is not None:
         check_environment(config.rollout.environment.name, config.rollout.environment.options)
@@ -206,16 +195,19 @@ def check_inputs(config: RunConfig) -> None:
     if config.reward.model is not None:
         check_reward_model(config.reward.model)
         load_tokenizer(config.reward.model, writes=False)
-    if config.data.truncation == "error":
-        _check_lengths(tuple(prompts), config.model, config.data.max_prompt_tokens, config.data.system_prompt)
+    for path in (*config.data.train, config.validation.data):
+        if path is not None:
+            _check_prompts(path, config.model, config.data)
 
 
 @cache  # the command line looks before it starts Prefect, and the driver before it claims
-def _check_lengths(paths: tuple[str, ...], model: Model, max_tokens: int, system_prompt: str | None) -> None:
-    dataset = PromptDataset(paths)
+def _check_prompts(path: str, model: Model, data: Data) -> None:
+    dataset = PromptDataset([path])
+    if data.truncation != "error":
+        return
     if len(dataset) > MANY_PROMPTS:
         report("note", text=f"looking at the lengths of {len(dataset)} prompts")
-    dataset.check_lengths(load_tokenizer(model), max_tokens, system_prompt)
+    dataset.check_lengths(load_tokenizer(model), data.max_prompt_tokens, data.system_prompt)
 
 
 def _check_packages(config: RunConfig) -> None:

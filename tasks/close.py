@@ -29,7 +29,7 @@ def close(iteration: int) -> dict[str, float]:
     commits: list[Commit] = []
     last = version == config.train.iterations
     if (version % config.checkpoint.every == 0 or last) and config.train.updates:
-        driver.check_stop()
+        driver.stopping.check()
         started = time.perf_counter()
         if driver.snapshots.being_written != version:
             for role in config.trained:

@@ -6,11 +6,13 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from infra.driver import Driver
 from infra.lanes import Output
 from infra.manifest import Manifest
 from infra.workers.worker import Context
-from rlhf.batch import TrajectoryBatch
+from rlhf.batch import TrajectoryBatch, ragged
 from rlhf.data.prompts import Messages, PromptDataset, encode
 from rlhf.engines.base import Generation, Request, Sampling
 from rlhf.environments import Dialogue, begin, converse
@@ -143,11 +145,7 @@ def respond(
         converse(context.generate, dialogues, sampling, tokenizer, environment.max_turns)
         written = _together(dialogues)
     versions = written.pop("versions")
-    context.outputs |= {
-        "tokens": sum(map(sum, written["response_mask"])),
-        "oldest_version": min(map(min, versions)),
-    }
-    return TrajectoryBatch.of(
+    batch = TrajectoryBatch.of(
         columns
         | written
         | {
@@ -158,21 +156,25 @@ def respond(
             ),
         }
     )
+    tokens = int(batch.flat("response_mask").sum())
+    context.outputs |= {"tokens": tokens, "oldest_version": min(map(min, versions))}
+    return batch
 
 
-def _alone(generations: Sequence[Generation], versions: list[list[int]]) -> dict[str, list[Any]]:
+def _alone(generations: Sequence[Generation], versions: list[list[int]]) -> dict[str, Any]:
     """Columns of responses that the policy wrote from one end to the other."""
+    lengths = np.array([len(one.response_ids) for one in generations])
     return {
         "response_ids": [one.response_ids for one in generations],
         "rollout_log_probs": [one.log_probs for one in generations],
-        "response_mask": [[1] * len(one.response_ids) for one in generations],
+        "response_mask": ragged(np.ones(lengths.sum(), dtype=np.int8), lengths),
         "finish_reason": [one.finish_reason for one in generations],
         "environment_reward": [None] * len(generations),
         "versions": versions,
     }
 
 
-def _together(dialogues: Sequence[Dialogue]) -> dict[str, list[Any]]:
+def _together(dialogues: Sequence[Dialogue]) -> dict[str, Any]:
     """Columns of responses that policy and environment wrote."""
     return {
         "response_ids": [each.ids for each in dialogues],

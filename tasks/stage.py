@@ -251,7 +251,7 @@ class RowsStage:
             return before, True
         result: Rows | None = None
         while result is None:
-            driver.check_stop()
+            driver.stopping.check()
             with driver.rollout.turn if spec.role == "rollout" else nullcontext():
                 assign(driver, spec, iteration, shard)
                 call = call_of(driver, spec, view, iteration, inputs, attempt, shard)
@@ -354,7 +354,7 @@ def _run_update(
 
     attempt, began = store.begin_attempt(iteration, spec.name), time.time()
     report("stage", iteration=iteration, stage=spec.name, done=0, total=1, metrics=None)
-    driver.check_stop()
+    driver.stopping.check()
     call = call_of(driver, spec, view, iteration, inputs, attempt, 0)
     try:
         updated: Updated = on_worker(driver, "update", call, compute)

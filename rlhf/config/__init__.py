@@ -6,6 +6,7 @@ from rlhf.config.run import STAGES, RunConfig, load_config, parse_config
 from rlhf.config.sections import (
     Actor,
     Checkpoint,
+    Data,
     DynamicSampling,
     LoRA,
     LRSchedule,
@@ -21,6 +22,7 @@ __all__ = [
     "STAGES",
     "Actor",
     "Checkpoint",
+    "Data",
     "DynamicSampling",
     "FitConfig",
     "LRSchedule",

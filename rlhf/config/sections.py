@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -37,6 +37,13 @@ def _type_may_be_left_out(default: str) -> BeforeValidator:
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+    alone: ClassVar[str | None] = None
+    """The key whose value alone may stand for the section, where that is a text."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _value_alone(cls, value: Any) -> Any:
+        return {cls.alone: value} if cls.alone is not None and isinstance(value, str) else value
 
 
 class Run(Section):
@@ -59,8 +66,7 @@ class LoRA(Section):
 
 
 class Model(Section):
-    """A path alone may stand for the section."""
-
+    alone = "path"
     path: str = Field(description="a Hugging Face model: a folder, or a name on the hub")
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="type of the weights and the computation")
     attention: Literal["sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = Field(
@@ -69,11 +75,6 @@ class Model(Section):
     lora: LoRA | None = Field(None, description="train adapters (extra lora); null: train all weights")
     chat_template: str | None = Field(None, description="a Jinja file: the chat template; null: the tokenizer's own")
     trust_remote_code: bool = Field(False, description="run Python code that the model's repository brings")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _path_alone(cls, value: Any) -> Any:
-        return {"path": value} if isinstance(value, str) else value
 
 
 class Data(Section):
@@ -117,16 +118,12 @@ class Server(Section):
 
 
 class Environment(Section):
-    """What the policy talks to while it responds; a name alone may stand for the section."""
+    """What the policy talks to while it responds."""
 
+    alone = "name"
     name: str = Field(description="a built-in (calculator), package.module:Class or file.py:Class")
     options: dict[str, Any] = Field({}, description="keyword arguments of the class")
     max_turns: int = Field(8, gt=0, description="most turns of the policy in a trajectory")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _name_alone(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
 
 
 class Rollout(Section):
