@@ -27,7 +27,7 @@ def solve_rates(run: Run) -> Table:
         table.add_column(column, justify="right")
     for iteration, answers in validation.groupby("iteration"):
         mean, half = mean_and_interval(answers)
-        formed = sum(dict(parts)["well_formed"] for parts in answers["reward_parts"]) / len(answers)
+        formed = sum(parts["well_formed"] for parts in answers["reward_parts"]) / len(answers)
         interval = f"{mean - half:.1%} to {mean + half:.1%}"
         table.add_row(f"{iteration} iterations", f"{mean:.1%}", interval, f"{formed:.1%}")
     by_iteration = validation.groupby("iteration")

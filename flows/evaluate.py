@@ -54,7 +54,7 @@ def _answers(config: RunConfig, worker: Worker) -> pd.DataFrame:
             weights=Weights(version=0, digest=""),
         )
         batch = validate_shard(Context(call, TrajectoryBatch.of({}), worker))
-        frames.append(batch.table.to_pandas())
+        frames.append(batch.table.to_pandas(maps_as_pydicts="strict"))
     report("stage", iteration=0, stage="evaluate", done=shards, total=shards, metrics=None)
     answers: pd.DataFrame = pd.concat(frames, ignore_index=True)
     return answers

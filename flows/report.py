@@ -186,7 +186,7 @@ def _trajectory(row: Mapping[Any, Any], decode: Decode | None) -> dict[str, Any]
         "finish reason": row["finish_reason"],
         "length": len(ids),
         "score": _number(row["score"]),
-        "parts": {name: _number(value) for name, value in row["reward_parts"] or ()},
+        "parts": {name: _number(value) for name, value in (row["reward_parts"] or {}).items()},
         "tokens": token_texts(ids, decode) if decode is not None else None,
         "quantities": {name: [_number(x) for x in values] for name, values in _quantities(row).items()},
     }

@@ -51,8 +51,11 @@ WATCHED = {
 
 def status(console: Console, run: Run, last: int) -> None:
     if run.is_fit:
-        metrics = run.metrics().tail(last)
-        rows(console, metrics, "table", f"{run.store.url.rpartition('/')[2]}: a fit, {run.state.iteration} rounds")
+        title = f"{run.store.url.rpartition('/')[2]}: a fit, {run.state.iteration} rounds"
+        if run.state.iteration == 0:
+            console.print(title)
+        else:
+            rows(console, run.metrics().tail(last), "table", title)
     else:
         _status(console, run, last)
     beat = heartbeat.is_alive(run.store.objects, console.print)
@@ -229,7 +232,7 @@ def solve_rates(answers: pd.DataFrame, title: str) -> Table:
         if len(further := by_source[str(source)]) > 2:  # of one answer to each prompt, they say nothing new
             shown = (f"{name} {value:{number}}" for name, value in further.items() if name != "mean_score")
             table.caption = f"{table.caption or ''}{source}: {', '.join(shown)}\n"
-        formed = [dict(parts).get("well_formed") for parts in group["reward_parts"]]
+        formed = [parts.get("well_formed") for parts in group["reward_parts"]]
         known = [value for value in formed if value is not None]
         table.add_row(
             str(source),
@@ -251,6 +254,8 @@ def mean_and_interval(answers: pd.DataFrame) -> tuple[float, float]:
 
 
 def _short(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_short(part)}" for name, part in value.items())
     if hasattr(value, "tolist") or isinstance(value, list):
         return "[" + ", ".join(f"{x:.3g}" if isinstance(x, float) else str(x) for x in list(value)) + "]"  # type: ignore[call-overload]
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -22,7 +22,7 @@ from infra.stopping import Stopping, on_signals
 from infra.store import ROW_STAGES, RunStore
 from infra.workers.groups import Groups
 from infra.workers.ray_group import GroupLost
-from rlhf.config import Data, Model, RunConfig, yaml_text
+from rlhf.config import Data, Model, RunConfig, differences, parse_config, yaml_text
 from rlhf.data.prompts import PromptDataset
 from rlhf.environments import check_environment, environment_digest
 from rlhf.errors import UserError
@@ -239,6 +239,8 @@ def _open(config: RunConfig, take_over: bool, check: Callable[[Driver], None]) -
                 "the first model back"
             )
     check(driver)
+    if state.claim is not None:
+        _say_what_changed(parse_config(state.claim.config, "the claim"), config)
     claim(
         store,
         config,
@@ -248,3 +250,10 @@ def _open(config: RunConfig, take_over: bool, check: Callable[[Driver], None]) -
     )
     store.sweep((*ROW_STAGES, "validate"))
     return driver
+
+
+def _say_what_changed(before: RunConfig, config: RunConfig) -> None:
+    """A run may go on with other settings, but not unnoticed."""
+    plain, now = (each.model_dump(mode="json", exclude={"run": {"name", "store"}}) for each in (before, config))
+    if changed := differences(plain, now):
+        report("note", text=f"goes on with other settings: {'; '.join(changed)}")

@@ -14,7 +14,7 @@ from infra.objects import Objects
 from infra.records import Retire, Snapshot, Weights
 from infra.stopping import Stopping, on_signals
 from infra.store import RunStore
-from rlhf.config import FitConfig, validated, yaml_text
+from rlhf.config import FitConfig, differences, validated
 from rlhf.config.fitting import ELSEWHERE
 from rlhf.data.datasets import file_digest
 from rlhf.engines.model_engine import ModelEngine
@@ -78,11 +78,10 @@ def fitting(config: FitConfig, role: str, take_over: bool) -> Iterator[Fitting]:
 def _check_same(config: FitConfig, committed: dict[str, Any], same_start: bool) -> None:
     """A fit is one thing: what it has committed is not gone on with under other settings. Of model and examples their
     digests tell, wherever they lie."""
-    before = validated(type(config), committed, "the fit's first settings").model_dump(exclude=ELSEWHERE)
-    now = config.model_dump(exclude=ELSEWHERE)
-    changed = [
-        f"{key} {yaml_text(before[key])} -> {yaml_text(now[key])}" for key in sorted(now) if now[key] != before[key]
-    ]
+    before = validated(type(config), committed, "the fit's first settings")
+    changed = differences(
+        before.model_dump(mode="json", exclude=ELSEWHERE), config.model_dump(mode="json", exclude=ELSEWHERE)
+    )
     if changed or not same_start:
         what = "; ".join(changed) or "the model's files or the examples"
         raise UserError(

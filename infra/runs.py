@@ -189,5 +189,6 @@ class Run:
         refs = self.store.shards_of(state, stage)
         if not refs:
             return None
-        frame: pd.DataFrame = pa.concat_tables([self.store.read_shard(ref, columns) for ref in refs]).to_pandas()
+        table = pa.concat_tables([self.store.read_shard(ref, columns) for ref in refs])
+        frame: pd.DataFrame = table.to_pandas(maps_as_pydicts="strict")
         return frame

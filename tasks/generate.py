@@ -13,9 +13,9 @@ from infra.lanes import Output
 from infra.manifest import Manifest
 from infra.workers.worker import Context
 from rlhf.batch import TrajectoryBatch, ragged
-from rlhf.data.prompts import Messages, PromptDataset, encode
+from rlhf.data.prompts import PromptDataset, encode
 from rlhf.engines.base import Generation, Request, Sampling
-from rlhf.environments import Dialogue, begin, converse
+from rlhf.environments.dialogues import Beginning, Dialogue, Environments, converse
 from rlhf.schema import TRAJECTORY
 from tasks.reward_model import reward_model
 from tasks.score import score
@@ -39,13 +39,15 @@ SPEC = StageSpec(
         "rollout.max_response_tokens",
         "rollout.ignore_eos",
         "rollout.stop",
-        "rollout.environment",
+        "rollout.environment.name",
+        "rollout.environment.options",
+        "rollout.environment.max_turns",
         "rollout.quantization",
         "rollout.prompts_per_shard",
         "algorithm.dynamic_sampling",
     ),
     # where the files lie, while what they hold is in the dataset's digest; and when new weights come
-    operational_keys=("data.train", "rollout.partial", "rollout.partial_tokens"),
+    operational_keys=("data.train", "rollout.environment.timeout_s", "rollout.partial", "rollout.partial_tokens"),
     digests=("dataset", "tokenizer", "environment"),
     role="rollout",
 )
@@ -111,7 +113,7 @@ def respond(
     """`n` trajectories for each (number in the iteration, row of the dataset), with every column of `generate`."""
     data, tokenizer, environment = context.config.data, context.tokenizer, context.config.rollout.environment
     requests, columns = [], {name: [] for name in ("trajectory_id", *SPEC.writes)}  # type: ignore[var-annotated]
-    asked: list[tuple[Messages, str, str]] = []
+    beginnings: list[Beginning] = []
     for number, row in prompts:
         prompt = dataset.prompts[row]
         text, ids = encode(
@@ -123,10 +125,10 @@ def respond(
         )
         said = prompt.after(data.system_prompt)
         messages = json.dumps(said, ensure_ascii=False)
-        asked += [(said, prompt.ground_truth, prompt.extra_info)] * n
         prompt_id = f"it{context.iteration:06d}-p{number:05d}"
         for sample in range(n):
             requests.append(Request(f"{prompt_id}-s{sample:02d}", tuple(ids)))
+            beginnings.append(Beginning(requests[-1].trajectory_id, said, prompt.ground_truth, prompt.extra_info))
             columns["trajectory_id"].append(requests[-1].trajectory_id)
             columns["prompt_id"].append(prompt_id)
             columns["sample"].append(sample)
@@ -140,9 +142,9 @@ def respond(
     if environment is None:
         written = _alone(*context.generate(requests, sampling))
     else:
-        environments = begin(environment.name, environment.options, asked)
-        dialogues = [Dialogue(*each) for each in zip(requests, environments, strict=True)]
-        converse(context.generate, dialogues, sampling, tokenizer, environment.max_turns)
+        others = Environments(environment.name, environment.options, beginnings, timeout_s=environment.timeout_s)
+        dialogues = [Dialogue(request) for request in requests]
+        converse(context.generate, dialogues, others, sampling, tokenizer, environment.max_turns)
         written = _together(dialogues)
     versions = written.pop("versions")
     batch = TrajectoryBatch.of(

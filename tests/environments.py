@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 from rlhf.environments import Observation
@@ -45,3 +47,47 @@ class Deaf:
     stop = ()
 
     def reset(self, messages: Any, ground_truth: str, extra_info: Any) -> None: ...
+
+
+class Script:
+    """An environment that says what it was told to say, and notes what it is told."""
+
+    stop = ("!",)
+
+    def __init__(self, scripts: list[list[Any]], heard: list[list[str]]) -> None:
+        self.scripts, self.heard = scripts, heard
+
+    def reset(self, messages: Any, ground_truth: str, extra_info: Any) -> None:
+        self.script, self.turns = self.scripts[int(ground_truth)], self.heard[int(ground_truth)]
+
+    def step(self, turn: str) -> Observation:
+        self.turns.append(turn)
+        return self.script[len(self.turns) - 1]  # type: ignore[no-any-return]
+
+
+class Meeting:
+    """An environment that answers once all others are asked, too."""
+
+    stop = ()
+
+    def __init__(self, barrier: threading.Barrier) -> None:
+        self.barrier = barrier
+
+    def reset(self, *_: Any) -> None:
+        self.barrier.wait(60)
+
+    def step(self, turn: str) -> Observation:
+        self.barrier.wait(60)
+        return Observation(turn)
+
+
+class Absent:
+    """It never answers."""
+
+    stop = ("e",)
+
+    def reset(self, messages: Any, ground_truth: str, extra_info: Any) -> None: ...
+
+    def step(self, turn: str) -> Observation:
+        time.sleep(3600)
+        return Observation(None)

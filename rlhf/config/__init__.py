@@ -1,7 +1,7 @@
 """The configuration: its sections, a whole run, what does not go together, and how it is read."""
 
 from rlhf.config.fitting import FitConfig, RewardTraining, SFTConfig
-from rlhf.config.reading import keys, models_in, overridden, read_yaml, validated, yaml_text
+from rlhf.config.reading import differences, keys, models_in, overridden, read_yaml, validated, yaml_text
 from rlhf.config.run import STAGES, RunConfig, load_config, parse_config
 from rlhf.config.sections import (
     Actor,
@@ -36,6 +36,7 @@ __all__ = [
     "SFTConfig",
     "Section",
     "Trainer",
+    "differences",
     "keys",
     "load_config",
     "models_in",

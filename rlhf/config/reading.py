@@ -91,6 +91,18 @@ def yaml_text(value: Any) -> str:
     return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n").removesuffix("\n...")
 
 
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Texts such as ``actor.lr 1e-05 -> 2e-05``: in what two configs differ, as plain values."""
+    found: list[str] = []
+    for name in sorted(before.keys() | now.keys()):
+        one, other = before.get(name), now.get(name)
+        if isinstance(one, Mapping) and isinstance(other, Mapping):
+            found += differences(one, other, f"{prefix}{name}.")
+        elif one != other:
+            found.append(f"{prefix}{name} {yaml_text(one)} -> {yaml_text(other)}")
+    return found
+
+
 def set_value(tree: dict[str, Any], key: str, value: Any) -> None:
     """At a dotted key."""
     *parents, last = key.split(".")

@@ -124,6 +124,7 @@ class Environment(Section):
     name: str = Field(description="a built-in (calculator), package.module:Class or file.py:Class")
     options: dict[str, Any] = Field({}, description="keyword arguments of the class")
     max_turns: int = Field(8, gt=0, description="most turns of the policy in a trajectory")
+    timeout_s: float = Field(60.0, gt=0, description="an answer that takes longer fails its shard, and stops the run")
 
 
 class Rollout(Section):

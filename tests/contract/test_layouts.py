@@ -28,7 +28,8 @@ from rlhf.batch import TrajectoryBatch
 from rlhf.config import Model, RewardModel
 from rlhf.engines.base import Generation, Request, Sampling, TrainEngine
 from rlhf.engines.reward_engine import RewardEngine
-from rlhf.environments import Dialogue, EnvironmentFailed, Observation, converse
+from rlhf.environments import EnvironmentFailed, Observation
+from rlhf.environments.dialogues import Beginning, Dialogue, Environments, converse
 from rlhf.errors import NotFinite, UserError
 from rlhf.models import load_reward_model, load_tokenizer
 from tests import tiny
@@ -100,17 +101,19 @@ def run_judges(outcome: Path, process: Path) -> Any:
 
 
 class PerProcess:
-    """An environment that says something else in every process; it may break in one of them."""
+    """An environment that says something else in every process; it may break in rank 0, and is in no other."""
 
     stop = ()
 
     def __init__(self, breaks: bool) -> None:
         self.breaks = breaks
 
-    def reset(self, *_: Any) -> None: ...
+    def reset(self, *_: Any) -> None:
+        if os.environ["LOCAL_RANK"] != "0":
+            raise RuntimeError("of another rank")
 
     def step(self, turn: str) -> Observation:
-        if self.breaks and os.environ["LOCAL_RANK"] == "0":
+        if self.breaks:
             raise RuntimeError("of rank 0")
         return Observation(f"{os.environ['LOCAL_RANK']} of {os.getpid()}")
 
@@ -121,9 +124,11 @@ def run_dialogue(folder: Path, breaks: bool) -> Any:
     def generate(requests: Any, sampling: Sampling) -> Any:
         return [Generation((5,), (-1.0,), "stop") for _ in requests], [[0] for _ in requests]
 
-    dialogue = Dialogue(Request("it000000-p00000-s00", (3,)), PerProcess(breaks))
+    dialogue = Dialogue(Request("it000000-p00000-s00", (3,)))
+    beginning = Beginning(dialogue.request.trajectory_id, [], "", "null")
     try:
-        converse(generate, [dialogue], Sampling(1.0, 1.0, 30, 0), tokenizer, max_turns=2)
+        environments = Environments(f"{__name__}:PerProcess", {"breaks": breaks}, [beginning], timeout_s=60)
+        converse(generate, [dialogue], environments, Sampling(1.0, 1.0, 30, 0), tokenizer, max_turns=2)
     except EnvironmentFailed as error:
         return str(error)
     return tokenizer.decode(dialogue.ids)

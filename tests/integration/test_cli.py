@@ -54,14 +54,19 @@ def config_file(workspace: Path, tmp_path: Path) -> Path:
 
 def test_a_run_from_training_to_export(ratchet: Ratchet, config_file: Path, tmp_path: Path) -> None:
     store = ("--store", f"file://{tmp_path}/runs")
+    code, out, _ = ratchet("train", config_file, "train.iterations=1")
+    assert code == 0
+    assert "it    0/1" in out
     code, out, _ = ratchet("train", config_file)
     assert code == 0
-    assert "it    0/2" in out
+    assert "goes on with other settings: train.iterations 1 -> 2\n" in out
+    assert "it    1/2" in out
     assert "run cli has its 2 iterations" in out
 
     code, out, _ = ratchet("train", config_file)  # done already: nothing runs again
     assert code == 0
-    assert "it    0/2" not in out
+    assert "it    1/2" not in out
+    assert "other settings" not in out
 
     code, out, _ = ratchet("status", "cli", *store)
     assert code == 0

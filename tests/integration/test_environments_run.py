@@ -54,7 +54,7 @@ def test_what_the_environment_says_is_read_and_never_learned(start: Any, process
     check_turns(frame)
     assert (frame["score"] == frame["environment_reward"]).all()
     assert frame["score"].nunique() > 1
-    assert [dict(parts) for parts in frame["reward_parts"]] == [{"environment": score} for score in frame["score"]]
+    assert frame["reward_parts"].tolist() == [{"environment": score} for score in frame["score"]]
     for row in frame.itertuples():
         heard = row.response_mask == 0
         assert not row.loss_mask[heard].any()
@@ -100,7 +100,7 @@ def test_tools_besides_a_rule_and_ahead_of_the_trainer(start: Any) -> None:
     assert child.wait(240) == 0, child.text
     frame = History.of(config).run.trajectories()
     assert frame["response_mask"].map(min).min() == 1
-    assert [sorted(dict(parts)) for parts in frame["reward_parts"]] == [["environment", "rule"]] * len(frame)
+    assert [sorted(parts) for parts in frame["reward_parts"]] == [["environment", "rule"]] * len(frame)
     assert (frame["environment_reward"] == 0).all()
 
 
@@ -152,10 +152,18 @@ def test_another_environment_is_another_run(start: Any, processes: Processes) ->
     assert resumed.wait(240) == 0, resumed.text
 
 
-def test_an_environment_that_breaks_stops_the_run(start: Any) -> None:
-    _, child = start("broken", rollout__environment="tests.environments:Broken")
-    assert child.wait(240) == 1, child.text
-    assert "RuntimeError: not today (it000000-p0000" in child.text.splitlines()[-1]
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        ("Broken", "tests.environments:Broken raised RuntimeError: not today (it000000-p0000"),
+        ("Absent", "tests.environments:Absent took longer than rollout.environment.timeout_s 2 s (it000000-p0000"),
+    ],
+)
+def test_an_environment_that_fails_stops_the_run(environment: str, says: str, start: Any) -> None:
+    section = {"name": f"tests.environments:{environment}", "timeout_s": 2}
+    _, child = start("broken", rollout__environment=section)
+    assert child.wait(120) == 1, child.text
+    assert says in child.text.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

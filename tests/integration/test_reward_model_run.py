@@ -103,7 +103,7 @@ def test_from_preferences_to_ppo(workspace: Path, preferences: Path, processes: 
     history.check_sound()
     frame = history.run.trajectories()
     np.testing.assert_allclose(frame["score"], 0.5 * frame["model_score"], rtol=1e-6)
-    assert [dict(parts)["model"] for parts in frame["reward_parts"]] == frame["model_score"].tolist()
+    assert [parts["model"] for parts in frame["reward_parts"]] == frame["model_score"].tolist()
     tokenizer = AutoTokenizer.from_pretrained(judge)
     model = AutoModelForSequenceClassification.from_pretrained(judge)
     for row in frame.itertuples():
@@ -168,7 +168,7 @@ def test_a_process_reward_besides_a_rule_with_dynamic_sampling(workspace: Path, 
         if isinstance(row.reward_error, str):
             assert (row.score, sum(row.token_scores), sum(row.token_rewards)) == (0, 0, 0)
             continue
-        assert row.score == pytest.approx(dict(row.reward_parts)["rule"] + 2 * row.model_score, abs=1e-5)
+        assert row.score == pytest.approx(row.reward_parts["rule"] + 2 * row.model_score, abs=1e-5)
         assert sum(row.token_scores) == pytest.approx(2 * row.model_score, abs=1e-5)
         written = [at for at, token in enumerate(row.response_ids) if token > 2]  # no special ones: a character each
         assert "".join(tokenizer.decode([row.response_ids[at]]) for at in written) == row.response

@@ -52,9 +52,16 @@ def test_gsm8k_from_its_own_files(workspace: Path, processes: Processes) -> None
     frame = History.of(config).run.trajectories()
     assert frame["prompt"].str.startswith("You count.\n").all()
     assert frame["prompt_ids"].map(len).max() <= 300
-    parts = [dict(each) for each in frame["reward_parts"]]
+    parts = frame["reward_parts"].tolist()
     assert all({"auto", "auto/format", "length"} <= each.keys() for each in parts)
     assert (frame["score"] <= 0).all()
+    shown = processes.cli(
+        *("show", "gsm8k", "--store", config.run.store, "--columns", "score,reward_parts", "--format", "json"),
+        *("--where", "reward_parts['length'] < 0 and reward_parts['auto'] = 0", "--limit", 1),
+    )
+    assert shown.wait() == 0, shown.text
+    [row] = map(json.loads, shown.text.splitlines())
+    assert row["score"] == pytest.approx(0.1 * row["reward_parts"]["length"], abs=1e-6)
     metrics = History.of(config).run.validation()
     assert set(metrics["data_source"]) == {"openai/gsm8k"}
     assert (metrics["iteration"] == 1).all(), "not before the training"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,18 +12,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from rlhf.engines.base import Generation, Request, Sampling
-from rlhf.environments import (
-    Dialogue,
-    EnvironmentFailed,
-    Observation,
-    begin,
-    converse,
-    environment_digest,
-    load_environment,
-    said,
-)
+from rlhf.environments import EnvironmentFailed, Observation, environment_digest, load_environment
 from rlhf.environments.calculator import Environment as Calculator
 from rlhf.environments.calculator import calculate
+from rlhf.environments.dialogues import Beginning, Dialogue, Environments, converse, said
 from rlhf.errors import UserError
 from tests import tiny
 
@@ -35,21 +29,6 @@ SAMPLING = Sampling(temperature=1.0, top_p=1.0, max_tokens=40, seed=0)
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return AutoTokenizer.from_pretrained(tiny.model_folder(tmp_path_factory.mktemp("model")))
-
-
-@dataclass
-class Script:
-    """An environment that says what it was told to say."""
-
-    observations: list[Observation]
-    stop: tuple[str, ...] = ("!",)
-    turns: list[str] = field(default_factory=list)
-
-    def reset(self, messages: Any, ground_truth: Any, extra_info: Any) -> None: ...
-
-    def step(self, turn: str) -> Observation:
-        self.turns.append(turn)
-        return self.observations[len(self.turns) - 1]
 
 
 @dataclass
@@ -71,21 +50,35 @@ class Policy:
         return written, [[number] * len(one.response_ids) for one in written]
 
 
-def dialogue(*observations: Observation) -> Dialogue:
-    return Dialogue(Request("it000000-p00000-s00", (5, 6)), Script(list(observations)))
+def others(
+    name: str, *ground_truths: str, timeout_s: float = 60.0, options: dict[str, Any] | None = None
+) -> Environments:
+    beginnings = [
+        Beginning(f"it000000-p00000-s{row:02d}", [], truth, "null") for row, truth in enumerate(ground_truths)
+    ]
+    return Environments(name, options or {}, beginnings, timeout_s=timeout_s)
+
+
+def talk(policy: Policy, *scripts: list[Any], max_turns: int) -> tuple[list[Dialogue], list[list[str]]]:
+    """The dialogues of a policy with environments that say these things, and what those heard."""
+    heard: list[list[str]] = [[] for _ in scripts]
+    options = {"scripts": scripts, "heard": heard}
+    environments = others("tests.environments:Script", *map(str, range(len(scripts))), options=options)
+    dialogues = [Dialogue(Request(f"it000000-p00000-s{row:02d}", (5, 6))) for row in range(len(scripts))]
+    converse(policy, dialogues, environments, SAMPLING, policy.tokenizer, max_turns)
+    return dialogues, heard
 
 
 def test_what_is_heard_is_part_of_the_response_and_never_learned(tokenizer: Any) -> None:
-    first = dialogue(Observation("XY", 0.5), Observation(None, 0.25))
-    second = dialogue(Observation(None, 1.0))
     policy = Policy(tokenizer, [["ab", "cde"], ["f<eos>"]])
-    converse(policy, [first, second], SAMPLING, tokenizer, max_turns=5)
+    scripts = [[Observation("XY", 0.5), Observation(None, 0.25)], [Observation(None, 1.0)]]
+    (first, second), heard = talk(policy, *scripts, max_turns=5)
     assert tokenizer.decode(first.ids) == "abXYf<eos>"
     assert first.mask == [1, 1, 0, 0, 1, 1]
     assert first.log_probs == [-0.2, -0.2, 0.0, 0.0, -0.2, -0.2]
     assert first.versions == [0, 0, 0, 0, 1, 1]
     assert (first.reward, first.finish_reason) == (0.75, "stop")
-    assert first.environment.turns == ["ab", "f"]  # type: ignore[attr-defined]
+    assert heard == [["ab", "f"], ["cde"]]
     assert (second.reward, second.finish_reason, len(second.ids)) == (1.0, "stop", 3)
     [(both, sampling), (one, _)] = policy.asked
     assert len(both) == 2
@@ -107,9 +100,8 @@ def test_what_is_heard_is_part_of_the_response_and_never_learned(tokenizer: Any)
 def test_how_a_dialogue_ends(
     turns: list[str], observations: list[Observation], max_turns: int, reason: str, text: str, tokenizer: Any
 ) -> None:
-    it = dialogue(*observations)
     policy = Policy(tokenizer, [[turn] for turn in [*turns, "cc"]])
-    converse(policy, [it], SAMPLING, tokenizer, max_turns)
+    (it,), _ = talk(policy, observations, max_turns=max_turns)
     assert (it.finish_reason, tokenizer.decode(it.ids)) == (reason, text)
     assert it.reward == (1.0 if observations else 0.0), "what the last turn earned counts"
     assert len(it.ids) == len(it.mask) == len(it.log_probs) == len(it.versions)
@@ -134,18 +126,23 @@ def test_messages_go_through_the_chat_template(tokenizer: Any) -> None:
         said(messages, 7, tokenizer)
 
 
-def test_an_environment_that_raises_is_named(tokenizer: Any) -> None:
+def test_an_environment_that_fails_is_named(tokenizer: Any) -> None:
     with pytest.raises(EnvironmentFailed, match=r"IndexError: list index .* \(it000000-p00000-s00, turn 'a'\)"):
-        converse(Policy(tokenizer, [["a"]]), [dialogue()], SAMPLING, tokenizer, 3)
-    with pytest.raises(EnvironmentFailed, match="calculator raised TypeError as it began"):
-        begin("calculator", {"no": "option"}, [([], "", "null")])
+        talk(Policy(tokenizer, [["a"]]), [], max_turns=3)
+    with pytest.raises(EnvironmentFailed, match=r"step returned None, which is no Observation \(it000000-p00000-s00"):
+        talk(Policy(tokenizer, [["a"]]), [None], max_turns=3)
+    with pytest.raises(EnvironmentFailed, match=r"step gave the reward nan \(it000000-p00000-s01, turn 'b'\)"):
+        talk(Policy(tokenizer, [["a", "b"]]), [Observation("")], [Observation("", math.nan)], max_turns=3)
+    with pytest.raises(EnvironmentFailed, match=r"calculator raised TypeError: .* \(it000000-p00000-s00, as it began"):
+        others("calculator", "1", options={"no": "option"})
     with pytest.raises(UserError, match=r"rollout.environment nobody: ModuleNotFoundError.*\(calculator\)"):
         load_environment("nobody")
 
 
-def test_what_is_no_observation_is_named(tokenizer: Any) -> None:
-    with pytest.raises(EnvironmentFailed, match=r"TypeError: step returned None, which is no Observation \(it000000"):
-        converse(Policy(tokenizer, [["a"]]), [dialogue(None)], SAMPLING, tokenizer, 3)  # type: ignore[arg-type]
+def test_environments_are_asked_at_the_same_time() -> None:
+    met = others("tests.environments:Meeting", *"abcdefgh", options={"barrier": threading.Barrier(8)})
+    turns = {f"it000000-p00000-s{row:02d}": f"turn {row}" for row in reversed(range(8))}
+    assert [each.says for each in met.step(turns)] == list(turns.values())
 
 
 def test_an_environment_is_known_by_its_source(tmp_path: Path) -> None:
