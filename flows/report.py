@@ -201,6 +201,8 @@ def _quantities(row: Mapping[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
         found["log-prob less the reference's"] = old - there["ref_log_probs"]
     if "old_log_probs" in there:
         found["log-prob less the rollout's"] = old - there["rollout_log_probs"]
+    if not there["response_mask"].all():
+        found["written by the policy"] = there["response_mask"]
     return found | ({"entropy": there["entropy"]} if "entropy" in there else {})
 
 

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from tasks.explain import Origin
 
-SHOWN = ["prompt", "response", "score"]
 SHORT = {
     "validate": "valid",
     "generate": "gen",
@@ -105,7 +104,8 @@ def show(
     if trajectories.empty:
         raise UserError(f"iteration {chosen} of {run.config.run.name} has no committed trajectories yet")
     if columns is None:
-        names = ["trajectory_id", *(name for name in SHOWN if name in trajectories)]
+        response = "turns" if "turns" in trajectories and trajectories["turns"].notna().any() else "response"
+        names = [name for name in ("trajectory_id", "prompt", response, "score") if name in trajectories]
     else:
         names = list(trajectories.columns) if columns == "all" else [name.strip() for name in columns.split(",")]
     missing = [name for name in names if name not in trajectories]
@@ -257,5 +257,7 @@ def _short(value: object) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {_short(part)}" for name, part in value.items())
     if hasattr(value, "tolist") or isinstance(value, list):
+        if len(value) and isinstance(value[0], dict):  # type: ignore[arg-type,index]
+            return "\n".join(f"{turn['role']}: {turn['content']}" for turn in value)  # type: ignore[attr-defined]
         return "[" + ", ".join(f"{x:.3g}" if isinstance(x, float) else str(x) for x in list(value)) + "]"  # type: ignore[call-overload]
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -75,6 +75,12 @@ TRAJECTORY = TrajectorySchema(
         ),
         Column("ground_truth", pa.string(), "generate", "what the reward compares with, as JSON"),
         Column("extra_info", pa.string(), "generate", "what else the dataset says of the prompt, as JSON"),
+        Column(
+            "turns",
+            pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())])),
+            "generate",
+            "the response as turns of policy and environment, if there is one",
+        ),
         Column("environment_reward", pa.float32(), "generate", "what the environment gave, if there is one"),
         Column("seed", pa.int64(), "generate", "the run's seed, from which sampling derives"),
         Column("model_score", pa.float32(), "reward_model", "the reward model's score; of a process reward, the mean"),

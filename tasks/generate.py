@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from tasks.reward_model import reward_model
 from tasks.score import score
 from tasks.spec import StageSpec
 from tasks.stage import rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SPEC = StageSpec(
     name="generate",
@@ -145,7 +148,7 @@ def respond(
         others = Environments(environment.name, environment.options, beginnings, timeout_s=environment.timeout_s)
         dialogues = [Dialogue(request) for request in requests]
         converse(context.generate, dialogues, others, sampling, tokenizer, environment.max_turns)
-        written = _together(dialogues)
+        written = _together(dialogues, tokenizer)
     versions = written.pop("versions")
     batch = TrajectoryBatch.of(
         columns
@@ -171,18 +174,20 @@ def _alone(generations: Sequence[Generation], versions: list[list[int]]) -> dict
         "rollout_log_probs": [one.log_probs for one in generations],
         "response_mask": ragged(np.ones(lengths.sum(), dtype=np.int8), lengths),
         "finish_reason": [one.finish_reason for one in generations],
+        "turns": [None] * len(generations),
         "environment_reward": [None] * len(generations),
         "versions": versions,
     }
 
 
-def _together(dialogues: Sequence[Dialogue]) -> dict[str, Any]:
+def _together(dialogues: Sequence[Dialogue], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Columns of responses that policy and environment wrote."""
     return {
         "response_ids": [each.ids for each in dialogues],
         "rollout_log_probs": [each.log_probs for each in dialogues],
         "response_mask": [each.mask for each in dialogues],
         "finish_reason": [each.finish_reason for each in dialogues],
+        "turns": [each.turns(tokenizer) for each in dialogues],
         "environment_reward": [each.reward for each in dialogues],
         "versions": [each.versions for each in dialogues],
     }

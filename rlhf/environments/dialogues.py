@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
 from math import isfinite
+from operator import itemgetter
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -148,6 +150,17 @@ class Dialogue:
         self.log_probs += generation.log_probs
         self.mask += [1] * len(generation.response_ids)
         self.versions += versions
+
+    def turns(self, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, str]]:
+        """Who wrote what, as messages of the roles `policy` and `environment`."""
+        written = groupby(zip(self.ids, self.mask, strict=True), key=itemgetter(1))
+        return [
+            {
+                "role": "policy" if mine else "environment",
+                "content": tokenizer.decode([token for token, _ in tokens], skip_special_tokens=True),
+            }
+            for mine, tokens in written
+        ]
 
     def heard(self, ids: Sequence[int]) -> None:
         self.ids += ids

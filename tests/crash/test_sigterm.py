@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,8 @@ from tests.crash.test_two_drivers import check_finished, wait_until
 from tests.history import History
 from tests.processes import Fault, Processes
 
-STOPS_WITHIN_S = 20.0
+STOPS_WITHIN_S = 60.0
+"""Stages that hang take ten minutes here."""
 
 SIGTERM_AT = {
     "claim": Fault("create", '{"kind":"claim"', action=signal.SIGTERM),
@@ -71,12 +71,10 @@ def test_ratchet_stop(
     slow = Fault("put", "trajectories/", count=0, delay_s=0.5)
     driver = processes.cli("train", config_file, faults=(slow,))
     wait_until(lambda: bool(History.of(config).records))
-    started = time.monotonic()
     stop = processes.cli("stop", config.run.name, "--store", config.run.store)
     assert stop.wait() == 0, stop.text
     assert "has stopped" in stop.text
     assert driver.wait(STOPS_WITHIN_S) == 1, driver.text
-    assert time.monotonic() - started < STOPS_WITHIN_S
     again = processes.cli("stop", config.run.name, "--store", config.run.store)
     assert again.wait() == 0
     assert "no live driver" in again.text

@@ -66,6 +66,12 @@ def test_what_the_environment_says_is_read_and_never_learned(start: Any, process
     assert metrics["response_length/mean"].tolist() == pytest.approx(
         frame.groupby("iteration")["response_mask"].apply(lambda rows: rows.map(sum).mean()).tolist()
     )
+    shown = processes.cli("show", "quiet", "--store", config.run.store)
+    assert shown.wait() == 0, shown.text
+    assert "environment: XY" in shown.text
+    report = processes.cli("report", "quiet", "--store", config.run.store, "-o", processes.folder / "report.html")
+    assert report.wait() == 0, report.text
+    assert "written by the policy" in (processes.folder / "report.html").read_text()
     held_out = history.run.validation()
     assert held_out["response"].str.contains("XY").any()
     assert processes.cli("replay", "quiet", "--store", config.run.store, "--iteration", 1).wait(240) == 0
@@ -80,6 +86,8 @@ def test_what_the_environment_says_is_read_and_never_learned(start: Any, process
 
 def check_turns(frame: pd.DataFrame) -> None:
     for row in frame.itertuples():
+        assert "".join(turn["content"] for turn in row.turns) == row.response
+        assert [turn["role"] for turn in row.turns] == (["policy", "environment"] * 4)[: len(row.turns)]
         mask = row.response_mask
         assert len(mask) == len(row.response_ids) == len(row.rollout_log_probs) <= 48
         assert mask[0] == mask[-1] == 1

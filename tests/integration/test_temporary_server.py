@@ -26,8 +26,8 @@ def test_only_orphans_end(tmp_path: Path) -> None:
     )
     try:
         end_orphans()
-        assert orphan.wait(timeout=10) == -15
-        assert recycled.wait(timeout=10) == -15  # another process has the dead driver's number
+        assert orphan.wait(timeout=60) == -15
+        assert recycled.wait(timeout=60) == -15  # another process has the dead driver's number
         assert alive.poll() is None
     finally:
         alive.kill()

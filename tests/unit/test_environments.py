@@ -79,6 +79,11 @@ def test_what_is_heard_is_part_of_the_response_and_never_learned(tokenizer: Any)
     assert first.versions == [0, 0, 0, 0, 1, 1]
     assert (first.reward, first.finish_reason) == (0.75, "stop")
     assert heard == [["ab", "f"], ["cde"]]
+    assert [(turn["role"], turn["content"]) for turn in first.turns(tokenizer)] == [
+        ("policy", "ab"),
+        ("environment", "XY"),
+        ("policy", "f"),
+    ]
     assert (second.reward, second.finish_reason, len(second.ids)) == (1.0, "stop", 3)
     [(both, sampling), (one, _)] = policy.asked
     assert len(both) == 2
