@@ -133,11 +133,12 @@ def rows(console: Console, frame: pd.DataFrame, format: str, title: str | None =
         for row in frame.itertuples(index=False):
             print("| " + " | ".join(_short(value).replace("|", "\\|").replace("\n", " ") for value in row) + " |")
     else:
-        table = Table(title=title)
+        cells = [[_short(value) for value in row] for row in frame.itertuples(index=False)]
+        table = Table(title=title, show_lines=any("\n" in cell for texts in cells for cell in texts))
         for name in names:
             table.add_column(name, overflow="fold")
-        for row in frame.itertuples(index=False):
-            table.add_row(*(_short(value) for value in row))
+        for texts in cells:
+            table.add_row(*texts)
         console.print(table, markup=False)
 
 

@@ -9,4 +9,4 @@ run python examples/guess/guess.py data/guess
 run ratchet sft --model models/countdown-base --data data/guess/sft.jsonl --output models/guess-sft \
     --steps 200 --batch-examples 64 --lr 2e-3 --warmup-steps 20
 run ratchet train examples/guess/guess.yaml
-run ratchet show guess --where "score = 1" --columns response,score,finish_reason --limit 5
+run ratchet show guess --where "score = 1" --columns turns,score --limit 3
