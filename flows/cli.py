@@ -339,12 +339,14 @@ def evaluate(
 
     from flows import views
 
+    if output is not None:
+        make_folder(output.parent)
     with tempfile.TemporaryDirectory() as folder:
         config = views.evaluation_config(name, store, iteration, Path(folder))
         changes: dict[str, object] = {"validation.n": n, "validation.temperature": temperature}
         changes |= {"validation.data": str(data)} if data else {}
         changes |= {"rollout.max_response_tokens": max_response_tokens} if max_response_tokens else {}
-        changes |= {"reward.function": reward, "reward.model": None} if reward else {}
+        changes |= {"reward.function": reward, "reward.model": None, "reward.options": {}} if reward else {}
         if server:
             changes |= {"rollout.engine": "server", "rollout.server.urls": [server], "rollout.server.api": api.value}
         config = config.with_values(changes)
@@ -354,9 +356,9 @@ def evaluate(
 
         with progress(console):
             answers = flow(config)
+    console.print(views.solve_rates(answers, name))
     if output is not None:
         views.write(answers, output)
-    console.print(views.solve_rates(answers, name))
 
 
 @app.command()

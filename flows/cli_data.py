@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -105,15 +106,17 @@ def _write_splits(output: Path, source: str, convert: Callable[..., Any]) -> Non
 
     from rlhf.data.datasets import read
 
-    files, path = fsspec.core.url_to_fs(source)
     try:
+        files, path = fsspec.core.url_to_fs(source)
         is_folder = files.isdir(path)
         names = files.glob(f"{path}/*") if is_folder else [path]
     except Exception as error:  # the hub's, for what is not there or cannot be reached
         raise UserError(f"--source {source}: {error}") from None
     make_folder(output)
     for split in ("train", "test"):
-        mine = [files.unstrip_protocol(name) for name in sorted(names) if split in Path(name).name or not is_folder]
+        begins = re.compile(rf"{split}[.-]")  # test.jsonl, test-00000-of-00001.parquet; not test_socratic.jsonl
+        chosen = [name for name in sorted(names) if not is_folder or begins.match(Path(name).name)]
+        mine = [files.unstrip_protocol(name) for name in chosen]
         mine = [name for name in mine if name.endswith((".jsonl", ".json", ".parquet"))]
         if mine:
             table = convert((row for name in mine for row in read(name)), split)

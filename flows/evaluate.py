@@ -14,6 +14,7 @@ from infra.workers.worker import Call, Context, Worker
 from rlhf.batch import TrajectoryBatch
 from rlhf.config import RunConfig
 from rlhf.errors import UserError
+from rlhf.rewards import check_rewards
 from tasks.validate import SPEC, validate_shard
 
 
@@ -23,6 +24,7 @@ def evaluate(config: RunConfig) -> pd.DataFrame:
     `config.validation`."""
     if config.validation.data is None:
         raise UserError("validation.data is null: name the prompts to evaluate on (--data)")
+    check_rewards(config.reward.functions, config.reward.options, config.reward.allow_code)
     return answer(config)
 
 

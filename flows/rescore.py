@@ -32,7 +32,7 @@ def rescoring_config(source: str, run: str, reward: str | None, learn: bool) -> 
         "run.name": run,
         "run.store": source.rpartition("/")[0],
         "data.generations": source,
-        **({} if reward is None else {"reward.function": reward, "reward.model": None}),
+        **({} if reward is None else {"reward.function": reward, "reward.model": None, "reward.options": {}}),
         "train": {"iterations": parent.state.iteration, "updates": learn},
         "validation": parent.config.validation.model_dump() if learn else {},
     }

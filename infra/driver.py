@@ -35,8 +35,7 @@ from rlhf.models import (
     model_folder,
     tokenizer_digest,
 )
-from rlhf.rewards import reward_digest
-from rlhf.rewards.code import check_sandbox
+from rlhf.rewards import check_rewards, reward_digest
 
 MANY_PROMPTS = 10_000
 """Their lengths take over two seconds to look at."""
@@ -182,11 +181,9 @@ def check_inputs(config: RunConfig) -> None:
             "rollout.server.weights_folder is null, so that the servers would go on generating with the first weights: "
             "name a folder that they see, or only evaluate"
         )
-    reward_digest(config.reward.functions)
+    check_rewards(config.reward.functions, config.reward.options, config.reward.allow_code)
     if config.rollout.environment is not None:
         check_environment(config.rollout.environment.name, config.rollout.environment.options)
-    if config.reward.allow_code:
-        check_sandbox(**config.reward.options.get("code", {}))
     models = {"model": config.model, "critic.model": config.critic_model, "reference.model": config.reference_model}
     judge = {"reward.model": config.reward.model} if config.reward.model is not None else {}
     for key, each in (models | judge).items():

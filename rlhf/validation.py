@@ -19,9 +19,12 @@ Sums = dict[str, dict[str, tuple[float, int]]]
 
 def final_answer(response: str) -> str:
     """What a response comes to: its last ``<answer>``, ``\\boxed{}`` or line after ``####``; else its last line."""
-    tagged = re.findall(r"<answer>(.*?)</answer>", response, re.DOTALL)
+    before, tag, _ = response.rpartition("</answer>")
+    _, opened, answer = before.rpartition("<answer>")
     marked = re.findall(r"####[ \t]*([^\n]+)", response)
-    text = tagged[-1] if tagged else boxed(response) or (marked[-1] if marked else response)
+    text = (
+        answer.partition("</answer>")[0] if tag and opened else boxed(response) or (marked[-1] if marked else response)
+    )
     lines = text.strip().splitlines()
     return re.sub(r"\s", "", lines[-1] if lines else "")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import time
 from collections.abc import Callable
@@ -97,7 +98,9 @@ def _write(what: Fit) -> None:
         save(what.engine.model, folder)
         load_tokenizer(what.config.model).save_pretrained(folder)
         for path in sorted(folder.iterdir()):
-            path.replace(output / path.name)
+            if (there := output / path.name).is_dir():
+                shutil.rmtree(there)
+            path.replace(there)
 
 
 def _last_metrics(fitting: Fitting) -> dict[str, float]:

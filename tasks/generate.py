@@ -145,7 +145,8 @@ def respond(
     if environment is None:
         written = _alone(*context.generate(requests, sampling))
     else:
-        others = Environments(environment.name, environment.options, beginnings, timeout_s=environment.timeout_s)
+        make = context.worker.environment(environment.name)
+        others = Environments(make, environment.options, beginnings, timeout_s=environment.timeout_s)
         dialogues = [Dialogue(request) for request in requests]
         converse(context.generate, dialogues, others, sampling, tokenizer, environment.max_turns)
         written = _together(dialogues, tokenizer)

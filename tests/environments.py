@@ -91,3 +91,38 @@ class Absent:
     def step(self, turn: str) -> Observation:
         time.sleep(3600)
         return Observation(None)
+
+
+class Leaves:
+    """It ends the program with what it is told."""
+
+    stop = ()
+
+    def reset(self, messages: Any, ground_truth: str, extra_info: Any) -> None:
+        raise SystemExit(ground_truth)
+
+
+class Slow:
+    """Answers after as many seconds as it is told."""
+
+    stop = ()
+
+    def reset(self, messages: Any, ground_truth: str, extra_info: Any) -> None:
+        self.seconds = ground_truth
+
+    def step(self, turn: str) -> Observation:
+        time.sleep(float(self.seconds))
+        return Observation(self.seconds)
+
+
+class Counted:
+    stop = ()
+
+    def __init__(self, begun: list[str]) -> None:
+        self.begun = begun
+
+    def reset(self, messages: Any, ground_truth: str, extra_info: Any) -> None:
+        if ground_truth == "fails":
+            raise ValueError(ground_truth)
+        time.sleep(0.05)
+        self.begun.append(ground_truth)

@@ -28,6 +28,7 @@ from rlhf.config_view import ConfigView
 from rlhf.data.prompts import PromptDataset
 from rlhf.engines import ranks
 from rlhf.engines.generation import Interruptible
+from rlhf.environments import Environment, load_environment
 from rlhf.errors import EngineLost, NotFinite
 from rlhf.models import load_actor, load_critic, load_reward_model, load_tokenizer
 from rlhf.rewards.pool import RewardPool
@@ -182,6 +183,7 @@ class Worker:
         """What the rollout's own copy of the actor's weights is, where it needs one."""
         self._saving: dict[str, Saving] = {}
         self._datasets: dict[tuple[str, ...], PromptDataset] = {}
+        self._environments: dict[str, Callable[..., Environment]] = {}
         self.begun: dict[tuple[str, int, int], Interruptible] = {}
         """Generations that go on when they are asked for again, by stage, iteration and shard."""
         self._rewards: tuple[tuple[Any, ...], RewardPool] | None = None
@@ -380,6 +382,12 @@ class Worker:
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         return load_tokenizer(self.config.model)
+
+    def environment(self, name: str) -> Callable[..., Environment]:
+        """Loaded once, so that a change of the file does not come in the middle of a run."""
+        if name not in self._environments:
+            self._environments[name] = load_environment(name)
+        return self._environments[name]
 
     def dataset(self, paths: Sequence[str]) -> PromptDataset:
         key = tuple(paths)

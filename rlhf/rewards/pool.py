@@ -98,9 +98,14 @@ class _Child:
         self.pipe: Connection
 
     def ask(self, rows: Sequence[Row]) -> None:
-        if self.process is None:
-            self._start()
-        self.pipe.send_bytes(json.dumps(rows).encode())
+        asked = json.dumps(rows).encode()
+        if self.process is not None:
+            try:
+                return self.pipe.send_bytes(asked)
+            except OSError:  # it died while it had nothing to do
+                self.end()
+        self._start()
+        self.pipe.send_bytes(asked)
 
     def answer(self, timeout_s: float) -> dict[str, Any] | str:
         """What it says of the next row; or what became of it."""

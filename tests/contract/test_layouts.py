@@ -127,7 +127,7 @@ def run_dialogue(folder: Path, breaks: bool) -> Any:
     dialogue = Dialogue(Request("it000000-p00000-s00", (3,)))
     beginning = Beginning(dialogue.request.trajectory_id, [], "", "null")
     try:
-        environments = Environments(f"{__name__}:PerProcess", {"breaks": breaks}, [beginning], timeout_s=60)
+        environments = Environments(PerProcess, {"breaks": breaks}, [beginning], timeout_s=60)
         converse(generate, [dialogue], environments, Sampling(1.0, 1.0, 30, 0), tokenizer, max_turns=2)
     except EnvironmentFailed as error:
         return str(error)

@@ -12,8 +12,8 @@ from tests.crash.conftest import ITERATIONS
 from tests.history import History
 from tests.processes import Fault, Processes
 
-SLOW = Fault("put", r"checkpoints/.*/optimizer\.safetensors", "before", count=0, action=0, delay_s=1.0)
-"""A store that takes a second for each large file: the next iteration has begun by then."""
+SLOW = Fault("put", r"checkpoints/.*/optimizer\.safetensors", "before", count=0, action=0, delay_s=4.0)
+"""A store that takes its time for each large file: the next iteration has begun by then."""
 
 
 @pytest.fixture

@@ -128,8 +128,16 @@ def test_supervised_steps_lower_the_loss(ratchet: Ratchet, workspace: Path, tmp_
     assert (len(train), len(test)) == (40, 10)
     losses = []
     for steps in (1, 30):
-        arguments = ("--data", tmp_path / "sft.parquet", "--output", tmp_path / f"model-{steps}", "--steps", steps)
-        code, out, _ = ratchet("sft", "--model", workspace / "model", *arguments, "--batch-examples", 16, "--lr", 0.01)
+        arguments: tuple[object, ...] = (
+            "--data",
+            tmp_path / "sft.parquet",
+            "--output",
+            tmp_path / f"model-{steps}",
+            "--steps",
+            steps,
+        )
+        arguments += ("--batch-examples", 16, "--lr", 0.01, "--store", f"file://{tmp_path}/runs")
+        code, out, _ = ratchet("sft", "--model", workspace / "model", *arguments)
         assert code == 0
         losses.append(float(out.rsplit("(loss ", 1)[1].split(")")[0]))
     assert losses[1] < losses[0] - 0.5
@@ -146,6 +154,16 @@ def test_supervised_steps_lower_the_loss(ratchet: Ratchet, workspace: Path, tmp_
         (("train", "{config}", "model.path=./nowhere"), "model.path ./nowhere does not exist"),
         (("train", "{config}", "data.train=[nowhere.parquet]"), "nowhere.parquet does not exist"),
         (("train", "{config}", "reward.function=nowhere"), "reward.function nowhere"),
+        (
+            ("train", "{config}", "reward.function=gsm8k", "reward.options={{gsm8k: {{methd: strict}}}}"),
+            "extra_info, **reward.options): got an unexpected keyword argument 'methd'",
+        ),
+        (
+            ("train", "{config}", "reward.function=gsm8k", "reward.options={{gsm8k: {{method: Strict}}}}"),
+            "reward.options.gsm8k.method 'Strict': Input should be 'strict' or 'flexible'",
+        ),
+        (("train", "{config}", "reward.function=rlhf.rewards.code:compute_score"), "set reward.allow_code: true"),
+        (("data", "gsm8k", "{tmp}", "--source", "foo://bar"), "--source foo://bar: "),
         (("status", "nowhere"), "there is no run at"),
         (("evaluate", "nowhere"), "there is no run at"),
         (("data", "countdown", "{tmp}", "--train", "1000000"), "exist"),

@@ -163,8 +163,8 @@ def test_another_environment_is_another_run(start: Any, processes: Processes) ->
 @pytest.mark.parametrize(
     ("environment", "says"),
     [
-        ("Broken", "tests.environments:Broken raised RuntimeError: not today (it000000-p0000"),
-        ("Absent", "tests.environments:Absent took longer than rollout.environment.timeout_s 2 s (it000000-p0000"),
+        ("Broken", "rollout.environment raised RuntimeError: not today (it000000-p0000"),
+        ("Absent", "rollout.environment took longer than rollout.environment.timeout_s 2 s (it000000-p0000"),
     ],
 )
 def test_an_environment_that_fails_stops_the_run(environment: str, says: str, start: Any) -> None:

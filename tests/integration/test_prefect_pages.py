@@ -46,9 +46,12 @@ def test_a_run_can_be_followed_on_the_server(workspace: Path, prefect_server: st
         tagged = FlowRunFilter(tags=FlowRunFilterTags(all_=[name]))
         [iteration] = client.read_flow_runs(flow_run_filter=tagged)
         assert iteration.name == f"{name} · it 0"
-        tasks = {run.name: run for run in client.read_task_runs(flow_run_filter=tagged)}
-        sharded = {f"{name} · it 0 · {stage} 2/2" for stage in ("generate", "score", "old_log_probs", "values")}
-        assert sharded | {f"{name} · it 0 · {stage}" for stage in ("advantages", "update_actor", "close")} <= set(tasks)
+        expected = {f"{name} · it 0 · {stage} 2/2" for stage in ("generate", "score", "old_log_probs", "values")}
+        expected |= {f"{name} · it 0 · {stage}" for stage in ("advantages", "update_actor", "close")}
+        tasks = eventually(
+            lambda: {run.name: run for run in client.read_task_runs(flow_run_filter=tagged)},
+            lambda tasks: expected <= set(tasks),
+        )
         assert all(name in run.tags for run in tasks.values())
 
         bar = artifact(client, f"{name.lower()}-score")
@@ -76,7 +79,7 @@ def artifact(client: SyncPrefectClient, key: str) -> Artifact:
 
 
 def eventually(read: Callable[[], T], good: Callable[[T], bool], seconds: float = 60.0) -> T:
-    """Logs reach the server a moment after they were written."""
+    """Logs and states reach the server a moment after they were written."""
     deadline = time.monotonic() + seconds
     while not good(found := read()):
         assert time.monotonic() < deadline, found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,11 @@ def train(processes: Processes, config: RunConfig) -> Child:
 
 def test_gsm8k_from_its_own_files(workspace: Path, processes: Processes) -> None:
     """Random weights solve nothing: what is tried is the way from JSON lines to metrics."""
-    out = processes.folder / "gsm8k"
-    made = processes.cli("data", "gsm8k", out, "--source", GSM8K)
+    out, source = processes.folder / "gsm8k", processes.folder / "source"
+    shutil.copytree(GSM8K, source)
+    for split in ("train", "test"):  # as in the dataset's own repository
+        shutil.copyfile(GSM8K / f"{split}.jsonl", source / f"{split}_socratic.jsonl")
+    made = processes.cli("data", "gsm8k", out, "--source", source)
     assert made.wait() == 0, made.text
     assert "300 prompts" in made.text
     assert "100 prompts" in made.text

@@ -82,7 +82,6 @@ def test_ppo(ratchet: Ratchet, workspace: Path, prefect_server: str) -> None:
     assert frame["prompt"].nunique() == 8, "every iteration draws the next prompts"
     assert frame["policy_version"].tolist() == frame["iteration"].tolist()
     assert run.validation().groupby("iteration").size().to_dict() == {0: 3 * 2, 2: 3 * 2}
-    assert not frame["score"].isin(run.validation()["trajectory_id"]).any()
 
     # what a person sees in Prefect: the stages that were committed before are Cached
     flow_run = f"{ratchet.config.run.name} · it 1"
@@ -197,7 +196,7 @@ def test_a_changed_reward_keeps_the_generations_and_never_the_scores(ratchet: Ra
 
 
 def test_shards_are_scored_while_others_are_generated(ratchet: Ratchet) -> None:
-    slow = Fault("put", "trajectories/generate/.*part-00001", "before", count=0, action=0, delay_s=1.0)
+    slow = Fault("put", "trajectories/generate/.*part-00001", "before", count=0, action=0, delay_s=3.0)
     done(ratchet(slow))
     generated, scored = (ratchet.history.run.store.manifests(1)[name] for name in ("generate", "score"))
     assert generated.began < scored.began < generated.ended - 0.9

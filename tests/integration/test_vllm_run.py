@@ -84,7 +84,7 @@ def generating(child: Child) -> psutil.Process | None:
     return with_vllm[0] if with_vllm else None
 
 
-def until(true: Any, seconds: float = 90.0) -> Any:
+def until(true: Any, seconds: float = 300.0) -> Any:
     deadline = time.monotonic() + seconds
     while not (found := true()):
         assert time.monotonic() < deadline

@@ -6,15 +6,19 @@ import json
 import os
 import shutil
 import socket
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from rlhf.config import parse_config
 from rlhf.errors import UserError
-from rlhf.rewards.code import check_sandbox, compute_score
+from rlhf.rewards import check_rewards
+from rlhf.rewards.code import compute_score
 
 SUM = json.dumps({"inputs": ["1 2\n", "10 -3\n"], "outputs": ["3\n", "7"]})
 SANDBOXES = ["limits", *(["bubblewrap"] if shutil.which("bwrap") else [])]
@@ -22,6 +26,15 @@ SANDBOXES = ["limits", *(["bubblewrap"] if shutil.which("bwrap") else [])]
 
 def score(program: str, truth: str = SUM, sandbox: Any = "limits", **options: Any) -> dict[str, float]:
     return compute_score("code", f"So:\n```python\n{program}\n```\n", truth, seconds=1, sandbox=sandbox, **options)
+
+
+KILL = """
+import contextlib, os
+def kill(process):
+    with contextlib.suppress(OSError):
+        if process != os.getpid():
+            os.kill(process, 9)
+"""
 
 
 @pytest.fixture(params=SANDBOXES)
@@ -71,20 +84,51 @@ def test_the_sandbox_shows_neither_files_nor_network_nor_neighbours(tmp_path: Pa
         f"import socket; socket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 1)",
         f"import os; os.kill({os.getpid()}, 0)",
         "open('/usr/x', 'w')",
-        "import os; [os.kill(each, 9) for each in range(2, 40_000) if each != os.getpid()]; raise OSError",
+        "[kill(each) for each in range(2, 40_000)]; raise OSError",
     ):
-        program = f"try:\n    {attempt}\nexcept Exception:\n    print('nothing')"
+        program = f"{KILL}try:\n    {attempt}\nexcept Exception:\n    print('nothing')"
         assert score(program, once, sandbox="bubblewrap")["score"] == 1.0, attempt
     assert secret.read_text() == "42"
 
 
 def test_code_is_refused_unless_it_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    tree: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "t"}, "reward": {"function": "code"}}
-    with pytest.raises(UserError, match=r"reward\.allow_code: true"):
-        parse_config(tree, "config")
-    tree["reward"]["allow_code"] = True
-    parse_config(tree, "config")
+    for name in ("code", "rlhf.rewards.code:compute_score"):
+        limits = {name: {"sandbox": "limits"}}
+        with pytest.raises(UserError, match=r"reward\.allow_code: true"):
+            check_rewards([name], limits, allow_code=False)
+        check_rewards([name], limits, allow_code=True)
+        with pytest.raises(UserError, match=r"sandbox 'bwrap': Input should be 'bubblewrap' or 'limits'"):
+            check_rewards([name], {name: {"sandbox": "bwrap"}}, allow_code=True)
+    with pytest.raises(UserError, match="write bubblewrap or limits"):
+        score("print(3)", sandbox="bwrap")
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UserError, match="there is no bwrap here: install bubblewrap"):
-        check_sandbox()
-    check_sandbox("limits")
+        check_rewards(["code"], {}, allow_code=True)
+
+
+def test_a_program_cannot_say_that_its_assertions_hold(sandbox: str) -> None:
+    never = json.dumps({"asserts": "assert False"})
+    for end in ("", "import os; os._exit(0)", "raise SystemExit"):
+        program = f"print('__every assertion holds__', flush=True)\nprint(open('program.py').read())\n{end}"
+        assert score(program, never, sandbox=sandbox)["score"] == 0.0
+
+
+def test_tests_after_one_that_ran_out_of_time_are_not_tried(sandbox: str) -> None:
+    many = json.dumps({"inputs": ["1", *"2" * 100], "outputs": ["1", *"2" * 100]})
+    began = time.monotonic()
+    found = score("x = input()\nwhile x != '1': pass\nprint(x)", many, sandbox=sandbox)
+    assert found == {"score": 0.0, "passed": 1 / 101}
+    assert time.monotonic() - began < 60, "else it takes 100 s at the least"
+
+
+def test_a_program_ends_with_the_process_that_waits_for_it(tmp_path: Path) -> None:
+    """As a reward's process is killed that has taken too long. Bubblewrap sees to it by itself."""
+    noted = tmp_path / "pid"
+    program = f"import os, time; open({str(noted)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    run = f"from rlhf.rewards.code import *; run({program!r}, '', False, seconds=600, memory_mb=512, sandbox='limits')"
+    waits = subprocess.Popen([sys.executable, "-c", run])
+    while not (noted.exists() and noted.read_text()):
+        assert waits.poll() is None
+        time.sleep(0.05)
+    waits.kill()
+    psutil.Process(int(noted.read_text())).wait(30)

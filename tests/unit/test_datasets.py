@@ -56,6 +56,16 @@ def test_any_table_of_prompts(tmp_path: Path) -> None:
     assert table["reward_model"].to_pylist()[1] == {"style": "rule", "ground_truth": "43"}
 
 
+def test_what_the_reward_compares_with_may_be_a_structure(tmp_path: Path) -> None:
+    tests = {"inputs": ["1"], "outputs": ["é"]}
+    rows = datasets.read(lines(tmp_path / "t.jsonl", {"q": "Why?", "a": tests}, {"q": "How?", "a": None}))
+    with pytest.raises(UserError, match="line 2: a is null"):
+        datasets.prompts(rows, "train", prompt="q", truth="a", data_source="mine", instruction=None)
+    rows = datasets.read(lines(tmp_path / "t.jsonl", {"q": "Why?", "a": tests}))
+    table = datasets.prompts(rows, "train", prompt="q", truth="a", data_source="mine", instruction=None)
+    assert json.loads(table["reward_model"].to_pylist()[0]["ground_truth"]) == tests
+
+
 @pytest.mark.parametrize(
     ("rows", "says"),
     [
@@ -128,6 +138,8 @@ def test_a_system_prompt_stands_before_prompts_that_have_none(tokenizer: Any, tm
         ("\\boxed{1} and \\boxed{2}, I think", "\\boxed{2}"),
         ("#### 41\nno\n#### 4 2", "42"),
         ("first\nthe last line", "thelastline"),
+        ("<answer>1</answer> that is all</answer>", "1"),
+        ("<answer>1</answer> or <answer>2", "1"),
         ("", ""),
     ],
 )

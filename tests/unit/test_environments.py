@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from rlhf.engines.base import Generation, Request, Sampling
-from rlhf.environments import EnvironmentFailed, Observation, environment_digest, load_environment
+from rlhf.environments import EnvironmentFailed, Observation, check_environment, environment_digest, load_environment
 from rlhf.environments.calculator import Environment as Calculator
 from rlhf.environments.calculator import calculate
 from rlhf.environments.dialogues import Beginning, Dialogue, Environments, converse, said
@@ -56,7 +57,7 @@ def others(
     beginnings = [
         Beginning(f"it000000-p00000-s{row:02d}", [], truth, "null") for row, truth in enumerate(ground_truths)
     ]
-    return Environments(name, options or {}, beginnings, timeout_s=timeout_s)
+    return Environments(load_environment(name), options or {}, beginnings, timeout_s=timeout_s)
 
 
 def talk(policy: Policy, *scripts: list[Any], max_turns: int) -> tuple[list[Dialogue], list[list[str]]]:
@@ -138,7 +139,12 @@ def test_an_environment_that_fails_is_named(tokenizer: Any) -> None:
         talk(Policy(tokenizer, [["a"]]), [None], max_turns=3)
     with pytest.raises(EnvironmentFailed, match=r"step gave the reward nan \(it000000-p00000-s01, turn 'b'\)"):
         talk(Policy(tokenizer, [["a", "b"]]), [Observation("")], [Observation("", math.nan)], max_turns=3)
-    with pytest.raises(EnvironmentFailed, match=r"calculator raised TypeError: .* \(it000000-p00000-s00, as it began"):
+    for says in (7, {"role": "user", "content": "?"}, [{"role": "user"}], ["?"], []):
+        with pytest.raises(EnvironmentFailed, match=r"it should be a text, None, or messages .* \(it000000-p00000-s00"):
+            talk(Policy(tokenizer, [["a"]]), [Observation(says)], max_turns=3)  # type: ignore[arg-type]
+    with pytest.raises(EnvironmentFailed, match=r"raised SystemExit: no key \(it000000-p00000-s00, as it began\)"):
+        others("tests.environments:Leaves", "no key")
+    with pytest.raises(EnvironmentFailed, match=r"raised TypeError: .* \(it000000-p00000-s00, as it began"):
         others("calculator", "1", options={"no": "option"})
     with pytest.raises(UserError, match=r"rollout.environment nobody: ModuleNotFoundError.*\(calculator\)"):
         load_environment("nobody")
@@ -148,6 +154,37 @@ def test_environments_are_asked_at_the_same_time() -> None:
     met = others("tests.environments:Meeting", *"abcdefgh", options={"barrier": threading.Barrier(8)})
     turns = {f"it000000-p00000-s{row:02d}": f"turn {row}" for row in reversed(range(8))}
     assert [each.says for each in met.step(turns)] == list(turns.values())
+
+
+def test_an_answer_has_its_own_time() -> None:
+    """However early others answer, and however late."""
+    slow = others("tests.environments:Slow", "3.5", "0.5", "0.1", timeout_s=2.0)
+    first, *rest = (f"it000000-p00000-s{row:02d}" for row in range(3))
+    assert [each.says for each in slow.step(dict.fromkeys(rest, "?"))] == ["0.5", "0.1"]
+    with pytest.raises(EnvironmentFailed, match=rf"took longer than rollout.environment.timeout_s 2 s \({first}"):
+        slow.step({first: "?"} | dict.fromkeys(rest, "?"))
+
+
+def test_nothing_more_is_asked_after_a_failure() -> None:
+    counted: list[str] = []
+    with pytest.raises(EnvironmentFailed, match="raised ValueError"):
+        others("tests.environments:Counted", "fails", *["good"] * 1000, options={"begun": counted})
+    time.sleep(0.5)
+    assert len(counted) < 900
+
+
+@pytest.mark.parametrize("stop", [(3,), ("",), "text", None])
+def test_stops_are_texts(stop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Calculator, "stop", stop)
+    with pytest.raises(UserError, match="calculator has no `stop`: the texts that end a turn"):
+        check_environment("calculator", {})
+
+
+def test_a_template_that_knows_no_tools_is_named(tokenizer: Any) -> None:
+    refuses = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}"
+    other = AutoTokenizer.from_pretrained(tokenizer.name_or_path, chat_template=refuses)
+    with pytest.raises(UserError, match=r"refuses what rollout.environment says \(messages of: tool\): no tools"):
+        said([{"role": "tool", "content": "42"}], 7, other)
 
 
 def test_an_environment_is_known_by_its_source(tmp_path: Path) -> None:

@@ -49,6 +49,8 @@ def test_what_is_no_reward_is_said_in_one_line(package: Path, name: str, says: s
 
 def test_a_dict_holds_the_score_and_named_parts() -> None:
     given = {"score": 1, "format": True, "length": 0.5}
+    more = {7: 1.0, "text": "no", "huge": 10**400}
+    assert score(lambda *_: {**given, **more}, "gsm8k", "text", "42", "null").parts == {"format": 1.0, "length": 0.5}
     found = score(lambda *_: given, "gsm8k", "text", "42", "null")
     assert (found.score, found.parts) == (1.0, {"format": 1.0, "length": 0.5})
     assert given == {"score": 1, "format": True, "length": 0.5}, "the reward's own dict is left as it was"
@@ -73,7 +75,7 @@ def test_what_is_not_finite_is_refused(value: float, as_dict: bool) -> None:
         score(lambda *_: {"score": value} if as_dict else value, "gsm8k", "text", "42", "null")
 
 
-@pytest.mark.parametrize("value", [None, "high", {}, {"reward": 1.0}, {"score": None}])
+@pytest.mark.parametrize("value", [None, "high", {}, {"reward": 1.0}, {"score": None}, 10**400])
 def test_what_is_no_number_is_refused(value: Any) -> None:
     with pytest.raises(UserError, match=r"return a number, or a dict with `score`"):
         score(lambda *_: value, "gsm8k", "text", "42", "null")
