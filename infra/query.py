@@ -61,8 +61,8 @@ def connect(run: Run) -> duckdb.DuckDBPyConnection:
 
 def _joined(stages: list[str]) -> str:
     first, *others = stages
-    columns = [f"{stage}.{column}" for stage in stages for column in TRAJECTORY.of(stage)]
-    joins = " ".join(f"LEFT JOIN {stage} ON {stage}.trajectory_id = {first}.trajectory_id" for stage in others)
+    columns = [f'"{stage}".{column}' for stage in stages for column in TRAJECTORY.of(stage)]  # select is a word of SQL
+    joins = " ".join(f'LEFT JOIN "{stage}" ON "{stage}".trajectory_id = {first}.trajectory_id' for stage in others)
     return (
         f"CREATE VIEW trajectories AS SELECT {first}.iteration, {first}.trajectory_id, {', '.join(columns)} "
         f"FROM {first} {joins}"

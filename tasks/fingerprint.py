@@ -9,7 +9,7 @@ from infra.lanes import Output
 from infra.manifest import Fingerprint, Manifest
 from infra.records import Ahead, RunState, Shard, Skip, Stage, Weights
 from infra.workers.worker import WEIGHTS_OF
-from rlhf.config import parse_config
+from rlhf.config import RunConfig, parse_config
 from rlhf.config_view import ConfigView
 from rlhf.errors import UserError
 from tasks.spec import SPECS, StageSpec
@@ -70,11 +70,22 @@ def check_open_iteration(driver: Driver) -> None:
         _check_staleness(driver, iteration, begun)
         for name, stage in begun.stages.items():
             if isinstance(stage, Stage):
-                check_config(driver, SPECS[name], driver.store.manifest(stage))
+                manifest = driver.store.manifest(stage)
+                check_config(driver, SPECS[name], manifest)
+                if differences := input_differences(manifest, driver.config):
+                    raise _changed(driver, SPECS[name], iteration, differences)
         for name in begun.shards.keys() - begun.stages.keys():
             for shard in begun.shards[name].values():
                 if differences := _config_differences(driver, SPECS[name], shard):
                     raise _changed(driver, SPECS[name], iteration, differences)
+
+
+def input_differences(manifest: Manifest, config: RunConfig) -> list[str]:
+    """Between the stages that a committed one has read, and those that it would read now."""
+    then = {name.removeprefix("input.") for name in manifest.fingerprint.parts if name.startswith("input.")}
+    now = {name for name in SPECS[manifest.stage].reads if name in config.stages}
+    new, gone = sorted(now - then), sorted(then - now)
+    return [f"it would read {name}" for name in new] + [f"it would not read {name}" for name in gone]
 
 
 def _check_staleness(driver: Driver, iteration: int, begun: RunState | Ahead) -> None:
@@ -119,7 +130,13 @@ def _digests(driver: Driver, spec: StageSpec) -> dict[str, str]:
 def _config_differences(driver: Driver, spec: StageSpec, shard: Shard) -> list[str]:
     """What in the stage's config has changed since the driver that committed a shard."""
     then = parse_config(driver.store.log.claim_of(shard.epoch).config, "the claim")
-    before, after = (Fingerprint(parts=_config_parts(spec, spec.view(config))) for config in (then, driver.config))
+    before, after = (
+        Fingerprint(
+            parts=_config_parts(spec, spec.view(config))
+            | {f"reads {name}": "yes" for name in spec.reads if name in config.stages}
+        )
+        for config in (then, driver.config)
+    )
     return before.differences(after)
 
 
@@ -152,8 +169,9 @@ def check_shard(driver: Driver, spec: StageSpec, committed: Shard, now: Fingerpr
 def _changed(driver: Driver, spec: StageSpec, iteration: int, differences: list[str]) -> UserError:
     opened = driver.state.iteration  # a fork leaves behind what is ahead of it
     at = f"{iteration}:{spec.name}" if iteration <= opened else f"{opened}:update_actor"
+    run = driver.store.url.rpartition("/")[2]  # of a fork, the run that it would come from
     return UserError(
         f"{spec.name} of iteration {iteration} is committed, but what it depends on has changed ("
         f"{'; '.join(differences)}): undo the change to go on, or start from here with "
-        f"`ratchet fork {driver.config.run.name} --at {at} --run NEW`"
+        f"`ratchet fork {run} --at {at} --run NEW`"
     )

@@ -27,7 +27,7 @@ from tasks import (
     validate,
     values,
 )
-from tasks.fingerprint import check_config, outside_differences
+from tasks.fingerprint import check_config, input_differences, outside_differences
 
 ORDER = tuple(
     module.SPEC
@@ -105,7 +105,8 @@ def fork_run(run: Run, config: RunConfig, iteration: int, stage: str | None) -> 
         if stage not in names:
             raise UserError(f"--at {iteration}:{stage}: stages are {', '.join(names)}")
         committed = run.store.iteration_state(iteration).stages
-        shared = [name for name in names if name in committed and name not in dependents(stage, config)]
+        left = dependents(stage, config) | _misfits(run, config, iteration)
+        shared = [name for name in names if name in committed and name not in left]
         if stage not in ("validate", "generate") and "generate" not in committed:
             raise UserError(f"--at {iteration}:{stage}: iteration {iteration} has not committed generate yet")
         driver = Driver(config, run.store)
@@ -117,6 +118,17 @@ def fork_run(run: Run, config: RunConfig, iteration: int, stage: str | None) -> 
     check_store(child, config)
     at = str(iteration) if stage is None else f"{iteration}:{stage}"
     fork(run.store, child, config.model_dump(mode="json"), iteration, shared, at)
+
+
+def _misfits(run: Run, config: RunConfig, iteration: int) -> set[str]:
+    """Committed stages that the config does not have, or lets read other stages than they did; and what reads them."""
+    found: set[str] = set()
+    for name, stage in run.store.iteration_state(iteration).stages.items():
+        if name == "validate" or not isinstance(stage, Stage):
+            continue
+        if name not in config.stages or input_differences(run.store.manifest(stage), config):
+            found |= dependents(name, config)
+    return found
 
 
 def dependents(stage: str, config: RunConfig) -> set[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,15 @@ import yaml
 from rlhf.config import RunConfig
 from tests import tiny
 from tests.history import History
-from tests.processes import Child, Processes
+from tests.processes import Child, Fault, Processes
 
 GSM8K = Path(__file__).parents[1] / "data" / "gsm8k"
 
 
-def train(processes: Processes, config: RunConfig) -> Child:
+def train(processes: Processes, config: RunConfig, *faults: Fault) -> Child:
     path = processes.folder / f"{config.run.name}.yaml"
     path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    return processes.cli("train", path)
+    return processes.cli("train", path, faults=faults)
 
 
 def test_gsm8k_from_its_own_files(workspace: Path, processes: Processes) -> None:
@@ -101,6 +102,45 @@ def test_a_failed_reward_is_recorded_and_the_policy_decides(workspace: Path, pro
         learned = history.run.trajectories(columns=["advantages"])
         assert len(learned) == (len(frame) if policy == "zero" else (~failed).sum())
         assert history.run.metrics()["reward/errors"].sum() == failed.sum()
+
+
+def test_another_policy_begins_where_the_first_one_led(workspace: Path, processes: Processes) -> None:
+    """To drop is to select: what has not read the selection is another stage."""
+    store = f"file://{processes.folder}/runs"
+    reward = {"function": "tests.rewards:slow_letters"}
+    config = tiny.config(workspace, run__name="once", run__store=store, reward=reward, train__iterations=1)
+    killed = train(processes, config, Fault("create", '{"kind":"stage","iteration":0,"stage":"old_log_probs"'))
+    assert killed.wait(240) == -signal.SIGKILL, killed.text
+    records = History.of(config).records
+    drops = config.with_values({"reward.on_error": "drop"})
+    refused = train(processes, drops)
+    assert refused.wait(240) == 2, refused.text
+    assert (
+        "old_log_probs of iteration 0 is committed, but what it depends on has changed (it would read" in refused.text
+    )
+    assert "select" in refused.text
+    assert "`ratchet fork once --at 0:old_log_probs --run NEW`" in refused.text
+    assert History.of(config).records == records, "it is refused before it has done anything"
+    point = ("--at", "0:old_log_probs", "--run", "other", "--store", store)
+    forked = processes.cli("fork", "once", *point, "reward.on_error=drop")
+    assert forked.wait(240) == 0, forked.text
+    resumed = processes.cli("resume", "other", "--store", store)
+    assert resumed.wait(240) == 0, resumed.text
+    asked = (
+        'select count(*) as n, max(t.group_spread) > 0 as some from trajectories t join "select" using (trajectory_id)'
+    )
+    answer = processes.cli("query", "other", asked, "--store", store, "--format", "json")
+    assert answer.wait() == 0, answer.text
+    assert json.loads(answer.text) == {"n": 8, "some": True}
+    back = ("--at", "0:score", "--run", "back", "--store", store)
+    forked = processes.cli("fork", "other", *back, "reward.on_error=fail")
+    assert forked.wait(240) == 0, forked.text
+    resumed = processes.cli("resume", "back", "--store", store)
+    assert resumed.wait(240) == 0, resumed.text
+    finished = train(processes, config)
+    assert finished.wait(240) == 0, finished.text
+    once, again = (History.of(config.with_values({"run.name": name})).results for name in ("once", "back"))
+    assert once["weights"] == again["weights"]
 
 
 @pytest.mark.parametrize(
