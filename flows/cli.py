@@ -222,7 +222,8 @@ def rescore(
     name: Name,
     run: Annotated[str, typer.Option(help="the new run's name")],
     reward: Annotated[
-        str | None, typer.Option(help="a built-in reward, or package.module:function; or set reward.model=PATH")
+        str | None,
+        typer.Option(help="a built-in reward, package.module:function or file.py:function; or set reward.model=PATH"),
     ] = None,
     store: Store = DEFAULT_STORE,
     learn: Annotated[bool, typer.Option("--train", help="also update on them: off-policy, and corrected")] = False,
@@ -329,7 +330,9 @@ def evaluate(
     n: Annotated[int, typer.Option(help="trajectories per prompt", min=1)] = 1,
     temperature: Annotated[float, typer.Option(help="sampling temperature; 0: greedy", min=0)] = 1.0,
     max_response_tokens: Annotated[int | None, typer.Option(help="longest response", min=1)] = None,
-    reward: Annotated[str | None, typer.Option(help="a built-in reward, or package.module:function")] = None,
+    reward: Annotated[
+        str | None, typer.Option(help="a built-in reward, package.module:function or file.py:function")
+    ] = None,
     server: Annotated[str | None, typer.Option(help="a server that has the model and answers instead: its URL")] = None,
     api: Annotated[Api, typer.Option(help="what kind of server that is")] = Api.vllm,
     output: Annotated[Path | None, typer.Option(help="write the trajectories to this Parquet file")] = None,

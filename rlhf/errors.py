@@ -1,5 +1,9 @@
 """The errors a person is meant to read: one line that says what is wrong, where, and how to mend it."""
 
+import sys
+import traceback
+from pathlib import Path
+
 
 class RatchetError(Exception):
     """Base of every error that the command line prints as one line instead of a traceback."""
@@ -19,3 +23,13 @@ class NotFinite(RatchetError):
 
 class EngineLost(RatchetError):
     """A generating process died or hung: the shard at hand is lost, and nothing else; a new one starts."""
+
+
+def raised(error: BaseException) -> str:
+    """What a user's code has raised, and where in it: ``KeyError: 'a' at mine.py:12 in step``."""
+    ours_or_installed = (str(Path(__file__).parent), sys.prefix, sys.base_prefix)
+    frames = [
+        each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(ours_or_installed)
+    ]
+    where = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"

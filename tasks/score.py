@@ -93,7 +93,7 @@ def _rewards(context: Context, rows: list[Row]) -> list[Score]:
     for one in context.worker.rewards(config.function, config.options, config.workers, config.timeout_s).score(rows):
         if isinstance(one, RatchetError):
             if config.on_error == "fail":
-                raise one
+                raise type(one)(f"{one}: nothing of the shard is committed; mend the reward and resume")
             one = Score(0.0, {}, error=str(one))
         found.append(one)
     return found

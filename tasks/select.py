@@ -47,7 +47,10 @@ def select(context: Context) -> TrajectoryBatch:
             "sampling/prompts_filled_up": float(max(wanted - int(differs.sum()), 0)),
         }
     if not kept.any():
-        raise RewardFailed("the reward failed for every trajectory: none is left to learn from; see reward_error")
+        raise RewardFailed(
+            "the reward failed for every trajectory: none is left to learn from; "
+            "`ratchet show RUN --columns response,reward_error` says why"
+        )
     context.outputs["metrics"] = metrics
     rows = np.flatnonzero(kept)
     ids = batch.array("trajectory_id").take(rows)

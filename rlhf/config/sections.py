@@ -187,7 +187,9 @@ class Reward(Section):
         "null: the model alone (the default where there is one), or the environment",
     )
     model: RewardModel | None = Field(None, description="a reward model, alone or besides the function; null: none")
-    options: dict[str, dict[str, Any]] = Field({}, description="keyword arguments of the functions, by their names")
+    options: dict[str, dict[str, Any]] = Field(
+        {}, description="keyword arguments of the function; of several, by their names"
+    )
     timeout_s: float = Field(30.0, gt=0, description="a response that takes its reward longer has none")
     on_error: Literal["fail", "zero", "drop"] = Field(
         "fail",
@@ -199,9 +201,15 @@ class Reward(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _model_alone(cls, tree: Any) -> Any:
-        if isinstance(tree, Mapping) and tree.get("model") is not None and "function" not in tree:
-            return {**tree, "function": None}
+    def _short_forms(cls, tree: Any) -> Any:
+        """A model alone has no function; options of one function need not say whose they are."""
+        if not isinstance(tree, Mapping):
+            return tree
+        if tree.get("model") is not None and "function" not in tree:
+            tree = {**tree, "function": None}
+        function, options = tree.get("function", cls.model_fields["function"].default), tree.get("options")
+        if isinstance(function, str) and isinstance(options, Mapping) and options and function not in options:
+            tree = {**tree, "options": {function: options}}
         return tree
 
     @property

@@ -19,7 +19,7 @@ from rlhf.data.prompts import Messages
 from rlhf.engines import ranks
 from rlhf.engines.base import Generation, Request, Sampling
 from rlhf.environments import KEY, Environment, EnvironmentFailed, Observation
-from rlhf.errors import UserError
+from rlhf.errors import UserError, raised
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -118,7 +118,7 @@ def _all(calls: Mapping[str, Callable[[], T]], timeout_s: float) -> list[T]:
                 try:
                     one: T | _Failure = call()
                 except BaseException as error:  # sys.exit, too, which would end this thread without a word
-                    one = _Failure(f"raised {type(error).__name__}: {error}")
+                    one = _Failure(f"raised {raised(error)}")
                 done.put((where, late if time.monotonic() - began[where] > timeout_s else one))
 
     for _ in range(min(len(calls), AT_ONCE)):

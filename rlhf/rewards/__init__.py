@@ -17,7 +17,7 @@ from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from rlhf.errors import NotFinite, RatchetError, UserError
+from rlhf.errors import NotFinite, RatchetError, UserError, raised
 from rlhf.named import load_named, source_of
 
 RewardFunction = Callable[..., float | dict[str, float]]
@@ -102,8 +102,7 @@ def score(
         result = function(data_source, solution_str, ground_truth, json.loads(extra_info), **(options or {}))
     except Exception as error:
         raise RewardFailed(
-            f"the reward raised {type(error).__name__}: {error} (data_source {data_source}, response "
-            f"{solution_str[:60]!r}): nothing of the shard is committed; mend the reward and resume"
+            f"the reward raised {raised(error)} (data_source {data_source}, response {solution_str[:60]!r})"
         ) from error
     parts = dict(result) if isinstance(result, dict) else {"score": result}
     try:
@@ -113,6 +112,6 @@ def score(
             f"the reward of a response ({data_source}) is {result!r}: return a number, or a dict with `score`"
         ) from None
     if not isfinite(total):
-        raise NotFinite(f"the reward of a response ({data_source}) is {total}: nothing of it is committed")
+        raise NotFinite(f"the reward of a response ({data_source}) is {total}")
     small = {name: part for name, part in parts.items() if isinstance(part, Real) and abs(part) <= LARGEST}
     return Score(total, {name: float(part) for name, part in small.items() if isinstance(name, str)})

@@ -64,6 +64,8 @@ def compute_score(
     """1.0 if every test passes, else 0.0; the part `passed` is the share of those that do."""
     check_sandbox(sandbox)
     truth = json.loads(ground_truth)
+    if not isinstance(truth, dict) or not ("asserts" in truth or {"inputs", "outputs"} <= truth.keys()):
+        raise ValueError(f"the ground truth {ground_truth[:60]!r} has neither `inputs` and `outputs` nor `asserts`")
     blocks = _BLOCK.findall(solution_str)
     if not blocks or len(blocks[-1]) > MAX_PROGRAM:
         return {"score": 0.0, "passed": 0.0}

@@ -155,7 +155,7 @@ def test_supervised_steps_lower_the_loss(ratchet: Ratchet, workspace: Path, tmp_
         (("train", "{config}", "data.train=[nowhere.parquet]"), "nowhere.parquet does not exist"),
         (("train", "{config}", "reward.function=nowhere"), "reward.function nowhere"),
         (
-            ("train", "{config}", "reward.function=gsm8k", "reward.options={{gsm8k: {{methd: strict}}}}"),
+            ("train", "{config}", "reward.function=gsm8k", "reward.options.methd=strict"),
             "extra_info, **reward.options): got an unexpected keyword argument 'methd'",
         ),
         (

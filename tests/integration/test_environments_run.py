@@ -163,7 +163,7 @@ def test_another_environment_is_another_run(start: Any, processes: Processes) ->
 @pytest.mark.parametrize(
     ("environment", "says"),
     [
-        ("Broken", "rollout.environment raised RuntimeError: not today (it000000-p0000"),
+        ("Broken", "rollout.environment raised RuntimeError: not today at environments.py:"),
         ("Absent", "rollout.environment took longer than rollout.environment.timeout_s 2 s (it000000-p0000"),
     ],
 )

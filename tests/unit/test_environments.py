@@ -142,7 +142,10 @@ def test_an_environment_that_fails_is_named(tokenizer: Any) -> None:
     for says in (7, {"role": "user", "content": "?"}, [{"role": "user"}], ["?"], []):
         with pytest.raises(EnvironmentFailed, match=r"it should be a text, None, or messages .* \(it000000-p00000-s00"):
             talk(Policy(tokenizer, [["a"]]), [Observation(says)], max_turns=3)  # type: ignore[arg-type]
-    with pytest.raises(EnvironmentFailed, match=r"raised SystemExit: no key \(it000000-p00000-s00, as it began\)"):
+    with pytest.raises(
+        EnvironmentFailed,
+        match=r"raised SystemExit: no key at environments.py:\d+ in reset \(it000000-p00000-s00, as it began\)",
+    ):
         others("tests.environments:Leaves", "no key")
     with pytest.raises(EnvironmentFailed, match=r"raised TypeError: .* \(it000000-p00000-s00, as it began"):
         others("calculator", "1", options={"no": "option"})

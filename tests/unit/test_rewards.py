@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rlhf.config import parse_config
 from rlhf.errors import NotFinite, UserError
 from rlhf.rewards import load_reward, reward_digest, score
 
@@ -71,7 +72,7 @@ def test_the_function_gets_what_the_dataset_held() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("as_dict", [True, False])
 def test_what_is_not_finite_is_refused(value: float, as_dict: bool) -> None:
-    with pytest.raises(NotFinite, match=rf"gsm8k.* {value}:"):
+    with pytest.raises(NotFinite, match=rf"gsm8k.* {value}$"):
         score(lambda *_: {"score": value} if as_dict else value, "gsm8k", "text", "42", "null")
 
 
@@ -79,6 +80,14 @@ def test_what_is_not_finite_is_refused(value: float, as_dict: bool) -> None:
 def test_what_is_no_number_is_refused(value: Any) -> None:
     with pytest.raises(UserError, match=r"return a number, or a dict with `score`"):
         score(lambda *_: value, "gsm8k", "text", "42", "null")
+
+
+def test_options_of_one_function_need_no_name() -> None:
+    tree: dict[str, Any] = {"model": "m", "data": {"train": "t"}}
+    for options in ({"method": "strict"}, {"gsm8k": {"method": "strict"}}):
+        config = parse_config(tree | {"reward": {"function": "gsm8k", "options": options}}, "config")
+        assert config.reward.options == {"gsm8k": {"method": "strict"}}
+        assert config.with_values({}).reward == config.reward
 
 
 def test_changed_code_is_another_reward() -> None:
