@@ -27,9 +27,11 @@ class EngineLost(RatchetError):
 
 def raised(error: BaseException) -> str:
     """What a user's code has raised, and where in it: ``KeyError: 'a' at mine.py:12 in step``."""
-    ours_or_installed = (str(Path(__file__).parent), sys.prefix, sys.base_prefix)
+    ours_or_installed = (Path(__file__).parent, sys.prefix, sys.base_prefix)
     frames = [
-        each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(ours_or_installed)
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not any(Path(frame.filename).is_relative_to(folder) for folder in ours_or_installed)
     ]
     where = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
     return f"{type(error).__name__}: {error}{where}"

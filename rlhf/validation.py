@@ -11,6 +11,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
+from rlhf.rewards.countdown import Malformed, last_answer
 from rlhf.rewards.math import boxed
 
 Sums = dict[str, dict[str, tuple[float, int]]]
@@ -19,12 +20,11 @@ Sums = dict[str, dict[str, tuple[float, int]]]
 
 def final_answer(response: str) -> str:
     """What a response comes to: its last ``<answer>``, ``\\boxed{}`` or line after ``####``; else its last line."""
-    before, tag, _ = response.rpartition("</answer>")
-    _, opened, answer = before.rpartition("<answer>")
-    marked = re.findall(r"####[ \t]*([^\n]+)", response)
-    text = (
-        answer.partition("</answer>")[0] if tag and opened else boxed(response) or (marked[-1] if marked else response)
-    )
+    try:
+        text = last_answer(response)
+    except Malformed:
+        marked = re.findall(r"####[ \t]*([^\n]+)", response)
+        text = boxed(response) or (marked[-1] if marked else response)
     lines = text.strip().splitlines()
     return re.sub(r"\s", "", lines[-1] if lines else "")
 

@@ -83,7 +83,14 @@ def check_open_iteration(driver: Driver) -> None:
 def input_differences(manifest: Manifest, config: RunConfig) -> list[str]:
     """Between the stages that a committed one has read, and those that it would read now."""
     then = {name.removeprefix("input.") for name in manifest.fingerprint.parts if name.startswith("input.")}
-    now = {name for name in SPECS[manifest.stage].reads if name in config.stages}
+    return _of_inputs(then, _inputs(SPECS[manifest.stage], config))
+
+
+def _inputs(spec: StageSpec, config: RunConfig) -> set[str]:
+    return {name for name in spec.reads if name in config.stages}
+
+
+def _of_inputs(then: set[str], now: set[str]) -> list[str]:
     new, gone = sorted(now - then), sorted(then - now)
     return [f"it would read {name}" for name in new] + [f"it would not read {name}" for name in gone]
 
@@ -130,14 +137,8 @@ def _digests(driver: Driver, spec: StageSpec) -> dict[str, str]:
 def _config_differences(driver: Driver, spec: StageSpec, shard: Shard) -> list[str]:
     """What in the stage's config has changed since the driver that committed a shard."""
     then = parse_config(driver.store.log.claim_of(shard.epoch).config, "the claim")
-    before, after = (
-        Fingerprint(
-            parts=_config_parts(spec, spec.view(config))
-            | {f"reads {name}": "yes" for name in spec.reads if name in config.stages}
-        )
-        for config in (then, driver.config)
-    )
-    return before.differences(after)
+    before, after = (Fingerprint(parts=_config_parts(spec, spec.view(config))) for config in (then, driver.config))
+    return before.differences(after) + _of_inputs(_inputs(spec, then), _inputs(spec, driver.config))
 
 
 def _config_parts(spec: StageSpec, view: ConfigView) -> dict[str, Any]:

@@ -76,10 +76,9 @@ def plan(run: Run, config: RunConfig, iteration: int) -> list[Planned]:
             stays = config.warms_up(iteration) or (stage.not_finite and config.train.on_nan == "skip")
             why = [] if stays else [f"it was skipped: {stage.reason}"]
         else:
-            why = outside_differences(driver, spec, run.store.manifest(stage))
-            inputs = {name for name in spec.reads if name in committed}
+            manifest = run.store.manifest(stage)
+            why = outside_differences(driver, spec, manifest) + input_differences(manifest, config)
             why += [f"reads {name}" for name in spec.reads if name in found and not found[name].keeps]
-            why += [f"reads {name}, which is new" for name in spec.reads if name in needed - inputs]
         found[spec.name] = Planned(spec.name, not why, tuple(why))
     return list(found.values())
 

@@ -61,10 +61,10 @@ def load_environment(name: str) -> Callable[..., Environment]:
 
 def check_environment(name: str, options: Mapping[str, Any]) -> None:
     """Refuse a class that cannot be made with these options, or that lacks something."""
+    make = load_environment(name)
+    source_of(make, KEY, name)
     try:
-        made = load_environment(name)(**options)
-    except UserError:
-        raise
+        made = make(**options)
     except Exception as error:
         raise UserError(f"{KEY} {name} cannot be made with rollout.environment.options: {error}") from None
     stop = getattr(made, "stop", None)

@@ -12,7 +12,7 @@ from itertools import groupby
 from math import isfinite
 from operator import itemgetter
 from queue import Empty, SimpleQueue
-from threading import Thread
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from rlhf.data.prompts import Messages
@@ -106,13 +106,14 @@ def _all(calls: Mapping[str, Callable[[], T]], timeout_s: float) -> list[T]:
     todo: SimpleQueue[tuple[str, Callable[[], T]]] = SimpleQueue()
     done: SimpleQueue[tuple[str, T | _Failure]] = SimpleQueue()
     began: dict[str, float] = {}
+    failed = Event()
     late = _Failure(f"took longer than {KEY}.timeout_s {timeout_s:g} s")
     for each in calls.items():
         todo.put(each)
 
     def ask() -> None:
         with suppress(Empty):
-            while True:
+            while not failed.is_set():
                 where, call = todo.get_nowait()
                 began[where] = time.monotonic()
                 try:
@@ -134,9 +135,7 @@ def _all(calls: Mapping[str, Callable[[], T]], timeout_s: float) -> list[T]:
                 continue
             where, one = hanging[0], late
         if isinstance(one, _Failure):
-            with suppress(Empty):
-                while True:
-                    todo.get_nowait()  # nothing more is asked
+            failed.set()  # nothing more is asked
             raise EnvironmentFailed(
                 f"{KEY} {one.what} ({where}): nothing of the shard is committed; mend it and resume"
             )

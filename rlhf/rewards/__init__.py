@@ -15,8 +15,6 @@ from math import isfinite
 from numbers import Real
 from typing import Any, get_type_hints
 
-from pydantic import TypeAdapter, ValidationError
-
 from rlhf.errors import NotFinite, RatchetError, UserError, raised
 from rlhf.named import load_named, source_of
 
@@ -49,12 +47,15 @@ def load_reward(name: str) -> RewardFunction:
 
 
 def check_rewards(names: Collection[str], options: Mapping[str, Mapping[str, Any]], allow_code: bool) -> None:
-    """Refuse functions that cannot be called with their options, before a response is generated for them; and programs
-    that nobody has allowed, whatever name they go by."""
+    """Refuse functions that cannot be called with their options, before a response is generated for them, or that have
+    no source to know them by; and programs that nobody has allowed, whatever name they go by."""
+    from pydantic import TypeAdapter, ValidationError  # which the processes that compute rewards do without
+
     from rlhf.rewards import code
 
     for name in names:
         function, chosen = load_reward(name), options.get(name, {})
+        source_of(function, KEY, name)
         try:
             inspect.signature(function).bind("", "", "", None, **chosen)
             if function.__module__ in (f"rlhf.rewards.{each}" for each in BUILT_IN):

@@ -80,10 +80,11 @@ def compute_score(
     for given, expected in tests:
         began = time.monotonic()
         printed = run(program, given, "asserts" in truth, seconds=seconds, memory_mb=memory_mb, sandbox=sandbox)
-        if printed is None and time.monotonic() - began >= seconds:
+        if printed is not None:
+            lines = _lines(printed)
+            passed += (lines[-1:] if "asserts" in truth else lines) == _lines(str(expected))
+        elif time.monotonic() - began >= seconds:
             break
-        lines = [] if printed is None else _lines(printed)
-        passed += printed is not None and (lines[-1:] if "asserts" in truth else lines) == _lines(str(expected))
     return {"score": float(passed == len(tests)), "passed": passed / len(tests)}
 
 

@@ -153,14 +153,15 @@ def test_a_rollout_in_a_pool_of_its_own_has_the_newest_weights(runs: Runs, tmp_p
         actor__engine="torch",
         critic__engine="torch",
         actor__lr=0.01,
+        rollout__prompts_per_shard=1,  # three more to generate once the first one is there
     )
     history = runs.finish(config)
     frame = history.run.trajectories()
     assert frame["policy_version"].tolist() == frame["iteration"].tolist()
     assert frame["model_score"].nunique() > len(frame) / 2
-    manifests = [history.run.store.manifests(k) for k in range(3)]
-    overlap = [stages["old_log_probs"].began < stages["generate"].ended for stages in manifests]
-    assert any(overlap), "shard after shard, in two pools"
+    for k in range(1, 3):
+        manifests = history.run.store.manifests(k)
+        assert manifests["old_log_probs"].began < manifests["generate"].ended, "shard after shard, in two pools"
     assert gap(history) < 1e-4, "the actor finds what the rollout found, in float32"
     moved = (frame["old_log_probs"] - frame["ref_log_probs"]).map(lambda row: np.abs(row).max())
     assert moved[frame["iteration"] == 2].max() > 1e-2, "and it has moved"
