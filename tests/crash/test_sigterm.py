@@ -26,11 +26,17 @@ SIGTERM_AT = {
 }
 
 
-def resume(config: RunConfig, config_file: Path, processes: Processes, uninterrupted: dict[int, History]) -> None:
+def resume(
+    config: RunConfig,
+    config_file: Path,
+    processes: Processes,
+    uninterrupted: dict[int, History],
+    abandoned: bool = False,
+) -> None:
     """Nothing is half-committed, and the run goes on from there to the very same end."""
     history = History.of(config)
     if history.records:
-        history.check_sound()
+        history.check_sound(killed=abandoned)
         resumed = processes.cli("resume", config.run.name, "--store", config.run.store)
     else:
         resumed = processes.cli("train", config_file)
@@ -62,7 +68,7 @@ def test_a_stage_that_does_not_end_is_abandoned(
     wait_until(lambda: "waiting at" in driver.text)
     driver.signal(signal.SIGTERM)
     assert driver.wait(STOPS_WITHIN_S) == 1, driver.text
-    resume(config, config_file, processes, uninterrupted)
+    resume(config, config_file, processes, uninterrupted, abandoned=True)
 
 
 def test_ratchet_stop(
