@@ -322,13 +322,19 @@ def vacuum(
 @app.command()
 def evaluate(
     name: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="a run, or a Hugging Face model folder")],
-    data: Annotated[Path | None, typer.Option(help="prompt file; by default the run's validation.data")] = None,
+    overrides: Overrides = None,
+    data: Annotated[str | None, typer.Option(help="prompt file; by default the run's validation.data")] = None,
     store: Store = DEFAULT_STORE,
     iteration: Annotated[
         int | None, typer.Option(help="the snapshot after so many iterations; by default the newest")
     ] = None,
-    n: Annotated[int, typer.Option(help="trajectories per prompt", min=1)] = 1,
-    temperature: Annotated[float, typer.Option(help="sampling temperature; 0: greedy", min=0)] = 1.0,
+    n: Annotated[
+        int | None, typer.Option(help="trajectories per prompt; by default as the run validates, or 1", min=1)
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(help="sampling temperature, 0: greedy; by default as the run validates, or 1", min=0),
+    ] = None,
     max_response_tokens: Annotated[int | None, typer.Option(help="longest response", min=1)] = None,
     reward: Annotated[
         str | None, typer.Option(help="a built-in reward, package.module:function or file.py:function")
@@ -346,20 +352,21 @@ def evaluate(
         make_folder(output.parent)
     with tempfile.TemporaryDirectory() as folder:
         config = views.evaluation_config(name, store, iteration, Path(folder))
-        changes: dict[str, object] = {"validation.n": n, "validation.temperature": temperature}
-        changes |= {"validation.data": str(data)} if data else {}
+        changes: dict[str, object] = {"validation.n": n} if n is not None else {}
+        changes |= {"validation.temperature": temperature} if temperature is not None else {}
+        changes |= {"validation.data": data} if data else {}
         changes |= {"rollout.max_response_tokens": max_response_tokens} if max_response_tokens else {}
         changes |= {"reward.function": reward, "reward.model": None, "reward.options": {}} if reward else {}
         if server:
             changes |= {"rollout.engine": "server", "rollout.server.urls": [server], "rollout.server.api": api.value}
-        config = config.with_values(changes)
+        config = config.with_values(changes).overridden(overrides or [])
         _prefect()
         from flows.evaluate import evaluate as flow
         from flows.terminal import progress
 
         with progress(console):
             answers = flow(config)
-    console.print(views.solve_rates(answers, name))
+    console.print(views.solve_rates(answers, name, config.reward.on_error))
     if output is not None:
         views.write(answers, output)
 

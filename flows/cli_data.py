@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from rlhf.errors import UserError
+from rlhf.errors import RatchetError, UserError, in_one_line
 
 data = typer.Typer(help="Write prompt datasets.", no_args_is_help=True)
 console = Console(soft_wrap=True)
@@ -24,6 +24,7 @@ def countdown(
     train: Annotated[int, typer.Option(help="training problems", min=1)] = 6144,
     test: Annotated[int, typer.Option(help="held-out problems, disjoint from the training ones", min=1)] = 1024,
     operands: Annotated[int, typer.Option(help="numbers in a problem", min=2, max=5)] = 3,
+    low: Annotated[int, typer.Option(help="smallest number", min=0)] = 1,
     high: Annotated[int, typer.Option(help="largest number", min=1)] = 20,
     high_product: Annotated[int, typer.Option(help="largest number in problems that need a product", min=1)] = 10,
     max_target: Annotated[int, typer.Option(help="largest target", min=1)] = 100,
@@ -42,6 +43,7 @@ def countdown(
             seed=seed,
             count=train + test,
             operands=operands,
+            low=low,
             high=high,
             max_target=max_target,
             high_product=high_product,
@@ -104,28 +106,31 @@ def _write_splits(output: Path, source: str, convert: Callable[..., Any]) -> Non
     import fsspec
     import pyarrow.parquet as pq
 
-    from rlhf.data.datasets import read
+    from rlhf.data.files import read
 
     try:
         files, path = fsspec.core.url_to_fs(source)
+        if not files.exists(path):
+            raise UserError(f"--source {source} does not exist")
         is_folder = files.isdir(path)
         names = files.glob(f"{path}/*") if is_folder else [path]
+    except RatchetError:
+        raise
     except Exception as error:  # the hub's, for what is not there or cannot be reached
-        raise UserError(f"--source {source}: {error}") from None
-    make_folder(output)
-    for split in ("train", "test"):
-        begins = re.compile(rf"{split}[.-]")  # test.jsonl, test-00000-of-00001.parquet; not test_socratic.jsonl
-        chosen = [name for name in sorted(names) if not is_folder or begins.match(Path(name).name)]
-        mine = [files.unstrip_protocol(name) for name in chosen]
-        mine = [name for name in mine if name.endswith((".jsonl", ".json", ".parquet"))]
-        if mine:
-            table = convert((row for name in mine for row in read(name)), split)
-            pq.write_table(table, output / f"{split}.parquet")
-            console.print(f"{len(table)} prompts in {output / split}.parquet")
-            if not is_folder:
-                return
-        elif split == "train":
-            raise UserError(f"--source {source}: there is no train file (JSON lines or Parquet)")
+        raise UserError(f"--source {source}: {in_one_line(error)}") from None
+    found: dict[str, list[str]] = {}
+    for name in sorted(names):
+        # test.jsonl, test-00000-of-00001.parquet; not test_socratic.jsonl; a file alone is for training, unless it says
+        says = re.match(r"(train|test)[.-]", Path(name).name)
+        if (says or not is_folder) and name.endswith((".jsonl", ".json", ".parquet")):
+            found.setdefault(says[1] if says else "train", []).append(files.unstrip_protocol(name))
+    if not found or (is_folder and "train" not in found):
+        raise UserError(f"--source {source}: there is no train file (JSON lines or Parquet)")
+    for split, urls in sorted(found.items(), reverse=True):
+        table = convert((row for url in urls for row in read(url)), split)
+        make_folder(output)
+        pq.write_table(table, output / f"{split}.parquet")
+        console.print(f"{len(table)} prompts in {output / split}.parquet")
 
 
 def make_folder(path: Path) -> None:

@@ -6,6 +6,7 @@ import pandas as pd
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 
+from infra.driver import check_prompts
 from infra.objects import Objects
 from infra.progress import report
 from infra.records import Weights
@@ -25,6 +26,7 @@ def evaluate(config: RunConfig) -> pd.DataFrame:
     if config.validation.data is None:
         raise UserError("validation.data is null: name the prompts to evaluate on (--data)")
     check_rewards(config.reward.functions, config.reward.options, config.reward.allow_code)
+    check_prompts(config.validation.data, config.model, config.data, tuple(config.reward.functions))
     return answer(config)
 
 

@@ -218,9 +218,16 @@ def write(answers: pd.DataFrame, path: Path) -> None:
     pq.write_table(pa.Table.from_pandas(answers, schema=TRAJECTORY.arrow(tuple(answers.columns))), path)
 
 
-def solve_rates(answers: pd.DataFrame, title: str) -> Table:
+def solve_rates(answers: pd.DataFrame, title: str, on_error: str) -> Table:
     """Mean score by data source, with a 95 % confidence interval over prompts; and how n answers to a prompt do."""
     table = Table(title=title)
+    failed = answers["reward_error"].notna()
+    if failed.any():
+        [first, *_] = answers["reward_error"][failed]
+        counted = "left out" if on_error == "drop" else "count as 0"
+        table.caption = f"{failed.sum()} rewards failed, and {counted}: {first}\n"
+    if on_error == "drop":
+        answers = answers[~failed]
     sources, prompts, texts, scores = (
         answers[name].tolist() for name in ("data_source", "prompt_id", "response", "score")
     )

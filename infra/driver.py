@@ -35,7 +35,7 @@ from rlhf.models import (
     model_folder,
     tokenizer_digest,
 )
-from rlhf.rewards import check_rewards, reward_digest
+from rlhf.rewards import COMPARING, check_rewards, reward_digest
 
 MANY_PROMPTS = 10_000
 """Their lengths take over two seconds to look at."""
@@ -194,12 +194,20 @@ def check_inputs(config: RunConfig) -> None:
         load_tokenizer(config.reward.model, writes=False)
     for path in (*config.data.train, config.validation.data):
         if path is not None:
-            _check_prompts(path, config.model, config.data)
+            check_prompts(path, config.model, config.data, tuple(config.reward.functions))
 
 
 @cache  # the command line looks before it starts Prefect, and the driver before it claims
-def _check_prompts(path: str, model: Model, data: Data) -> None:
+def check_prompts(path: str, model: Model, data: Data, rewards: tuple[str, ...]) -> None:
+    """Refuse a file of prompts that are malformed, too long, or without what a built-in reward compares with."""
     dataset = PromptDataset([path])
+    if comparing := [name for name in rewards if name in COMPARING]:
+        for prompt in dataset.prompts:
+            if prompt.ground_truth is None:
+                raise UserError(
+                    f"{prompt.where}: reward_model.ground_truth is missing, with which reward.function "
+                    f"{comparing[0]} compares"
+                )
     if data.truncation != "error":
         return
     if len(dataset) > MANY_PROMPTS:

@@ -16,7 +16,7 @@ from infra.stopping import Stopping, on_signals
 from infra.store import RunStore
 from rlhf.config import FitConfig, differences, validated
 from rlhf.config.fitting import ELSEWHERE
-from rlhf.data.datasets import file_digest
+from rlhf.data import files
 from rlhf.engines.model_engine import ModelEngine
 from rlhf.errors import UserError
 from rlhf.models import initial_digest, tokenizer_digest
@@ -59,7 +59,7 @@ def fitting(config: FitConfig, role: str, take_over: bool) -> Iterator[Fitting]:
     `Fenced` if another process drives it."""
     store = RunStore(Objects(run_url(config.run.store, config.run.name)))
     model = initial_digest(config.model, config.run.seed), tokenizer_digest(config.model)
-    weights = Weights(version=0, digest=" ".join([*model, file_digest(config.data)]))
+    weights = Weights(version=0, digest=" ".join([*model, files.digest(config.data)]))
     state = begin(store, config, take_over)
     if state.claim is not None:
         _check_same(config, state.claim.config, state.initial.get(role) == weights)

@@ -34,4 +34,8 @@ def raised(error: BaseException) -> str:
         if not any(Path(frame.filename).is_relative_to(folder) for folder in ours_or_installed)
     ]
     where = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
-    return f"{type(error).__name__}: {error}{where}"
+    return f"{type(error).__name__}: {in_one_line(error)}{where}"
+
+
+def in_one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())

@@ -20,9 +20,9 @@ def load_named(name: str, key: str, package: str, attribute: str, built_in: Sequ
     `key` is where the name stands."""
     module_name, colon, wanted = name.rpartition(":")
     if not colon:
-        module_name, wanted = name, attribute
+        module_name, wanted = name if name.endswith(".py") else f"{package}.{name}", attribute
     try:
-        found = getattr(_module(module_name if colon else f"{package}.{module_name}"), wanted)
+        found = getattr(_module(module_name), wanted)
     except Exception as error:  # whatever a user's module raises as it is imported
         raise UserError(
             f"{key} {name}: {type(error).__name__}: {error}; name a built-in ({', '.join(built_in)}), "

@@ -73,7 +73,8 @@ TRAJECTORY = TrajectorySchema(
             "the same for each token [T], if they differ",
             "iterations",
         ),
-        Column("ground_truth", pa.string(), "generate", "what the reward compares with, as JSON"),
+        Column("ground_truth", pa.string(), "generate", "what the reward compares with: a text, or else JSON"),
+        Column("ground_truth_is_json", pa.bool_(), "generate", "whether it is no text in the dataset, but a structure"),
         Column("extra_info", pa.string(), "generate", "what else the dataset says of the prompt, as JSON"),
         Column(
             "turns",

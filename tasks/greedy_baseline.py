@@ -17,7 +17,15 @@ from tasks.stage import rows
 SPEC = StageSpec(
     name="greedy_baseline",
     reads={
-        "generate": ("prompt_id", "messages", "prompt_ids", "data_source", "ground_truth", "extra_info"),
+        "generate": (
+            "prompt_id",
+            "messages",
+            "prompt_ids",
+            "data_source",
+            "ground_truth",
+            "ground_truth_is_json",
+            "extra_info",
+        ),
         "select": (),
     },
     writes=TRAJECTORY.of("greedy_baseline"),

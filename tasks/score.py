@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ import torch
 from infra.workers.worker import Context
 from rlhf.algorithms.groups import Groups
 from rlhf.batch import TrajectoryBatch
+from rlhf.config_view import ConfigView
 from rlhf.errors import RatchetError
 from rlhf.rewards import Score
 from rlhf.rewards.pool import Row
@@ -23,7 +26,15 @@ REWARD_KEYS = ("reward.function", "reward.options", "reward.timeout_s", "reward.
 SPEC = StageSpec(
     name="score",
     reads={
-        "generate": ("prompt_id", "data_source", "response", "ground_truth", "extra_info", "environment_reward"),
+        "generate": (
+            "prompt_id",
+            "data_source",
+            "response",
+            "ground_truth",
+            "ground_truth_is_json",
+            "extra_info",
+            "environment_reward",
+        ),
         "reward_model": TRAJECTORY.of("reward_model"),
     },
     writes=TRAJECTORY.of("score"),
@@ -37,7 +48,7 @@ def _mean_score(outputs: list[dict[str, Any]]) -> dict[str, float]:
     """Over everything that was scored; the advantages' metrics are over what is learned from."""
     total, count = (sum(shard[name] for shard in outputs) for name in ("sum_of_scores", "scored"))
     errors = sum(shard.get("errors", 0) for shard in outputs)
-    return {"reward/mean": total / count} | ({"reward/errors": float(errors)} if errors else {})
+    return ({"reward/mean": total / count} if count else {}) | ({"reward/errors": float(errors)} if errors else {})
 
 
 @rows(SPEC, summary=_mean_score)
@@ -45,18 +56,24 @@ def score(context: Context) -> TrajectoryBatch:
     batch = context.batch
     found = scores(context, batch)
     _, group = np.unique(batch.numpy("prompt_id").astype(str), return_inverse=True)
-    differ = Groups(torch.from_numpy(group)).differ(torch.tensor(found["score"]))
-    context.outputs |= {"sum_of_scores": float(sum(found["score"])), "scored": len(batch)}
+    kept, found_scores = counting(context.config, found["reward_error"]), np.array(found["score"])
+    group = group[kept]
+    differ = Groups(torch.from_numpy(group)).differ(torch.from_numpy(found_scores[kept]))
+    context.outputs |= {"sum_of_scores": float(found_scores[kept].sum()), "scored": int(kept.sum())}
     context.outputs["errors"] = sum(error is not None for error in found["reward_error"])
     context.outputs["prompts_that_differ"] = len(np.unique(group[differ.numpy()]))
     return TrajectoryBatch.of({"trajectory_id": batch.array("trajectory_id"), **found})
 
 
+def counting(config: ConfigView, errors: Sequence[str | None]) -> np.ndarray:
+    """Which rewards count, [batch]: where one failed, `reward.on_error` says."""
+    return np.array([error is None or config.reward.on_error != "drop" for error in errors], dtype=bool)
+
+
 def scores(context: Context, batch: TrajectoryBatch) -> dict[str, list[Any]]:
     """The columns of `score` for the responses of a batch: what functions, reward model and environment give together.
     What the model says is in the batch, or it is asked now."""
-    names = ("data_source", "response", "ground_truth", "extra_info")
-    found = _rewards(context, list(zip(*(batch.list(name) for name in names), strict=True)))
+    found = _rewards(context, _asked(batch))
     more: list[dict[str, float]] = [{} for _ in found]
     """To add to what the functions say, by its name in the parts."""
     token_scores: list[Any] = [None] * len(found)
@@ -82,6 +99,15 @@ def scores(context: Context, batch: TrajectoryBatch) -> dict[str, list[Any]]:
         "token_scores": token_scores,
         "reward_error": [one.error for one in found],
     }
+
+
+def _asked(batch: TrajectoryBatch) -> list[Row]:
+    sources, responses, truths, extras = (
+        batch.list(name) for name in ("data_source", "response", "ground_truth", "extra_info")
+    )
+    is_json = batch.list("ground_truth_is_json")  # null where it was generated before this was a column
+    truths = [json.loads(truth) if structured else truth for truth, structured in zip(truths, is_json, strict=True)]
+    return list(zip(sources, responses, truths, map(json.loads, extras), strict=True))
 
 
 def _rewards(context: Context, rows: list[Row]) -> list[Score]:

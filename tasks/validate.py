@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import compress
 from typing import Any
 
 from infra.driver import Driver
@@ -11,7 +12,7 @@ from rlhf.engines.base import Sampling
 from rlhf.validation import means, sums
 from tasks.generate import respond
 from tasks.reward_model import MODEL_KEYS, MODEL_OPERATIONAL_KEYS
-from tasks.score import REWARD_KEYS, scores
+from tasks.score import REWARD_KEYS, counting, scores
 from tasks.spec import StageSpec
 from tasks.stage import rows
 
@@ -29,6 +30,7 @@ SPEC = StageSpec(
         "ground_truth",
         "score",
         "reward_parts",
+        "reward_error",
     ),
     config_keys=(
         "run.seed",
@@ -82,15 +84,20 @@ def validate_shard(context: Context) -> TrajectoryBatch:
     )
     answers = respond(context, dataset, [(number, number) for number in numbers], config.validation.n, sampling)
     scored = scores(context, answers)
-    sources, prompts, texts = (answers.list(name) for name in ("data_source", "prompt_id", "response"))
-    context.outputs["sums"] = sums(sources, prompts, texts, scored["score"])
-    columns = {name: answers.array(name) if name in answers else scored[name] for name in SPEC.writes}
-    return TrajectoryBatch.of({"trajectory_id": answers.array("trajectory_id"), **columns})
+    kept = counting(config, scored["reward_error"])
+    columns = (*map(answers.list, ("data_source", "prompt_id", "response")), scored["score"])
+    sources, prompts, texts, found = (list(compress(column, kept)) for column in columns)
+    context.outputs["sums"] = sums(sources, prompts, texts, found)
+    context.outputs["errors"] = sum(error is not None for error in scored["reward_error"])
+    written = {name: answers.array(name) if name in answers else scored[name] for name in SPEC.writes}
+    return TrajectoryBatch.of({"trajectory_id": answers.array("trajectory_id"), **written})
 
 
 def _metrics(outputs: list[dict[str, Any]]) -> dict[str, float]:
     found = means(shard["sums"] for shard in outputs)
-    return {f"val/{source}/{name}": value for source, metrics in found.items() for name, value in metrics.items()}
+    errors = sum(shard.get("errors", 0) for shard in outputs)
+    metrics = {f"val/{source}/{name}": value for source, each in found.items() for name, value in each.items()}
+    return metrics | ({"val/reward_errors": float(errors)} if errors else {})
 
 
 validate = rows(SPEC, count=_shards, summary=_metrics)(validate_shard)

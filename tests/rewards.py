@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 from typing import Any
 
@@ -48,6 +49,10 @@ def hostile(data_source: str, solution_str: str, ground_truth: str, extra_info: 
         if os.fork() == 0:
             time.sleep(3600)
         return 1.0
+    if solution_str == "fork and return":
+        return 1.0 if os.fork() else 0.5
+    if solution_str == "daemon":
+        subprocess.Popen(["sleep", "3600"], start_new_session=True)
     if solution_str == "fork and sleep":
         os.fork()
         time.sleep(3600)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pyarrow as pa
 
-from rlhf.data.prompts import json_of
 from rlhf.errors import UserError
 from rlhf.rewards.math import boxed
 
@@ -27,37 +25,6 @@ MATH = "Let's think step by step and output the final answer within \\boxed{}."
 
 Rows = Iterable[tuple[str, Mapping[str, Any]]]
 """Where a row stands, for messages, and what it holds."""
-
-
-def read(url: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The rows of a JSON-lines or Parquet file at any fsspec URL, such as ``hf://datasets/openai/gsm8k/main/....parquet``.
-    Raises `UserError` naming the line."""
-    import fsspec
-    import pyarrow.parquet as pq
-
-    try:
-        with fsspec.open(url, "rb") as file:
-            if url.endswith(".parquet"):
-                rows = pq.read_table(file).to_pylist()
-                yield from ((f"{url}, row {number}", row) for number, row in enumerate(rows, 1))
-                return
-            for number, line in enumerate(file, 1):
-                where = f"{url}, line {number}"
-                if line.strip():
-                    found = json_of(line, where)
-                    if not isinstance(found, dict):
-                        raise UserError(f"{where} is not a JSON object")
-                    yield where, found
-    except (OSError, pa.ArrowInvalid, ImportError) as error:
-        raise UserError(f"cannot read {url}: {error}") from None
-
-
-def file_digest(url: str) -> str:
-    """sha256 of a file's bytes."""
-    import fsspec
-
-    with fsspec.open(url, "rb") as file:
-        return hashlib.sha256(file.read()).hexdigest()
 
 
 def gsm8k(rows: Rows, split: str) -> pa.Table:

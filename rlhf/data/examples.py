@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlhf.batch import TrajectoryBatch
-from rlhf.data.datasets import read
+from rlhf.data.files import read
 from rlhf.data.prompts import Messages, Prompt, messages_of, tokens, with_response
 from rlhf.errors import UserError
 
@@ -24,7 +24,7 @@ def supervised(
     for where, row in read(url):
         examples += 1
         column = response if response in row or "completion" not in row else "completion"
-        if "messages" in row and prompt not in row:
+        if "messages" in row and not (prompt in row and column in row):
             messages, said = answered(row["messages"], where, "messages")
         elif prompt in row and column in row:
             messages, said = answered(row[column], where, column, row[prompt])

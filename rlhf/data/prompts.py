@@ -6,17 +6,15 @@ Rows are ``data_source, prompt [{role, content}], ability, reward_model {style, 
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
-
 from rlhf import seeding
+from rlhf.data import files
 from rlhf.errors import UserError
 
 if TYPE_CHECKING:
@@ -31,8 +29,9 @@ Messages = list[dict[str, str]]
 class Prompt:
     data_source: str
     messages: Messages
-    ground_truth: str
-    extra_info: str
+    ground_truth: Any
+    """What the reward compares with, as the dataset has it: a text, a structure, or None."""
+    extra_info: Any
     where: str = field(default="the data", compare=False)
     """File and row, for messages."""
 
@@ -51,10 +50,11 @@ class PromptDataset:
     """The prompts of some files, in order. Raises `UserError` naming file and row for anything malformed."""
 
     def __init__(self, paths: Sequence[str | Path]) -> None:
-        self.paths = [Path(path) for path in paths]
-        self.prompts = [prompt for path in self.paths for prompt in _read(path)]
+        """`paths`: files, or fsspec URLs."""
+        self.paths = [str(path) for path in paths]
+        self.prompts = [_prompt(row, where) for path in self.paths for where, row in files.read(path)]
         if not self.prompts:
-            raise UserError(f"{', '.join(map(str, self.paths))}: no prompts")
+            raise UserError(f"{', '.join(self.paths)}: no prompts")
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -64,8 +64,7 @@ class PromptDataset:
         """sha256 over the files' bytes, in order."""
         digest = hashlib.sha256()
         for path in self.paths:
-            with path.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
+            digest.update(bytes.fromhex(files.digest(path)))
         return digest.hexdigest()
 
     def without_overlong(
@@ -144,36 +143,6 @@ def with_response(messages: Messages, response: str, tokenizer: PreTrainedTokeni
     return text, start - (len(response) - len(response.lstrip())) if start >= 0 else None
 
 
-def read_parquet(path: Path) -> pa.Table:
-    import pyarrow.parquet as pq
-
-    try:
-        return pq.read_table(path)
-    except pa.ArrowInvalid as error:
-        raise UserError(f"{path} is not a Parquet file: {error}") from None
-
-
-def _read(path: Path) -> Iterable[Prompt]:
-    if not path.is_file():
-        raise UserError(f"{path} does not exist (data.train or validation.data); `ratchet data countdown` writes one")
-    if path.suffix == ".parquet":
-        for number, row in enumerate(read_parquet(path).to_pylist(), 1):
-            yield _prompt(row, f"{path}, row {number}")
-    else:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield _prompt(json_of(line, where := f"{path}, line {number}"), where)
-
-
-def json_of(line: bytes, where: str) -> Any:
-    """Raises `UserError`, saying where."""
-    try:
-        return json.loads(line.strip())
-    except ValueError as error:
-        raise UserError(f"{where} is not JSON: {error}") from None
-
-
 def messages_of(value: Any, where: str, column: str = "prompt") -> Messages:
     """A text is a message of the user. Raises `UserError` saying where."""
     messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
@@ -186,21 +155,24 @@ def messages_of(value: Any, where: str, column: str = "prompt") -> Messages:
     return list(messages)
 
 
-def _prompt(row: Any, where: str) -> Prompt:
-    if not isinstance(row, dict):
-        raise UserError(f"{where} is not an object with the keys prompt, data_source and reward_model")
-    messages = messages_of(row.get("prompt"), where)
-    reward_model = row.get("reward_model") or {}
-    truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
-    extra, style = row.get("extra_info"), reward_model.get("style") if isinstance(reward_model, dict) else None
-    if style not in (None, "rule", "model") and (extra is None or isinstance(extra, dict)):
-        extra = {**(extra or {}), "reward_style": style}  # which reward to take, for `auto`
-    if "data_source" not in row:
-        raise UserError(f"{where}: data_source is missing")
+def _prompt(row: Mapping[str, Any], where: str) -> Prompt:
+    for column in ("prompt", "data_source"):
+        if row.get(column) is None:
+            raise UserError(f"{where}: {column} is missing; there are {', '.join(row)}")
+    messages = messages_of(row["prompt"], where)
+    if not any(message["content"].strip() for message in messages):
+        raise UserError(f"{where}: the prompt is empty: give it at least one message with content")
+    reward_model, extra = row.get("reward_model") or {}, row.get("extra_info")
+    if not isinstance(reward_model, dict):
+        raise UserError(f"{where}: reward_model should be an object {{style, ground_truth}}, not {reward_model!r:.60}")
+    extra = {} if extra is None else extra
+    style = reward_model.get("style")
+    if style not in (None, "rule", "model") and isinstance(extra, dict):
+        extra = {**extra, "reward_style": style}  # which reward to take, for `auto`
     return Prompt(
         data_source=str(row["data_source"]),
         messages=messages,
-        ground_truth=truth if isinstance(truth, str) else json.dumps(truth, default=str),
-        extra_info=json.dumps(extra, default=str),
+        ground_truth=reward_model.get("ground_truth"),
+        extra_info=extra,
         where=where,
     )

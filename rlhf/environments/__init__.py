@@ -40,7 +40,7 @@ class Environment(Protocol):
     stop: tuple[str, ...]
     """Texts that end a turn, such as that which ends a tool call; the turn keeps them."""
 
-    def reset(self, messages: Messages, ground_truth: str, extra_info: Any) -> None:
+    def reset(self, messages: Messages, ground_truth: Any, extra_info: Any) -> None:
         """A trajectory begins with this prompt; a ground truth that the dataset holds as a structure is JSON text."""
         ...
 

@@ -20,7 +20,7 @@ OPEN, CLOSE = "<tool>", "</tool>"
 class Environment:
     stop = (CLOSE,)
 
-    def reset(self, messages: Messages, ground_truth: str, extra_info: Any) -> None:
+    def reset(self, messages: Messages, ground_truth: Any, extra_info: Any) -> None:
         """It remembers nothing."""
 
     def step(self, turn: str) -> Observation:
@@ -39,5 +39,7 @@ def calculate(expression: str) -> str:
 
 
 def written(value: Fraction) -> str:
-    """As an integer, or with at most six decimals."""
-    return str(value.numerator) if value.denominator == 1 else f"{float(value):.6f}".rstrip("0")
+    """As an integer, or with at most six decimals; exact until it is rounded, however large."""
+    millionths = round(value * 10**6)
+    whole, part = divmod(abs(millionths), 10**6)
+    return f"{'-' if millionths < 0 else ''}{whole}.{part:06d}".rstrip("0").rstrip(".")

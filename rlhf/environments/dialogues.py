@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -37,9 +36,8 @@ class Beginning(NamedTuple):
 
     trajectory_id: str
     messages: Messages
-    ground_truth: str
-    extra_info: str
-    """JSON."""
+    ground_truth: Any
+    extra_info: Any
 
 
 class Environments:
@@ -58,7 +56,7 @@ class Environments:
     ) -> None:
         def begin(beginning: Beginning) -> Environment:
             environment = make(**options)
-            environment.reset(beginning.messages, beginning.ground_truth, json.loads(beginning.extra_info))
+            environment.reset(beginning.messages, beginning.ground_truth, beginning.extra_info)
             return environment
 
         def begin_all() -> tuple[str, ...]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from math import isfinite
@@ -22,6 +21,10 @@ RewardFunction = Callable[..., float | dict[str, float]]
 
 
 KEY = "reward.function"
+ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+"""By name, as verl gives them, in whatever order a function takes them."""
+COMPARING = ("auto", "code", "countdown", "gsm8k", "math")
+"""Those that need a ground truth."""
 BUILT_IN = ("auto", "code", "constant", "countdown", "format", "gsm8k", "length", "math")
 
 LARGEST = (2 - 2**-23) * 2.0**127
@@ -57,15 +60,15 @@ def check_rewards(names: Collection[str], options: Mapping[str, Mapping[str, Any
         function, chosen = load_reward(name), options.get(name, {})
         source_of(function, KEY, name)
         try:
-            inspect.signature(function).bind("", "", "", None, **chosen)
+            inspect.signature(function).bind(**dict.fromkeys(ARGUMENTS), **chosen)
             if function.__module__ in (f"rlhf.rewards.{each}" for each in BUILT_IN):
                 hints = get_type_hints(function)
                 for option, value in chosen.items():
                     TypeAdapter(hints[option]).validate_python(value)
         except TypeError as error:
             raise UserError(
-                f"{KEY} {name} cannot be called as compute_score(data_source, solution_str, ground_truth, extra_info, "
-                f"**reward.options): {error}"
+                f"{KEY} {name} cannot be called as compute_score(data_source=, solution_str=, ground_truth=, "
+                f"extra_info=, **reward.options): {error}"
             ) from None
         except ValidationError as error:
             raise UserError(f"reward.options.{name}.{option} {value!r}: {error.errors()[0]['msg']}") from None
@@ -94,13 +97,19 @@ def score(
     function: RewardFunction,
     data_source: str,
     solution_str: str,
-    ground_truth: str,
-    extra_info: str,
+    ground_truth: Any,
+    extra_info: Any,
     options: Mapping[str, Any] | None = None,
 ) -> Score:
-    """Score one response; `ground_truth` and `extra_info` are JSON text where the dataset held structures."""
+    """Score one response; `ground_truth` and `extra_info` are what the dataset holds."""
     try:
-        result = function(data_source, solution_str, ground_truth, json.loads(extra_info), **(options or {}))
+        result = function(
+            data_source=data_source,
+            solution_str=solution_str,
+            ground_truth=ground_truth,
+            extra_info=extra_info,
+            **(options or {}),
+        )
     except Exception as error:
         raise RewardFailed(
             f"the reward raised {raised(error)} (data_source {data_source}, response {solution_str[:60]!r})"

@@ -29,14 +29,18 @@ def main() -> None:
         except RatchetError as error:
             return pipe.send_bytes(json.dumps({"error": str(error)}).encode())
         pipe.send_bytes(b"{}")
+        mine = os.getpid()
         while True:
             for row in json.loads(pipe.recv_bytes()):
-                pipe.send_bytes(json.dumps(_scored(functions, row)).encode())
+                answer = _scored(functions, row)
+                if os.getpid() != mine:  # a reward that forks, and whose other half comes back, too
+                    os._exit(0)
+                pipe.send_bytes(json.dumps(answer).encode())
     except (EOFError, OSError):  # whoever asked is gone
         return
 
 
-def _scored(functions: list[tuple[str, float, RewardFunction, Any]], row: list[str]) -> dict[str, Any]:
+def _scored(functions: list[tuple[str, float, RewardFunction, Any]], row: list[Any]) -> dict[str, Any]:
     source, response, truth, extra = row
     try:
         if len(functions) == 1:

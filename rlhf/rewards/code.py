@@ -1,8 +1,8 @@
 """Programs: does the last Python block of the response pass the tests? Only with `reward.allow_code: true`.
 
 The ground truth is JSON: ``{"inputs": [...], "outputs": [...]}`` (standard input and expected standard output of each
-run), or ``{"asserts": "..."}`` (Python that is run after the program, in its process, and must not raise). Tests that
-follow one which ran out of time are not tried, and count as failed.
+run), or ``{"asserts": "..."}`` (Python that is run after the program, in its process, and must not raise; a list is a
+statement each). Tests that follow one which ran out of time are not tried, and count as failed.
 
 Each run is a process of its own in bubblewrap: no network, no other processes to be seen, the system read-only, an
 empty private folder that is removed, and limits on time, memory, processes, files and output. That keeps a program
@@ -23,6 +23,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -38,7 +39,9 @@ PROCESSES = 32
 START_S = 2.0
 """For Python and the sandbox to begin."""
 
-_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+_BLOCK = re.compile(r"```[ \t]*([^\s`]*)[^\n`]*\n(.*?)```", re.DOTALL)
+"""Of any language, so that the end of one is never taken for the beginning of another."""
+_PYTHON = re.compile(r"py(thon)?[0-9.]*", re.IGNORECASE)
 
 
 def check_sandbox(sandbox: str = "bubblewrap", **_: Any) -> None:
@@ -55,7 +58,7 @@ def check_sandbox(sandbox: str = "bubblewrap", **_: Any) -> None:
 def compute_score(
     data_source: str,
     solution_str: str,
-    ground_truth: str,
+    ground_truth: Any,
     extra_info: Any = None,
     seconds: float = 5.0,
     memory_mb: int = 1024,
@@ -63,13 +66,10 @@ def compute_score(
 ) -> dict[str, float]:
     """1.0 if every test passes, else 0.0; the part `passed` is the share of those that do."""
     check_sandbox(sandbox)
-    truth = json.loads(ground_truth)
-    if not isinstance(truth, dict) or not ("asserts" in truth or {"inputs", "outputs"} <= truth.keys()):
-        raise ValueError(f"the ground truth {ground_truth[:60]!r} has neither `inputs` and `outputs` nor `asserts`")
-    blocks = _BLOCK.findall(solution_str)
-    if not blocks or len(blocks[-1]) > MAX_PROGRAM:
+    truth = _tests(ground_truth)
+    program = last_program(solution_str)
+    if program is None or len(program) > MAX_PROGRAM:
         return {"score": 0.0, "passed": 0.0}
-    program = blocks[-1]
     if "asserts" in truth:
         program += f"\n{truth['asserts']}\n"
         word = secrets.token_hex(16)
@@ -82,10 +82,34 @@ def compute_score(
         printed = run(program, given, "asserts" in truth, seconds=seconds, memory_mb=memory_mb, sandbox=sandbox)
         if printed is not None:
             lines = _lines(printed)
-            passed += (lines[-1:] if "asserts" in truth else lines) == _lines(str(expected))
+            passed += (lines[-1:] if "asserts" in truth else lines) == _lines(expected)
         elif time.monotonic() - began >= seconds:
             break
     return {"score": float(passed == len(tests)), "passed": passed / len(tests)}
+
+
+def last_program(response: str) -> str | None:
+    """The last block of Python; where none is said to be, the last that does not say what it is."""
+    blocks = _BLOCK.findall(response.replace("\r\n", "\n"))
+    python = [text for language, text in blocks if _PYTHON.fullmatch(language)]
+    found = python or [text for language, text in blocks if not language]
+    return textwrap.dedent(found[-1]) if found else None  # in a list, they are indented
+
+
+def _tests(ground_truth: Any) -> dict[str, Any]:
+    """Raises ValueError for what tests nothing."""
+    truth = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
+    if isinstance(truth, dict) and "fn_name" not in truth:
+        asserts, inputs, outputs = (truth.get(name) for name in ("asserts", "inputs", "outputs"))
+        asserts = "\n".join(map(str, asserts)) if isinstance(asserts, list) else asserts
+        if isinstance(asserts, str) and asserts.strip():
+            return {"asserts": asserts}
+        if isinstance(inputs, list) and isinstance(outputs, list) and len(inputs) == len(outputs) > 0:
+            return {"inputs": [str(each) for each in inputs], "outputs": [str(each) for each in outputs]}
+    raise ValueError(
+        f"the ground truth {str(ground_truth)[:60]!r} has neither `inputs` with as many `outputs` nor `asserts`, as "
+        "which calls of a function (`fn_name`) are written"
+    )
 
 
 def run(program: str, given: str, asserts: bool, *, seconds: float, memory_mb: int, sandbox: str) -> str | None:

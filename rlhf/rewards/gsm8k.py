@@ -12,18 +12,20 @@ TAIL = 2_000
 """Characters of the response that are read, from its end."""
 MAX_DIGITS = 30
 
-_SIGN = r"(?:(?<![0-9])[-+\u2212])?"
+_SIGN = r"(?:(?<![\w+\-\u2212])[-+\u2212])?"  # not a dash between words, nor that of 5-3
 NUMBER = re.compile(
-    rf"{_SIGN}\s?\$?\s?{_SIGN}(?:[0-9]{{1,3}}(?:,[0-9]{{3}})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|{_SIGN}\$?\.[0-9]+",
+    rf"{_SIGN}(?:\$\s?{_SIGN})?(?:[0-9]{{1,3}}(?:,[0-9]{{3}})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|{_SIGN}\$?\.[0-9]+",
     re.ASCII,
 )
+_SEPARATOR = re.compile(r"(?<=[0-9])(?:\{,\}|,\\!|\\[!,;: ])(?=[0-9]{3})")
+"""Of thousands, as LaTeX has them."""
 _STRICT = re.compile(r"####[ \t]*(?:[*\\({\[ \t]|boxed)*(" + NUMBER.pattern + ")", re.ASCII)
 
 
 def compute_score(
     data_source: str,
     solution_str: str,
-    ground_truth: str,
+    ground_truth: Any,
     extra_info: Any = None,
     method: Literal["strict", "flexible"] = "flexible",
 ) -> dict[str, float]:
@@ -31,7 +33,7 @@ def compute_score(
     truth = _value(str(ground_truth).rpartition("####")[2])
     if truth is None:
         raise ValueError(f"the ground truth {ground_truth!r} is not a number")
-    text = solution_str[-TAIL:]
+    text = _SEPARATOR.sub(",", solution_str[-TAIL:])
     strict = _STRICT.findall(text)
     found = strict if strict or method == "strict" else NUMBER.findall(text)
     value = _value(found[-1]) if found else None

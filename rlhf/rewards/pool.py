@@ -20,6 +20,8 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
+import psutil
+
 from rlhf.errors import NotFinite, RatchetError, UserError
 from rlhf.rewards import RewardFailed, Score
 
@@ -28,8 +30,8 @@ START_S = 300.0
 WORTH_S = 0.5
 """A child takes about so long to start: for less work, one is enough."""
 
-Row = tuple[str, str, str, str]
-"""data_source, solution_str, ground_truth, extra_info"""
+Row = tuple[str, str, Any, Any]
+"""data_source, solution_str, ground_truth, extra_info; the last two are whatever JSON can hold"""
 
 FAILURES: dict[str, type[RatchetError]] = {"UserError": UserError, "NotFinite": NotFinite}
 
@@ -123,8 +125,12 @@ class _Child:
     def end(self) -> None:
         if self.process is None:
             return
+        with suppress(psutil.NoSuchProcess):
+            for each in psutil.Process(self.process.pid).children(recursive=True):  # in sessions of their own, too
+                with suppress(psutil.NoSuchProcess):
+                    each.kill()
         with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # and what it has started
+            os.killpg(self.process.pid, signal.SIGKILL)  # and of what it has started, what has lost its parent
         self.process.wait()
         self.pipe.close()
         self.process = None

@@ -24,7 +24,7 @@ SUM = json.dumps({"inputs": ["1 2\n", "10 -3\n"], "outputs": ["3\n", "7"]})
 SANDBOXES = ["limits", *(["bubblewrap"] if shutil.which("bwrap") else [])]
 
 
-def score(program: str, truth: str = SUM, sandbox: Any = "limits", **options: Any) -> dict[str, float]:
+def score(program: str, truth: Any = SUM, sandbox: Any = "limits", **options: Any) -> dict[str, float]:
     return compute_score("code", f"So:\n```python\n{program}\n```\n", truth, seconds=1, sandbox=sandbox, **options)
 
 
@@ -49,6 +49,56 @@ def test_programs_are_tried(sandbox: str) -> None:
     assert score("def double(x): return 2 * x", asserts, sandbox=sandbox)["score"] == 1.0
     assert score("def double(x): return x", asserts, sandbox=sandbox)["score"] == 0.0
     assert compute_score("code", "no program", SUM, sandbox="limits")["score"] == 0.0  # type: ignore[arg-type]
+
+
+ADD = "print(sum(map(int, input().split())))"
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        f"```Python\n{ADD}\n```",
+        f"```python3 title=x\n{ADD}\n```",
+        f"```py\r\n{ADD}\r\n```",
+        f"```\n{ADD}\n```",
+        f"Of\n```text\n1 2\n```\ncomes\n```python\n{ADD}\n```",
+        f"Not\n```cpp\nint x;\n```\nbut\n```\n{ADD}\n```",
+        f"```python\nprint(0)\n```\nno:\n```python\n{ADD}\n```\nwhich says\n```\n3\n```\nwith\n```sh\npython a\n```",
+        f"1. this\n   ```python\n   n = input().split()\n   {ADD.replace('input().split()', 'n')}\n   ```",
+    ],
+)
+def test_the_last_block_of_python_is_the_program(response: str) -> None:
+    assert compute_score("code", response, SUM, sandbox="limits")["score"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("truth", "right"),
+    [
+        ({"asserts": ["assert double(2) == 4", "assert double(0) == 0"]}, True),
+        ({"asserts": ["assert double(2) == 4", "assert False"]}, False),
+    ],
+)
+def test_what_is_tested_may_be_a_list_and_a_structure(truth: dict[str, Any], right: bool) -> None:
+    for given in (truth, json.dumps(truth)):
+        assert score("def double(x): return 2 * x", given)["score"] == right
+
+
+@pytest.mark.parametrize(
+    "truth",
+    [
+        {"asserts": ""},
+        {"asserts": []},
+        {"inputs": [], "outputs": []},
+        {"inputs": ["1"], "outputs": ["1", "2"]},
+        {"inputs": "1 2", "outputs": "3"},
+        {"inputs": ["[1, 2]"], "outputs": ["3"], "fn_name": "add"},
+        ["assert True"],
+        None,
+    ],
+)
+def test_a_truth_that_tests_nothing_is_an_error(truth: Any) -> None:
+    with pytest.raises(ValueError, match="neither `inputs` with as many `outputs` nor `asserts`"):
+        score("print(3)", truth)
 
 
 @pytest.mark.parametrize(

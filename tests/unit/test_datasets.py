@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlhf.config import Model
-from rlhf.data import datasets
+from rlhf.data import datasets, files
 from rlhf.data.prompts import PromptDataset, encode
 from rlhf.errors import UserError
 from rlhf.models import load_tokenizer
@@ -27,7 +27,7 @@ def lines(path: Path, *rows: Any) -> str:
 
 
 def test_gsm8k_becomes_prompts_whose_own_solutions_are_right(tmp_path: Path) -> None:
-    table = datasets.gsm8k(datasets.read(str(GSM8K / "train.jsonl")), "train")
+    table = datasets.gsm8k(files.read(str(GSM8K / "train.jsonl")), "train")
     pq.write_table(table, path := tmp_path / "train.parquet")
     dataset = PromptDataset([path])
     assert len(dataset) == 300
@@ -35,7 +35,7 @@ def test_gsm8k_becomes_prompts_whose_own_solutions_are_right(tmp_path: Path) -> 
     assert first.messages[0]["content"].startswith("Natalia sold clips to 48 of her friends")
     assert first.messages[0]["content"].endswith('after "####".')
     for prompt in dataset.prompts:
-        extra = json.loads(prompt.extra_info)
+        extra = prompt.extra_info
         assert auto.compute_score(prompt.data_source, extra["answer"], prompt.ground_truth, extra)["score"] == 1.0
 
 
@@ -44,13 +44,13 @@ def test_mathematics_from_solutions_and_answers(tmp_path: Path) -> None:
         {"problem": "Half of one?", "solution": "It is $\\boxed{\\frac{1}{2}}$."},
         {"problem": "One and one?", "answer": "2"},
     ]
-    table = datasets.math(datasets.read(lines(tmp_path / "train.jsonl", *rows)), "train")
+    table = datasets.math(files.read(lines(tmp_path / "train.jsonl", *rows)), "train")
     assert [row["ground_truth"] for row in table["reward_model"].to_pylist()] == ["\\frac{1}{2}", "2"]
     assert auto.compute_score("lighteval/MATH", "\\boxed{0.5}", "\\frac{1}{2}") == 1.0
 
 
 def test_any_table_of_prompts(tmp_path: Path) -> None:
-    rows = datasets.read(lines(tmp_path / "t.jsonl", {"q": "Why?", "a": 42}, {"q": "How?", "a": 43}))
+    rows = files.read(lines(tmp_path / "t.jsonl", {"q": "Why?", "a": 42}, {"q": "How?", "a": 43}))
     table = datasets.prompts(rows, "train", prompt="q", truth="a", data_source="mine", instruction="Be brief.")
     assert table["prompt"].to_pylist()[0] == [{"role": "user", "content": "Why? Be brief."}]
     assert table["reward_model"].to_pylist()[1] == {"style": "rule", "ground_truth": "43"}
@@ -58,10 +58,10 @@ def test_any_table_of_prompts(tmp_path: Path) -> None:
 
 def test_what_the_reward_compares_with_may_be_a_structure(tmp_path: Path) -> None:
     tests = {"inputs": ["1"], "outputs": ["é"]}
-    rows = datasets.read(lines(tmp_path / "t.jsonl", {"q": "Why?", "a": tests}, {"q": "How?", "a": None}))
+    rows = files.read(lines(tmp_path / "t.jsonl", {"q": "Why?", "a": tests}, {"q": "How?", "a": None}))
     with pytest.raises(UserError, match="line 2: a is null"):
         datasets.prompts(rows, "train", prompt="q", truth="a", data_source="mine", instruction=None)
-    rows = datasets.read(lines(tmp_path / "t.jsonl", {"q": "Why?", "a": tests}))
+    rows = files.read(lines(tmp_path / "t.jsonl", {"q": "Why?", "a": tests}))
     table = datasets.prompts(rows, "train", prompt="q", truth="a", data_source="mine", instruction=None)
     assert json.loads(table["reward_model"].to_pylist()[0]["ground_truth"]) == tests
 
@@ -79,12 +79,12 @@ def test_what_the_reward_compares_with_may_be_a_structure(tmp_path: Path) -> Non
 )
 def test_what_is_wrong_is_named_by_its_line(tmp_path: Path, rows: list[Any], says: str) -> None:
     with pytest.raises(UserError, match=says.replace("[", r"\[")):
-        datasets.gsm8k(datasets.read(lines(tmp_path / "train.jsonl", *rows)), "train")
+        datasets.gsm8k(files.read(lines(tmp_path / "train.jsonl", *rows)), "train")
 
 
 def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="cannot read"):
-        list(datasets.read(str(tmp_path / "none.jsonl")))
+    with pytest.raises(UserError, match="does not exist"):
+        list(files.read(str(tmp_path / "none.jsonl")))
 
 
 @pytest.fixture(scope="module")

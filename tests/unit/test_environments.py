@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +55,7 @@ class Policy:
 def others(
     name: str, *ground_truths: str, timeout_s: float = 60.0, options: dict[str, Any] | None = None
 ) -> Environments:
-    beginnings = [
-        Beginning(f"it000000-p00000-s{row:02d}", [], truth, "null") for row, truth in enumerate(ground_truths)
-    ]
+    beginnings = [Beginning(f"it000000-p00000-s{row:02d}", [], truth, {}) for row, truth in enumerate(ground_truths)]
     return Environments(load_environment(name), options or {}, beginnings, timeout_s=timeout_s)
 
 
@@ -210,10 +209,19 @@ def test_an_environment_is_known_by_its_source(tmp_path: Path) -> None:
         ("9**9**9", "error"),
         ("(" * 20_000, "error"),
         ("", "error"),
+        ("1/10000000", "0"),
+        ("(0-1)/10000000", "0"),
+        ("(0-7)/2", "-3.5"),
+        ("*".join(["9" * 18] * 20) + "/1", str(int("9" * 18) ** 20)),
     ],
 )
 def test_calculate(expression: str, value: str) -> None:
     assert calculate(expression) == value
+
+
+def test_a_quotient_that_no_float_can_hold() -> None:
+    exact = Fraction((10**18 - 1) ** 20, 17 * 10**15 + 3)
+    assert abs(Fraction(calculate("*".join(["9" * 18] * 20) + "/17000000000000003")) - exact) <= Fraction(1, 2 * 10**6)
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,26 @@ def test_gsm8k_strict(response: str, truth: str) -> None:
     assert gsm8k.compute_score("gsm8k", response, truth, method="strict") == {"score": 1.0, "format": 1.0}
 
 
+@pytest.mark.parametrize(
+    ("response", "truth"),
+    [
+        ("answer:\n- 42", "42"),
+        ("total - 42 apples", "42"),
+        ("it is -- 42", "42"),
+        ("item-42", "42"),
+        ("10-3", "3"),
+        ("it is -42", "-42"),
+        ("(-42)", "-42"),
+        ("x=-$42", "-42"),
+        ("\\boxed{1{,}234}", "1234"),
+        ("\\boxed{32,\\!348}", "32348"),
+        ("$ 1,234,567.50", "1234567.5"),
+    ],
+)
+def test_gsm8k_tells_signs_from_dashes_and_knows_separators(response: str, truth: str) -> None:
+    assert gsm8k.compute_score("gsm8k", response, truth)["score"] == 1.0
+
+
 @pytest.mark.parametrize("response", ["The answer is 42.", "42", "$42.00!", "at first 7, then 42", "**42**", "= 42,"])
 def test_gsm8k_flexible(response: str) -> None:
     assert gsm8k.compute_score("gsm8k", response, "42") == {"score": 1.0, "format": 0.0}
@@ -67,6 +87,59 @@ def test_gsm8k_wrong(response: str) -> None:
 )
 def test_mathematics(response: str, truth: str) -> None:
     assert latex.compute_score("math", response, truth) == 1.0
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "12x^2y^3",
+        "\\frac{x^2}{y^2}",
+        "2^3 \\cdot 3^2",
+        "a^2b^2c^2 + (a+b)^2(c+d)^3",
+        "30^\\circ \\text{ and } 60^\\circ",
+        "\\sin^2 x \\cos^2 x",
+        "10^{4} \\times 2^{3}",
+        "\\begin{pmatrix} x^2 & y^2 \\\\ 1 & z^2 \\end{pmatrix}",
+        "e^{x^2}",
+        "2^{2^3}",
+        "2^{1010}",
+        "x^{1000}",
+        "100!",
+        "\\$18.90",
+        "\\$32,\\!348",
+        "\\left(-\\infty, \\frac{3}{5}\\right]",
+    ],
+)
+def test_an_answer_like_the_truth_is_right(answer: str) -> None:
+    """Several powers are no tower of them."""
+    assert latex.compute_score("math", f"It is $\\boxed{{{answer}}}$.", answer) == 1.0
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "9^{9^{9}}",
+        "9^9^9^9",
+        "9**9**9",
+        "9^{99999999}",
+        "9^\\frac{99999999}{1}",
+        "((9^{999})^{999})^{999}",
+        "\\left(9^{9999}\\right)^{9999}",
+        "{9^{9999}}^{9999}",
+        "|9^{9999}|^{9999}",
+        "9^{-9^{-9^9}}",
+        "99999!",
+        "((9!)!)!",
+        "9!!!!",
+        "2^{20!}",
+        "1" * 31,
+        "\\sqrt{" * 40 + "2" + "}" * 40,
+        "(" * 900 + "1" + ")" * 900,
+    ],
+)
+def test_what_would_have_no_end_is_not_begun(answer: str) -> None:
+    assert latex.bits(answer) > latex.MAX_BITS
+    assert latex.compute_score("math", f"\\boxed{{{answer}}}", "42") == 0.0
 
 
 @pytest.mark.parametrize("response", ["", "\\boxed{", "\\boxed{3}", "\\boxed{\\frac{1}{3}}", "I do not know"])

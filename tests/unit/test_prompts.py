@@ -24,7 +24,7 @@ ROW = {
     "reward_model": {"style": "rule", "ground_truth": "2"},
     "extra_info": {"index": 3},
 }
-PROMPT = Prompt("gsm8k", [{"role": "user", "content": "1 + 1?"}], "2", '{"index": 3}')
+PROMPT = Prompt("gsm8k", [{"role": "user", "content": "1 + 1?"}], "2", {"index": 3})
 
 
 def json_lines(path: Path, *rows: Any) -> Path:
@@ -47,23 +47,27 @@ def test_what_a_row_may_leave_out_or_put_differently(tmp_path: Path) -> None:
         {**ROW, "reward_model": None, "extra_info": None},
     ]
     found = PromptDataset([json_lines(tmp_path / "a.jsonl", *rows)]).prompts
-    assert found[0] == Prompt("x", PROMPT.messages, "null", "null")
-    assert json.loads(found[1].ground_truth) == {"target": 24, "numbers": [1, 2]}
-    assert (found[2].ground_truth, found[2].extra_info) == ("null", "null")
+    assert found[0] == Prompt("x", PROMPT.messages, None, {})
+    assert found[1].ground_truth == {"target": 24, "numbers": [1, 2]}
+    assert (found[2].ground_truth, found[2].extra_info) == (None, {})
 
 
 MALFORMED: list[tuple[Any, str]] = [
-    (["a list"], "is not an object"),
+    (["a list"], "is not a JSON object"),
     ({**ROW, "prompt": []}, "prompt should be a list of messages"),
-    ({**ROW, "prompt": ""}, "prompt should be a list of messages"),
-    ({**ROW, "prompt": None}, "prompt should be a list of messages"),
+    ({**ROW, "prompt": ""}, "the prompt is empty"),
+    ({**ROW, "prompt": [{"role": "user", "content": " \n"}]}, "the prompt is empty"),
+    ({**ROW, "prompt": None}, "prompt is missing; there are data_source, prompt"),
+    ({"question": "1 + 1?", "answer": "2"}, "prompt is missing; there are question, answer"),
+    ({**ROW, "reward_model": '{"ground_truth": "2"}'}, "reward_model should be an object"),
+    ({**ROW, "data_source": None}, "data_source is missing"),
     ({**ROW, "prompt": [{"role": "user"}]}, "prompt should be a list of messages"),
     ({**ROW, "prompt": [{"role": "user", "content": 1}]}, "prompt should be a list of messages"),
     ({"prompt": "x"}, "data_source is missing"),
 ]
 
 
-@pytest.mark.parametrize(("row", "says"), [case for case in MALFORMED if case[0] != {**ROW, "prompt": ""}])
+@pytest.mark.parametrize(("row", "says"), MALFORMED)
 def test_a_malformed_line_is_named(tmp_path: Path, row: Any, says: str) -> None:
     """By its line in the file; empty lines are passed over, but count."""
     path = tmp_path / "a.jsonl"
@@ -77,7 +81,7 @@ def test_a_malformed_line_is_named(tmp_path: Path, row: Any, says: str) -> None:
 def test_a_malformed_row_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.Table.from_pylist([ROW, {**ROW, "prompt": None}]), path)
-    with pytest.raises(UserError, match="row 2: prompt should be"):
+    with pytest.raises(UserError, match="row 2: prompt is missing"):
         PromptDataset([json_lines(tmp_path / "a.jsonl", ROW, ROW, ROW), path])
 
 
@@ -85,9 +89,9 @@ def test_a_malformed_row_is_named(tmp_path: Path) -> None:
     ("name", "content", "says"),
     [
         ("a.jsonl", b'{"a": 1', "line 1 is not JSON"),
-        ("a.jsonl", b"{}\n\xff\xfe\x00", "line 1: prompt should be"),
+        ("a.jsonl", b"{}\n\xff\xfe\x00", "line 1: prompt is missing"),
         ("a.jsonl", b"\n\xff\xfe\x00\n", "line 2 is not JSON"),
-        ("a.parquet", b"PAR1 no PAR1", "is not a Parquet file"),
+        ("a.parquet", b"PAR1 no PAR1", "cannot read"),
         ("a.jsonl", b"\n \n", "no prompts"),
         ("a.jsonl", None, "does not exist"),
     ],
@@ -154,7 +158,7 @@ def tokenizer(chat_template: bool = False) -> Any:
     ("chat_template", "text"), [(True, "<system>Add.<user>1 + 1?<assistant>"), (False, "Add.\n1 + 1?")]
 )
 def test_encode_with_and_without_a_chat_template(chat_template: bool, text: str) -> None:
-    prompt = Prompt("x", [{"role": "system", "content": "Add."}, *PROMPT.messages], "", "null")
+    prompt = Prompt("x", [{"role": "system", "content": "Add."}, *PROMPT.messages], "", {})
     found = encode(prompt, tokenizer(chat_template), max_tokens=len(text), truncation="error")
     assert found == (text, [ord(character) for character in text])
 
@@ -166,7 +170,7 @@ def test_truncation() -> None:
     with pytest.raises(UserError, match=r"6 tokens, more than data.max_prompt_tokens 4 .*1 \+ 1\?.*data.truncation"):
         encode(PROMPT, tokenizer(), max_tokens=4, truncation="error")
     with pytest.raises(UserError, match="the prompt is empty"):
-        encode(Prompt("x", [{"role": "user", "content": ""}], "", ""), tokenizer(), max_tokens=4, truncation="left")
+        encode(Prompt("x", [{"role": "user", "content": ""}], "", {}), tokenizer(), max_tokens=4, truncation="left")
 
 
 def test_the_first_prompt_that_is_too_long_is_found_early(tmp_path: Path) -> None:

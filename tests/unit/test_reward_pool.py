@@ -12,13 +12,13 @@ import pytest
 
 from rlhf.errors import NotFinite, UserError
 from rlhf.rewards import RewardFailed, Score
-from rlhf.rewards.pool import RewardPool
+from rlhf.rewards.pool import RewardPool, Row
 
 HOSTILE = "tests.rewards:hostile"
 
 
-def row(response: str, source: str = "any", truth: str = "") -> tuple[str, str, str, str]:
-    return source, response, truth, "null"
+def row(response: str, source: str = "any", truth: str = "") -> Row:
+    return source, response, truth, None
 
 
 @pytest.fixture
@@ -64,6 +64,20 @@ def test_each_row_has_its_own_fate(pool: RewardPool) -> None:
     assert not alive, "what a reward has forked ends with it"
 
 
+def test_who_is_forked_and_comes_back_answers_for_nobody(pool: RewardPool) -> None:
+    for _ in range(3):
+        found = pool.score([row(each) for each in ("fork and return", "raise", "good", "fork and return", "good")])
+        assert [isinstance(one, Score) and one.score for one in found] == [1.0, False, 1.0, 1.0, 1.0]
+
+
+def test_what_leaves_the_session_ends_too(pool: RewardPool) -> None:
+    assert pool.score([row("daemon")]) == [Score(1.0, {})]
+    [daemon] = [each for each in psutil.Process().children(recursive=True) if cmdline(each) == "sleep 3600"]
+    pool.close()
+    _, alive = psutil.wait_procs([daemon], timeout=30)
+    assert not alive
+
+
 def test_a_child_that_died_meanwhile_is_begun_anew(pool: RewardPool) -> None:
     assert pool.score([row("good")]) == [Score(1.0, {})]
     [child] = psutil.Process().children()
@@ -93,7 +107,8 @@ def test_stages_that_overlap_do_not_get_each_others_scores(pool: RewardPool) -> 
 def test_several_rewards_are_weighed(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
-        "def half(source, solution, truth, extra=None, factor=1):\n    return {'score': factor / 2, 'a': 1}\n"
+        "def half(data_source, solution_str, ground_truth, extra_info=None, factor=1):\n"
+        "    return {'score': factor / 2, 'a': 1}\n"
     )
     mine = f"{file}:half"
     pool = RewardPool({"gsm8k": 1.0, mine: 0.5}, {mine: {"factor": 3}, "gsm8k": {"method": "strict"}}, 1, 30.0)

@@ -10,7 +10,7 @@ import pytest
 
 from rlhf.config import parse_config
 from rlhf.errors import NotFinite, UserError
-from rlhf.rewards import load_reward, reward_digest, score
+from rlhf.rewards import check_rewards, load_reward, reward_digest, score
 
 
 @pytest.fixture
@@ -18,14 +18,17 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(str(tmp_path))
     path = tmp_path / "a_users_reward.py"
     path.write_text(
-        "LIMIT = 3\n\ndef length(source, solution, truth, extra=None):\n    return min(len(solution), LIMIT)\n"
+        "LIMIT = 3\n\ndef length(solution_str, ground_truth, **_):\n    return min(len(solution_str), LIMIT)\n"
     )
     return path
 
 
 def test_builtin_and_users_rewards_are_found(package: Path) -> None:
-    assert score(load_reward("constant"), "any", "text", "", "null").score == 1.0
-    assert score(load_reward("a_users_reward:length"), "any", "four", "", "null").score == 3.0
+    assert score(load_reward("constant"), "any", "text", "", None).score == 1.0
+    assert score(load_reward("a_users_reward:length"), "any", "four", "", None).score == 3.0
+    other = package.with_name("alone.py")
+    other.write_text("def compute_score(solution_str, **_):\n    return 7\n")
+    assert score(load_reward(str(other)), "any", "four", "", None).score == 7.0, "a file alone: its compute_score"
 
 
 @pytest.mark.parametrize(
@@ -51,35 +54,43 @@ def test_what_is_no_reward_is_said_in_one_line(package: Path, name: str, says: s
 def test_a_dict_holds_the_score_and_named_parts() -> None:
     given = {"score": 1, "format": True, "length": 0.5}
     more = {7: 1.0, "text": "no", "huge": 10**400}
-    assert score(lambda *_: {**given, **more}, "gsm8k", "text", "42", "null").parts == {"format": 1.0, "length": 0.5}
-    found = score(lambda *_: given, "gsm8k", "text", "42", "null")
+    assert score(lambda **_: {**given, **more}, "gsm8k", "text", "42", None).parts == {"format": 1.0, "length": 0.5}
+    found = score(lambda **_: given, "gsm8k", "text", "42", None)
     assert (found.score, found.parts) == (1.0, {"format": 1.0, "length": 0.5})
     assert given == {"score": 1, "format": True, "length": 0.5}, "the reward's own dict is left as it was"
-    assert score(lambda *_: 2, "gsm8k", "text", "42", "null").parts == {}
+    assert score(lambda **_: 2, "gsm8k", "text", "42", None).parts == {}
 
 
-def test_the_function_gets_what_the_dataset_held() -> None:
-    seen: list[Any] = []
+def test_a_function_is_called_by_name_in_whatever_order_it_takes_them() -> None:
+    def reward(solution_str: str, ground_truth: Any, *, extra_info: Any, data_source: str = "none") -> float:
+        assert (data_source, solution_str) == ("gsm8k", "text")
+        return float(ground_truth["target"] + extra_info["a"][0])
 
-    def reward(*given: Any) -> float:
-        seen.extend(given)
-        return 0.0
+    assert score(reward, "gsm8k", "text", {"target": 1}, {"a": [2]}).score == 3.0
+    check_rewards([f"{__name__}:takes_names"], {}, allow_code=False)
+    with pytest.raises(UserError, match="takes_others cannot be called as compute_score"):
+        check_rewards([f"{__name__}:takes_others"], {}, allow_code=False)
 
-    score(reward, "gsm8k", "text", '{"target": 1}', '{"a": [1]}')
-    assert seen == ["gsm8k", "text", '{"target": 1}', {"a": [1]}]
+
+def takes_names(*, extra_info: Any, solution_str: str, **others: Any) -> float:
+    return 0.0
+
+
+def takes_others(source: str, answer: str, truth: str, extra: Any = None) -> float:
+    return 0.0
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("as_dict", [True, False])
 def test_what_is_not_finite_is_refused(value: float, as_dict: bool) -> None:
     with pytest.raises(NotFinite, match=rf"gsm8k.* {value}$"):
-        score(lambda *_: {"score": value} if as_dict else value, "gsm8k", "text", "42", "null")
+        score(lambda **_: {"score": value} if as_dict else value, "gsm8k", "text", "42", None)
 
 
 @pytest.mark.parametrize("value", [None, "high", {}, {"reward": 1.0}, {"score": None}, 10**400])
 def test_what_is_no_number_is_refused(value: Any) -> None:
     with pytest.raises(UserError, match=r"return a number, or a dict with `score`"):
-        score(lambda *_: value, "gsm8k", "text", "42", "null")
+        score(lambda **_: value, "gsm8k", "text", "42", None)
 
 
 def test_options_of_one_function_need_no_name() -> None:
