@@ -78,7 +78,9 @@ class Model(Section):
 
 
 class Data(Section):
-    train: OneOrMore[str] = Field(min_length=1, description="prompt files (Parquet or JSON lines), in order")
+    train: OneOrMore[str] = Field(
+        min_length=1, description="prompt files (Parquet or JSON lines, any fsspec URL), in order"
+    )
     prompts_per_iteration: int = Field(64, gt=0, description="prompts each iteration draws")
     max_prompt_tokens: int = Field(512, gt=0, description="longest prompt, in tokens, chat template included")
     generations: str | None = Field(

@@ -156,26 +156,39 @@ def test_supervised_steps_lower_the_loss(ratchet: Ratchet, workspace: Path, tmp_
         (("train", "{config}", "reward.function=nowhere"), "reward.function nowhere"),
         (
             ("train", "{config}", "reward.function=gsm8k", "reward.options.methd=strict"),
-            "extra_info, **reward.options): got an unexpected keyword argument 'methd'",
+            "extra_info=, **reward.options): got an unexpected keyword argument 'methd'",
         ),
         (
             ("train", "{config}", "reward.function=gsm8k", "reward.options={{gsm8k: {{method: Strict}}}}"),
             "reward.options.gsm8k.method 'Strict': Input should be 'strict' or 'flexible'",
         ),
         (("train", "{config}", "reward.function=rlhf.rewards.code:compute_score"), "set reward.allow_code: true"),
+        (("train", "{config}", "data.train=[foo://x.parquet]"), "cannot read foo://x.parquet: Protocol not known: foo"),
+        (("train", "{config}", "data.train=[{tmp}]"), "{tmp} is a folder: name a file in it"),
         (("data", "gsm8k", "{tmp}", "--source", "foo://bar"), "--source foo://bar: "),
+        (("data", "gsm8k", "{tmp}", "--source", "{tmp}/none"), "--source {tmp}/none does not exist"),
+        (
+            ("sft", "--model", "{model}", "--data", "foo://x.parquet", "--output", "{tmp}/o"),
+            "cannot read foo://x.parquet",
+        ),
+        (("evaluate", "{model}", "--data", "{prompts}", "--reward", "code"), "set reward.allow_code: true"),
+        (
+            ("evaluate", "{model}", "--data", "{prompts}", "--reward", "constant", "data.max_prompt_tokens=20"),
+            "more than data.max_prompt_tokens 20",
+        ),
         (("status", "nowhere"), "there is no run at"),
         (("evaluate", "nowhere"), "there is no run at"),
         (("data", "countdown", "{tmp}", "--train", "1000000"), "exist"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(
-    ratchet: Ratchet, config_file: Path, tmp_path: Path, arguments: tuple[str, ...], says: str
+    ratchet: Ratchet, config_file: Path, workspace: Path, tmp_path: Path, arguments: tuple[str, ...], says: str
 ) -> None:
-    filled = [argument.format(config=config_file, tmp=tmp_path) for argument in arguments]
+    there = {"tmp": tmp_path, "model": workspace / "model", "prompts": workspace / "held_out.parquet"}
+    filled = [argument.format(config=config_file, **there) for argument in arguments]
     code, _, err = ratchet(*filled)
     assert code == 2
-    assert says in err
+    assert says.format(**there) in err
     assert len(err.strip().splitlines()) == 1
     assert "Traceback" not in err
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -85,6 +86,7 @@ def test_a_failed_reward_is_recorded_and_the_policy_decides(workspace: Path, pro
             run__name=policy,
             run__store=f"file://{processes.folder}/runs",
             reward={"function": "tests.rewards:fails_on_some", "timeout_s": 1.0, "on_error": policy},
+            validation={"data": str(workspace / "prompts.parquet"), "n": 2, "before_train": False},
             train__iterations=2,
         )
         child = train(processes, config)
@@ -101,7 +103,64 @@ def test_a_failed_reward_is_recorded_and_the_policy_decides(workspace: Path, pro
         assert frame["reward_error"][failed].str.contains("not this one|took longer").all()
         learned = history.run.trajectories(columns=["advantages"])
         assert len(learned) == (len(frame) if policy == "zero" else (~failed).sum())
-        assert history.run.metrics()["reward/errors"].sum() == failed.sum()
+        metrics = history.run.metrics()
+        assert metrics["reward/errors"].sum() == failed.sum()
+        kept = frame if policy == "zero" else frame[~failed]
+        assert metrics["reward/mean"].mul(
+            8 if policy == "zero" else (~failed).groupby(frame.index // 8).sum()
+        ).sum() == (pytest.approx(kept["score"].sum(), rel=1e-5))
+        held_out = history.run.validation()
+        failed = held_out["reward_error"].notna()
+        assert 0 < failed.sum() < len(held_out)
+        found = history.run.store.manifests(2)["validate"].metrics
+        assert found["val/reward_errors"] == failed.sum()
+        kept = held_out if policy == "zero" else held_out[~failed]
+        assert found["val/countdown/mean_score"] == pytest.approx(kept["score"].mean(), rel=1e-5)
+        table = processes.cli("evaluate", policy, "--store", config.run.store, "--temperature", 1, "validation.n=1")
+        assert table.wait(240) == 0, table.text
+        counted = "count as 0" if policy == "zero" else "left out"
+        assert re.search(rf"[0-9]+ rewards failed, and {counted}:", " ".join(table.text.split()))
+
+
+TINY_ZERO = """
+def compute_score(solution_str, ground_truth, method="strict", extra_info=None, data_source=""):
+    assert data_source == "countdown" and extra_info.get("index") is None
+    return ground_truth["target"] * ground_truth["numbers"][0]
+"""
+
+
+def test_functions_and_prompts_as_others_have_them(workspace: Path, processes: Processes) -> None:
+    """By name, with structures, and without extra_info; a file alone, and prompts by their URL."""
+    (processes.folder / "tiny_zero.py").write_text(TINY_ZERO)
+    rows = [
+        {
+            "data_source": "countdown",
+            "prompt": f"{target}?",
+            "reward_model": {"style": "rule", "ground_truth": {"target": target, "numbers": [2, target]}},
+        }
+        for target in range(8)
+    ]
+    path = processes.folder / "prompts.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    config = tiny.config(
+        workspace,
+        run__name="verl",
+        run__store=f"file://{processes.folder}/runs",
+        data__train=[f"file://{path}"],
+        reward__function=str(processes.folder / "tiny_zero.py"),
+        train__iterations=1,
+    )
+    child = train(processes, config)
+    assert child.wait(240) == 0, child.text
+    frame = History.of(config).run.trajectories()
+    assert frame["ground_truth_is_json"].all()
+    assert frame["score"].tolist() == [2 * json.loads(truth)["target"] for truth in frame["ground_truth"]]
+    assert frame["score"].nunique() > 1
+
+    path.write_text(path.read_text().replace('"ground_truth": {"target": 3,', '"truth": {"target": 3,'))
+    refused = train(processes, config.with_values({"run.name": "missing", "reward.function": "countdown"}))
+    assert refused.wait(240) == 2, refused.text
+    assert "line 4: reward_model.ground_truth is missing, with which reward.function countdown compares" in refused.text
 
 
 def test_another_policy_begins_where_the_first_one_led(workspace: Path, processes: Processes) -> None:
@@ -147,7 +206,7 @@ def test_another_policy_begins_where_the_first_one_led(workspace: Path, processe
     ("row", "says"),
     [
         ({"prompt": "Why?"}, "line 2: data_source is missing"),
-        ({"data_source": "s"}, "line 2: prompt should be a list of messages"),
+        ({"data_source": "s"}, "line 2: prompt is missing; there are data_source"),
         ({"data_source": "s", "prompt": []}, "line 2: prompt should be a list of messages"),
         ('{"data_source": "s", ', "line 2 is not JSON"),
     ],

@@ -61,6 +61,7 @@ def read(url: str, tokenizer: Any, **columns: str) -> list[tuple[str, str]]:
             {},
         ),
         ({"messages": [USER, ANSWER]}, {}),
+        ({"prompt": "ask", "prompt_id": "1", "messages": [USER, ANSWER]}, {}),
         ({"question": "ask", "answer": "good"}, {"prompt": "question", "response": "answer"}),
     ],
 )
