@@ -166,9 +166,11 @@ def test_functions_and_prompts_as_others_have_them(workspace: Path, processes: P
 def test_another_policy_begins_where_the_first_one_led(workspace: Path, processes: Processes) -> None:
     """To drop is to select: what has not read the selection is another stage."""
     store = f"file://{processes.folder}/runs"
-    reward = {"function": "tests.rewards:slow_letters"}
+    reward = {"function": "tests.rewards:letters"}
     config = tiny.config(workspace, run__name="once", run__store=store, reward=reward, train__iterations=1)
-    killed = train(processes, config, Fault("create", '{"kind":"stage","iteration":0,"stage":"old_log_probs"'))
+    never_scored = Fault("put", "trajectories/score/", "before", delay_s=600)
+    died = Fault("create", '{"kind":"stage","iteration":0,"stage":"old_log_probs"')
+    killed = train(processes, config, never_scored, died)
     assert killed.wait(240) == -signal.SIGKILL, killed.text
     records = History.of(config).records
     drops = config.with_values({"reward.on_error": "drop"})

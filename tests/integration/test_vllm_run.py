@@ -119,8 +119,8 @@ def test_new_weights_come_in_the_middle_of_responses(config: RunConfig, processe
             "rollout.max_staleness": 2,
             "rollout.partial": True,
             "rollout.partial_tokens": 1,
-            "rollout.max_response_tokens": 128,  # so that generating takes longer than training, and is interrupted
-            "rollout.vllm.max_model_len": 400,
+            "rollout.max_response_tokens": 240,  # so that generating takes longer than training, and is interrupted
+            "rollout.vllm.max_model_len": 440,
             "rollout.ignore_eos": True,
             "rollout.prompts_per_shard": 4,
             "train.iterations": 6,
@@ -137,7 +137,7 @@ def test_new_weights_come_in_the_middle_of_responses(config: RunConfig, processe
     assert spans.any(), "some responses span new weights"
     fresh, stale = [], []
     for row in frame.itertuples():
-        versions = np.full(128, row.policy_version) if row.token_versions is None else np.array(row.token_versions)
+        versions = np.full(240, row.policy_version) if row.token_versions is None else np.array(row.token_versions)
         assert versions[0] == row.policy_version
         assert (np.diff(versions) >= 0).all()
         assert versions.max() <= row.iteration
