@@ -366,9 +366,9 @@ def evaluate(
 
         with progress(console):
             answers = flow(config)
-    console.print(views.solve_rates(answers, name, config.reward.on_error))
     if output is not None:
         views.write(answers, output)
+    console.print(views.solve_rates(answers, name, config.reward.on_error))
 
 
 @app.command()

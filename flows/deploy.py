@@ -3,6 +3,7 @@ the automations that go on with a run whose process is gone."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy, StateType
 from prefect.events.actions import ChangeFlowRunState
-from prefect.exceptions import ObjectNotFound
+from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 from prefect.flows import Flow, flow
 from prefect.types.entrypoint import EntrypointType
 
@@ -97,7 +98,8 @@ def _work_pool(name: str) -> None:
         try:
             client.read_work_pool(name)
         except ObjectNotFound:
-            client.create_work_pool(WorkPoolCreate(name=name, type="process"))
+            with suppress(ObjectAlreadyExists):  # a worker that starts may have made it meanwhile
+                client.create_work_pool(WorkPoolCreate(name=name, type="process"))
 
 
 def _automations() -> list[Automation]:

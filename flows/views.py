@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
@@ -225,13 +226,14 @@ def solve_rates(answers: pd.DataFrame, title: str, on_error: str) -> Table:
     if failed.any():
         [first, *_] = answers["reward_error"][failed]
         counted = "left out" if on_error == "drop" else "count as 0"
-        table.caption = f"{failed.sum()} rewards failed, and {counted}: {first}\n"
+        table.caption = f"{failed.sum()} rewards failed, and {counted}: {escape(first)}\n"
+    n = int(answers.groupby("prompt_id").size().max())
     if on_error == "drop":
         answers = answers[~failed]
     sources, prompts, texts, scores = (
         answers[name].tolist() for name in ("data_source", "prompt_id", "response", "score")
     )
-    by_source = means([sums(sources, prompts, texts, scores)])
+    by_source = means([sums(sources, prompts, texts, scores, n)])
     number = ".1%" if all(0 <= score <= 1 for score in scores) else ".3f"  # a reward model's are no shares
     for column in ("data source", "prompts", "trajectories", "mean score", "95 % interval", "well formed"):
         table.add_column(column, justify="left" if column == "data source" else "right")

@@ -50,7 +50,7 @@ def connect(run: Run) -> duckdb.DuckDBPyConnection:
     for stage in (*ROW_STAGES, VALIDATE):
         files = [(number, ref) for number, state in enumerate(states) for ref in run.store.shards_of(state, stage)]
         if files:
-            connection.register(stage, _dataset(run, files))
+            connection.register(stage, _dataset(run, stage, files))
             present.append(stage)
     metrics = run.metrics()
     connection.register("metrics", metrics)
@@ -69,8 +69,11 @@ def _joined(stages: list[str]) -> str:
     )
 
 
-def _dataset(run: Run, files: Files) -> ds.Dataset:
-    """The files as one dataset, with `iteration` as a column; a fork's may lie in several stores."""
+def _dataset(run: Run, stage: str, files: Files) -> ds.Dataset:
+    """The files as one dataset, with `iteration` as a column, and null in columns that are younger than a file.
+
+    Those of a fork may lie in several stores.
+    """
     by_store: dict[str, Files] = defaultdict(list)
     for iteration, ref in files:
         by_store[run.store.objects.of_run(ref.run).url].append((iteration, ref))
@@ -80,7 +83,8 @@ def _dataset(run: Run, files: Files) -> ds.Dataset:
         filesystem = PyFileSystem(FSSpecHandler(fs))
         paths = [f"{root.rstrip('/')}/{ref.key}" for _, ref in found]
         form = ds.ParquetFileFormat()
-        schema = form.inspect(paths[0], filesystem=filesystem)
+        names = ("trajectory_id", *TRAJECTORY.of(stage))
+        schema = form.inspect(paths[-1], filesystem=filesystem) if stage == VALIDATE else TRAJECTORY.arrow(names)
         parts.append(
             ds.FileSystemDataset.from_paths(
                 paths,

@@ -189,6 +189,7 @@ class Run:
         refs = self.store.shards_of(state, stage)
         if not refs:
             return None
-        table = pa.concat_tables([self.store.read_shard(ref, columns) for ref in refs])
+        shards = [self.store.read_shard(ref, columns) for ref in refs]
+        table = pa.concat_tables(shards, promote_options="default")  # a column may be younger than a file
         frame: pd.DataFrame = table.to_pandas(maps_as_pydicts="strict")
         return frame

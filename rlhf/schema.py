@@ -74,7 +74,7 @@ TRAJECTORY = TrajectorySchema(
             "iterations",
         ),
         Column("ground_truth", pa.string(), "generate", "what the reward compares with: a text, or else JSON"),
-        Column("ground_truth_is_json", pa.bool_(), "generate", "whether it is no text in the dataset, but a structure"),
+        Column("ground_truth_is_json", pa.bool_(), "generate", "whether it is JSON: no text in the dataset"),
         Column("extra_info", pa.string(), "generate", "what else the dataset says of the prompt, as JSON"),
         Column(
             "turns",

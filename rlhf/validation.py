@@ -29,17 +29,20 @@ def final_answer(response: str) -> str:
     return re.sub(r"\s", "", lines[-1] if lines else "")
 
 
-def sums(sources: Sequence[str], prompts: Sequence[str], responses: Sequence[str], scores: Sequence[float]) -> Sums:
-    """For every answer, in order: the data source and the prompt that it belongs to, its text and its score."""
+def sums(
+    sources: Sequence[str], prompts: Sequence[str], responses: Sequence[str], scores: Sequence[float], n: int
+) -> Sums:
+    """For every answer, in order: the data source and the prompt that it belongs to, its text and its score. A prompt
+    with fewer than `n` answers, because the others could not be scored, says nothing of them together."""
     answers: dict[tuple[str, str], list[tuple[str, float]]] = defaultdict(list)
     for source, prompt, response, score in zip(sources, prompts, responses, scores, strict=True):
         answers[source, prompt].append((final_answer(response), score))
     found: Sums = defaultdict(dict)
     for (source, _), given in answers.items():
-        n, each = len(given), [score for _, score in given]
-        add(found[source], "mean_score", sum(each), n)
-        add(found[source], "pass@1", sum(score >= 1 for score in each), n)
-        if n > 1:
+        each = [score for _, score in given]
+        add(found[source], "mean_score", sum(each), len(each))
+        add(found[source], "pass@1", sum(score >= 1 for score in each), len(each))
+        if len(each) == n > 1:
             [(most, _)] = Counter(answer for answer, _ in given).most_common(1)
             add(found[source], f"mean@{n}", sum(each) / n, 1)
             add(found[source], f"maj@{n}", next(score for answer, score in given if answer == most), 1)

@@ -128,12 +128,11 @@ def respond(
         )
         said = prompt.after(data.system_prompt)
         messages = json.dumps(said, ensure_ascii=False)
-        truth = prompt.ground_truth
-        is_text = isinstance(truth, str)
         prompt_id = f"it{context.iteration:06d}-p{number:05d}"
         for sample in range(n):
             requests.append(Request(f"{prompt_id}-s{sample:02d}", tuple(ids)))
-            beginnings.append(Beginning(requests[-1].trajectory_id, said, truth, prompt.extra_info))
+            of_prompt = (prompt.ground_truth, prompt.ground_truth_is_json, prompt.extra_info)
+            beginnings.append(Beginning(requests[-1].trajectory_id, said, *of_prompt))
             columns["trajectory_id"].append(requests[-1].trajectory_id)
             columns["prompt_id"].append(prompt_id)
             columns["sample"].append(sample)
@@ -141,9 +140,9 @@ def respond(
             columns["messages"].append(messages)
             columns["prompt"].append(text)
             columns["prompt_ids"].append(ids)
-            columns["ground_truth"].append(truth if is_text else json.dumps(truth, default=str))
-            columns["ground_truth_is_json"].append(not is_text)
-            columns["extra_info"].append(json.dumps(prompt.extra_info, default=str))
+            columns["ground_truth"].append(prompt.ground_truth)
+            columns["ground_truth_is_json"].append(prompt.ground_truth_is_json)
+            columns["extra_info"].append(prompt.extra_info)
             columns["seed"].append(sampling.seed)
     if environment is None:
         written = _alone(*context.generate(requests, sampling))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from infra.workers.worker import Context
 from rlhf.algorithms.groups import Groups
 from rlhf.batch import TrajectoryBatch
 from rlhf.config_view import ConfigView
+from rlhf.data.prompts import structures
 from rlhf.errors import RatchetError
 from rlhf.rewards import Score
 from rlhf.rewards.pool import Row
@@ -102,12 +102,9 @@ def scores(context: Context, batch: TrajectoryBatch) -> dict[str, list[Any]]:
 
 
 def _asked(batch: TrajectoryBatch) -> list[Row]:
-    sources, responses, truths, extras = (
-        batch.list(name) for name in ("data_source", "response", "ground_truth", "extra_info")
-    )
-    is_json = batch.list("ground_truth_is_json")  # null where it was generated before this was a column
-    truths = [json.loads(truth) if structured else truth for truth, structured in zip(truths, is_json, strict=True)]
-    return list(zip(sources, responses, truths, map(json.loads, extras), strict=True))
+    names = ("data_source", "response", "ground_truth", "ground_truth_is_json", "extra_info")
+    rows = zip(*(batch.list(name) for name in names), strict=True)
+    return [(source, response, *structures(*prompt)) for source, response, *prompt in rows]
 
 
 def _rewards(context: Context, rows: list[Row]) -> list[Score]:

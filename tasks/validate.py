@@ -87,7 +87,7 @@ def validate_shard(context: Context) -> TrajectoryBatch:
     kept = counting(config, scored["reward_error"])
     columns = (*map(answers.list, ("data_source", "prompt_id", "response")), scored["score"])
     sources, prompts, texts, found = (list(compress(column, kept)) for column in columns)
-    context.outputs["sums"] = sums(sources, prompts, texts, found)
+    context.outputs["sums"] = sums(sources, prompts, texts, found, config.validation.n)
     context.outputs["errors"] = sum(error is not None for error in scored["reward_error"])
     written = {name: answers.array(name) if name in answers else scored[name] for name in SPEC.writes}
     return TrajectoryBatch.of({"trajectory_id": answers.array("trajectory_id"), **written})

@@ -57,6 +57,8 @@ class Fault:
     delay_s: float = 0.0
     outage_s: float = 0.0
     """For so long, such operations raise an error: before they are done, or after."""
+    until: str = ""
+    """A `put` waits until a record of the log holds this; ``\\1`` in it is what the first group of `match` found."""
 
 
 @dataclass
@@ -190,12 +192,14 @@ def _install(fault: Fault) -> None:
     seen = 0
     started: list[float] = []
 
-    def strike(arguments: tuple[Any, ...]) -> None:
+    def strike(owner: Any, arguments: tuple[Any, ...]) -> None:
         nonlocal seen
+        found = None
         if fault.match:
             key, data = arguments
             text = data.decode(errors="replace") if fault.match.startswith("{") else key
-            if not re.search(fault.match.removeprefix("{"), text):
+            found = re.search(fault.match.removeprefix("{"), text)
+            if not found:
                 return
         seen += 1
         if fault.outage_s:
@@ -203,7 +207,10 @@ def _install(fault: Fault) -> None:
             if time.monotonic() < started[0] + fault.outage_s:
                 raise ConnectionError("the store does not answer")
         elif fault.count in (0, seen):
-            if fault.delay_s:
+            if fault.until:
+                assert found is not None
+                _await_record(owner.root / "log", found.expand(fault.until))
+            elif fault.delay_s:
                 print(f"waiting at {fault.match}")
                 time.sleep(fault.delay_s)
             else:
@@ -212,16 +219,23 @@ def _install(fault: Fault) -> None:
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(self: Any, *arguments: Any, **options: Any) -> Any:
             if fault.when == "before":
-                strike(arguments)
+                strike(self, arguments)
             result = original(self, *arguments, **options)
             if fault.when == "after":
-                strike(arguments)
+                strike(self, arguments)
             return result
 
         return wrapped
 
     for owner in owners:
         setattr(owner, method, wrap(getattr(owner, method)))
+
+
+def _await_record(log: Path, text: str) -> None:
+    deadline = time.monotonic() + 200
+    while not any(text in path.read_text() for path in log.glob("[0-9]*.json")):
+        assert time.monotonic() < deadline, f"no record says {text}"
+        time.sleep(0.02)
 
 
 def _count(counts: Path) -> None:

@@ -34,7 +34,7 @@ def supervised(
                 f"and {response}, or of messages; there are {', '.join(row)} (prompt_column and response_column name "
                 "others)"
             )
-        asked = Prompt(data_source="", messages=messages, ground_truth="", extra_info="", where=where)
+        asked = Prompt("", messages, ground_truth=None, ground_truth_is_json=False, extra_info="{}", where=where)
         ids = tokens(asked, tokenizer, system_prompt=None)[1]
         written = [*tokenizer(said, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         if not ids:

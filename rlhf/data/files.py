@@ -43,7 +43,9 @@ def _opened(url: str) -> Iterator[BufferedReader]:
     except RatchetError:
         raise
     except FileNotFoundError:
-        raise UserError(f"{url} does not exist (`ratchet data` and its subcommands write prompt files)") from None
+        raise UserError(
+            f"{url} does not exist (`ratchet data countdown`, gsm8k, math and prompts write such files)"
+        ) from None
     except IsADirectoryError:
         raise UserError(f"{url} is a folder: name a file in it") from None
     except Exception as error:  # every file system has errors of its own

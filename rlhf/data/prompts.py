@@ -6,6 +6,7 @@ Rows are ``data_source, prompt [{role, content}], ability, reward_model {style, 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -29,9 +30,11 @@ Messages = list[dict[str, str]]
 class Prompt:
     data_source: str
     messages: Messages
-    ground_truth: Any
-    """What the reward compares with, as the dataset has it: a text, a structure, or None."""
-    extra_info: Any
+    ground_truth: str | None
+    """What the reward compares with: a text, or JSON; None where the dataset says nothing."""
+    ground_truth_is_json: bool
+    extra_info: str
+    """JSON."""
     where: str = field(default="the data", compare=False)
     """File and row, for messages."""
 
@@ -40,6 +43,13 @@ class Prompt:
         if system_prompt is None or self.messages[0]["role"] == "system":
             return self.messages
         return [{"role": "system", "content": system_prompt}, *self.messages]
+
+
+def structures(ground_truth: str | None, is_json: bool | None, extra_info: str) -> tuple[Any, Any]:
+    """Ground truth and extra_info of a prompt as rewards and environments get them: as the dataset holds them, and
+    nobody else. What was stored before `is_json` was is a text."""
+    truth = json.loads(ground_truth) if is_json and ground_truth is not None else ground_truth
+    return truth, json.loads(extra_info) or {}
 
 
 TEMPLATE = 128
@@ -166,13 +176,14 @@ def _prompt(row: Mapping[str, Any], where: str) -> Prompt:
     if not isinstance(reward_model, dict):
         raise UserError(f"{where}: reward_model should be an object {{style, ground_truth}}, not {reward_model!r:.60}")
     extra = {} if extra is None else extra
-    style = reward_model.get("style")
+    style, truth = reward_model.get("style"), reward_model.get("ground_truth")
     if style not in (None, "rule", "model") and isinstance(extra, dict):
         extra = {**extra, "reward_style": style}  # which reward to take, for `auto`
     return Prompt(
         data_source=str(row["data_source"]),
         messages=messages,
-        ground_truth=reward_model.get("ground_truth"),
-        extra_info=extra,
+        ground_truth=truth if truth is None or isinstance(truth, str) else json.dumps(truth, default=str),
+        ground_truth_is_json=not (truth is None or isinstance(truth, str)),
+        extra_info=json.dumps(extra, default=str),
         where=where,
     )

@@ -41,7 +41,7 @@ class Environment(Protocol):
     """Texts that end a turn, such as that which ends a tool call; the turn keeps them."""
 
     def reset(self, messages: Messages, ground_truth: Any, extra_info: Any) -> None:
-        """A trajectory begins with this prompt; a ground truth that the dataset holds as a structure is JSON text."""
+        """A trajectory begins with this prompt; the dataset holds the others, and they are its own."""
         ...
 
     def step(self, turn: str) -> Observation:

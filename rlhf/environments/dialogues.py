@@ -14,7 +14,7 @@ from queue import Empty, SimpleQueue
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from rlhf.data.prompts import Messages
+from rlhf.data.prompts import Messages, structures
 from rlhf.engines import ranks
 from rlhf.engines.base import Generation, Request, Sampling
 from rlhf.environments import KEY, Environment, EnvironmentFailed, Observation
@@ -36,8 +36,10 @@ class Beginning(NamedTuple):
 
     trajectory_id: str
     messages: Messages
-    ground_truth: Any
-    extra_info: Any
+    ground_truth: str | None
+    ground_truth_is_json: bool
+    extra_info: str
+    """JSON."""
 
 
 class Environments:
@@ -56,7 +58,7 @@ class Environments:
     ) -> None:
         def begin(beginning: Beginning) -> Environment:
             environment = make(**options)
-            environment.reset(beginning.messages, beginning.ground_truth, beginning.extra_info)
+            environment.reset(beginning.messages, *structures(*beginning[2:]))
             return environment
 
         def begin_all() -> tuple[str, ...]:

@@ -39,8 +39,12 @@ PROCESSES = 32
 START_S = 2.0
 """For Python and the sandbox to begin."""
 
-_BLOCK = re.compile(r"```[ \t]*([^\s`]*)[^\n`]*\n(.*?)```", re.DOTALL)
-"""Of any language, so that the end of one is never taken for the beginning of another."""
+_BLOCK = re.compile(
+    r"(?:^[ \t]*+(?:[-*>]|[0-9]+[.)])?[ \t]*+```[ \t]*+|(?<!\S)```(?=\w))([^\s`]*+)[^\n`]*+\n(.*?)```",
+    re.DOTALL | re.MULTILINE,
+)
+"""Of any language, so that the end of one is never taken for the beginning of another; at the beginning of a line, or
+within one if it says a language."""
 _PYTHON = re.compile(r"py(thon)?[0-9.]*", re.IGNORECASE)
 
 
@@ -99,7 +103,9 @@ def last_program(response: str) -> str | None:
 def _tests(ground_truth: Any) -> dict[str, Any]:
     """Raises ValueError for what tests nothing."""
     truth = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
-    if isinstance(truth, dict) and "fn_name" not in truth:
+    if isinstance(truth, dict) and truth.get("fn_name"):
+        raise ValueError(f"tests of a function (fn_name {truth['fn_name']}) have to be written as `asserts`")
+    if isinstance(truth, dict):
         asserts, inputs, outputs = (truth.get(name) for name in ("asserts", "inputs", "outputs"))
         asserts = "\n".join(map(str, asserts)) if isinstance(asserts, list) else asserts
         if isinstance(asserts, str) and asserts.strip():
@@ -107,8 +113,7 @@ def _tests(ground_truth: Any) -> dict[str, Any]:
         if isinstance(inputs, list) and isinstance(outputs, list) and len(inputs) == len(outputs) > 0:
             return {"inputs": [str(each) for each in inputs], "outputs": [str(each) for each in outputs]}
     raise ValueError(
-        f"the ground truth {str(ground_truth)[:60]!r} has neither `inputs` with as many `outputs` nor `asserts`, as "
-        "which calls of a function (`fn_name`) are written"
+        f"the ground truth {str(ground_truth)[:60]!r} has neither `inputs` with as many `outputs` nor `asserts`"
     )
 
 

@@ -12,7 +12,9 @@ TAIL = 2_000
 """Characters of the response that are read, from its end."""
 MAX_DIGITS = 30
 
-_SIGN = r"(?:(?<![\w+\-\u2212])[-+\u2212])?"  # not a dash between words, nor that of 5-3
+_MINUS = r"[-+\u2212]"
+# at the number, and not a dash between words, nor that of 5-3; or, after what a value follows, with a space between
+_SIGN = rf"(?:(?<![A-Za-z0-9+\-\u2212]){_MINUS}|(?<=[=({{:*#$][ \t]){_MINUS}[ \t]|(?<=[=({{:*#$]){_MINUS}[ \t])?"
 NUMBER = re.compile(
     rf"{_SIGN}(?:\$\s?{_SIGN})?(?:[0-9]{{1,3}}(?:,[0-9]{{3}})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|{_SIGN}\$?\.[0-9]+",
     re.ASCII,

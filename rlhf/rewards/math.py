@@ -22,6 +22,8 @@ MAX_BITS = 2.0**20
 """Of the largest number that an answer may come to: a moment's work."""
 
 _TOKEN = re.compile(r"[0-9]+|\\[a-zA-Z]+|\\.|\*\*|\S", re.DOTALL)
+_BAR = re.compile(r"\\(left|right|[lrm]?[vV]ert|[lr](floor|ceil|brace|angle)|mid|quad|qquad)$")
+"""Commands that are no terms, but stand beside them."""
 _DOLLAR = re.compile(r"(?<!\\)\$")
 
 
@@ -32,7 +34,7 @@ def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_
     latex = [LatexExtractionConfig()]
     ground_truth = str(ground_truth)
     marked = _DOLLAR.search(ground_truth) or "\\boxed" in ground_truth
-    truth = parse(ground_truth if marked else f"\\boxed{{{ground_truth}}}", latex)
+    truth = parse(ground_truth if marked else f"${' '.join(ground_truth.split())}$", latex)
     if not truth:
         raise ValueError(f"math-verify does not understand the ground truth {ground_truth!r}")
     text = solution_str[-TAIL:]
@@ -56,8 +58,9 @@ def boxed(text: str) -> str | None:
 
 
 def bits(latex: str) -> float:
-    """At least log2 of every number that an expression comes to, powers and factorials included; infinite for one that
-    is nested too deeply or has too many digits.
+    """About log2 of the largest number that computing an expression comes by, and no less where powers, roots,
+    factorials and binomials are written as they usually are; infinite for one that is nested too deeply or has too many
+    digits.
 
     A sum or a product has no more bits than its parts together; :math:`a^b` has those of a, :math:`2^{bits(b)}` times.
     """
@@ -71,45 +74,53 @@ def bits(latex: str) -> float:
 
 def _bits(tokens: list[str], depth: int) -> float:
     """Of what comes up to a closing bracket, which is taken, too."""
-    before, last = 0.0, 0.0  # the last is what a power or a factorial is of
+    before, last = 0.0, 0.0  # the last is what a power or a factorial is of; after a bar or a space, everything is
     while tokens:
         token = tokens.pop()
         if token in ("}", ")", "]"):
             break
         if token in ("^", "**"):
-            last = _power(last if last else before, _argument(tokens, depth))
+            last = _power(last or before, _operand(tokens, depth))
         elif token == "!":
-            last = _power(last, last)
+            last = _power(last or before, last or before)
         elif token in ("{", "["):  # an argument of what comes before
             last += _group(tokens, depth)
         else:
-            before, last = before + last, _group(tokens, depth) if token == "(" else _single(token)
+            before, last = before + last, _group(tokens, depth) if token == "(" else _term(token, tokens, depth)
     return before + last
 
 
-def _argument(tokens: list[str], depth: int) -> float:
-    """Of an exponent: signs, and one token or group with its arguments, or a power again."""
+def _term(token: str, tokens: list[str], depth: int) -> float:
+    if token == "\\sqrt" and tokens and tokens[-1] == "[":  # a power of one over the index
+        tokens.pop()
+        index = _group(tokens, depth)
+        return _power(_operand(tokens, depth), index)
+    if token == "\\Gamma":
+        return _power(number := _operand(tokens, depth), number)
+    if token in ("\\binom", "\\dbinom", "\\tbinom"):
+        return _power(1.0, _operand(tokens, depth))
+    if token.isdecimal():
+        return inf if len(token) > MAX_DIGITS else log2(max(int(token), 2))
+    return 1.0 if token.isalpha() or (token[0] == "\\" and token[1:].isalpha() and not _BAR.match(token)) else 0.0
+
+
+def _operand(tokens: list[str], depth: int) -> float:
+    """The next term or group, signs and spaces before it, what belongs to it, and its powers."""
     found = 0.0
-    while tokens and found == 0.0:
+    while tokens and found == 0.0 and tokens[-1] not in ("}", ")", "]"):
         token = tokens.pop()
-        found = _group(tokens, depth) if token in ("{", "(", "[") else _single(token)
+        found = _group(tokens, depth) if token in ("{", "(", "[") else _term(token, tokens, depth)
     while tokens and tokens[-1] in ("{", "["):
         tokens.pop()
         found += _group(tokens, depth)
     if tokens and tokens[-1] in ("^", "**"):
         tokens.pop()
-        found = _power(found, _argument(tokens, depth + 1))
+        found = _power(found, _operand(tokens, depth + 1))
     return found
 
 
 def _group(tokens: list[str], depth: int) -> float:
     return inf if depth >= MAX_DEPTH else max(1.0, _bits(tokens, depth + 1))
-
-
-def _single(token: str) -> float:
-    if token.isdecimal():
-        return inf if len(token) > MAX_DIGITS else log2(int(token) + 2)
-    return 1.0 if token.isalpha() or token.startswith("\\") else 0.0
 
 
 def _power(base: float, exponent: float) -> float:

@@ -125,7 +125,7 @@ def run_dialogue(folder: Path, breaks: bool) -> Any:
         return [Generation((5,), (-1.0,), "stop") for _ in requests], [[0] for _ in requests]
 
     dialogue = Dialogue(Request("it000000-p00000-s00", (3,)))
-    beginning = Beginning(dialogue.request.trajectory_id, [], "", "null")
+    beginning = Beginning(dialogue.request.trajectory_id, [], "", False, "{}")
     try:
         environments = Environments(PerProcess, {"breaks": breaks}, [beginning], timeout_s=60)
         converse(generate, [dialogue], environments, Sampling(1.0, 1.0, 30, 0), tokenizer, max_turns=2)

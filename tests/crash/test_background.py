@@ -12,8 +12,14 @@ from tests.crash.conftest import ITERATIONS
 from tests.history import History
 from tests.processes import Fault, Processes
 
-SLOW = Fault("put", r"checkpoints/.*/optimizer\.safetensors", "before", count=0, action=0, delay_s=4.0)
-"""A store that takes its time for each large file: the next iteration has begun by then."""
+SLOW = Fault(
+    "put",
+    r"checkpoints/[a-z]+/0*([12])\..*/optimizer\.safetensors",
+    "before",
+    count=0,
+    until=r'"kind":"shard","iteration":\1,"stage":"generate"',
+)
+"""A store that takes its time for a large file: by then the next iteration has generated something."""
 
 
 @pytest.fixture

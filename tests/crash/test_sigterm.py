@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -48,23 +49,23 @@ def resume(
 def test_sigterm(
     moment: str, config: RunConfig, config_file: Path, processes: Processes, uninterrupted: dict[int, History]
 ) -> None:
-    driver = processes.cli("train", config_file, faults=(SIGTERM_AT[moment],))
+    driver = processes.cli("train", config_file, faults=(SIGTERM_AT[moment],), setup=partial(_grace, 120.0))
     assert driver.wait() == 1, driver.text
     assert driver.text.splitlines()[-1].startswith("error: stopped as asked"), driver.text
     resume(config, config_file, processes, uninterrupted)
 
 
-def _shorter_grace() -> None:
+def _grace(seconds: float) -> None:
     import infra.stopping
 
-    infra.stopping.GRACE_S = 1.0
+    infra.stopping.GRACE_S = seconds
 
 
 def test_a_stage_that_does_not_end_is_abandoned(
     config: RunConfig, config_file: Path, processes: Processes, uninterrupted: dict[int, History]
 ) -> None:
     hangs = Fault("put", "trajectories/score/iteration=000001", "before", delay_s=600)
-    driver = processes.cli("train", config_file, faults=(hangs,), setup=_shorter_grace)
+    driver = processes.cli("train", config_file, faults=(hangs,), setup=partial(_grace, 1.0))
     wait_until(lambda: "waiting at" in driver.text)
     driver.signal(signal.SIGTERM)
     assert driver.wait(STOPS_WITHIN_S) == 1, driver.text
@@ -74,9 +75,10 @@ def test_a_stage_that_does_not_end_is_abandoned(
 def test_ratchet_stop(
     config: RunConfig, config_file: Path, processes: Processes, uninterrupted: dict[int, History]
 ) -> None:
-    slow = Fault("put", "trajectories/", count=0, delay_s=0.5)
+    slow = Fault("put", "trajectories/", count=0, delay_s=2.0)
     driver = processes.cli("train", config_file, faults=(slow,))
-    wait_until(lambda: bool(History.of(config).records))
+    beat = Path(config.run.store.removeprefix("file://")) / config.run.name / "log" / "heartbeat.json"
+    wait_until(beat.exists)
     stop = processes.cli("stop", config.run.name, "--store", config.run.store)
     assert stop.wait() == 0, stop.text
     assert "has stopped" in stop.text

@@ -85,7 +85,7 @@ def test_a_stopped_driver_wakes_after_a_take_over(
 def test_a_take_over_fences_a_driver_at_work(
     config: RunConfig, config_file: Path, processes: Processes, uninterrupted: dict[int, History]
 ) -> None:
-    slow = Fault("put", "trajectories/", count=0, delay_s=1.0)
+    slow = Fault("put", "trajectories/.*/iteration=00000[12]", count=0, delay_s=5.0)
     first = processes.cli("train", config_file, faults=(slow,))
     wait_until(lambda: History.of(config).state.iteration == 1)
     second = processes.cli("train", config_file, "--take-over")

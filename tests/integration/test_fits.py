@@ -50,7 +50,7 @@ def test_stopped_killed_and_contested_it_comes_out_the_same(sft: Any, processes:
     quiet = sft("quiet")
     assert quiet.wait(240) == 0, quiet.text
 
-    slow = sft("slow", faults=(Fault("step", count=0, delay_s=4.0),))
+    slow = sft("slow", faults=(Fault("step", count=0, delay_s=8.0),))
     url = f"file://{processes.folder}/runs/slow"
     wait_until(lambda: RunStore(Objects(url)).log.read().iteration >= 1)
     contested = sft("slow")

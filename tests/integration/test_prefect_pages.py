@@ -78,7 +78,7 @@ def artifact(client: SyncPrefectClient, key: str) -> Artifact:
     return found
 
 
-def eventually(read: Callable[[], T], good: Callable[[T], bool], seconds: float = 60.0) -> T:
+def eventually(read: Callable[[], T], good: Callable[[T], bool], seconds: float = 180.0) -> T:
     """Logs and states reach the server a moment after they were written."""
     deadline = time.monotonic() + seconds
     while not good(found := read()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from functools import partial
@@ -39,6 +40,11 @@ def test_a_run_of_this_schema_is_read_and_gone_on_with(stored: Path, processes: 
     assert first["response_ids"].tolist() == [8, 40, 42, 8, 45, 6, 10, 68]
     assert len(first["advantages"]) == len(first["old_log_probs"]) == 8
     assert run.metrics()["response_length/max"].tolist() == [8.0]
+
+    asked = "select count(*) as n, count(turns) as turns from trajectories"
+    told = processes.cli("query", "stored", asked, "--store", f"file://{stored.parent}", "--format", "json")
+    assert told.wait() == 0, told.text
+    assert json.loads(told.text) == {"n": 16, "turns": 0}, "columns that are younger are null"
 
     resumed = processes.cli(
         "resume", "stored", "--store", f"file://{stored.parent}", setup=partial(os.chdir, Path.cwd())

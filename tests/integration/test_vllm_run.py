@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -76,12 +77,11 @@ def gap(history: History) -> dict[int, float]:
 
 def generating(child: Child) -> psutil.Process | None:
     """The process in which vLLM is."""
-    with_vllm = [
-        process
-        for process in psutil.Process(child.process.pid).children(recursive=True)
-        if "rlhf.engines.vllm_child" in process.cmdline()
-    ]
-    return with_vllm[0] if with_vllm else None
+    for process in psutil.Process(child.process.pid).children(recursive=True):
+        with suppress(psutil.Error):
+            if "rlhf.engines.vllm_child" in process.cmdline():
+                return process
+    return None
 
 
 def until(true: Any, seconds: float = 300.0) -> Any:
@@ -155,9 +155,9 @@ def test_vllm_may_die_hang_and_outlives_no_driver(config: RunConfig, processes: 
     log = Path(config.run.store.removeprefix("file://")) / config.run.name / "log"
     until(lambda: log.exists() and History.of(config).state.iteration >= 1)
     for number in (signal.SIGKILL, signal.SIGSTOP):
-        before = History.of(config).state.iteration
         first = until(lambda: generating(child))
         first.send_signal(number)
+        before = History.of(config).state.iteration
         until(lambda done=before + 2: History.of(config).state.iteration >= done)
         assert generating(child) != first
     assert "vLLM's process died during " in child.text

@@ -17,15 +17,16 @@ import psutil
 import pytest
 
 from rlhf.errors import UserError
-from rlhf.rewards import check_rewards
+from rlhf.rewards import Score, check_rewards
 from rlhf.rewards.code import compute_score
+from rlhf.rewards.pool import RewardPool
 
 SUM = json.dumps({"inputs": ["1 2\n", "10 -3\n"], "outputs": ["3\n", "7"]})
 SANDBOXES = ["limits", *(["bubblewrap"] if shutil.which("bwrap") else [])]
 
 
-def score(program: str, truth: Any = SUM, sandbox: Any = "limits", **options: Any) -> dict[str, float]:
-    return compute_score("code", f"So:\n```python\n{program}\n```\n", truth, seconds=1, sandbox=sandbox, **options)
+def score(program: str, truth: Any = SUM, sandbox: Any = "limits", seconds: float = 10) -> dict[str, float]:
+    return compute_score("code", f"So:\n```python\n{program}\n```\n", truth, seconds=seconds, sandbox=sandbox)
 
 
 KILL = """
@@ -64,6 +65,9 @@ ADD = "print(sum(map(int, input().split())))"
         f"Of\n```text\n1 2\n```\ncomes\n```python\n{ADD}\n```",
         f"Not\n```cpp\nint x;\n```\nbut\n```\n{ADD}\n```",
         f"```python\nprint(0)\n```\nno:\n```python\n{ADD}\n```\nwhich says\n```\n3\n```\nwith\n```sh\npython a\n```",
+        f"Here: ```python\n{ADD}\n```",
+        f"Call ```solve()``` as\n\n```python\n{ADD}\n```",
+        f"The ``` fence:\n```python\n{ADD}\n```",
         f"1. this\n   ```python\n   n = input().split()\n   {ADD.replace('input().split()', 'n')}\n   ```",
     ],
 )
@@ -97,8 +101,20 @@ def test_what_is_tested_may_be_a_list_and_a_structure(truth: dict[str, Any], rig
     ],
 )
 def test_a_truth_that_tests_nothing_is_an_error(truth: Any) -> None:
-    with pytest.raises(ValueError, match="neither `inputs` with as many `outputs` nor `asserts`"):
+    with pytest.raises(ValueError, match=r"neither `inputs` with as many `outputs` nor `asserts`|written as `asserts`"):
         score("print(3)", truth)
+
+
+def test_a_table_of_tests_may_have_an_empty_column() -> None:
+    assert score("print(input())", {"inputs": ["1"], "outputs": [1], "fn_name": None, "asserts": None})["score"] == 1.0
+
+
+def test_endless_fences_take_no_time() -> None:
+    pool = RewardPool({"code": 1.0}, {"code": {"sandbox": "limits"}}, 1, 60.0)
+    texts = ["```" + "x" * 200_000, "```" + " " * 200_000, "```\n" * 50_000, "` ```" * 50_000, "- ```a " * 50_000]
+    found = pool.score([("code", text, SUM, {}) for text in texts])
+    pool.close()
+    assert [isinstance(one, Score) and one.score for one in found] == [0.0] * len(texts), "in time, too"
 
 
 @pytest.mark.parametrize(
@@ -119,7 +135,7 @@ def test_a_truth_that_tests_nothing_is_an_error(truth: Any) -> None:
     ],
 )
 def test_programs_that_mean_harm_score_nothing(sandbox: str, program: str) -> None:
-    assert score(program, sandbox=sandbox)["score"] == 0.0
+    assert score(program, sandbox=sandbox, seconds=1)["score"] == 0.0
 
 
 @pytest.mark.skipif("bubblewrap" not in SANDBOXES, reason="bubblewrap is not installed: programs are refused")
@@ -160,13 +176,13 @@ def test_a_program_cannot_say_that_its_assertions_hold(sandbox: str) -> None:
     never = json.dumps({"asserts": "assert False"})
     for end in ("", "import os; os._exit(0)", "raise SystemExit"):
         program = f"print('__every assertion holds__', flush=True)\nprint(open('program.py').read())\n{end}"
-        assert score(program, never, sandbox=sandbox)["score"] == 0.0
+        assert score(program, never, sandbox=sandbox, seconds=1)["score"] == 0.0
 
 
 def test_tests_after_one_that_ran_out_of_time_are_not_tried(sandbox: str) -> None:
     many = json.dumps({"inputs": ["1", *"2" * 100], "outputs": ["1", *"2" * 100]})
     began = time.monotonic()
-    found = score("x = input()\nwhile x != '1': pass\nprint(x)", many, sandbox=sandbox)
+    found = score("x = input()\nwhile x != '1': pass\nprint(x)", many, sandbox=sandbox, seconds=2)
     assert found == {"score": 0.0, "passed": 1 / 101}
     assert time.monotonic() - began < 60, "else it takes 100 s at the least"
 
@@ -180,5 +196,6 @@ def test_a_program_ends_with_the_process_that_waits_for_it(tmp_path: Path) -> No
     while not (noted.exists() and noted.read_text()):
         assert waits.poll() is None
         time.sleep(0.05)
+    program_itself = psutil.Process(int(noted.read_text()))
     waits.kill()
-    psutil.Process(int(noted.read_text())).wait(30)
+    program_itself.wait(60)

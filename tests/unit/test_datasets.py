@@ -35,7 +35,7 @@ def test_gsm8k_becomes_prompts_whose_own_solutions_are_right(tmp_path: Path) -> 
     assert first.messages[0]["content"].startswith("Natalia sold clips to 48 of her friends")
     assert first.messages[0]["content"].endswith('after "####".')
     for prompt in dataset.prompts:
-        extra = prompt.extra_info
+        extra = json.loads(prompt.extra_info)
         assert auto.compute_score(prompt.data_source, extra["answer"], prompt.ground_truth, extra)["score"] == 1.0
 
 
@@ -149,8 +149,8 @@ def test_what_a_response_comes_to(response: str, answer: str) -> None:
 
 def test_metrics_of_several_answers_by_hand() -> None:
     """Two prompts of one source with three answers each, in two shards; another source with one."""
-    first = sums(["a"] * 3, ["p0"] * 3, ["#### 1", "#### 2", "#### 2"], [1.0, 0.0, 0.0])
-    second = sums(["a"] * 3 + ["b"], ["p1"] * 3 + ["p2"], ["#### 5", "#### 6", "#### 5", "x"], [1.0, 0.0, 1.0, 0.5])
+    first = sums(["a"] * 3, ["p0"] * 3, ["#### 1", "#### 2", "#### 2"], [1.0, 0.0, 0.0], 3)
+    second = sums(["a"] * 3 + ["b"], ["p1"] * 3 + ["p2"], ["#### 5", "#### 6", "#### 5", "x"], [1.0, 0.0, 1.0, 0.5], 3)
     found = means([first, second])
     assert found["a"] == {
         "mean_score": pytest.approx(0.5),

@@ -55,7 +55,9 @@ class Policy:
 def others(
     name: str, *ground_truths: str, timeout_s: float = 60.0, options: dict[str, Any] | None = None
 ) -> Environments:
-    beginnings = [Beginning(f"it000000-p00000-s{row:02d}", [], truth, {}) for row, truth in enumerate(ground_truths)]
+    beginnings = [
+        Beginning(f"it000000-p00000-s{row:02d}", [], truth, False, "{}") for row, truth in enumerate(ground_truths)
+    ]
     return Environments(load_environment(name), options or {}, beginnings, timeout_s=timeout_s)
 
 
@@ -160,10 +162,10 @@ def test_environments_are_asked_at_the_same_time() -> None:
 
 def test_an_answer_has_its_own_time() -> None:
     """However early others answer, and however late."""
-    slow = others("tests.environments:Slow", "3.5", "0.5", "0.1", timeout_s=2.0)
+    slow = others("tests.environments:Slow", "60", "0.5", "0.1", timeout_s=6.0)
     first, *rest = (f"it000000-p00000-s{row:02d}" for row in range(3))
     assert [each.says for each in slow.step(dict.fromkeys(rest, "?"))] == ["0.5", "0.1"]
-    with pytest.raises(EnvironmentFailed, match=rf"took longer than rollout.environment.timeout_s 2 s \({first}"):
+    with pytest.raises(EnvironmentFailed, match=rf"took longer than rollout.environment.timeout_s 6 s \({first}"):
         slow.step({first: "?"} | dict.fromkeys(rest, "?"))
 
 

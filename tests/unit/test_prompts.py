@@ -24,7 +24,7 @@ ROW = {
     "reward_model": {"style": "rule", "ground_truth": "2"},
     "extra_info": {"index": 3},
 }
-PROMPT = Prompt("gsm8k", [{"role": "user", "content": "1 + 1?"}], "2", {"index": 3})
+PROMPT = Prompt("gsm8k", [{"role": "user", "content": "1 + 1?"}], "2", False, json.dumps({"index": 3}))
 
 
 def json_lines(path: Path, *rows: Any) -> Path:
@@ -47,9 +47,10 @@ def test_what_a_row_may_leave_out_or_put_differently(tmp_path: Path) -> None:
         {**ROW, "reward_model": None, "extra_info": None},
     ]
     found = PromptDataset([json_lines(tmp_path / "a.jsonl", *rows)]).prompts
-    assert found[0] == Prompt("x", PROMPT.messages, None, {})
-    assert found[1].ground_truth == {"target": 24, "numbers": [1, 2]}
-    assert (found[2].ground_truth, found[2].extra_info) == (None, {})
+    assert found[0] == Prompt("x", PROMPT.messages, None, False, "{}")
+    assert json.loads(found[1].ground_truth or "") == {"target": 24, "numbers": [1, 2]}
+    assert found[1].ground_truth_is_json
+    assert (found[2].ground_truth, found[2].extra_info) == (None, "{}")
 
 
 MALFORMED: list[tuple[Any, str]] = [
@@ -158,7 +159,7 @@ def tokenizer(chat_template: bool = False) -> Any:
     ("chat_template", "text"), [(True, "<system>Add.<user>1 + 1?<assistant>"), (False, "Add.\n1 + 1?")]
 )
 def test_encode_with_and_without_a_chat_template(chat_template: bool, text: str) -> None:
-    prompt = Prompt("x", [{"role": "system", "content": "Add."}, *PROMPT.messages], "", {})
+    prompt = Prompt("x", [{"role": "system", "content": "Add."}, *PROMPT.messages], "", False, "{}")
     found = encode(prompt, tokenizer(chat_template), max_tokens=len(text), truncation="error")
     assert found == (text, [ord(character) for character in text])
 
@@ -170,7 +171,12 @@ def test_truncation() -> None:
     with pytest.raises(UserError, match=r"6 tokens, more than data.max_prompt_tokens 4 .*1 \+ 1\?.*data.truncation"):
         encode(PROMPT, tokenizer(), max_tokens=4, truncation="error")
     with pytest.raises(UserError, match="the prompt is empty"):
-        encode(Prompt("x", [{"role": "user", "content": ""}], "", {}), tokenizer(), max_tokens=4, truncation="left")
+        encode(
+            Prompt("x", [{"role": "user", "content": ""}], "", False, "{}"),
+            tokenizer(),
+            max_tokens=4,
+            truncation="left",
+        )
 
 
 def test_the_first_prompt_that_is_too_long_is_found_early(tmp_path: Path) -> None:
