@@ -297,7 +297,10 @@ def replay(
             console.print(f"{replayed.stage}: {'the same' if replayed.same else replayed.difference}", highlight=False)
             differs = differs or (None if replayed.same else replayed.stage)
     if differs is not None:
-        raise RatchetError(f"iteration {iteration} does not come out as it was committed: {differs} is the first")
+        raise RatchetError(
+            f"iteration {iteration} does not come out as it was committed: {differs} is the first; its last bits "
+            "also depend on the engine, packages and number of threads (OMP_NUM_THREADS, which `make demo` sets to 1)"
+        )
     console.print(f"iteration {iteration} comes out to the bit as it was committed")
 
 
