@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from rlhf.errors import RatchetError, UserError, in_one_line
+from rlhf.errors import UserError, in_one_line
 
 data = typer.Typer(help="Write prompt datasets.", no_args_is_help=True)
 console = Console(soft_wrap=True)
@@ -110,14 +110,12 @@ def _write_splits(output: Path, source: str, convert: Callable[..., Any]) -> Non
 
     try:
         files, path = fsspec.core.url_to_fs(source)
-        if not files.exists(path):
-            raise UserError(f"--source {source} does not exist")
-        is_folder = files.isdir(path)
+        is_there, is_folder = files.exists(path), files.isdir(path)
         names = files.glob(f"{path}/*") if is_folder else [path]
-    except RatchetError:
-        raise
     except Exception as error:  # the hub's, for what is not there or cannot be reached
         raise UserError(f"--source {source}: {in_one_line(error)}") from None
+    if not is_there:
+        raise UserError(f"--source {source} does not exist")
     found: dict[str, list[str]] = {}
     for name in sorted(names):
         # test.jsonl, test-00000-of-00001.parquet; not test_socratic.jsonl; a file alone is for training, unless it says

@@ -26,7 +26,6 @@ def evaluate(config: RunConfig) -> pd.DataFrame:
     if config.validation.data is None:
         raise UserError("validation.data is null: name the prompts to evaluate on (--data)")
     check_rewards(config.reward.functions, config.reward.options, config.reward.allow_code)
-    check_prompts(config.validation.data, config.model, config.data, tuple(config.reward.functions))
     return answer(config)
 
 
@@ -41,8 +40,9 @@ def answer(config: RunConfig) -> pd.DataFrame:
 
 def _answers(config: RunConfig, worker: Worker) -> pd.DataFrame:
     assert config.validation.data is not None
-    prompts = len(worker.dataset((config.validation.data,)))
-    shards = -(-prompts // config.rollout.prompts_per_shard)
+    dataset = worker.dataset((config.validation.data,))
+    check_prompts(dataset, config.model, config.data, config.reward.functions)
+    shards = -(-len(dataset) // config.rollout.prompts_per_shard)
     frames = []
     for shard in range(shards):
         report("stage", iteration=0, stage="evaluate", done=shard, total=shards, metrics=None)

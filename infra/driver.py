@@ -6,7 +6,7 @@ import importlib.metadata
 import importlib.util
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -194,13 +194,16 @@ def check_inputs(config: RunConfig) -> None:
         load_tokenizer(config.reward.model, writes=False)
     for path in (*config.data.train, config.validation.data):
         if path is not None:
-            check_prompts(path, config.model, config.data, tuple(config.reward.functions))
+            _check_file(path, config.model, config.data, tuple(config.reward.functions))
 
 
 @cache  # the command line looks before it starts Prefect, and the driver before it claims
-def check_prompts(path: str, model: Model, data: Data, rewards: tuple[str, ...]) -> None:
-    """Refuse a file of prompts that are malformed, too long, or without what a built-in reward compares with."""
-    dataset = PromptDataset([path])
+def _check_file(path: str, model: Model, data: Data, rewards: tuple[str, ...]) -> None:
+    check_prompts(PromptDataset([path]), model, data, rewards)
+
+
+def check_prompts(dataset: PromptDataset, model: Model, data: Data, rewards: Collection[str]) -> None:
+    """Refuse prompts that are too long, or without what a built-in reward compares with."""
     if comparing := [name for name in rewards if name in COMPARING]:
         for prompt in dataset.prompts:
             if prompt.ground_truth is None:

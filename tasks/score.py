@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -56,10 +57,10 @@ def score(context: Context) -> TrajectoryBatch:
     batch = context.batch
     found = scores(context, batch)
     _, group = np.unique(batch.numpy("prompt_id").astype(str), return_inverse=True)
-    kept, found_scores = counting(context.config, found["reward_error"]), np.array(found["score"])
-    group = group[kept]
-    differ = Groups(torch.from_numpy(group)).differ(torch.from_numpy(found_scores[kept]))
-    context.outputs |= {"sum_of_scores": float(found_scores[kept].sum()), "scored": int(kept.sum())}
+    kept = counting(context.config, found["reward_error"])
+    group, counted = group[kept], list(compress(found["score"], kept))
+    differ = Groups(torch.from_numpy(group)).differ(torch.tensor(counted))  # in the precision in which it is stored
+    context.outputs |= {"sum_of_scores": float(sum(counted)), "scored": len(counted)}
     context.outputs["errors"] = sum(error is not None for error in found["reward_error"])
     context.outputs["prompts_that_differ"] = len(np.unique(group[differ.numpy()]))
     return TrajectoryBatch.of({"trajectory_id": batch.array("trajectory_id"), **found})

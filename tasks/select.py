@@ -10,6 +10,7 @@ from rlhf.algorithms.groups import Groups
 from rlhf.batch import TrajectoryBatch
 from rlhf.rewards import RewardFailed
 from rlhf.schema import TRAJECTORY
+from tasks.score import counting
 from tasks.spec import StageSpec
 from tasks.stage import rows
 
@@ -27,9 +28,7 @@ def select(context: Context) -> TrajectoryBatch:
     """Of dynamic sampling, the first prompts whose scores differ, and if they are too few, the first of the others
     besides; with `reward.on_error: drop`, no trajectory whose reward failed."""
     config, batch = context.config, context.batch
-    good = np.array([error is None for error in batch.list("reward_error")])
-    if config.reward.on_error != "drop":
-        good[:] = True
+    good = counting(config, batch.list("reward_error"))
     prompts, group = np.unique(batch.numpy("prompt_id").astype(str), return_inverse=True)
     groups, scores = Groups(torch.from_numpy(group[good])), torch.tensor(batch.numpy("score")[good])
     spread = np.zeros(len(batch), dtype=np.float32)
