@@ -46,7 +46,8 @@ VERL = """
 | `actor_rollout_ref.actor.entropy_coeff` | `algorithm.entropy_coef` | |
 | `actor_rollout_ref.actor.use_kl_loss`, `kl_loss_coef` | `algorithm.kl.in_loss` | null: no KL loss |
 | `algorithm.use_kl_in_reward`, `algorithm.kl_ctrl.kl_coef` | `algorithm.kl.in_reward` | null: no KL in the reward |
-| `algorithm.kl_penalty`, `actor.kl_loss_type` | `algorithm.kl.estimator` | `low_var_kl` is `k3`, `kl` is `k1`, `mse` is `k2` |
+| `algorithm.kl_penalty` | `algorithm.kl.reward_estimator` | `kl` is `k1`, the only one: the others have the wrong gradient in the reward |
+| `actor_rollout_ref.actor.kl_loss_type` | `algorithm.kl.loss_estimator` | `low_var_kl` is `k3`, `low_var_kl+` is `k3+`, `mse` is `k2` |
 | `algorithm.adv_estimator` | `algorithm.advantage.type` | the same names |
 | `algorithm.norm_adv_by_std_in_grpo: false` | `algorithm.advantage.type: dr_grpo` | or `grpo` with `norm_by_std: false` |
 | `algorithm.gdpo_reward_keys`, `gdpo_reward_weights` | `algorithm.advantage.parts`, `.weights` | |
@@ -121,7 +122,7 @@ def algorithms() -> str:
         parts += [f"\n### {_tag(algorithm)}\n\n{markdown(algorithm)}\n" for algorithm in classes]
         parts.append("\n")
     for title, described in (
-        ("KL: `algorithm.kl.estimator`", kl_divergence),
+        ("KL: `algorithm.kl.reward_estimator`, `algorithm.kl.loss_estimator`", kl_divergence),
         ("Adaptive KL coefficient: `algorithm.kl.controller`", AdaptiveCoefficient),
         ("Putting token losses together: `algorithm.loss.aggregate`", aggregate),
         ("Rollout correction: `algorithm.rollout_correction.weights`", ImportanceWeights),

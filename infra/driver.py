@@ -22,7 +22,7 @@ from infra.stopping import Stopping, on_signals
 from infra.store import ROW_STAGES, RunStore
 from infra.workers.groups import Groups
 from infra.workers.ray_group import GroupLost
-from rlhf.config import Data, Model, RunConfig, differences, parse_config, yaml_text
+from rlhf.config import Data, Model, RunConfig, differences, stored_config, yaml_text
 from rlhf.data.prompts import PromptDataset
 from rlhf.environments import check_environment, environment_digest
 from rlhf.errors import UserError
@@ -248,7 +248,7 @@ def _open(config: RunConfig, take_over: bool, check: Callable[[Driver], None]) -
             )
     check(driver)
     if state.claim is not None:
-        _say_what_changed(parse_config(state.claim.config, "the claim"), config)
+        _say_what_changed(stored_config(state.claim.config, "the claim"), config)
     claim(
         store,
         config,

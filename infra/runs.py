@@ -13,7 +13,7 @@ from infra.claims import is_fit
 from infra.objects import Objects
 from infra.records import RunState, Stage
 from infra.store import ROW_STAGES, RunStore
-from rlhf.config import RunConfig, parse_config
+from rlhf.config import RunConfig, stored_config
 from rlhf.errors import UserError
 from rlhf.schema import TRAJECTORY
 
@@ -51,7 +51,7 @@ class Run:
         assert self.state.claim is not None
         if self.is_fit:
             raise UserError(f"{self.store.url} is a fit, not a run of iterations: `ratchet status` shows its metrics")
-        return parse_config(self.state.claim.config, f"{self.store.url}, newest claim")
+        return stored_config(self.state.claim.config, f"{self.store.url}, newest claim")
 
     def trajectories(
         self, iterations: Iterable[int] | None = None, columns: Sequence[str] | None = None

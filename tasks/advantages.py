@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from infra.workers.worker import Context
+from rlhf.algorithms.advantages import GDPO
 from rlhf.algorithms.kl import AdaptiveCoefficient, kl_divergence
 from rlhf.algorithms.rollout_correction import off_policy_metrics
 from rlhf.batch import TrajectoryBatch, unpadded
+from rlhf.rewards import RewardFailed
 from rlhf.schema import TRAJECTORY
 from tasks.spec import StageSpec
 from tasks.stage import rows
@@ -20,7 +23,7 @@ SPEC = StageSpec(
     reads={
         "generate": ("prompt_id", "prompt_ids", "response_mask", "rollout_log_probs", "finish_reason"),
         "select": (),
-        "score": ("score", "reward_parts", "token_scores"),
+        "score": ("score", "reward_parts", "reward_error", "token_scores"),
         "greedy_baseline": ("greedy_score", "greedy_tokens"),
         "old_log_probs": ("old_log_probs", "entropy"),
         "ref_log_probs": ("ref_log_probs",),
@@ -30,11 +33,14 @@ SPEC = StageSpec(
     config_keys=(
         "rollout.max_response_tokens",
         "algorithm.advantage",
-        "algorithm.kl",
+        "algorithm.kl.in_reward",
+        "algorithm.kl.reward_estimator",
+        "algorithm.kl.controller",
         "algorithm.rollout_correction",
         "algorithm.overlong_penalty",
     ),
     sharded=False,
+    version=2,
 )
 
 
@@ -48,26 +54,36 @@ def advantages(context: Context) -> TrajectoryBatch:
     token_rewards, metrics, controllers = _token_rewards(context, mask, scores)
     _, groups = np.unique(batch.numpy("prompt_id").astype(str), return_inverse=True)
     inputs: dict[str, Any] = {"group_ids": torch.from_numpy(groups)}
+    teaches = estimator.teaches(scores, inputs["group_ids"])
     if "greedy_scores" in estimator.needs:
-        inputs["greedy_scores"] = estimator.clipped(_doubles(batch, "greedy_score"))
+        has_baseline = torch.from_numpy(batch.array("greedy_score").is_valid().to_numpy(zero_copy_only=False))
+        teaches &= has_baseline
+        inputs["greedy_scores"] = estimator.clipped(_doubles(batch, "greedy_score").where(has_baseline, 0.0))
         if algorithm.overlong_penalty is not None:
             longest = context.config.rollout.max_response_tokens
             inputs["greedy_scores"] += algorithm.overlong_penalty(_doubles(batch, "greedy_tokens"), longest)
     if "reward_parts" in estimator.needs:
-        inputs["reward_parts"] = {name: estimator.clipped(part) for name, part in _reward_parts(batch).items()}
+        parts = _reward_parts(batch, estimator.parts if isinstance(estimator, GDPO) else ())
+        inputs["reward_parts"] = {name: estimator.clipped(part) for name, part in parts.items()}
     for name in ("values", "entropy"):
         if name in batch:
             inputs[name] = batch.padded(name).double()
-    found, returns = estimator(token_rewards, mask, **{name: inputs[name] for name in estimator.needs})
+    if not teaches.any() and not estimator.drop_flat_groups:
+        raise RewardFailed(
+            "the reward failed for so many trajectories that none is left with something to compare it with; "
+            "`ratchet show RUN --columns response,reward_error` says why"
+        )
+    loss_mask = mask * teaches[:, None]
+    found, returns = estimator(token_rewards, loss_mask, **{name: inputs[name] for name in estimator.needs})
 
-    loss_mask = estimator.loss_mask(mask, scores, inputs["group_ids"]).double()
     weights = None
     if "old_log_probs" in batch:
         loss_mask, weights, distance = _rollout_correction(context, mask, loss_mask)
         metrics |= distance
     metrics["actor/loss_tokens_share"] = float(loss_mask.sum() / mask.sum())
     context.outputs["controllers"] = controllers
-    context.outputs["metrics"] = metrics | _metrics(batch, mask, raw_scores, token_rewards, found, returns)
+    learned = mask if not teaches.any() else mask * teaches[:, None]
+    context.outputs["metrics"] = metrics | _metrics(batch, mask, learned > 0, raw_scores, token_rewards, found, returns)
     return TrajectoryBatch.of(
         {
             "trajectory_id": batch.array("trajectory_id"),
@@ -102,7 +118,7 @@ def _token_rewards(
     if "ref_log_probs" in batch:
         old = "old_log_probs" if "old_log_probs" in batch else "rollout_log_probs"
         log_probs, ref = batch.padded(old).double(), batch.padded("ref_log_probs").double()
-        kl = kl_divergence(log_probs, ref, config.kl.estimator) * mask
+        kl = kl_divergence(log_probs, ref, config.kl.reward_estimator) * mask
         metrics["actor/ref_kl"] = mean_kl = float(kl.sum() / mask.sum())
         if config.kl.in_reward is not None:
             coefficient = config.kl.in_reward
@@ -133,11 +149,13 @@ def _rollout_correction(
     return loss_mask, weights, {f"rollout_corr/{name}": float(value) for name, value in metrics.items()}
 
 
-def _reward_parts(batch: TrajectoryBatch) -> dict[str, torch.Tensor]:
-    """The parts that the reward gave for every trajectory; `score` is one of them."""
+def _reward_parts(batch: TrajectoryBatch, wanted: Sequence[str]) -> dict[str, torch.Tensor]:
+    """The parts that the reward gave for every trajectory for which it did not fail, and 0 where it failed; `score` is
+    one of them. Where it always failed, nobody knows which parts there are: the `wanted` ones."""
     rows = [dict(parts) for parts in batch.list("reward_parts")]
-    names = set.intersection(*(set(row) for row in rows)) if rows else set()
-    parts = {name: torch.tensor([row[name] for row in rows], dtype=torch.float64) for name in sorted(names)}
+    scored = [set(row) for row, error in zip(rows, batch.list("reward_error"), strict=True) if error is None]
+    names = set.intersection(*scored) if scored else set(wanted)
+    parts = {name: torch.tensor([row.get(name, 0.0) for row in rows], dtype=torch.float64) for name in sorted(names)}
     return {"score": _doubles(batch, "score"), **parts}
 
 
@@ -148,13 +166,13 @@ def _doubles(batch: TrajectoryBatch, name: str) -> torch.Tensor:
 def _metrics(
     batch: TrajectoryBatch,
     mask: torch.Tensor,
+    here: torch.Tensor,
     scores: torch.Tensor,
     token_rewards: torch.Tensor,
     found: torch.Tensor,
     returns: torch.Tensor,
 ) -> dict[str, float]:
-    """What people watch, under the names they know."""
-    here = mask > 0
+    """What people watch, under the names they know. `here` are the tokens of trajectories that are learned from."""
     prompts = torch.from_numpy(batch.lengths("prompt_ids")).double()
     responses = mask.sum(-1)
     columns = {
@@ -167,7 +185,7 @@ def _metrics(
     }
     metrics = {"response_length/clip_ratio": float(np.mean(batch.numpy("finish_reason") == "length"))}
     if "entropy" in batch:
-        metrics["actor/entropy"] = float(batch.padded("entropy").double()[here].mean())
+        metrics["actor/entropy"] = float(batch.padded("entropy").double()[mask > 0].mean())
     if "values" in batch:
         columns["critic/values"] = values = batch.padded("values").double()[here]
         spread = returns[here].var(unbiased=False)

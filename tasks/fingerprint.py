@@ -9,7 +9,7 @@ from infra.lanes import Output
 from infra.manifest import Fingerprint, Manifest
 from infra.records import Ahead, RunState, Shard, Skip, Stage, Weights
 from infra.workers.worker import WEIGHTS_OF
-from rlhf.config import RunConfig, parse_config
+from rlhf.config import RunConfig, stored_config
 from rlhf.config_view import ConfigView
 from rlhf.errors import UserError
 from tasks.spec import SPECS, StageSpec
@@ -119,13 +119,15 @@ def check_config(driver: Driver, spec: StageSpec, manifest: Manifest) -> None:
 def outside_differences(driver: Driver, spec: StageSpec, manifest: Manifest) -> list[str]:
     """What has changed, outside the store, since a stage was committed."""
     before = _outside(spec, manifest.fingerprint.parts)
-    now = _config_parts(spec, spec.view(driver.config)) | _digests(driver, spec)
+    now = {"version": spec.version} | _config_parts(spec, spec.view(driver.config)) | _digests(driver, spec)
     return Fingerprint(parts=before).differences(Fingerprint(parts=now))
 
 
 def _outside(spec: StageSpec, parts: dict[str, Any]) -> dict[str, Any]:
-    """The parts of a fingerprint that come from outside the store: config, and digests of data and code."""
-    return {name: value for name, value in parts.items() if name.startswith("config.") or name in spec.digests}
+    """The parts of a fingerprint that come from outside the store: the stage's own version, config, and digests of data
+    and code."""
+    outside = ("version", *spec.digests)
+    return {name: value for name, value in parts.items() if name.startswith("config.") or name in outside}
 
 
 def _digests(driver: Driver, spec: StageSpec) -> dict[str, str]:
@@ -136,7 +138,7 @@ def _digests(driver: Driver, spec: StageSpec) -> dict[str, str]:
 
 def _config_differences(driver: Driver, spec: StageSpec, shard: Shard) -> list[str]:
     """What in the stage's config has changed since the driver that committed a shard."""
-    then = parse_config(driver.store.log.claim_of(shard.epoch).config, "the claim")
+    then = stored_config(driver.store.log.claim_of(shard.epoch).config, "the claim")
     before, after = (Fingerprint(parts=_config_parts(spec, spec.view(config))) for config in (then, driver.config))
     return before.differences(after) + _of_inputs(_inputs(spec, then), _inputs(spec, driver.config))
 

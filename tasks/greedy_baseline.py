@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from infra.workers.worker import Context
@@ -10,7 +12,7 @@ from rlhf.engines.base import Request, Sampling
 from rlhf.engines.generation import answers as generated
 from rlhf.schema import TRAJECTORY
 from tasks.reward_model import MODEL_KEYS, MODEL_OPERATIONAL_KEYS
-from tasks.score import REWARD_KEYS, scores
+from tasks.score import REWARD_KEYS, counting, scores
 from tasks.spec import StageSpec
 from tasks.stage import rows
 
@@ -42,10 +44,16 @@ SPEC = StageSpec(
     operational_keys=("reward.workers", *MODEL_OPERATIONAL_KEYS),
     digests=("reward", "tokenizer"),
     role="rollout",
+    version=2,
 )
 
 
-@rows(SPEC)
+def _errors(outputs: list[dict[str, Any]]) -> dict[str, float]:
+    errors = sum(shard.get("errors", 0) for shard in outputs)
+    return {"reward/greedy_errors": float(errors)} if errors else {}
+
+
+@rows(SPEC, summary=_errors)
 def greedy_baseline(context: Context) -> TrajectoryBatch:
     """One answer a prompt, written beside each of its trajectories."""
     config, batch = context.config, context.batch
@@ -69,10 +77,14 @@ def greedy_baseline(context: Context) -> TrajectoryBatch:
         "response_mask": [[1] * len(one.response_ids) for one in responses],
     }
     answers = TrajectoryBatch.of({name: prompts.array(name) for name in prompts.columns} | written)
+    scored = scores(context, answers)
+    counted = counting(config, scored["reward_error"])
     columns = {
         "greedy_response": texts,
         "greedy_tokens": [len(one.response_ids) for one in responses],
-        "greedy_score": scores(context, answers)["score"],
+        "greedy_score": [score if counts else None for score, counts in zip(scored["score"], counted, strict=True)],
+        "greedy_error": scored["reward_error"],
     }
+    context.outputs["errors"] = sum(error is not None for error in scored["reward_error"])
     spread = {name: [values[prompt] for prompt in of_row] for name, values in columns.items()}
     return TrajectoryBatch.of({"trajectory_id": batch.array("trajectory_id"), **spread})

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from infra.workers.worker import Context
 from rlhf.engines.base import Schedule
 from rlhf.engines.learning_rate import learning_rate
@@ -21,19 +23,31 @@ TRAINER_KEYS = (
 """Keys of a trainer's section that change what an update computes."""
 
 
-def optimizer_steps(context: Context, trainer: Any, *, temperature: float) -> Schedule:
-    """Every epoch goes over all trajectories, in mini-batches, in an order of its own.
+def optimizer_steps(context: Context, trainer: Any, *, temperature: float, skipped: int = 0) -> Schedule:
+    """Every epoch goes over all trajectories that have a token in the losses, in mini-batches, in an order of its own.
 
-    `trainer` is the section `actor` or `critic` of the stage's config.
+    Where their number is no multiple of `mini_batch_trajectories`, because some were left out, the remainder is shared
+    out over the mini-batches, which then differ by one trajectory at most: a last one of a few trajectories would move
+    the weights as far as a whole one does.
+
+    Args:
+        trainer: the section `actor` or `critic` of the stage's config.
+        temperature: that of the log-probs.
+        skipped: iterations at the beginning of the run in which this role did not learn; its learning-rate schedule
+            does not count them.
+
+    Returns:
+        The optimizer steps; none where no token is in the losses.
     """
-    rows, size = len(context.batch), trainer.mini_batch_trajectories
-    mini_batches = []
-    for epoch in range(trainer.ppo_epochs):
+    rows = np.flatnonzero([sum(mask) > 0 for mask in context.batch.list("loss_mask")])
+    count = max(1, round(len(rows) / trainer.mini_batch_trajectories)) if len(rows) else 0
+    mini_batches: list[tuple[int, ...]] = []
+    for epoch in range(trainer.ppo_epochs if count else 0):
         draw = generator(context.config.run.seed, context.call.stage, context.iteration, epoch)
-        order = draw.permutation(rows).tolist()
-        mini_batches += [tuple(order[start : start + size]) for start in range(0, rows, size)]
+        order = rows[draw.permutation(len(rows))]
+        mini_batches += [tuple(mini_batch.tolist()) for mini_batch in np.array_split(order, count)]
     return Schedule(
-        lr=learning_rate(trainer.lr, trainer.lr_schedule, context.iteration),
+        lr=learning_rate(trainer.lr, trainer.lr_schedule, max(context.iteration - skipped, 0)),
         betas=trainer.betas,
         weight_decay=trainer.weight_decay,
         grad_clip=trainer.grad_clip,

@@ -13,13 +13,14 @@ import pyarrow as pa
 from infra.driver import Driver
 from infra.forks import state_before
 from infra.lanes import Output
+from infra.manifest import Manifest
 from infra.progress import report
 from infra.records import Skip
 from infra.runs import Run
 from infra.workers.worker import Updated
 from rlhf.errors import UserError
 from tasks.plan import ORDER
-from tasks.spec import UPDATES
+from tasks.spec import UPDATES, StageSpec
 from tasks.stage import ROWS, call_of, on_worker
 
 
@@ -51,14 +52,14 @@ def replay(run: Run, iteration: int) -> Iterator[Replayed]:
         inputs = tuple(
             Output.of(manifests[name]) for name in spec.reads if f"input.{name}" in manifest.fingerprint.parts
         )
-        view = spec.view(run.config.with_values({**manifest.config, "rollout.partial": False}, fit=False))
+        view = spec.view(run.config.as_committed({**manifest.config, "rollout.partial": False}))
         if spec.role in UPDATES and not manifest.shards:
             call = call_of(driver, spec, view, iteration, inputs, 0, 0, began)
             updated: Updated = on_worker(driver, "update", call, UPDATES[spec.role][1])
             assert manifest.weights is not None
             was, now = manifest.weights.digest, updated.weights.digest
             difference = "" if was == now else f"weights of the {spec.role}: {was[:12]} was committed, now {now[:12]}"
-            yield Replayed(spec.name, was == now, difference)
+            yield Replayed(spec.name, was == now, difference + _of_older_code(difference, spec, manifest))
             continue
         difference = ""
         for number, shard in enumerate(manifest.shards):
@@ -68,7 +69,12 @@ def replay(run: Run, iteration: int) -> Iterator[Replayed]:
             difference = first_difference(store.read_shard(shard), batch.table)
             if difference:
                 break
-        yield Replayed(spec.name, not difference, difference)
+        yield Replayed(spec.name, not difference, difference + _of_older_code(difference, spec, manifest))
+
+
+def _of_older_code(difference: str, spec: StageSpec, manifest: Manifest) -> str:
+    then = manifest.fingerprint.parts.get("version")
+    return f" (of an older release: version {then}, now {spec.version})" if difference and then != spec.version else ""
 
 
 def first_difference(committed: pa.Table, now: pa.Table) -> str:

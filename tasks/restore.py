@@ -15,7 +15,7 @@ from infra.records import Diverged, Skip, Stage, Weights
 from infra.workers.groups import WorkerGroup
 from infra.workers.worker import WEIGHTS_OF, Call, Updated
 from rlhf.errors import NotFinite
-from tasks.spec import UPDATES
+from tasks.spec import SPECS, UPDATES
 
 
 class ReplayMismatch(Corrupt):
@@ -86,7 +86,7 @@ def _replay(driver: Driver, group: WorkerGroup, role: str, at: Weights, target: 
         iteration=at.version,
         shard=0,
         attempt=0,
-        config=spec.view(driver.config.with_values(manifest.config, fit=False)),  # then, not with today's other keys
+        config=spec.view(driver.config.as_committed(manifest.config)),  # then, not with today's other keys
         inputs=spec.inputs((Output.of(sources[name]) for name in inputs), shard=0),
         role=role,
         weights=at,
@@ -115,10 +115,13 @@ def _report_mismatch(driver: Driver, role: str, committed: Stage, manifest: Mani
             )
         )
     policy = driver.config.checkpoint.on_replay_mismatch
+    then, now = manifest.fingerprint.parts.get("version"), SPECS[committed.stage].version
+    reason = "with the same engine, processes and threads that is a bug or a changed package"
+    if then != now:
+        reason = f"an older release committed them, and this one computes {committed.stage} otherwise"
     if policy == "stop" or (policy == "auto" and replayed.device == "cpu"):
         raise ReplayMismatch(
             f"replaying {committed.stage} of iteration {committed.iteration} gave other weights than were committed: "
-            "with the same engine, processes and threads that is a bug or a changed package; "
-            "checkpoint.on_replay_mismatch=continue goes on with the replayed weights"
+            f"{reason}; checkpoint.on_replay_mismatch=continue goes on with the replayed weights"
         )
     report("note", text=f"replaying {committed.stage} of iteration {committed.iteration} gave other weights; going on")

@@ -28,14 +28,16 @@ SPEC = StageSpec(
         "rollout.max_response_tokens",
         "algorithm.loss",
         "algorithm.kl.in_loss",
-        "algorithm.kl.estimator",
+        "algorithm.kl.loss_estimator",
         "algorithm.entropy_coef",
         "algorithm.rollout_correction",
+        "critic.warmup_iterations",
         *(f"actor.{key}" for key in TRAINER_KEYS),
     ),
     operational_keys=("actor.micro_batch_tokens",),
     role="actor",
     sharded=False,
+    version=2,
 )
 
 
@@ -53,11 +55,12 @@ def update_actor(context: Context) -> dict[str, float]:
     objective = ActorObjective(
         policy_loss=loss,
         kl_in_loss=config.algorithm.kl.in_loss,
-        kl_estimator=config.algorithm.kl.estimator,
+        kl_estimator=config.algorithm.kl.loss_estimator,
         entropy_coef=config.algorithm.entropy_coef,
         on_policy="old_log_probs" not in batch,
         weighted=correction is not None and correction.weights is not None,
         horizon=config.rollout.max_response_tokens,
     )
-    schedule = optimizer_steps(context, config.actor, temperature=config.rollout.temperature)
+    warmup = 0 if config.critic is None else config.critic.warmup_iterations
+    schedule = optimizer_steps(context, config.actor, temperature=config.rollout.temperature, skipped=warmup)
     return {**context.engine.update(batch, objective, schedule), "actor/lr": schedule.lr}

@@ -26,6 +26,7 @@ SPEC = StageSpec(
     operational_keys=("critic.micro_batch_tokens",),
     role="critic",
     sharded=False,
+    version=2,
 )
 
 

@@ -49,12 +49,19 @@ class AdvantageEstimator(Algorithm):
     def clipped(self, scores: Scores) -> Scores:
         return scores if self.clip_rewards is None else scores.clamp(-self.clip_rewards, self.clip_rewards)
 
-    def loss_mask(
-        self, mask: Tokens, scores: Scores, group_ids: Int[Tensor, " batch"]
-    ) -> Bool[Tensor, "batch response"]:
-        """Which tokens enter the losses."""
-        here = mask > 0
-        return here & Groups(group_ids).differ(scores)[:, None] if self.drop_flat_groups else here
+    def teaches(self, scores: Scores, group_ids: Int[Tensor, " batch"]) -> Bool[Tensor, " batch"]:
+        """Which trajectories there is something to learn from; the others enter neither the losses nor any statistic
+        over the batch. Left out are flat groups, if asked for, and for an estimator that compares the trajectories of a
+        prompt, one that has no other to be compared with.
+
+        Args:
+            scores: the score of each trajectory.
+            group_ids: equal for trajectories of the same prompt.
+        """
+        groups = Groups(group_ids)
+        if self.drop_flat_groups:
+            return groups.differ(scores)
+        return ~groups.alone if "group_ids" in self.needs else groups.size > 0
 
 
 class GAE(AdvantageEstimator):
@@ -91,7 +98,9 @@ class ReinforcePlusPlus(AdvantageEstimator):
 
     .. math:: R_t = r_t + \gamma R_{t+1}, \qquad A_t = \frac{R_t - \operatorname{mean}(R)}{\operatorname{std}(R)}
 
-    Masked tokens are stepped over.
+    Masked tokens (tool output) are stepped over, as in `gae`: what the model wrote before a tool answered has its part
+    in the final reward. verl's code sets the return to 0 at every masked token instead, so that only the last turn
+    learns from the final reward. The two agree where nothing within a response is masked.
     """
 
     type: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
@@ -122,8 +131,9 @@ class ReMax(AdvantageEstimator):
 
 
 class GroupEstimator(AdvantageEstimator):
-    """One advantage for a trajectory, from its score and those of its group. There is nothing for a critic to learn:
-    returns are the advantages."""
+    """One advantage for a trajectory, from its score and those of its group; 0 for a trajectory alone in its group, which
+    has nothing to be compared with (the stage `advantages` leaves it out of the losses, too). There is nothing for a
+    critic to learn: returns are the advantages."""
 
     needs: ClassVar[tuple[str, ...]] = ("group_ids",)
 
@@ -141,10 +151,8 @@ class GroupEstimator(AdvantageEstimator):
 
 def relative_to_group(scores: Scores, groups: Groups, norm_by_std: bool, epsilon: float) -> Scores:
     """The score less its group's mean, divided by its group's standard deviation if asked; see `GRPO`."""
-    advantages = scores - groups.mean(scores).where(~groups.alone, 0.0)
-    if norm_by_std:
-        advantages = advantages / (groups.std(scores).where(~groups.alone, 1.0) + epsilon)
-    return advantages
+    advantages = scores - groups.mean(scores)
+    return advantages / (groups.std(scores) + epsilon) if norm_by_std else advantages
 
 
 class GRPO(GroupEstimator):
@@ -183,8 +191,6 @@ class GRPOPassK(GroupEstimator):
     r"""Group-relative advantages for pass@k (arXiv 2503.19595): only the best of a group learns, by its lead.
 
     .. math:: A_{best} = \frac{R_{best} - R_{second}}{\operatorname{std}(R_{group}) + \epsilon}, \qquad A_{other} = 0
-
-    A trajectory alone in its group has no second: 0.
     """
 
     type: Literal["grpo_passk"] = "grpo_passk"
@@ -204,30 +210,24 @@ class RLOO(GroupEstimator):
     r"""REINFORCE, leave one out (arXiv 2402.14740): the mean score of the others is the baseline.
 
     .. math:: A_i = R_i - \frac{1}{n - 1}\sum_{j \ne i} R_j = \frac{n}{n-1}\left(R_i - \operatorname{mean}(R)\right)
-
-    A trajectory alone in its group has no baseline: its advantage is its score.
     """
 
     type: Literal["rloo"] = "rloo"
 
     def compare(self, scores: Scores, lengths: Scores, groups: Groups) -> Scores:
-        compared: Scores = groups.size * (scores - groups.mean(scores)) / (groups.size - 1).clamp(min=1)
-        return compared.where(~groups.alone, scores)
+        return groups.size * (scores - groups.mean(scores)) / (groups.size - 1).clamp(min=1)  # type: ignore[no-any-return]
 
 
 class OPO(GroupEstimator):
     r"""On-policy optimization with the baseline of least variance (arXiv 2505.23585): scores weighted by length.
 
     .. math:: A_i = R_i - \frac{\sum_j |y_j| R_j}{\sum_j |y_j|}
-
-    A trajectory alone in its group has no baseline: its advantage is its score. So has a group without a token.
     """
 
     type: Literal["opo"] = "opo"
 
     def compare(self, scores: Scores, lengths: Scores, groups: Groups) -> Scores:
-        baseline = groups.sum(lengths * scores) / groups.sum(lengths).clamp(min=1.0)
-        return scores - baseline.where(~groups.alone, 0.0)
+        return scores - groups.sum(lengths * scores) / groups.sum(lengths).clamp(min=1.0)
 
 
 class GPG(GroupEstimator):
@@ -235,29 +235,27 @@ class GPG(GroupEstimator):
 
     .. math:: A_i = \alpha\,(R_i - \operatorname{mean}(R_{group})), \qquad \alpha = \frac{B}{|\{j : R_j \ne 0\}|}
 
-    over the B trajectories of the batch, as in the published code. A trajectory alone in its group has the mean 0.
+    over the B trajectories that are learned from, as in the published code.
     """
 
     type: Literal["gpg"] = "gpg"
 
     def compare(self, scores: Scores, lengths: Scores, groups: Groups) -> Scores:
-        compared: Scores = scores - groups.mean(scores).where(~groups.alone, 0.0)
-        return compared * len(scores) / scores.count_nonzero().clamp(min=1)
+        compared: Scores = scores - groups.mean(scores)
+        return compared * (lengths > 0).sum() / scores.count_nonzero().clamp(min=1)
 
 
 class ReinforcePlusPlusBaseline(GroupEstimator):
     r"""REINFORCE++ with a baseline (arXiv 2501.03262): the group's mean is taken away, the batch is whitened.
 
     .. math:: A_i = \frac{R_i - \operatorname{mean}(R_{group})}{\operatorname{std}_{batch}}
-
-    A trajectory alone in its group has the mean 0.
     """
 
     type: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
     whiten: bool = Field(True, description="shift and scale advantages to mean 0, variance 1 over the batch's tokens")
 
     def compare(self, scores: Scores, lengths: Scores, groups: Groups) -> Scores:
-        return scores - groups.mean(scores).where(~groups.alone, 0.0)
+        return scores - groups.mean(scores)
 
 
 class EGPO(AdvantageEstimator):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from rlhf.algorithms.base import Options
 
@@ -19,16 +19,36 @@ def kl_divergence(
     log_probs: Float[Tensor, "batch response"], ref_log_probs: Float[Tensor, "batch response"], estimator: Estimator
 ) -> Float[Tensor, "batch response"]:
     r"""Per-token estimates of :math:`KL(\pi \| \pi_{ref})` from tokens sampled by :math:`\pi`
-    (J. Schulman, "Approximating KL divergence", 2020), with :math:`\Delta = \log\pi - \log\pi_{ref}`:
+    (J. Schulman, "Approximating KL divergence", 2020), with :math:`\Delta = \log\pi - \log\pi_{ref}`.
 
-    - ``k1``: :math:`\Delta` (unbiased, may be negative)
-    - ``abs``: :math:`|\Delta|`
-    - ``k2``: :math:`\Delta^2 / 2` (biased, low variance)
-    - ``k3``: :math:`e^{-\Delta} - 1 + \Delta` (unbiased, never negative); :math:`\Delta` is limited to ±20 and the
-      result to ±10, as in the published code, so that one stray token cannot overflow.
+    An estimator can be right in two ways. As a *value*: its mean over tokens sampled by :math:`\pi` is the divergence.
+    As a *loss*: the mean of its gradient is the gradient of the divergence. One does not follow from the other
+    (arXiv 2512.21852):
 
-    A ``+`` makes it straight-through: the value is the estimator's, the gradient that of k2, which alone has the
-    gradient of the KL divergence as its expectation.
+    - ``k1``, :math:`\Delta`: unbiased as a value, may be negative. As a loss its gradient is 0 on average.
+    - ``abs``, :math:`|\Delta|`: biased as a value. As a loss it has the gradient of twice the total variation distance.
+    - ``k2``, :math:`\Delta^2 / 2`: biased as a value, low variance. As a loss its gradient is unbiased.
+    - ``k3``, :math:`e^{-\Delta} - 1 + \Delta`: unbiased as a value, never negative, low variance. As a loss it has the
+      gradient of the divergence in the other direction, :math:`KL(\pi_{ref} \| \pi)`. :math:`\Delta` is limited to ±20
+      and the result to ±10, as in the published code, so that one stray token cannot overflow.
+    - ``k1+``, ``abs+``, ``k2+``, ``k3+``: straight-through. The value is unchanged; the gradient is that of k2, and so
+      unbiased. ``k3+`` is right in both ways.
+
+    This holds where the policy that learns has drawn the tokens: exactly in the first optimizer step of an iteration,
+    approximately in those after it.
+
+    In the *reward* nothing is differentiated: the policy gradient multiplies the value by :math:`\nabla\log\pi`. There
+    ``k1`` alone has the gradient of the divergence as its mean. ``k3`` has that of
+    :math:`KL(\pi \| \pi_{ref}) - KL(\pi_{ref} \| \pi)`, whose second part drives the policy away from the reference;
+    ``k2`` and ``abs`` punish a token that has become less likely as they punish one that has become more likely.
+
+    Args:
+        log_probs: log-probs of the sampled tokens by the policy, in nats.
+        ref_log_probs: the same by the reference.
+        estimator: one of the names above.
+
+    Returns:
+        The estimate for each token, in nats [batch, response].
     """
     delta = log_probs - ref_log_probs
     if estimator.endswith("+"):
@@ -75,12 +95,29 @@ class AdaptiveCoefficient(Options):
 Controller = Annotated[FixedCoefficient | AdaptiveCoefficient, Field(discriminator="type")]
 
 
+NO_REWARD = (
+    "{estimator} in the reward does not hold the policy near the reference: only k1 has the gradient of the KL "
+    "divergence there (docs/algorithms.md); use k1, or the KL in the loss (in_loss) with loss_estimator: {estimator}"
+)
+
+
+def _only_k1(value: object) -> object:
+    if value in get_args(Estimator) and value != "k1":
+        raise ValueError(NO_REWARD.format(estimator=value))
+    return value
+
+
 class KLPenalty(Options):
     """The KL term: subtracted from the token rewards, added to the loss, or both; neither means no reference."""
 
     in_reward: float | None = Field(None, ge=0, description="coefficient of the KL subtracted from token rewards")
     in_loss: float | None = Field(None, ge=0, description="coefficient of the KL added to the actor's loss")
-    estimator: Estimator = Field("k3", description="how KL is estimated from the sampled tokens")
+    reward_estimator: Annotated[Literal["k1"], BeforeValidator(_only_k1)] = Field(
+        "k1", description="how the KL in the reward is estimated: k1, which alone has the right gradient there"
+    )
+    loss_estimator: Estimator = Field(
+        "k3", description="how the KL in the loss is estimated; with a + (k3+), its gradient is unbiased"
+    )
     controller: Controller = Field(FixedCoefficient(), description="how the coefficient in the reward moves")
 
     @property

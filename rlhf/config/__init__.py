@@ -2,7 +2,7 @@
 
 from rlhf.config.fitting import FitConfig, RewardTraining, SFTConfig
 from rlhf.config.reading import differences, keys, models_in, overridden, read_yaml, validated, yaml_text
-from rlhf.config.run import STAGES, RunConfig, load_config, parse_config
+from rlhf.config.run import STAGES, RunConfig, load_config, parse_config, stored_config
 from rlhf.config.sections import (
     Actor,
     Checkpoint,
@@ -43,6 +43,7 @@ __all__ = [
     "overridden",
     "parse_config",
     "read_yaml",
+    "stored_config",
     "validated",
     "yaml_text",
 ]

@@ -196,6 +196,11 @@ def _algorithms_fit(config: RunConfig) -> None:
             f"algorithm.advantage {advantage.type} reads the parts of the reward, so algorithm.overlong_penalty "
             "would do nothing: remove it, or let the reward have such a part"
         )
+    if kl.in_loss is not None and kl.loss_estimator == "k1":
+        raise ValueError(
+            "algorithm.kl.loss_estimator k1 has a gradient of 0 on average, so algorithm.kl.in_loss would only add noise: "
+            "use k3, or k1+, whose gradient is unbiased"
+        )
     if kl.controller.type == "adaptive" and not kl.in_reward:
         raise ValueError(
             "algorithm.kl.controller is adaptive, but algorithm.kl.in_reward, the coefficient that it moves, is "

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from rlhf.config.older import GONE
 from rlhf.errors import UserError
 
 M = TypeVar("M", bound=BaseModel)
@@ -140,6 +141,8 @@ def _explain(error: ValidationError, tree: Mapping[str, Any], model: type[BaseMo
         return f"{key}.type is missing: set it"
     if problem["type"] == "union_tag_invalid":
         return f"{key}.type is {problem['ctx']['tag']!r}: input should be one of {problem['ctx']['expected_tags']}"
+    if problem["type"] == "extra_forbidden" and key in GONE:
+        return f"{key} is not a key of the config any more: {GONE[key]}"
     if problem["type"] == "extra_forbidden":
         lists = "`ratchet train --help`" if "rollout" in model.model_fields else "docs/configuration.md"
         return f"{key} is not a key of the config{_near(key, model)}; {lists} lists them"

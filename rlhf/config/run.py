@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, ValidationInfo, model_validator
 
 from rlhf.config.fits import check_combinations
+from rlhf.config.older import as_of_today
 from rlhf.config.reading import overridden, read_yaml, set_value, validated
 from rlhf.config.sections import (
     Actor,
@@ -213,13 +214,20 @@ class RunConfig(Section):
             found = None if found is None else found[part]
         return found
 
-    def with_values(self, values: Mapping[str, Any], *, fit: bool = True) -> RunConfig:
-        """This config with the values at some dotted keys replaced, validated again; but for combinations, if they
-        need not `fit` together, because each stage only looks at some of them."""
+    def with_values(self, values: Mapping[str, Any]) -> RunConfig:
+        """This config with the values at some dotted keys replaced, validated again."""
+        return validated(RunConfig, self._with(values), "config")
+
+    def as_committed(self, values: Mapping[str, Any]) -> RunConfig:
+        """This config with the values that a stage was committed with, by this release or an older one. Combinations
+        are not looked at, because the stage sees only its own keys."""
+        return validated(RunConfig, as_of_today(self._with(values)), "config", ANYTHING_FITS)
+
+    def _with(self, values: Mapping[str, Any]) -> dict[str, Any]:
         tree = self.model_dump(mode="json")
         for key, value in values.items():
             set_value(tree, key, value)
-        return validated(RunConfig, tree, "config", None if fit else ANYTHING_FITS)
+        return tree
 
     def overridden(self, overrides: Iterable[str]) -> RunConfig:
         """This config with ``a.b=c`` overrides, validated again."""
@@ -237,3 +245,9 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
 def parse_config(tree: Mapping[str, Any], where: str) -> RunConfig:
     """Validate a tree of plain values; raises `UserError` with one line about its first problem."""
     return validated(RunConfig, tree, where)
+
+
+def stored_config(tree: Mapping[str, Any], where: str) -> RunConfig:
+    """The config that a driver stored, of this release or an older one. It can be read even if this release would not
+    begin a run with it: combinations are refused when the run is driven."""
+    return validated(RunConfig, as_of_today(tree), where, ANYTHING_FITS)

@@ -144,6 +144,8 @@ class ModelEngine(ABC):
 
     def update(self, batch: TrajectoryBatch, objective: Objective, schedule: Schedule) -> dict[str, float]:
         assert self.trainable, "a reference is never updated"
+        if not schedule.mini_batches:
+            return {}
         sums: dict[str, float] = {}
         for rows in schedule.mini_batches:
             for name, value in self._mini_batch(batch.take(rows), objective, schedule).items():

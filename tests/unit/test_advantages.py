@@ -76,8 +76,9 @@ GRPO_GROUPS = torch.tensor([5, 5, 9, 9, 7])
 
 @pytest.mark.parametrize("norm_by_std", [True, False])
 def test_grpo_by_hand(norm_by_std: bool) -> None:
-    """Group 5 scores 1 and 3 (mean 2, deviation sqrt 2); group 9 does not spread; group 7 is one trajectory, of 6."""
-    spread, alone = (1 / (2**0.5 + 1e-6), 6 / (1 + 1e-6)) if norm_by_std else (1, 6)
+    """Group 5 scores 1 and 3 (mean 2, deviation sqrt 2); group 9 does not spread; group 7 is one trajectory, of 6, which
+    has nothing to be compared with."""
+    spread, alone = 1 / (2**0.5 + 1e-6) if norm_by_std else 1, 0
     advantages, returns = GRPO(norm_by_std=norm_by_std)(GRPO_REWARDS, GRPO_MASK, group_ids=GRPO_GROUPS)
     expected = tensor(-spread, spread, 0, 0, alone)[:, None] * GRPO_MASK
     torch.testing.assert_close(advantages, expected, rtol=1e-14, atol=0)
@@ -105,14 +106,14 @@ GROUPS = torch.tensor([8, 8, 8, 2, 2, 5])
 @pytest.mark.parametrize(
     ("estimator", "expected"),
     [
-        (GRPO(), [-1 / (1 + 1e-6), 1 / (1 + 1e-6), 0, 0, 0, 6 / (1 + 1e-6)]),
-        (DrGRPO(), [-1, 1, 0, 0, 0, 6]),
-        (RLOO(), [1 - 2.5, 3 - 1.5, 0, 0, 0, 6]),
-        (OPO(), [1 - 11 / 6, 3 - 11 / 6, 2 - 11 / 6, 0, 0, 6]),
-        (GPG(), [-1, 1, 0, 0, 0, 6]),  # no score is 0
+        (GRPO(), [-1 / (1 + 1e-6), 1 / (1 + 1e-6), 0, 0, 0, 0]),
+        (DrGRPO(), [-1, 1, 0, 0, 0, 0]),
+        (RLOO(), [1 - 2.5, 3 - 1.5, 0, 0, 0, 0]),
+        (OPO(), [1 - 11 / 6, 3 - 11 / 6, 2 - 11 / 6, 0, 0, 0]),
+        (GPG(), [-1, 1, 0, 0, 0, 0]),  # no score is 0
         (GRPOPassK(), [0, 1 / (1 + 1e-6), 0, 0, 0, 0]),
         (GRPOPassK(norm_by_std=False), [0, 1, 0, 0, 0, 0]),
-        (ReinforcePlusPlusBaseline(whiten=False), [-1, 1, 0, 0, 0, 6]),
+        (ReinforcePlusPlusBaseline(whiten=False), [-1, 1, 0, 0, 0, 0]),
     ],
     ids=lambda value: value.type if isinstance(value, Algorithm) else "",
 )
@@ -127,6 +128,13 @@ def test_group_estimators_by_hand(estimator: GroupEstimator, expected: list[floa
 def test_gpg_scales_by_the_share_of_scores_that_are_zero() -> None:
     advantages, _ = GPG()(tensor([1], [0], [0], [0]), torch.ones(4, 1).double(), group_ids=torch.tensor([0, 0, 1, 1]))
     assert advantages.flatten().tolist() == [4 * 0.5, -4 * 0.5, 0, 0]
+
+
+def test_reinforce_plus_plus_learns_from_the_final_reward_on_both_sides_of_a_tools_output() -> None:
+    """verl's code begins again at a masked token: there the first turn would get nothing."""
+    rewards, mask = tensor([0, 0, 0, 0, 8]), tensor([1, 1, 0, 0, 1])
+    _, returns = ReinforcePlusPlus(gamma=0.5)(rewards, mask)
+    assert returns.tolist() == [[2, 4, 0, 0, 8]], "two tokens of a tool do not discount either"
 
 
 def test_reinforce_plus_plus_by_hand() -> None:
@@ -173,13 +181,13 @@ def test_a_batch_without_a_token_has_no_advantage() -> None:
 
 @pytest.mark.parametrize("kind", [GRPO, GAE])
 def test_options_of_all(kind: type[AdvantageEstimator]) -> None:
-    scores, mask = tensor(-3, 0.5, 9), tensor([1, 1], [1, 0], [1, 1])
+    scores = tensor(-3, 0.5, 9)
     assert kind(clip_rewards=2).clipped(scores).tolist() == [-2, 0.5, 2]
     assert kind().clipped(scores) is scores
     flat = torch.tensor([1, 1, 0])
-    assert torch.equal(kind().loss_mask(mask, tensor(7, 7, 9), flat), mask > 0)
-    kept = kind(drop_flat_groups=True).loss_mask(mask, tensor(7, 8, 9), flat)
-    assert kept.tolist() == [[True, True], [True, False], [False, False]]
+    assert kind().teaches(tensor(7, 7, 9), flat).tolist() == [True, True, kind is GAE], "GRPO compares, GAE does not"
+    kept = kind(drop_flat_groups=True).teaches(tensor(7, 8, 9), flat)
+    assert kept.tolist() == [True, True, False]
 
 
 estimators = pytest.mark.parametrize("kind", members(Advantage))

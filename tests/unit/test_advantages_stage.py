@@ -11,6 +11,7 @@ from infra.workers.worker import Call, Context
 from rlhf.batch import TrajectoryBatch
 from rlhf.config import parse_config
 from rlhf.errors import UserError
+from rlhf.rewards import RewardFailed
 from tasks.advantages import SPEC, advantages
 
 COLUMNS: dict[str, Any] = {
@@ -22,6 +23,7 @@ COLUMNS: dict[str, Any] = {
     "finish_reason": ["stop", "length"],
     "score": [3.0, 1.0],
     "reward_parts": [[("form", 1.0), ("extra", 5.0)], [("form", 0.0)]],
+    "reward_error": [None, None],
     "token_scores": [None, None],
 }
 REF = {"ref_log_probs": [[-1.5, -1.0, -1.0], [-3.0, -2.0]]}
@@ -62,7 +64,7 @@ def test_the_part_of_the_score_that_lies_on_tokens_stays_there() -> None:
 
 
 def test_kl_is_taken_off_the_rewards() -> None:
-    kl = {"in_reward": 0.5, "estimator": "k1"}
+    kl = {"in_reward": 0.5}
     rows, outputs = computed({"kl": kl}, **REF)
     assert rows["token_rewards"] == [[-0.25, 0, 3], [0.5, 0]]
     assert outputs["metrics"]["actor/ref_kl"] == pytest.approx(1.5 / 4)
@@ -72,7 +74,7 @@ def test_kl_is_taken_off_the_rewards() -> None:
 
 
 def test_an_adaptive_coefficient_goes_on_from_where_it_stood_and_a_fixed_one_is_the_configs() -> None:
-    fixed = {"in_reward": 0.5, "estimator": "k1"}
+    fixed = {"in_reward": 0.5}
     adaptive = fixed | {"controller": {"type": "adaptive", "target": 0.1, "horizon": 4}}
     rows, outputs = computed({"kl": adaptive}, {"kl_in_reward": 0.25}, **REF)
     assert rows["token_rewards"][0] == [-0.125, 0, 3]
@@ -126,3 +128,74 @@ def test_rollout_correction_weighs_and_rejects() -> None:
     plain, outputs = computed({}, **old)
     assert plain["rollout_is_weights"] == [None, None]
     assert "rollout_corr/chi2_token" in outputs["metrics"]
+
+
+FIVE: dict[str, Any] = {
+    "trajectory_id": [*(f"it000000-p00000-s{sample:02d}" for sample in range(4)), "it000000-p00001-s02"],
+    "prompt_id": ["it000000-p00000"] * 4 + ["it000000-p00001"],
+    "prompt_ids": [[1]] * 5,
+    "response_mask": [[1, 1]] * 5,
+    "rollout_log_probs": [[-1.0, -1.0]] * 5,
+    "finish_reason": ["stop"] * 5,
+    "score": [-5.2, -4.8, -5.1, -4.9, -5.0],
+    "reward_parts": [[("form", score)] for score in (-5.2, -4.8, -5.1, -4.9, -5.0)],
+    "reward_error": [None] * 5,
+    "token_scores": [None] * 5,
+}
+"""A whole group, and what `reward.on_error: drop` has left of another."""
+FOUR = {name: column[:4] for name, column in FIVE.items()}
+
+COMPARING = ["grpo", "dr_grpo", "grpo_passk", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "gdpo", "egpo"]
+
+
+@pytest.mark.parametrize("whiten", [False, True])
+@pytest.mark.parametrize("estimator", COMPARING)
+def test_a_lone_survivor_of_its_prompt_is_left_out(estimator: str, whiten: bool) -> None:
+    """As if it had never been generated: neither its own advantage nor those of the others come from it."""
+    options = {"type": estimator, "whiten": whiten} | ({"parts": ["form"]} if estimator == "gdpo" else {})
+    entropy = {"entropy": [[1.0, 1.0]] * 5} if estimator == "egpo" else {}
+    alone, _ = computed({"advantage": options}, **FOUR, **{name: column[:4] for name, column in entropy.items()})
+    rows, outputs = computed({"advantage": options}, **FIVE, **entropy)
+    assert rows["advantages"][4] == rows["returns"][4] == rows["loss_mask"][4] == [0, 0]
+    for name in ("advantages", "loss_mask"):
+        assert rows[name][:4] == alone[name]
+    assert outputs["metrics"]["actor/loss_tokens_share"] == pytest.approx(0.8)
+    assert outputs["metrics"]["critic/advantages/min"] < 0 or estimator == "grpo_passk"
+
+
+@pytest.mark.parametrize("estimator", ["reinforce_plus_plus", "gae"])
+def test_an_estimator_that_compares_nothing_keeps_a_lone_survivor(estimator: str) -> None:
+    rows, _ = computed({"advantage": estimator}, **FIVE | {"score": [1.0, 2, 3, 4, 9]}, values=[[0.0, 0.0]] * 5)
+    assert rows["loss_mask"] == [[1, 1]] * 5
+    assert rows["advantages"][4] != [0, 0]
+
+
+def test_a_flat_group_that_leaves_the_losses_does_not_enter_whitening() -> None:
+    options = {"type": "reinforce_plus_plus", "drop_flat_groups": True}
+    whole = {name: [*column[:4], column[3]] for name, column in FIVE.items() if name != "prompt_id"}
+    whole |= {"trajectory_id": FIVE["trajectory_id"], "prompt_id": FIVE["prompt_id"], "score": [1.0, 2, 3, 4, 500]}
+    rows, _ = computed({"advantage": options}, **whole)
+    four, _ = computed({"advantage": options}, **FOUR | {"score": [1.0, 2, 3, 4]})
+    assert rows["advantages"] == [*four["advantages"], [0, 0]]
+
+
+def test_where_no_trajectory_has_another_to_be_compared_with_the_run_stops() -> None:
+    two = {name: [column[0], column[4]] for name, column in FIVE.items()}
+    with pytest.raises(RewardFailed, match="the reward failed for so many trajectories that none is left"):
+        computed({"advantage": "grpo"}, **two)
+
+
+def test_remax_leaves_out_a_prompt_whose_greedy_answer_has_no_reward() -> None:
+    rows, _ = computed({"advantage": "remax"}, **FIVE, greedy_score=[-5.0] * 4 + [None], greedy_tokens=[2] * 5)
+    assert rows["advantages"][4] == rows["loss_mask"][4] == [0, 0]
+    assert np.array(rows["advantages"][:4]) == pytest.approx(np.array([[-0.2] * 2, [0.2] * 2, [-0.1] * 2, [0.1] * 2]))
+
+
+def test_of_a_reward_that_failed_and_counts_0_every_part_is_0() -> None:
+    gdpo = {"type": "gdpo", "parts": ["form"], "norm_by_std": False, "whiten": False}
+    failed = {"score": [3.0, 0.0], "reward_parts": [[("form", 1.0)], []], "reward_error": [None, "it raised"]}
+    rows, _ = computed({"advantage": gdpo}, **failed)
+    assert rows["advantages"] == [[0.5] * 3, [-0.5, 0]]
+    always = {"score": [0.0, 0.0], "reward_parts": [[], []], "reward_error": ["it raised"] * 2}
+    rows, _ = computed({"advantage": gdpo}, **always)
+    assert rows["advantages"] == [[0, 0, 0], [0, 0]]

@@ -217,7 +217,7 @@ def test_a_view_gives_the_declared_keys_and_no_other() -> None:
     config = parse_config(MINIMAL, "here")
     view = ConfigView(config, ("rollout.n", "algorithm.kl", "actor.lr"))
     assert view.rollout.n == 4
-    assert view.algorithm.kl.estimator == "k3"
+    assert view.algorithm.kl.loss_estimator == "k3"
     assert view.values() == {
         "rollout.n": 4,
         "algorithm.kl": config.algorithm.kl.model_dump(mode="json"),
@@ -283,10 +283,10 @@ def test_a_part_of_a_config_need_not_fit_the_rest() -> None:
     """A replay looks at an update's keys, as they were then, among others as they are now."""
     config = parse_config({**MINIMAL, "algorithm": {"advantage": "egpo"}}, "here")
     then = {"algorithm.rollout_correction": {"bypass": True}, "actor.mini_batch_trajectories": 9999}
-    assert config.with_values(then, fit=False).bypass
+    assert config.as_committed(then).bypass
     with pytest.raises(UserError, match="egpo needs the entropy"):
         config.with_values(then)
-    assert config.with_values({"critic": None}, fit=False).value("critic.model") is None
+    assert config.as_committed({"critic": None}).value("critic.model") is None
 
 
 ALL = (*RunConfig.model_fields,)
@@ -297,7 +297,7 @@ def test_what_is_chosen_tells_configs_apart(path: Path) -> None:
     """A fingerprint holds what is chosen: two configs choose the same if, and only if, they are the same."""
     config = load_config(path)
     others = [load_config(other) for other in EXAMPLES]
-    others += [config.with_values({key: value}, fit=False) for key, value in SINGLE_CHANGES]
+    others += [config.as_committed({key: value}) for key, value in SINGLE_CHANGES]
     chosen = [ConfigView(other, ALL).chosen(ALL) for other in others]
     for number, other in enumerate(others):
         for before in range(number):

@@ -9,6 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pydantic import ValidationError
+from torch import Tensor
+
 from rlhf.algorithms import KLPenalty
 from rlhf.algorithms.kl import AdaptiveCoefficient, Estimator, kl_divergence
 from tests.padded import properties
@@ -89,3 +92,103 @@ def test_a_reference_is_needed_exactly_where_there_is_a_kl_term(in_reward: float
     needs = KLPenalty(in_reward=in_reward, in_loss=in_loss).needs
     assert ("ref_log_probs" in needs) == (in_reward is not None or in_loss is not None)
     assert ("old_log_probs" in needs) == (in_reward is not None)
+
+
+ARMS = 20
+BETA = 0.5
+
+
+def bandit() -> tuple[Tensor, Tensor]:
+    """Rewards of the arms, and the reference's log-probs of them."""
+    draw = torch.Generator().manual_seed(0)
+    rewards = torch.randn(ARMS, generator=draw, dtype=torch.float64)
+    return rewards, torch.randn(ARMS, generator=draw, dtype=torch.float64).log_softmax(-1)
+
+
+def learned(in_reward: Estimator | None, in_loss: Estimator | None) -> Tensor:
+    """The probabilities at which policy gradients come to rest that are exact: over all arms, not over samples. The KL
+    term is taken off the rewards, as the stage `advantages` does, or added to the loss, as the actor's objective does."""
+    rewards, ref = bandit()
+    logits = torch.zeros(ARMS, dtype=torch.float64, requires_grad=True)
+    for _ in range(2000):
+        log_probs = logits.log_softmax(-1)
+        token_rewards = rewards
+        if in_reward is not None:
+            token_rewards = rewards - BETA * kl_divergence(log_probs[None], ref[None], in_reward)[0].detach()
+        loss = -token_rewards * log_probs
+        if in_loss is not None:
+            loss = loss + BETA * kl_divergence(log_probs[None], ref[None], in_loss)[0]
+        (descent,) = torch.autograd.grad((log_probs.exp().detach() * loss).sum(), logits)
+        logits = (logits - descent).detach().requires_grad_()
+    return logits.detach().softmax(-1)
+
+
+def value_and_kl(probabilities: Tensor) -> tuple[float, float]:
+    rewards, ref = bandit()
+    kl = (probabilities * (probabilities.log() - ref)).sum()
+    return float((probabilities * rewards).sum()), float(kl)
+
+
+def best() -> tuple[float, float]:
+    """Of the policy that maximizes the reward less BETA times the KL divergence, which is known."""
+    rewards, ref = bandit()
+    return value_and_kl((ref + rewards / BETA).softmax(-1))
+
+
+def test_the_default_kl_in_the_reward_leads_to_the_policy_that_the_penalty_asks_for() -> None:
+    assert value_and_kl(learned(KLPenalty(in_reward=BETA).reward_estimator, None)) == pytest.approx(best(), abs=1e-3)
+
+
+@pytest.mark.parametrize("estimator", ["abs", "k2", "k3"])
+def test_other_estimators_in_the_reward_lead_elsewhere_and_are_refused(estimator: Estimator) -> None:
+    assert value_and_kl(learned(estimator, None)) != pytest.approx(best(), abs=0.05)
+    with pytest.raises(ValidationError, match=f"{estimator} in the reward does not hold the policy near the reference"):
+        KLPenalty(in_reward=BETA, reward_estimator=estimator)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k1+", "abs+", "k2+", "k3+"])
+def test_in_the_loss_the_gradient_of_these_is_unbiased(estimator: Estimator) -> None:
+    assert value_and_kl(learned(None, estimator)) == pytest.approx(best(), abs=1e-3)
+
+
+def gradient(estimator: Estimator) -> tuple[Tensor, dict[str, Tensor]]:
+    """The mean gradient of the estimator as a loss, over all arms; and those of what it might be the gradient of."""
+    _, ref = bandit()
+    logits = torch.linspace(-1, 1, ARMS, dtype=torch.float64, requires_grad=True)
+    log_probs = logits.log_softmax(-1)
+    held = log_probs.exp().detach()
+    found = (held * kl_divergence(log_probs[None], ref[None], estimator)[0]).sum()
+    distances = {
+        "KL(policy || reference)": (log_probs.exp() * (log_probs - ref)).sum(),
+        "KL(reference || policy)": (ref.exp() * (ref - log_probs)).sum(),
+        "twice the total variation": (log_probs.exp() - ref.exp()).abs().sum(),
+    }
+    of = {name: torch.autograd.grad(each, logits, retain_graph=True)[0] for name, each in distances.items()}
+    return torch.autograd.grad(found, logits)[0], of
+
+
+@pytest.mark.parametrize(
+    ("estimator", "distance"),
+    [
+        ("abs", "twice the total variation"),
+        ("k2", "KL(policy || reference)"),
+        ("k3", "KL(reference || policy)"),
+        ("k3+", "KL(policy || reference)"),
+    ],
+)
+def test_of_what_the_mean_gradient_in_the_loss_is_the_gradient(estimator: Estimator, distance: str) -> None:
+    found, of = gradient(estimator)
+    torch.testing.assert_close(found, of[distance], rtol=1e-10, atol=1e-12)
+
+
+def test_k1_has_no_gradient_in_the_loss() -> None:
+    assert gradient("k1")[0].abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_these_are_unbiased_as_values(estimator: Estimator) -> None:
+    _, ref = bandit()
+    policy = torch.linspace(-1, 1, ARMS, dtype=torch.float64).log_softmax(-1)
+    expected = (policy.exp() * (policy - ref)).sum()
+    found = (policy.exp() * kl_divergence(policy[None], ref[None], estimator)[0]).sum()
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)

@@ -1,0 +1,64 @@
+"""Which trajectories each optimizer step learns from, and at which learning rate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from infra.workers.worker import Call, Context
+from rlhf.batch import TrajectoryBatch
+from rlhf.config import parse_config
+from rlhf.engines.base import Schedule
+from tasks import update_actor
+from tasks.optimizer_steps import optimizer_steps
+
+
+def schedule(masks: list[list[int]], iteration: int = 0, skipped: int = 0, **actor: Any) -> Schedule:
+    """Of an actor that learns from mini-batches of 16 trajectories."""
+    tree = {
+        "model": {"path": "model"},
+        "data": {"train": "prompts", "prompts_per_iteration": 16},
+        "actor": {"mini_batch_trajectories": 16, **actor},
+    }
+    view = update_actor.SPEC.view(parse_config(tree, "here"))
+    call = Call(0, "update_actor", iteration, 0, 0, view, ())
+    context = Context(call, TrajectoryBatch.of({"loss_mask": masks}), worker=None)  # type: ignore[arg-type]
+    return optimizer_steps(context, view.actor, temperature=1.0, skipped=skipped)
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes"),
+    [
+        (64, [16, 16, 16, 16]),
+        (49, [17, 16, 16]),
+        (50, [17, 17, 16]),
+        (63, [16, 16, 16, 15]),
+        (17, [17]),
+        (16, [16]),
+        (1, [1]),
+    ],
+)
+def test_the_remainder_is_shared_out(rows: int, sizes: list[int]) -> None:
+    steps = schedule([[1]] * rows, ppo_epochs=2).mini_batches
+    assert [len(step) for step in steps] == sizes * 2
+    for epoch in (steps[: len(sizes)], steps[len(sizes) :]):
+        assert sorted(row for step in epoch for row in step) == list(range(rows))
+    assert rows == 1 or steps[: len(sizes)] != steps[len(sizes) :], "an order of its own"
+
+
+def test_trajectories_without_a_token_in_the_losses_take_no_part() -> None:
+    masks = [[0, 1] if row % 2 else [0] for row in range(64)]
+    steps = schedule(masks).mini_batches
+    assert [len(step) for step in steps] == [16, 16]
+    assert sorted(row for step in steps for row in step) == list(range(1, 64, 2))
+
+
+def test_without_a_token_in_the_losses_there_is_no_step() -> None:
+    assert schedule([[0, 0], []]).mini_batches == ()
+
+
+def test_iterations_in_which_only_the_critic_learned_do_not_use_up_the_warm_up() -> None:
+    options = {"lr": 1.0, "lr_schedule": {"warmup_iterations": 4}}
+    rates = [schedule([[1]], iteration, skipped=2, **options).lr for iteration in range(2, 7)]
+    assert rates == [0.25, 0.5, 0.75, 1, 1]
