@@ -27,6 +27,7 @@ from rlhf.data.prompts import PromptDataset
 from rlhf.environments import check_environment, environment_digest
 from rlhf.errors import UserError
 from rlhf.models import (
+    attention_of,
     check_reward_model,
     check_weights,
     files_digest,
@@ -188,6 +189,7 @@ def check_inputs(config: RunConfig) -> None:
     judge = {"reward.model": config.reward.model} if config.reward.model is not None else {}
     for key, each in (models | judge).items():
         check_weights(model_folder(each, key), key)
+        say_attention(each)
     load_tokenizer(config.model)
     if config.reward.model is not None:
         check_reward_model(config.reward.model)
@@ -195,6 +197,14 @@ def check_inputs(config: RunConfig) -> None:
     for path in (*config.data.train, config.validation.data):
         if path is not None:
             _check_file(path, config.model, config.data, tuple(config.reward.functions))
+
+
+@cache
+def say_attention(model: Model) -> None:
+    """Once a process: models have it in common, and the command line looks before the driver does."""
+    attention, reason = attention_of(model)
+    if reason is not None:
+        report("note", text=f"{model.path} is computed with {attention} attention, not {model.attention}: {reason}")
 
 
 @cache  # the command line looks before it starts Prefect, and the driver before it claims

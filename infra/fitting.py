@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from infra.claims import begin, claim, run_url
+from infra.driver import say_attention
 from infra.heartbeat import Heartbeat
 from infra.manifest import Checkpoint
 from infra.objects import Objects
@@ -57,6 +58,7 @@ class Fitting:
 def fitting(config: FitConfig, role: str, take_over: bool) -> Iterator[Fitting]:
     """Claim the run of a fit, which is made if it does not exist. Raises `UserError` if the run is another fit, and
     `Fenced` if another process drives it."""
+    say_attention(config.model)
     store = RunStore(Objects(run_url(config.run.store, config.run.name)))
     model = initial_digest(config.model, config.run.seed), tokenizer_digest(config.model)
     weights = Weights(version=0, digest=" ".join([*model, files.digest(config.data)]))

@@ -61,6 +61,8 @@ class DeepSpeedEngine(ModelEngine):
         self.optimizer = optimizer
         self.module.in_step = stage == 3
         self._placed = (True, True)
+        self._accumulates = False
+        """Whether there are gradients that no step has taken."""
 
     def _call(self, *inputs: Any) -> dict[str, Tensor]:
         with self._autocast() if self.stage == 0 else nullcontext():
@@ -90,6 +92,7 @@ class DeepSpeedEngine(ModelEngine):
             self.engine.offload_states(include=away, pin_memory=self.device.type == "cuda")
 
     def _backward(self, loss: Tensor, last: bool) -> None:
+        self._accumulates = True
         self.engine.set_gradient_accumulation_boundary(last)
         self.engine.backward(loss * ranks.count())  # it averages over ranks, and every loss is already a share
         if not last:
@@ -104,6 +107,7 @@ class DeepSpeedEngine(ModelEngine):
         else:
             self.wrapper.clip_grad = clip
         self.engine.step()
+        self._accumulates = False
         if self.stage > 0:
             norm = float(self.engine.get_global_grad_norm())
         if not math.isfinite(norm):
@@ -161,6 +165,8 @@ class DeepSpeedEngine(ModelEngine):
 
     def _reset_optimizer(self) -> None:
         assert self.optimizer is not None
+        if self._accumulates:  # it has many places for gradients, all of which a step empties
+            self._stand_still()
         for state in self.optimizer.state.values():
             for tensor in state.values():
                 tensor.zero_()
@@ -169,14 +175,20 @@ class DeepSpeedEngine(ModelEngine):
         """DeepSpeed makes the optimizer's state at its first step: one that changes nothing, if there was none yet."""
         assert self.optimizer is not None
         if not self.optimizer.state:
-            set_options(self.optimizer, STILL)
-            token = torch.zeros(1, dtype=torch.long, device=self.device)
-            with torch.enable_grad():
-                [nothing] = self._call(token[None], None, token, token, 1.0, ()).values()
-                self._backward(0 * nothing.sum(), last=True)
-            self.engine.step()
+            self._stand_still()
         for state in self.optimizer.state.values():
             state["step"].fill_(self.steps)
+
+    def _stand_still(self) -> None:
+        """A step of length 0; its traces in the optimizer's state are to be overwritten."""
+        assert self.optimizer is not None
+        set_options(self.optimizer, STILL)
+        token = torch.zeros(1, dtype=torch.long, device=self.device)
+        with torch.enable_grad():
+            [nothing] = self._call(token[None], None, token, token, 1.0, ()).values()
+            self._backward(0 * nothing.sum(), last=True)
+        self.engine.step()
+        self._accumulates = False
 
 
 STILL = Schedule(

@@ -70,7 +70,7 @@ class ModelEngine(ABC):
         self.steps = 0
         """Optimizer steps taken so far."""
         checkpointed = trainable and gradient_checkpointing
-        model.train(checkpointed)  # dropout is off either way
+        model.train(checkpointed)  # the models of this project have no dropout either way
         if checkpointed:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if not trainable:
@@ -109,7 +109,7 @@ class ModelEngine(ABC):
 
     @abstractmethod
     def _reset_optimizer(self) -> None:
-        """No step has been taken."""
+        """No step has been taken, and no gradient is left of an update that was aborted."""
 
     def _call(self, *inputs: Any) -> dict[str, Tensor]:
         with self._autocast():
@@ -264,12 +264,12 @@ class ModelEngine(ABC):
         names, buffers = self.names(), self._buffers()
         expected = {self._stored(name) for name in (*names, *buffers)}
         assert model.keys() == expected, f"not a checkpoint of this model: {model.keys() ^ expected}"
+        self._reset_optimizer()
         with torch.no_grad():
             for name in names:
                 self.set("model", name, model[self._stored(name)])
             for name, buffer in buffers.items():
                 buffer.copy_(model[name])
-            self._reset_optimizer()
             self.steps = json.loads(files["state.json"])["steps"]
             moments = _merged(files, ("optimizer",))
             for kind in MOMENTS if self.steps else ():

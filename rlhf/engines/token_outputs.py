@@ -120,7 +120,8 @@ class TokenOutputs(torch.nn.Module):
     def _check(self, packing: bool) -> None:
         """Try on a few tokens what an architecture may not do as others do, before anything is trained wrongly."""
         name, attention = type(self.model).__name__, self.model.config._attn_implementation
-        if attention != "sdpa":  # which computes everywhere, and in float32
+        plain = attention in ("sdpa", "eager")  # they compute everywhere, and in float32
+        if not plain:
             self.model.set_attn_implementation("sdpa")
         ids = torch.arange(4 * (self.team.size if self.team is not None else 1), device=self.model.device)[None]
         alone = self._hidden(ids)
@@ -143,7 +144,7 @@ class TokenOutputs(torch.nn.Module):
             mine = self._hidden(share[0], position_ids=share[1], team=self.team, visible=None)
             if ranks.largest(int(_differ(mine, self.team.share(alone)))):
                 raise UserError(f"{name} does not attend over shares of a sequence: leave sequence_parallel out")
-        elif attention != "sdpa":
+        elif not plain:
             self.model.set_attn_implementation(attention)
 
     def _hidden(self, input_ids: Tensor, **inputs: Any) -> Tensor:

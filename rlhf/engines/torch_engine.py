@@ -82,4 +82,5 @@ class TorchEngine(ModelEngine):
 
     def _reset_optimizer(self) -> None:
         if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
             self.optimizer.state.clear()

@@ -11,7 +11,7 @@ from rlhf.errors import UserError
 from rlhf.models import lora
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from rlhf.config import Model, RewardModel
 
@@ -202,20 +202,26 @@ def save(model: PreTrainedModel, folder: Path) -> None:
 
 
 def _load(auto_class: Any, model: Model, **options: Any) -> tuple[PreTrainedModel, list[str]]:
+    """`options` are of the config, but for `dtype`, the type of the weights."""
     import torch
+    from transformers import AutoConfig
     from transformers.utils import logging
 
     folder = model_folder(model)
     logging.set_verbosity_error()  # a critic's new head is no reason for a warning
     logging.disable_progress_bar()
+    dtype = options.pop("dtype", torch.float32)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code, **options)
+    _without_noise(config)
     try:
         loaded, info = auto_class.from_pretrained(
             folder,
-            attn_implementation=model.attention,
+            config=config,
+            attn_implementation=attention_of(model)[0],
             trust_remote_code=model.trust_remote_code,
             use_safetensors=True,
             output_loading_info=True,
-            **{"dtype": torch.float32, **options},
+            dtype=dtype,
         )
     except RuntimeError as error:  # of shapes
         if "ignore_mismatched_sizes" not in str(error):
@@ -227,19 +233,39 @@ def _load(auto_class: Any, model: Model, **options: Any) -> tuple[PreTrainedMode
     except ImportError as error:  # of an attention kernel
         first = str(error).splitlines()[0]
         raise UserError(f"model.attention is {model.attention}, which does not work here: {first}") from None
-    _without_dropout(loaded)
+    for module in loaded.modules():  # a classifier's head has a dropout that no config names
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
     return loaded, sorted(info["missing_keys"])
 
 
-def _without_dropout(model: PreTrainedModel) -> None:
-    """The log-probs of an update must be those of the same network that generated."""
-    import torch
+NOISE = ("dropout", "pdrop", "layerdrop", "drop_path", "droppath", "jitter")
+"""What the fields of a config are called that make a model's outputs random while it trains."""
 
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.0
+
+def _without_noise(config: PreTrainedConfig) -> None:
+    """The log-probs of an update must be those of the same network that generated, so nothing in it may be random. It is
+    the config that has to say so: many architectures copy the numbers into their layers and call functions with them."""
+    for name, value in vars(config).items():
+        if any(part in name for part in NOISE) and isinstance(value, float | int):
+            setattr(config, name, 0.0)
+    for name in config.sub_configs:
+        if (inner := getattr(config, name, None)) is not None:
+            _without_noise(inner)
+
+
+def attention_of(model: Model) -> tuple[str, str | None]:
+    """The attention kernel that a model is computed with, and if it is not the one in the config, why."""
+    if model.attention != "sdpa":
+        return model.attention, None
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    config = AutoConfig.from_pretrained(model_folder(model), trust_remote_code=model.trust_remote_code)
+    if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:
+        return "eager", "it caps the logits of its attention, which sdpa leaves out"
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa:
+        return "eager", "transformers has no sdpa for it"
+    return model.attention, None
 
 
 def eos_token_ids(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -351,6 +351,42 @@ def test_nan_is_refused_and_the_engine_can_be_loaded_anew(kind: Kind, batch: Tra
     assert engine.digest() == healthy.digest()
 
 
+def test_an_aborted_update_leaves_no_gradients_behind(kind: Kind, batch: TrajectoryBatch) -> None:
+    """One that ends between two micro-batches of a mini-batch, as an interrupt or a full device ends it."""
+    engine, healthy = kind.build(), kind.build()
+    for steps in range(2):  # the state of an engine that has never stepped is one, too
+        before = engine.state()
+        with pytest.raises(KeyboardInterrupt):
+            engine.update(batch, Aborts(kind.objective), replace(SCHEDULE, mini_batches=(ALL,)))
+        engine.load_state(before)
+        assert engine.digest() == healthy.digest(), steps
+        assert engine.update(batch, kind.objective, SCHEDULE) == healthy.update(batch, kind.objective, SCHEDULE)
+        assert engine.digest() == healthy.digest()
+
+
+class Aborts:
+    """An objective that does not survive its third micro-batch."""
+
+    def __init__(self, objective: Objective) -> None:
+        self.objective, self.calls = objective, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.objective, name)
+
+    def __call__(self, *inputs: Any) -> Any:
+        self.calls += 1
+        if self.calls == 3:
+            raise KeyboardInterrupt
+        return self.objective(*inputs)
+
+
+def test_without_a_step_nothing_changes(kind: Kind, batch: TrajectoryBatch) -> None:
+    engine = kind.build()
+    before = engine.digest()
+    assert engine.update(batch, kind.objective, replace(SCHEDULE, mini_batches=())) == {}
+    assert engine.digest() == before
+
+
 def test_masked_tokens_do_not_enter_an_update(kind: Kind, batch: TrajectoryBatch) -> None:
     values = batch.list(kind.learned_from)
     assert batch.list("loss_mask")[3][2] == 0

@@ -1,0 +1,121 @@
+"""What architectures do that would make training wrong without a word: dropout, and attention that a kernel leaves out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
+
+from rlhf.batch import TrajectoryBatch
+from rlhf.config import Model
+from rlhf.engines.token_outputs import Head
+from rlhf.engines.torch_engine import TorchEngine
+from rlhf.models import attention_of, load_actor, load_critic
+
+SMALL: dict[str, dict[str, Any]] = {
+    "biogpt": {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "layerdrop": 0.5},
+    "bloom": {"n_layer": 1, "n_head": 2},
+    "falcon": {"num_hidden_layers": 1, "num_attention_heads": 2},
+    "gpt2": {"n_embd": 16, "n_layer": 1, "n_head": 2},
+    "gpt_neox": {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32},
+    "llama": {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 32},
+    "mixtral": {
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "intermediate_size": 32,
+        "num_local_experts": 2,
+        "router_jitter_noise": 0.5,
+    },
+    "opt": {"num_hidden_layers": 1, "num_attention_heads": 2, "ffn_dim": 32, "word_embed_proj_dim": 16},
+    "phi": {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32},
+    "starcoder2": {
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "intermediate_size": 32,
+    },
+    "xglm": {"num_layers": 1, "attention_heads": 2, "ffn_dim": 32, "d_model": 16},
+}
+
+BATCH = TrajectoryBatch.of({"prompt_ids": [[3, 7], [5]], "response_ids": [[11, 2, 40], [9, 1, 1, 30]]})
+
+
+def folder(path: Path, kind: str, head: Head = "policy") -> Model:
+    """A model with random weights, and much dropout wherever its config names one."""
+    config = AutoConfig.for_model(kind, **{"vocab_size": 50, "hidden_size": 16, "pad_token_id": 0} | SMALL[kind])
+    for name in [name for name in vars(config) if "dropout" in name or "pdrop" in name]:
+        setattr(config, name, 0.5)
+    auto = AutoModelForCausalLM if head == "policy" else AutoModelForTokenClassification
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config.num_labels = 1
+        auto.from_config(config).save_pretrained(path)
+    return Model(path=str(path), dtype="float32")
+
+
+def inferred(engine: TorchEngine) -> np.ndarray:
+    name = {"policy": "log_probs", "value": "values"}[engine.head]
+    return np.concatenate(engine.infer(BATCH, [name], temperature=1.0, micro_batch_tokens=64)[name].to_pylist())
+
+
+@pytest.mark.parametrize(
+    ("kind", "head"),
+    [(kind, "policy") for kind in SMALL]
+    + [(kind, "value") for kind in ("bloom", "falcon", "gpt2", "gpt_neox", "mixtral", "phi", "starcoder2")],
+)
+def test_nothing_is_random_while_activations_are_recomputed(tmp_path: Path, kind: str, head: Head) -> None:
+    """Gradient checkpointing asks for a model in training mode, in which its layers would drop."""
+    model = folder(tmp_path, kind, head)
+    load = load_actor if head == "policy" else load_critic
+    checkpointed = TorchEngine(load(model), head, gradient_checkpointing=True)
+    assert checkpointed.model.training, "there is something to be tested"
+    found = inferred(checkpointed)
+    assert np.array_equal(found, inferred(checkpointed))
+    plain = inferred(TorchEngine(load(model), head))
+    # recomputing changes nothing; the tolerance is for kernels that differ between the modes
+    np.testing.assert_allclose(found, plain, rtol=0, atol=1e-5)
+
+
+SOFT_CAPPED = {
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 32,
+    "head_dim": 8,
+}
+
+
+def test_soft_capped_attention_is_computed_eagerly(tmp_path: Path) -> None:
+    """Gemma 2 under sdpa leaves its cap out."""
+    config = AutoConfig.for_model(
+        "gemma2", vocab_size=50, hidden_size=16, pad_token_id=0, attn_logit_softcapping=0.01, **SOFT_CAPPED
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        whole = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        for parameter in whole.parameters():
+            torch.nn.init.normal_(parameter)
+    whole.save_pretrained(tmp_path)
+    model = Model(path=str(tmp_path), dtype="float32")
+    assert attention_of(model) == ("eager", "it caps the logits of its attention, which sdpa leaves out")
+    ids = torch.tensor([[3, 7, 11, 2, 40]])
+    with torch.no_grad():
+        expected = whole(input_ids=ids).logits
+        loaded = load_actor(model)
+        without = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")(input_ids=ids).logits
+        torch.testing.assert_close(loaded(input_ids=ids).logits, expected, rtol=0, atol=1e-5)
+        assert (without - expected).abs().max() > 0.01, "the cap matters here"
+    TorchEngine(loaded, "policy", packing=True)
+    assert loaded.config._attn_implementation == "eager", "the engine's own checks leave it so"
+
+
+def test_attention_that_is_asked_for_stays(tmp_path: Path) -> None:
+    model = folder(tmp_path, "llama")
+    assert attention_of(model) == ("sdpa", None)
+    flex = model.model_copy(update={"attention": "flex_attention"})
+    assert attention_of(flex) == ("flex_attention", None)
