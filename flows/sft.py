@@ -11,16 +11,17 @@ from rlhf.algorithms.objectives import SupervisedObjective
 from rlhf.config import SFTConfig
 from rlhf.data.examples import supervised
 from rlhf.engines.torch_engine import TorchEngine
-from rlhf.models import load_actor, load_tokenizer
+from rlhf.models import eos_token_ids, load_actor, load_tokenizer
 from tasks.fit import Fit, fit
 
 
 @flow(name="sft", flow_run_name="{config.run.name}", persist_result=False)
 def sft(config: SFTConfig, take_over: bool = False) -> dict[str, float]:
     """Fit, or go on fitting, and write the model's folder; returns the metrics of the last round."""
+    tokenizer = load_tokenizer(config.model)
     examples, left_out = supervised(
         config.data,
-        load_tokenizer(config.model),
+        tokenizer,
         prompt=config.prompt_column,
         response=config.response_column,
         max_tokens=config.max_tokens,
@@ -29,12 +30,14 @@ def sft(config: SFTConfig, take_over: bool = False) -> dict[str, float]:
         report("note", text=f"{left_out} examples are longer than max_tokens {config.max_tokens}: left out")
 
     def rows(step: int) -> list[int]:
-        draw = seeding.generator(config.run.seed, "sft", step)
-        chosen = draw.choice(len(examples), size=min(config.batch_examples, len(examples)), replace=False)
-        return [int(row) for row in chosen]
+        size = min(config.batch_examples, len(examples))
+        return seeding.epochs(config.run.seed, "sft", len(examples), step * size, size)
 
     with fitting(config, "actor", take_over) as run:
         model = load_actor(config.model, config.run.seed)
+        ends = eos_token_ids(model.generation_config, tokenizer)
+        if len(ends) > 1 and model.generation_config is not None:  # whoever generates with the model stops there, too
+            model.generation_config.eos_token_id = list(ends)
         engine = TorchEngine(
             model, "policy", dtype=config.model.dtype, gradient_checkpointing=config.gradient_checkpointing
         )

@@ -116,7 +116,7 @@ class Driver:
         model = config.reward.model
         if what == "reward_model":
             assert model is not None
-            return f"{files_digest(model_folder(model))} {tokenizer_digest(model)}"
+            return f"{files_digest(model_folder(model))} {tokenizer_digest(model, writes=False)}"
         if what == "environment":
             environment = config.rollout.environment
             return None if environment is None else environment_digest(environment.name)

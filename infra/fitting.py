@@ -60,7 +60,8 @@ def fitting(config: FitConfig, role: str, take_over: bool) -> Iterator[Fitting]:
     `Fenced` if another process drives it."""
     say_attention(config.model)
     store = RunStore(Objects(run_url(config.run.store, config.run.name)))
-    model = initial_digest(config.model, config.run.seed), tokenizer_digest(config.model)
+    tokenizer = tokenizer_digest(config.model, writes=role == "actor")
+    model = initial_digest(config.model, config.run.seed), tokenizer
     weights = Weights(version=0, digest=" ".join([*model, files.digest(config.data)]))
     state = begin(store, config, take_over)
     if state.claim is not None:

@@ -14,3 +14,21 @@ def generator(seed: int, *path: str | int) -> np.random.Generator:
     text = "\x1f".join(str(part) for part in (seed, *path))
     key = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little")
     return np.random.Generator(np.random.Philox(key=key))
+
+
+def epochs(seed: int, name: str, size: int, first: int, count: int) -> list[int]:
+    """Rows `first` to `first + count` of an endless sequence of epochs over `size` rows, each shuffled in its own way.
+
+    Args:
+        seed: the run's seed.
+        name: what is drawn; different names give different orders.
+        size: rows of an epoch, each of which it has once.
+        first: rows of the sequence that come before.
+        count: rows to draw.
+    """
+    rows: list[int] = []
+    while len(rows) < count:
+        epoch, start = divmod(first + len(rows), size)
+        order = generator(seed, name, epoch).permutation(size)
+        rows += order[start : start + count - len(rows)].tolist()
+    return rows

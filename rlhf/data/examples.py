@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf.batch import TrajectoryBatch
 from rlhf.data.files import read
-from rlhf.data.prompts import Messages, Prompt, messages_of, tokens, with_response
+from rlhf.data.prompts import Messages, Prompt, end_of_turn, messages_of, tokens, with_response
 from rlhf.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def supervised(
     """Rows of a prompt and its response, by the names of their columns, or of `messages` whose last is the response;
     and how many were left out because they are longer. Raises `UserError` naming the row."""
     prompts, responses = [], []
-    examples = 0
+    examples, end = 0, end_of_turn(tokenizer)
     for where, row in read(url):
         examples += 1
         column = response if response in row or "completion" not in row else "completion"
@@ -36,7 +36,7 @@ def supervised(
             )
         asked = Prompt("", messages, ground_truth=None, ground_truth_is_json=False, extra_info="{}", where=where)
         ids = tokens(asked, tokenizer, system_prompt=None)[1]
-        written = [*tokenizer(said, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        written = [*tokenizer(said, add_special_tokens=False)["input_ids"], *end]
         if not ids:
             raise UserError(f"{where}: the prompt is empty: give it at least one message with content")
         if len(ids) + len(written) <= max_tokens:

@@ -97,12 +97,7 @@ class PromptDataset:
 
     def draw(self, seed: int, cursor: int, count: int) -> list[int]:
         """Rows `cursor` to `cursor + count` of an endless sequence of epochs, each shuffled in its own way."""
-        rows: list[int] = []
-        while len(rows) < count:
-            epoch, start = divmod(cursor + len(rows), len(self))
-            order = seeding.generator(seed, "data", epoch).permutation(len(self))
-            rows += order[start : start + count - len(rows)].tolist()
-        return rows
+        return seeding.epochs(seed, "data", len(self), cursor, count)
 
 
 def encode(
@@ -132,11 +127,40 @@ def encode(
 
 def tokens(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, system_prompt: str | None) -> tuple[str, list[int]]:
     messages = prompt.after(system_prompt)
-    if tokenizer.chat_template:
+    if tokenizer.chat_template:  # which writes its special tokens itself
         text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    else:
-        text = "\n".join(message["content"] for message in messages)
-    return text, list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return text, list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    text = "\n".join(message["content"] for message in messages)
+    return text, begun(text, tokenizer)
+
+
+def begun(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Tokens of a text that a sequence begins with, and that goes on after it: the tokenizer's special tokens stand
+    before it (a beginning of sequence, unless the text has it already), and none after it."""
+    plain = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    whole = list(tokenizer(text)["input_ids"])
+    if plain[:1] == [tokenizer.bos_token_id]:
+        return plain
+    places = (at for at in range(len(whole) - len(plain) + 1) if whole[at : at + len(plain)] == plain)
+    return [*whole[: next(places, 0)], *plain]
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The tokens that end a message of the assistant: those that the chat template writes after it, up to its first
+    special token (`<|im_end|>`, `<end_of_turn>`); without a template, or where it writes none, the end of sequence."""
+    from jinja2 import TemplateError
+
+    end = (int(tokenizer.eos_token_id),)
+    if not tokenizer.chat_template:
+        return end
+    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    try:
+        _, found, after = str(tokenizer.apply_chat_template(said, tokenize=False)).rpartition("!")
+    except TemplateError:  # it knows other roles
+        return end
+    ids = list(tokenizer(after, add_special_tokens=False)["input_ids"]) if found else []
+    special = [at for at, token in enumerate(ids) if token in tokenizer.added_tokens_decoder]
+    return tuple(ids[: special[0] + 1]) if special else end
 
 
 def with_response(messages: Messages, response: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, int | None]:

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf.data.prompts import begun, end_of_turn
 from rlhf.errors import UserError
 from rlhf.models import lora
 
@@ -90,12 +91,23 @@ def _set_template(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
         raise UserError(f"chat_template {path} is not a chat template: {error}") from None
 
 
-def tokenizer_digest(model: Model) -> str:
-    """Of its files, and of the chat template that takes the place of theirs."""
+def tokenizer_digest(model: Model, *, writes: bool = True) -> str:
+    """Of its files, of the chat template that takes the place of theirs, and for a model that `writes` of the tokens
+    that this project puts around its texts, where they are not the end of sequence alone."""
     files = files_digest(model_folder(model), TOKENIZER)
-    if model.chat_template is None:
-        return files
-    return hashlib.sha256(f"{files} {Path(model.chat_template).read_text()}".encode()).hexdigest()
+    template = "" if model.chat_template is None else f" {Path(model.chat_template).read_text()}"
+    around = _tokens_around(model) if writes else ""
+    return hashlib.sha256(f"{files}{template}{around}".encode()).hexdigest() if template or around else files
+
+
+def _tokens_around(model: Model) -> str:
+    """Before a prompt without a chat template, and after an answer with one."""
+    tokenizer = load_tokenizer(model)
+    before = begun("a", tokenizer)[: -len(tokenizer("a", add_special_tokens=False)["input_ids"])]
+    known = _ends(generation_config(model), tokenizer)
+    after = [token for token in end_of_turn(tokenizer)[-1:] if token not in known]
+    found = {"before": [] if tokenizer.chat_template else before, "after": after}
+    return f" {json.dumps(found)}" if any(found.values()) else ""
 
 
 def initial_digest(model: Model, seed: int) -> str:
@@ -269,11 +281,16 @@ def attention_of(model: Model) -> tuple[str, str | None]:
 
 
 def eos_token_ids(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every token that ends a response: the tokenizer's and those of the generation config."""
+    """Every token that ends a response: the tokenizer's end of sequence, those of the generation config, and the one
+    with which the chat template ends a turn."""
+    return tuple(sorted({*_ends(generation, tokenizer), end_of_turn(tokenizer)[-1]}))
+
+
+def _ends(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     configured = getattr(generation, "eos_token_id", None)
-    ids = {tokenizer.eos_token_id}
-    ids.update(configured if isinstance(configured, list) else [] if configured is None else [configured])
-    return tuple(sorted(ids))
+    return {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [])} | (
+        {configured} if isinstance(configured, int) else set()
+    )
 
 
 def generation_config(model: Model) -> GenerationConfig | None:

@@ -148,11 +148,11 @@ def tokenizer(chat_template: bool = False) -> Any:
         return "".join(f"<{message['role']}>{message['content']}" for message in messages) + "<assistant>"
 
     class Tokenizer(SimpleNamespace):
-        def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
-            assert not add_special_tokens, "the template brings them"
+        def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+            assert not (add_special_tokens and chat_template), "the template brings them"
             return {"input_ids": [ord(character) for character in text]}
 
-    return Tokenizer(chat_template="..." if chat_template else None, apply_chat_template=template)
+    return Tokenizer(bos_token_id=None, chat_template="..." if chat_template else None, apply_chat_template=template)
 
 
 @pytest.mark.parametrize(
