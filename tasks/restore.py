@@ -55,7 +55,8 @@ def _restore_copy(driver: Driver, group: WorkerGroup, weights: Weights) -> None:
         return
     driver.snapshots.settle(wait=True)
     state, actor = driver.state, driver.groups.of("actor")
-    if weights == state.initial["actor"]:
+    beside = group is actor and driver.config.rollout.engine == "server"  # it may have another run's weights
+    if weights == state.initial["actor"] and not beside:
         group.call("load", "rollout", weights, None)
     elif (roles := state.snapshots.get(weights.version)) is not None:
         group.call("load", "rollout", weights, roles["actor"])

@@ -9,25 +9,27 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import httpx
 
 
-def serving(folder: Path, **environment: str) -> str:
+def serving(folder: Path, options: Mapping[str, object] | None = None, **environment: str) -> str:
     """The URL of a server of a model, which ends with this process; started in a session of its own, so that all its
-    processes end."""
+    processes end. `options` are of its command line, over those that a run asks for."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     options = {
+        "logprobs-mode": "processed_logprobs",
+        "generation-config": "vllm",
+        **(options or {}),
         "host": "127.0.0.1",
         "port": port,
         "dtype": "float32",
         "max-model-len": 256,
         "gpu-memory-utilization": 0.1,
-        "logprobs-mode": "processed_logprobs",
-        "generation-config": "vllm",
     }
     arguments = [f"--{name}={value}" for name, value in options.items()]
     log = folder.parent / f"serve-{port}.log"

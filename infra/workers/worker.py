@@ -25,8 +25,9 @@ from infra.store import RunStore
 from rlhf.batch import TrajectoryBatch
 from rlhf.config import RunConfig
 from rlhf.config_view import ConfigView
-from rlhf.data.prompts import PromptDataset
+from rlhf.data.prompts import PromptDataset, encode
 from rlhf.engines import ranks
+from rlhf.engines.base import Sampling
 from rlhf.engines.generation import Interruptible
 from rlhf.environments import Environment, load_environment
 from rlhf.errors import EngineLost, NotFinite
@@ -36,7 +37,8 @@ from rlhf.rewards.pool import RewardPool
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rlhf.engines.base import Generation, Request, RolloutEngine, Sampling
+    from rlhf.engines.base import Generation, Request, RolloutEngine, TrainEngine
+    from rlhf.engines.server_rollout import ServerRollout
 
 
 T = TypeVar("T")
@@ -181,6 +183,7 @@ class Worker:
         self._updated: dict[str, Updated] = {}
         self._rollout_has: Weights | None = None
         """What the rollout's own copy of the actor's weights is, where it needs one."""
+        self._server_checked = False
         self._saving: dict[str, Saving] = {}
         self._datasets: dict[tuple[str, ...], PromptDataset] = {}
         self._environments: dict[str, Callable[..., Environment]] = {}
@@ -258,8 +261,30 @@ class Worker:
             rollout = self.engine("rollout")  # the last, so that it is awake where they take turns
             self._rollout_has = None
             rollout.load_weights(actor.weights(), actor.adapter_config)
+            if self.config.rollout.engine == "server":
+                self._check_server(rollout, self.engine("actor"))
             self._rollout_has = weights
             return True
+
+    def _check_server(self, rollout: ServerRollout, actor: TrainEngine) -> None:
+        """Once: a server's answer is compared with what the actor says of it, whose weights the server has just loaded."""
+        if self._server_checked:
+            return
+        from rlhf.engines.server_rollout import check_log_probs
+
+        data, rollout_config = self.config.data, self.config.rollout
+        [row] = self.dataset(data.train).draw(self.config.run.seed, 0, 1)
+        prompt = self.dataset(data.train).prompts[row]
+        options = {"max_tokens": data.max_prompt_tokens, "truncation": data.truncation}
+        _, ids = encode(prompt, self.tokenizer, system_prompt=data.system_prompt, **options)
+        sampling = Sampling(
+            temperature=rollout_config.temperature,
+            top_p=rollout_config.top_p,
+            max_tokens=rollout_config.max_response_tokens,
+            seed=self.config.run.seed,
+        )
+        check_log_probs(rollout, actor, ids, sampling)
+        self._server_checked = True
 
     def _comes_to_hold(self, role: str, weights: Weights) -> bool:
         if self.holds(role, weights):
@@ -290,7 +315,12 @@ class Worker:
         from rlhf.engines.model_engine import is_weights, weights_of
 
         if checkpoint is None and self.config.rollout.engine == "server":  # which may have another run's weights
-            self.engine("rollout").load_weights(load_actor(self.config.model).named_parameters())
+            from rlhf.engines.torch_engine import TorchEngine
+
+            rollout, model = self.engine("rollout"), load_actor(self.config.model)
+            rollout.load_weights(model.named_parameters())
+            actor = TorchEngine(model, "policy", dtype=self.config.model.dtype, trainable=False)
+            self._check_server(rollout, actor)
         elif checkpoint is None:
             self._end_rollout()
         else:

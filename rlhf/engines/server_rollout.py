@@ -11,13 +11,16 @@ import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import httpx
+import numpy as np
 from tenacity import RetryError, Retrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
+from rlhf.batch import TrajectoryBatch
+from rlhf.engines import ranks
 from rlhf.engines.base import Generation, Request, Sampling, limit_of, seed_of
 from rlhf.engines.weight_files import write_weights
 from rlhf.errors import EngineLost, UserError
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
+
+    from rlhf.engines.base import TrainEngine
 
 AT_ONCE = 64
 """Requests that a server is asked at the same time."""
@@ -82,6 +87,12 @@ class VLLMApi:
             "top_p": sampling.top_p if sampling.temperature else 1.0,
             "max_tokens": limit_of(request, sampling),
             "seed": seed,
+            # neutral, and said: else those of the model's generation_config.json would change what is drawn
+            "top_k": 0,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
             "logprobs": 0,  # of the sampled token
             "return_token_ids": True,
             "ignore_eos": True,  # ours are all of them
@@ -116,6 +127,11 @@ class SGLangApi:
                 "top_p": sampling.top_p if sampling.temperature else 1.0,
                 "max_new_tokens": limit_of(request, sampling),
                 "sampling_seed": seed % 2**31,
+                "top_k": -1,
+                "min_p": 0.0,
+                "repetition_penalty": 1.0,
+                "presence_penalty": 0.0,
+                "frequency_penalty": 0.0,
                 "ignore_eos": True,
                 "stop_token_ids": [] if sampling.ignore_eos else list(eos),
                 "stop": list(sampling.stop),
@@ -148,6 +164,7 @@ class TGIApi:
             "max_new_tokens": limit_of(request, sampling),
             "do_sample": sampling.temperature > 0,
             "seed": seed,
+            "repetition_penalty": 1.0,
             "stop": list(sampling.stop),
             "details": True,
             "return_full_text": False,
@@ -172,6 +189,54 @@ APIS: dict[str, Callable[[PreTrainedTokenizerBase | None], Api]] = {
     "sglang": lambda _: SGLangApi(),
     "tgi": TGIApi,
 }
+
+PROBE_TOKENS = 32
+
+
+def check_log_probs(rollout: ServerRollout, actor: TrainEngine, prompt_ids: Sequence[int], sampling: Sampling) -> None:
+    """Ask every server for one answer, and compare its log-probs with the trainer's.
+
+    The log-probs that training needs are those of the temperature-scaled logits before `top_p`. Which ones a server gives
+    is decided when it is started, and cannot be asked for. The answer is therefore drawn in a way that makes the wrong
+    ones stand out: at temperature 2 if the temperature matters, and from the likeliest token alone (whose log-prob after
+    `top_p` is 0) if `top_p` does.
+
+    Raises:
+        UserError: a server's log-probs are others, or those of another model.
+    """
+    if sampling.top_p < 1:
+        sampling, mode = replace(sampling, temperature=1.0, top_p=1e-6), "raw_logprobs"
+    else:
+        sampling, mode = replace(sampling, temperature=1.0 if sampling.temperature == 1 else 2.0), "processed_logprobs"
+    sampling = replace(sampling, max_tokens=min(PROBE_TOKENS, sampling.max_tokens), ignore_eos=True, stop=())
+    request = Request("log-probs-probe", tuple(prompt_ids))
+    answers = ranks.gathered(rollout.from_each(request, sampling) if ranks.rank() == 0 else {})[0]
+    for url, answer in answers.items():
+        batch = TrajectoryBatch.of({"prompt_ids": [request.prompt_ids], "response_ids": [answer.response_ids]})
+        given = np.array(answer.log_probs)
+        here, others = (
+            np.abs(given - expected).mean()
+            for expected in (
+                _log_probs(actor, batch, sampling.temperature),
+                np.zeros_like(given) if sampling.top_p < 1 else _log_probs(actor, batch, 1.0),
+            )
+        )
+        if here > others or here > SAME_MODEL:
+            raise UserError(
+                f"the log-probs of {url} are not those that the trainer gives the same {len(given)} tokens (they differ by "
+                f"{here:.3g} nats on average): start `vllm serve` with --logprobs-mode {mode}, and with the model of "
+                "model.path in its type"
+            )
+
+
+SAME_MODEL = 0.5
+"""Nats by which log-probs of the same model may differ on average: bfloat16 and quantized weights stay far below."""
+
+
+def _log_probs(actor: TrainEngine, batch: TrajectoryBatch, temperature: float) -> np.ndarray:
+    tokens = sum(int(batch.lengths(name).sum()) for name in batch.columns)
+    found = actor.infer(batch, ("log_probs",), temperature=temperature, micro_batch_tokens=tokens)
+    return np.asarray(found["log_probs"].flatten().to_numpy(zero_copy_only=False))
 
 
 class ServerRollout:
@@ -202,6 +267,16 @@ class ServerRollout:
             return []
         with ThreadPoolExecutor(min(len(requests), AT_ONCE * len(self.servers))) as pool:
             return list(pool.map(lambda request: self._generate_one(request, sampling), requests))
+
+    def from_each(self, request: Request, sampling: Sampling) -> dict[str, Generation]:
+        """What every server answers to a request, by its URL."""
+        seed = seed_of(request, sampling)
+        return {
+            server.url: self._patiently(
+                lambda server=server: self.api.generate(server, request, sampling, seed, self.eos)
+            )
+            for server in self.servers
+        }
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes | None = None) -> None:
         assert self.weights_folder is not None, "a run that trains has one"

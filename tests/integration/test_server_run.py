@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,8 +10,11 @@ from typing import Any
 
 import pytest
 import yaml
+from transformers import AutoTokenizer
 
 from rlhf.config import RunConfig
+from rlhf.engines.base import Request, Sampling
+from rlhf.engines.server_rollout import ServerRollout
 from tests import tiny
 from tests.history import History
 from tests.integration.test_vllm_run import gap
@@ -65,6 +69,45 @@ def test_a_server_generates_with_the_newest_weights(folder: Path, url: str, proc
     short = ["--max-response-tokens", "8"]
     answered = processes.cli("evaluate", folder / "model", "--data", data, "--server", url, *short)
     assert answered.wait(240) == 0, answered.text
+
+
+@pytest.fixture(scope="module")
+def unprepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A server as people start it: with vLLM's own kind of log-probs, and with the defaults that the model's publisher
+    recommends for sampling."""
+    folder = tiny.workspace(tmp_path_factory.mktemp("unprepared"))
+    model = tiny.model_folder(folder / "model", hidden=64, heads=2, key_value_heads=1)
+    recommended = {"top_k": 1, "min_p": 0.5, "repetition_penalty": 5.0, "temperature": 0.1}
+    path = model / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"do_sample": True} | recommended))
+    return folder, serving(model, {"logprobs-mode": "raw_logprobs", "generation-config": "auto"})
+
+
+def test_log_probs_of_another_kind_are_found_before_anything_is_generated(
+    unprepared: tuple[Path, str], processes: Processes
+) -> None:
+    folder, url = unprepared
+    hot = config(folder, processes, "hot", [url]).with_values({"rollout.temperature": 0.7})
+    child = train(processes, hot)
+    assert child.wait(240) == 2, child.text
+    assert f"the log-probs of {url} are not those that the trainer gives the same 8 tokens" in child.text
+    assert "start `vllm serve` with --logprobs-mode processed_logprobs" in child.text
+    assert "Traceback" not in child.text
+    assert not child.computed_shards
+    # before top_p, and at temperature 1, that kind is the right one
+    for name, changes in {"nucleus": {"rollout.top_p": 0.9}, "plain": {}}.items():
+        child = train(processes, config(folder, processes, name, [url]).with_values({**changes, "train.iterations": 1}))
+        assert child.wait(240) == 0, child.text
+
+
+def test_a_publishers_sampling_defaults_do_not_reach_the_policy(unprepared: tuple[Path, str]) -> None:
+    """With them, every answer would be the greedy one."""
+    folder, url = unprepared
+    tokens = AutoTokenizer.from_pretrained(folder / "model")("3 plus 4 is")["input_ids"]
+    sampling = Sampling(temperature=1.0, top_p=1.0, max_tokens=8, seed=0)
+    requests = [Request(f"it000000-p00000-s{sample:02d}", tuple(tokens)) for sample in range(8)]
+    found = ServerRollout([url], eos_token_ids=(1,)).generate(requests, sampling)
+    assert len({generation.response_ids for generation in found}) == 8
 
 
 def test_what_a_server_cannot_do_is_said(folder: Path, url: str, processes: Processes) -> None:
