@@ -16,6 +16,7 @@ from flows import temporary_server
 from flows.cli_data import data, make_folder
 from rlhf.config import RewardTraining, RunConfig, SFTConfig, keys, load_config, overridden, validated
 from rlhf.errors import RatchetError, UserError
+from rlhf.rewards import solved_score
 
 app = typer.Typer(
     name="ratchet",
@@ -371,7 +372,7 @@ def evaluate(
             answers = flow(config)
     if output is not None:
         views.write(answers, output)
-    console.print(views.solve_rates(answers, name, config.reward.on_error))
+    console.print(views.solve_rates(answers, name, config.reward.on_error, solved_score(config)))
 
 
 @app.command()
@@ -524,20 +525,19 @@ def doctor(
 
 
 def _drive(config: RunConfig, take_over: bool) -> None:
+    from flows.terminal import progress
     from infra.driver import check_inputs
     from infra.stopping import Stopped, on_signals
 
     def stop(*_: object) -> None:  # while Prefect, and not yet or no longer the driver, is at work
         raise Stopped.as_asked(f"`ratchet resume {config.run.name}`")
 
-    with on_signals(stop):
+    with on_signals(stop), progress(console, config.train.iterations):
         check_inputs(config)
         _prefect()
-        from flows.terminal import progress
         from flows.train import train as flow
 
-        with progress(console, config.train.iterations):
-            flow(config, take_over=take_over)
+        flow(config, take_over=take_over)
     elsewhere = "" if config.run.store == DEFAULT_STORE else f" --store {config.run.store}"
     console.print(
         f"run {config.run.name} has its {config.train.iterations} iterations\n"

@@ -41,7 +41,7 @@ def answer(config: RunConfig) -> pd.DataFrame:
 def _answers(config: RunConfig, worker: Worker) -> pd.DataFrame:
     assert config.validation.data is not None
     dataset = worker.dataset((config.validation.data,))
-    check_prompts(dataset, config.model, config.data, config.reward.functions)
+    check_prompts(dataset, config.model, config.data, config.reward)
     shards = -(-len(dataset) // config.rollout.prompts_per_shard)
     frames = []
     for shard in range(shards):

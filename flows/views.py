@@ -219,7 +219,7 @@ def write(answers: pd.DataFrame, path: Path) -> None:
     pq.write_table(pa.Table.from_pandas(answers, schema=TRAJECTORY.arrow(tuple(answers.columns))), path)
 
 
-def solve_rates(answers: pd.DataFrame, title: str, on_error: str) -> Table:
+def solve_rates(answers: pd.DataFrame, title: str, on_error: str, solved: float | None) -> Table:
     """Mean score by data source, with a 95 % confidence interval over prompts; and how n answers to a prompt do."""
     table = Table(title=title)
     failed = answers["reward_error"].notna()
@@ -233,13 +233,14 @@ def solve_rates(answers: pd.DataFrame, title: str, on_error: str) -> Table:
     sources, prompts, texts, scores = (
         answers[name].tolist() for name in ("data_source", "prompt_id", "response", "score")
     )
-    by_source = means([sums(sources, prompts, texts, scores, n)])
+    by_source = means([sums(sources, prompts, texts, scores, n, solved)])
     number = ".1%" if all(0 <= score <= 1 for score in scores) else ".3f"  # a reward model's are no shares
     for column in ("data source", "prompts", "trajectories", "mean score", "95 % interval", "well formed"):
         table.add_column(column, justify="left" if column == "data source" else "right")
     for source, group in answers.groupby("data_source"):
         mean, half = mean_and_interval(group)
-        if len(further := by_source[str(source)]) > 2:  # of one answer to each prompt, they say nothing new
+        further = by_source[str(source)]
+        if n > 1 or further.get("pass@1", mean) != mean:  # else they say nothing new
             shown = (f"{name} {value:{number}}" for name, value in further.items() if name != "mean_score")
             table.caption = f"{table.caption or ''}{source}: {', '.join(shown)}\n"
         formed = [parts.get("well_formed") for parts in group["reward_parts"]]

@@ -6,7 +6,7 @@ import importlib.metadata
 import importlib.util
 import json
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -22,7 +22,7 @@ from infra.stopping import Stopping, on_signals
 from infra.store import ROW_STAGES, RunStore
 from infra.workers.groups import Groups
 from infra.workers.ray_group import GroupLost
-from rlhf.config import Data, Model, RunConfig, differences, stored_config, yaml_text
+from rlhf.config import Data, Model, Reward, RunConfig, differences, stored_config, yaml_text
 from rlhf.data.prompts import PromptDataset
 from rlhf.environments import check_environment, environment_digest
 from rlhf.errors import UserError
@@ -37,6 +37,7 @@ from rlhf.models import (
     tokenizer_digest,
 )
 from rlhf.rewards import COMPARING, check_rewards, reward_digest
+from rlhf.rewards.pool import try_rewards
 
 MANY_PROMPTS = 10_000
 """Their lengths take over two seconds to look at."""
@@ -196,7 +197,7 @@ def check_inputs(config: RunConfig) -> None:
         load_tokenizer(config.reward.model, writes=False)
     for path in (*config.data.train, config.validation.data):
         if path is not None:
-            _check_file(path, config.model, config.data, tuple(config.reward.functions))
+            _check_file(path, config.model, config.data, config.reward.model_dump_json())
 
 
 @cache
@@ -208,19 +209,23 @@ def say_attention(model: Model) -> None:
 
 
 @cache  # the command line looks before it starts Prefect, and the driver before it claims
-def _check_file(path: str, model: Model, data: Data, rewards: tuple[str, ...]) -> None:
-    check_prompts(PromptDataset([path]), model, data, rewards)
+def _check_file(path: str, model: Model, data: Data, reward: str) -> None:
+    check_prompts(PromptDataset([path]), model, data, Reward.model_validate_json(reward))
 
 
-def check_prompts(dataset: PromptDataset, model: Model, data: Data, rewards: Collection[str]) -> None:
-    """Refuse prompts that are too long, or without what a built-in reward compares with."""
-    if comparing := [name for name in rewards if name in COMPARING]:
+def check_prompts(dataset: PromptDataset, model: Model, data: Data, reward: Reward) -> None:
+    """Refuse prompts that are too long, that lack what a built-in reward compares with, or that no reward can score."""
+    if comparing := [name for name in reward.functions if name in COMPARING]:
         for prompt in dataset.prompts:
             if prompt.ground_truth is None:
                 raise UserError(
                     f"{prompt.where}: reward_model.ground_truth is missing, with which reward.function "
                     f"{comparing[0]} compares"
                 )
+    for failure in try_rewards(reward, dataset.prompts):
+        if reward.on_error == "fail":
+            raise UserError(failure)
+        report("note", text=failure)
     if data.truncation != "error":
         return
     if len(dataset) > MANY_PROMPTS:

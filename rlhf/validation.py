@@ -1,8 +1,9 @@
 """What held-out answers say of a policy: pass@1, mean@n, maj@n and best@n, by data source.
 
-With :math:`s_{ij}` the score of answer j of n to prompt i: pass@1 is the share of answers that score 1 or more, mean@n
-the mean of :math:`s_{ij}`, best@n that of :math:`\\max_j s_{ij}`, and maj@n (arXiv 2203.11171) that of the score of the
-answer that is given most often, the first of them if there are several.
+With :math:`s_{ij}` the score of answer j of n to prompt i: pass@1 is the share of answers that are solved (a threshold
+says from which score on; where a score does not mean that, there is no pass@1), mean@n the mean of :math:`s_{ij}`,
+best@n that of :math:`\\max_j s_{ij}`, and maj@n (arXiv 2203.11171) that of the score of the answer that is given most
+often, the first of them if there are several.
 """
 
 from __future__ import annotations
@@ -30,10 +31,23 @@ def final_answer(response: str) -> str:
 
 
 def sums(
-    sources: Sequence[str], prompts: Sequence[str], responses: Sequence[str], scores: Sequence[float], n: int
+    sources: Sequence[str],
+    prompts: Sequence[str],
+    responses: Sequence[str],
+    scores: Sequence[float],
+    n: int,
+    solved: float | None = None,
 ) -> Sums:
-    """For every answer, in order: the data source and the prompt that it belongs to, its text and its score. A prompt
-    with fewer than `n` answers, because the others could not be scored, says nothing of them together."""
+    """The metrics of some answers.
+
+    Args:
+        sources: for every answer, in order, the data source,
+        prompts: the prompt that it belongs to,
+        responses: its text,
+        scores: and its score.
+        n: answers to a prompt. One with fewer, because the others could not be scored, says nothing of them together.
+        solved: the score from which on an answer is solved; None: there is no pass@1.
+    """
     answers: dict[tuple[str, str], list[tuple[str, float]]] = defaultdict(list)
     for source, prompt, response, score in zip(sources, prompts, responses, scores, strict=True):
         answers[source, prompt].append((final_answer(response), score))
@@ -41,7 +55,8 @@ def sums(
     for (source, _), given in answers.items():
         each = [score for _, score in given]
         add(found[source], "mean_score", sum(each), len(each))
-        add(found[source], "pass@1", sum(score >= 1 for score in each), len(each))
+        if solved is not None:
+            add(found[source], "pass@1", sum(score >= solved for score in each), len(each))
         if len(each) == n > 1:
             [(most, _)] = Counter(answer for answer, _ in given).most_common(1)
             add(found[source], f"mean@{n}", sum(each) / n, 1)

@@ -9,6 +9,7 @@ from infra.driver import Driver
 from infra.workers.worker import Context
 from rlhf.batch import TrajectoryBatch
 from rlhf.engines.base import Sampling
+from rlhf.rewards import solved_score
 from rlhf.validation import means, sums
 from tasks.generate import respond
 from tasks.reward_model import MODEL_KEYS, MODEL_OPERATIONAL_KEYS
@@ -49,6 +50,7 @@ SPEC = StageSpec(
         "rollout.prompts_per_shard",
         "validation.n",
         "validation.temperature",
+        "validation.solved_score",
         *REWARD_KEYS,
         *MODEL_KEYS,
     ),
@@ -87,7 +89,7 @@ def validate_shard(context: Context) -> TrajectoryBatch:
     kept = counting(config, scored["reward_error"])
     columns = (*map(answers.list, ("data_source", "prompt_id", "response")), scored["score"])
     sources, prompts, texts, found = (list(compress(column, kept)) for column in columns)
-    context.outputs["sums"] = sums(sources, prompts, texts, found, config.validation.n)
+    context.outputs["sums"] = sums(sources, prompts, texts, found, config.validation.n, solved_score(config))
     context.outputs["errors"] = sum(error is not None for error in scored["reward_error"])
     written = {name: answers.array(name) if name in answers else scored[name] for name in SPEC.writes}
     return TrajectoryBatch.of({"trajectory_id": answers.array("trajectory_id"), **written})

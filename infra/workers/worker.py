@@ -267,7 +267,7 @@ class Worker:
             return True
 
     def _check_server(self, rollout: ServerRollout, actor: TrainEngine) -> None:
-        """Once: a server's answer is compared with what the actor says of it, whose weights the server has just loaded."""
+        """Once: a server's answer is compared with what the actor says of it, whose weights it has just loaded."""
         if self._server_checked:
             return
         from rlhf.engines.server_rollout import check_log_probs
@@ -275,8 +275,13 @@ class Worker:
         data, rollout_config = self.config.data, self.config.rollout
         [row] = self.dataset(data.train).draw(self.config.run.seed, 0, 1)
         prompt = self.dataset(data.train).prompts[row]
-        options = {"max_tokens": data.max_prompt_tokens, "truncation": data.truncation}
-        _, ids = encode(prompt, self.tokenizer, system_prompt=data.system_prompt, **options)
+        _, ids = encode(
+            prompt,
+            self.tokenizer,
+            max_tokens=data.max_prompt_tokens,
+            truncation=data.truncation,
+            system_prompt=data.system_prompt,
+        )
         sampling = Sampling(
             temperature=rollout_config.temperature,
             top_p=rollout_config.top_p,

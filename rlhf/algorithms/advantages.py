@@ -131,9 +131,9 @@ class ReMax(AdvantageEstimator):
 
 
 class GroupEstimator(AdvantageEstimator):
-    """One advantage for a trajectory, from its score and those of its group; 0 for a trajectory alone in its group, which
-    has nothing to be compared with (the stage `advantages` leaves it out of the losses, too). There is nothing for a
-    critic to learn: returns are the advantages."""
+    """One advantage for a trajectory, from its score and those of its group; 0 for one alone in its group, which has
+    nothing to be compared with (the stage `advantages` leaves it out of the losses, too). There is nothing for a critic
+    to learn: returns are the advantages."""
 
     needs: ClassVar[tuple[str, ...]] = ("group_ids",)
 
@@ -215,7 +215,7 @@ class RLOO(GroupEstimator):
     type: Literal["rloo"] = "rloo"
 
     def compare(self, scores: Scores, lengths: Scores, groups: Groups) -> Scores:
-        return groups.size * (scores - groups.mean(scores)) / (groups.size - 1).clamp(min=1)  # type: ignore[no-any-return]
+        return groups.size * (scores - groups.mean(scores)) / (groups.size - 1).clamp(min=1)
 
 
 class OPO(GroupEstimator):

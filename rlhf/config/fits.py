@@ -198,8 +198,8 @@ def _algorithms_fit(config: RunConfig) -> None:
         )
     if kl.in_loss is not None and kl.loss_estimator == "k1":
         raise ValueError(
-            "algorithm.kl.loss_estimator k1 has a gradient of 0 on average, so algorithm.kl.in_loss would only add noise: "
-            "use k3, or k1+, whose gradient is unbiased"
+            "algorithm.kl.loss_estimator k1 has a gradient of 0 on average, so algorithm.kl.in_loss would only add "
+            "noise: use k3, or k1+, whose gradient is unbiased"
         )
     if kl.controller.type == "adaptive" and not kl.in_reward:
         raise ValueError(

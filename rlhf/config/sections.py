@@ -340,6 +340,11 @@ class Validation(Section):
     n: int = Field(1, gt=0, description="trajectories per prompt")
     temperature: float = Field(1.0, ge=0, description="sampling temperature; 0: greedy")
     before_train: bool = Field(True, description="validate before the first iteration")
+    solved_score: float | None = Field(
+        None,
+        description="the score from which on an answer counts as solved, for pass@1; null: 1 with a built-in reward "
+        "that says right or wrong, and no pass@1 with others, whose scores need not mean that",
+    )
 
 
 class Train(Section):

@@ -196,10 +196,10 @@ PROBE_TOKENS = 32
 def check_log_probs(rollout: ServerRollout, actor: TrainEngine, prompt_ids: Sequence[int], sampling: Sampling) -> None:
     """Ask every server for one answer, and compare its log-probs with the trainer's.
 
-    The log-probs that training needs are those of the temperature-scaled logits before `top_p`. Which ones a server gives
-    is decided when it is started, and cannot be asked for. The answer is therefore drawn in a way that makes the wrong
-    ones stand out: at temperature 2 if the temperature matters, and from the likeliest token alone (whose log-prob after
-    `top_p` is 0) if `top_p` does.
+    Training needs the log-probs of the temperature-scaled logits before `top_p`. Which ones a server gives is decided
+    when it is started, and cannot be asked for. The answer is therefore drawn in a way that makes the wrong ones stand
+    out: at temperature 2 if the temperature matters, and from the likeliest token alone (whose log-prob after `top_p`
+    is 0) if `top_p` does.
 
     Raises:
         UserError: a server's log-probs are others, or those of another model.
@@ -223,9 +223,9 @@ def check_log_probs(rollout: ServerRollout, actor: TrainEngine, prompt_ids: Sequ
         )
         if here > others or here > SAME_MODEL:
             raise UserError(
-                f"the log-probs of {url} are not those that the trainer gives the same {len(given)} tokens (they differ by "
-                f"{here:.3g} nats on average): start `vllm serve` with --logprobs-mode {mode}, and with the model of "
-                "model.path in its type"
+                f"the log-probs of {url} are not those that the trainer gives the same {len(given)} tokens (they "
+                f"differ by {here:.3g} nats on average): start `vllm serve` with --logprobs-mode {mode}, and with the "
+                "model of model.path in its type"
             )
 
 

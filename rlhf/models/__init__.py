@@ -256,8 +256,8 @@ NOISE = ("dropout", "pdrop", "layerdrop", "drop_path", "droppath", "jitter")
 
 
 def _without_noise(config: PreTrainedConfig) -> None:
-    """The log-probs of an update must be those of the same network that generated, so nothing in it may be random. It is
-    the config that has to say so: many architectures copy the numbers into their layers and call functions with them."""
+    """The log-probs of an update must be those of the same network that generated, so nothing in it may be random. The
+    config has to say so: many architectures copy the numbers into their layers, and call functions with them."""
     for name, value in vars(config).items():
         if any(part in name for part in NOISE) and isinstance(value, float | int):
             setattr(config, name, 0.0)

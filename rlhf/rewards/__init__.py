@@ -12,10 +12,14 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from numbers import Real
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from rlhf.errors import NotFinite, RatchetError, UserError, raised
 from rlhf.named import load_named, source_of
+
+if TYPE_CHECKING:
+    from rlhf.config import RunConfig
+    from rlhf.config_view import ConfigView
 
 RewardFunction = Callable[..., float | dict[str, float]]
 
@@ -24,7 +28,7 @@ KEY = "reward.function"
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 """By name, as verl gives them, in whatever order a function takes them."""
 COMPARING = ("auto", "code", "countdown", "gsm8k", "math")
-"""Those that need a ground truth."""
+"""Those that need a ground truth, and give 1 to what is right."""
 BUILT_IN = ("auto", "code", "constant", "countdown", "format", "gsm8k", "length", "math")
 
 LARGEST = (2 - 2**-23) * 2.0**127
@@ -41,6 +45,13 @@ class Score:
     parts: dict[str, float]
     error: str | None = None
     """Why there is none: then it is 0."""
+
+
+def solved_score(config: RunConfig | ConfigView) -> float | None:
+    """The score from which on an answer is solved (`validation.solved_score`); None where scores do not mean that."""
+    chosen: float | None = config.validation.solved_score
+    alone = config.reward.model is None and config.rollout.environment is None
+    return 1.0 if chosen is None and alone and config.reward.function in COMPARING else chosen
 
 
 def load_reward(name: str) -> RewardFunction:

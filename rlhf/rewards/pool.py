@@ -13,17 +13,22 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from rlhf.data.prompts import structures
 from rlhf.errors import NotFinite, RatchetError, UserError
-from rlhf.rewards import RewardFailed, Score
+from rlhf.rewards import KEY, RewardFailed, Score, auto
+
+if TYPE_CHECKING:
+    from rlhf.config.sections import Reward
+    from rlhf.data.prompts import Prompt
 
 START_S = 300.0
 """For importing what the reward imports."""
@@ -83,6 +88,50 @@ class RewardPool:
     def close(self) -> None:
         for child in self._children:
             child.end()
+
+
+SOURCES = 16
+"""At most so many prompts are tried."""
+
+
+def try_rewards(reward: Reward, prompts: Iterable[Prompt]) -> Iterator[str]:
+    """Score an answer to the first prompt of each data source, before anything is generated.
+
+    The answer is the ground truth itself, or a 0 where that is no text: what no reward should fail on.
+
+    Returns:
+        What fails, one line each, naming file and row.
+    """
+    firsts: dict[str, Prompt] = {}
+    for prompt in prompts:
+        firsts.setdefault(prompt.data_source, prompt)
+        if len(firsts) == SOURCES:
+            break
+    if not reward.functions or not firsts:
+        return
+    rows = []
+    for source, prompt in firsts.items():
+        truth, extra = structures(prompt.ground_truth, prompt.ground_truth_is_json, prompt.extra_info)
+        rows.append((source, truth if isinstance(truth, str) else "0", truth, extra))
+    pool = RewardPool(reward.functions, reward.options, 1, reward.timeout_s)
+    try:
+        scores = pool.score(rows)
+    finally:
+        pool.close()
+    for prompt, found in zip(firsts.values(), scores, strict=True):
+        if isinstance(found, RatchetError):
+            yield (
+                f"{prompt.where}: {KEY} {' + '.join(reward.functions)} cannot score an answer to this prompt: {found}"
+                f"{_other_built_in(reward, prompt)}"
+            )
+
+
+def _other_built_in(reward: Reward, prompt: Prompt) -> str:
+    try:
+        fits = auto.reward_of(prompt.data_source, None)
+    except ValueError:
+        return ""
+    return "" if fits in reward.functions else f"; {prompt.data_source} has a built-in reward: set {KEY}: {fits}"
 
 
 def _understood(answer: dict[str, Any]) -> Score | RatchetError:

@@ -73,10 +73,42 @@ def test_gsm8k_from_its_own_files(workspace: Path, processes: Processes) -> None
     assert (metrics["iteration"] == 1).all(), "not before the training"
     store = History.of(config).run.store
     found = store.manifests(1)["validate"].metrics
-    assert {name.rpartition("/")[2] for name in found} == {"mean_score", "pass@1", "mean@2", "maj@2", "best@2"}
+    metrics = {"mean_score", "mean@2", "maj@2", "best@2"}
+    assert {name.rpartition("/")[2] for name in found} == metrics, "of a sum of rewards, no score means solved"
     answered = processes.cli("evaluate", "gsm8k", "--store", config.run.store, "--data", out / "test.parquet", "--n", 2)
     assert answered.wait(240) == 0, answered.text
     assert "best@2" in answered.text
+
+
+def test_a_reward_that_cannot_score_the_prompts_is_found_before_anything_starts(
+    workspace: Path, processes: Processes
+) -> None:
+    """Rows of GSM8K under the default reward, which is that of another game."""
+    out, store = processes.folder / "data", f"file://{processes.folder}/runs"
+    made = processes.cli("data", "gsm8k", out, "--source", GSM8K)
+    assert made.wait() == 0, made.text
+    config = tiny.config(
+        workspace,
+        run__name="gsm8k",
+        run__store=store,
+        data__train=[str(out / "train.parquet")],
+        data__truncation="drop",
+    )
+    refused = train(processes, config)
+    assert refused.wait(240) == 2, refused.text
+    [line] = [line for line in refused.text.splitlines() if line.startswith("error: ")]
+    assert f"{out}/train.parquet, row 1: reward.function countdown cannot score an answer to this prompt: " in line
+    assert "ground_truth must be an object with target and numbers, not 72" in line
+    assert line.endswith("; openai/gsm8k has a built-in reward: set reward.function: gsm8k")
+    assert "starting Prefect" not in refused.text
+    assert not (processes.folder / "runs").exists()
+
+    kinder = config.with_values({"reward.on_error": "zero", "train.iterations": 1})
+    noted = train(processes, kinder)
+    assert noted.wait(240) == 0, noted.text
+    assert "reward.function countdown cannot score an answer" in noted.text
+    mended = train(processes, config.with_values({"run.name": "mended", "reward.function": "gsm8k"}))
+    assert mended.wait(240) == 0, "what the message says to do works"
 
 
 def test_a_failed_reward_is_recorded_and_the_policy_decides(workspace: Path, processes: Processes) -> None:

@@ -76,8 +76,8 @@ GRPO_GROUPS = torch.tensor([5, 5, 9, 9, 7])
 
 @pytest.mark.parametrize("norm_by_std", [True, False])
 def test_grpo_by_hand(norm_by_std: bool) -> None:
-    """Group 5 scores 1 and 3 (mean 2, deviation sqrt 2); group 9 does not spread; group 7 is one trajectory, of 6, which
-    has nothing to be compared with."""
+    """Group 5 scores 1 and 3 (mean 2, deviation sqrt 2); group 9 does not spread; group 7 is one trajectory
+    of 6, which has nothing to be compared with."""
     spread, alone = 1 / (2**0.5 + 1e-6) if norm_by_std else 1, 0
     advantages, returns = GRPO(norm_by_std=norm_by_std)(GRPO_REWARDS, GRPO_MASK, group_ids=GRPO_GROUPS)
     expected = tensor(-spread, spread, 0, 0, alone)[:, None] * GRPO_MASK

@@ -1,4 +1,4 @@
-"""What architectures do that would make training wrong without a word: dropout, and attention that a kernel leaves out."""
+"""What architectures do that would silently make training wrong: dropout, and attention that a kernel leaves out."""
 
 from __future__ import annotations
 

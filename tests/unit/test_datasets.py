@@ -9,12 +9,12 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from rlhf.config import Model
+from rlhf.config import Model, parse_config
 from rlhf.data import datasets, files
 from rlhf.data.prompts import PromptDataset, encode
 from rlhf.errors import UserError
 from rlhf.models import load_tokenizer
-from rlhf.rewards import auto
+from rlhf.rewards import auto, solved_score
 from rlhf.validation import final_answer, means, sums
 from tests import tiny
 
@@ -149,8 +149,10 @@ def test_what_a_response_comes_to(response: str, answer: str) -> None:
 
 def test_metrics_of_several_answers_by_hand() -> None:
     """Two prompts of one source with three answers each, in two shards; another source with one."""
-    first = sums(["a"] * 3, ["p0"] * 3, ["#### 1", "#### 2", "#### 2"], [1.0, 0.0, 0.0], 3)
-    second = sums(["a"] * 3 + ["b"], ["p1"] * 3 + ["p2"], ["#### 5", "#### 6", "#### 5", "x"], [1.0, 0.0, 1.0, 0.5], 3)
+    first = sums(["a"] * 3, ["p0"] * 3, ["#### 1", "#### 2", "#### 2"], [1.0, 0.0, 0.0], 3, 1.0)
+    second = sums(
+        ["a"] * 3 + ["b"], ["p1"] * 3 + ["p2"], ["#### 5", "#### 6", "#### 5", "x"], [1.0, 0.0, 1.0, 0.5], 3, 1.0
+    )
     found = means([first, second])
     assert found["a"] == {
         "mean_score": pytest.approx(0.5),
@@ -160,3 +162,23 @@ def test_metrics_of_several_answers_by_hand() -> None:
         "best@3": pytest.approx(1.0),
     }
     assert found["b"] == {"mean_score": 0.5, "pass@1": 0.0}
+
+
+def test_from_which_score_on_an_answer_is_solved_is_named_or_there_is_no_pass_at_1() -> None:
+    answers = (["a"] * 4, ["p0", "p1", "p2", "p3"], [""] * 4, [-1.5, 0.2, 0.7, 3.0])
+    assert means([sums(*answers, 1)])["a"] == {"mean_score": pytest.approx(0.6)}
+    assert means([sums(*answers, 1, 0.5)])["a"]["pass@1"] == 0.5
+    tree: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "p"}}
+    for reward, rollout, solved in (
+        ({"function": "gsm8k"}, {}, 1.0),
+        ({"function": "auto"}, {}, 1.0),
+        ({"function": "my_rewards:compute_score"}, {}, None),
+        ({"function": "length"}, {}, None),
+        ({"function": {"gsm8k": 1.0, "format": 0.2}}, {}, None),
+        ({"model": "judge"}, {}, None),
+        ({"model": "judge", "function": "gsm8k"}, {}, None),
+        ({"function": "gsm8k"}, {"environment": "calculator"}, None),
+    ):
+        config = parse_config(tree | {"reward": reward, "rollout": rollout}, "here")
+        assert solved_score(config) == solved, reward
+        assert solved_score(config.with_values({"validation.solved_score": 0.25})) == 0.25

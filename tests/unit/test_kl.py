@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -106,8 +105,8 @@ def bandit() -> tuple[Tensor, Tensor]:
 
 
 def learned(in_reward: Estimator | None, in_loss: Estimator | None) -> Tensor:
-    """The probabilities at which policy gradients come to rest that are exact: over all arms, not over samples. The KL
-    term is taken off the rewards, as the stage `advantages` does, or added to the loss, as the actor's objective does."""
+    """Where the policy comes to rest under policy gradients that are exact: over all arms, not over samples. The KL term
+    is taken off the rewards, as in the stage `advantages`, or added to the loss, as in the actor's objective."""
     rewards, ref = bandit()
     logits = torch.zeros(ARMS, dtype=torch.float64, requires_grad=True)
     for _ in range(2000):

@@ -1,4 +1,4 @@
-"""What stands before a prompt and after an answer: by the post-processors and the chat templates that people publish."""
+"""What stands before a prompt and after an answer, by the post-processors and chat templates that people publish."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from tests import tiny
 
 
 def template(single: str, *special: str) -> Any:
-    return lambda ids: processors.TemplateProcessing(single=single, special_tokens=[(name, ids[name]) for name in special])
+    return lambda ids: processors.TemplateProcessing(
+        single=single, special_tokens=[(name, ids[name]) for name in special]
+    )
 
 
 def byte_level(ids: dict[str, int]) -> Any:
@@ -82,7 +84,7 @@ def test_a_prompt_begins_as_the_models_training_texts_did_and_goes_on(kind: str)
 
 @kinds
 def test_a_beginning_that_the_prompt_brings_is_not_doubled(kind: str) -> None:
-    bos, _, _, before = KINDS[kind]
+    bos = KINDS[kind][0]
     if bos is None:
         pytest.skip("it has none")
     prompt = Prompt("x", [{"role": "user", "content": f"{bos}ab"}], None, False, "{}")
@@ -136,7 +138,17 @@ TEMPLATES: dict[str, tuple[str | None, list[str]]] = {
 
 
 def chat_tokenizer(kind: str) -> Any:
-    special = ["<unk>", "<eos>", "<bos>", "</s>", "<s>", "<|im_start|>", "<|im_end|>", "<start_of_turn>", "<end_of_turn>"]
+    special = [
+        "<unk>",
+        "<eos>",
+        "<bos>",
+        "</s>",
+        "<s>",
+        "<|im_start|>",
+        "<|im_end|>",
+        "<start_of_turn>",
+        "<end_of_turn>",
+    ]
     ids = {token: number for number, token in enumerate([*special, *tiny.LETTERS, "\n", "!", ":", "[", "]"])}
     inner = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -162,7 +174,7 @@ def test_a_turn_ends_as_the_template_ends_it(kind: str, tmp_path: Path) -> None:
 
 
 def test_the_digest_tells_what_stands_around_texts_and_is_that_of_the_files_otherwise(tmp_path: Path) -> None:
-    """So that what an older release generated, without a beginning of sequence, is not taken for what this one would."""
+    """What an older release generated without a beginning of sequence is not taken for what this one would."""
     digests = {}
     for name, kind in {"plain": "gpt-2", "begins": "llama-2"}.items():
         folder = tiny.model_folder(tmp_path / name)
