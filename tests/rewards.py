@@ -69,3 +69,10 @@ def fails_on_some(data_source: str, solution_str: str, ground_truth: str, extra_
     if solution_str[:1] in set("01"):
         time.sleep(3600)
     return letters(data_source, solution_str, ground_truth)
+
+
+def fails_on_a_third(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+    """By prompt and response together, but never on the ground truth itself."""
+    if solution_str != ground_truth and sum(map(ord, solution_str + ground_truth)) % 3 == 0:
+        raise ValueError("not this one")
+    return letters(data_source, solution_str, ground_truth)

@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -152,6 +153,44 @@ def test_a_failed_reward_is_recorded_and_the_policy_decides(workspace: Path, pro
         assert table.wait(240) == 0, table.text
         counted = "count as 0" if policy == "zero" else "left out"
         assert re.search(rf"[0-9]+ rewards failed, and {counted}:", " ".join(table.text.split()))
+
+
+def test_what_is_left_without_a_comparison_is_left_out(workspace: Path, processes: Processes) -> None:
+    """A prompt with one good trajectory under GRPO, and one whose greedy answer has no reward under ReMax."""
+    learned = {}
+    for estimator in ("grpo", "remax"):
+        config = tiny.config(
+            workspace,
+            run__name=estimator,
+            run__store=f"file://{processes.folder}/runs",
+            reward={"function": "tests.rewards:fails_on_a_third", "on_error": "drop"},
+            algorithm={"advantage": estimator},
+            data__prompts_per_iteration=8,
+            train__iterations=1,
+        )
+        child = train(processes, config)
+        assert child.wait(240) == 0, child.text
+        history = History.of(config)
+        history.check_sound()
+        learned[estimator] = history.run.trajectories()
+        assert history.run.metrics()["actor/grad_norm"].item() > 0
+    compared = learned["grpo"]
+    alone = compared.groupby("prompt_id")["prompt_id"].transform("size") == 1
+    assert 0 < alone.sum() < len(compared)
+    against = learned["remax"]
+    failed = against["greedy_error"].notna()
+    assert 0 < failed.sum() < len(against)
+    assert against["greedy_score"].isna().equals(failed)
+    assert against["greedy_error"][failed].str.contains("not this one").all()
+    for frame, left_out in ((compared, alone), (against, failed)):
+        for name in ("advantages", "loss_mask"):
+            assert (frame[name].map(lambda row: np.abs(row).max()) == 0)[left_out].all()
+        assert (frame["loss_mask"].map(min) == 1)[~left_out].all()
+
+    config = config.with_values({"run.name": "stops", "reward.on_error": "fail"})
+    stopped = train(processes, config)
+    assert stopped.wait(240) == 1, stopped.text
+    assert "nothing of the shard is committed" in stopped.text
 
 
 TINY_ZERO = """

@@ -132,7 +132,7 @@ def test_grpo_on_policy_has_no_critic_no_reference_and_no_old_log_probs(ratchet:
 
 
 def test_the_critic_warms_up(ratchet: Ratchet, workspace: Path) -> None:
-    warm = {"critic__warmup_iterations": 1}
+    warm: dict[str, Any] = {"critic__warmup_iterations": 1, "actor__lr_schedule": {"warmup_iterations": 4}}
     done(ratchet(dies_after("skip", "update_actor", 0), **warm), -9)
     refused = done(ratchet(critic__warmup_iterations=0), 2)
     assert "critic warms up" in refused
@@ -140,6 +140,8 @@ def test_the_critic_warms_up(ratchet: Ratchet, workspace: Path) -> None:
     done(ratchet(**warm))
     history = ratchet.history
     assert [(skip.iteration, skip.weights.version) for skip in history.commits(Skip)] == [(0, 1)]
+    rates = history.run.metrics()["actor/lr"].dropna().tolist()
+    assert rates[:1] == pytest.approx([1e-3 / 4]), "the actor's own warm-up begins with its own first update"
     initial = load_file(workspace / "model" / "model.safetensors")
     for version, same in ((1, True), (2, False)):
         exported = load_file(history.run.export(version, ratchet.processes.folder / str(version)) / "model.safetensors")

@@ -105,8 +105,8 @@ def bandit() -> tuple[Tensor, Tensor]:
 
 
 def learned(in_reward: Estimator | None, in_loss: Estimator | None) -> Tensor:
-    """Where the policy comes to rest under policy gradients that are exact: over all arms, not over samples. The KL term
-    is taken off the rewards, as in the stage `advantages`, or added to the loss, as in the actor's objective."""
+    """Where the policy comes to rest under policy gradients that are exact: over all arms, not over samples. The KL
+    term is taken off the rewards, as in the stage `advantages`, or added to the loss, as in the actor's objective."""
     rewards, ref = bandit()
     logits = torch.zeros(ARMS, dtype=torch.float64, requires_grad=True)
     for _ in range(2000):
