@@ -14,6 +14,7 @@ from rich.console import Console
 
 from flows import temporary_server
 from flows.cli_data import data, make_folder
+from flows.terminal import visible
 from rlhf.config import RewardTraining, RunConfig, SFTConfig, keys, load_config, overridden, validated
 from rlhf.errors import RatchetError, UserError
 from rlhf.rewards import solved_score
@@ -63,7 +64,7 @@ def main() -> None:
     try:
         app()
     except RatchetError as error:
-        errors.print(f"error: {error}", highlight=False, markup=False)
+        errors.print(f"error: {visible(str(error))}", highlight=False, markup=False)
         sys.exit(error.exit_code)
 
 
@@ -321,6 +322,36 @@ def vacuum(
     for key in doomed:
         console.print(key, highlight=False)
     console.print(f"{len(doomed)} objects {'would be' if dry_run else 'were'} deleted")
+
+
+@app.command()
+def verify(
+    name: Name,
+    store: Store = DEFAULT_STORE,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="write anew what is only a copy of what the log says")
+    ] = False,
+) -> None:
+    """Read the whole run: its log, and every object that the log names; say what is wrong, and what can be done."""
+    from flows import views
+    from flows.terminal import progress
+    from infra.store import RunStore
+    from infra.verify import verify as examine
+
+    there = RunStore.at(_url(name, store))
+    with progress(console):
+        findings = list(examine(there))
+    repaired = [found for found in findings if repair and found.repair is not None]
+    for found in repaired:
+        assert found.repair is not None
+        found.repair()
+    views.findings(console, [found for found in findings if found not in repaired])
+    for found in repaired:
+        console.print(f"{found.key} {found.what}: repaired", highlight=False, markup=False)
+    wrong = [found for found in findings if not found.harmless]
+    if wrong:
+        raise RatchetError(f"{len(wrong)} objects of {name} are not what was written: {wrong[0].key} {wrong[0].what}")
+    console.print(f"{name} is what was written")
 
 
 @app.command()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 import numpy as np
 
-from infra.records import Stage
+from infra.records import Fork, Stage
 from infra.runs import Run
 from rlhf.config import RunConfig
 from rlhf.errors import UserError
@@ -112,13 +112,13 @@ def _names(runs: Sequence[Run]) -> list[str]:
 
 
 def _run(run: Run) -> dict[str, Any]:
-    first = json.loads(run.store.objects.get("run.json"))
+    [first, *_] = run.store.log.record(0).commits
     return {
         "url": run.store.url,
         "closed": run.state.iteration,
         "iterations": run.config.train.iterations,
         "snapshots": sorted(run.state.snapshots),
-        "parent": f"{first['parent']} at {first['at']}" if first["parent"] else None,
+        "parent": f"{run.store.objects.of_run(first.parent).url} at {first.at}" if isinstance(first, Fork) else None,
         "metrics": _metrics(run),
         "trajectories": _trajectories(run),
     }

@@ -6,6 +6,7 @@ from prefect import flow
 
 from flows.train import train
 from infra.claims import run_url
+from infra.log import RunLog
 from infra.objects import Objects
 from infra.runs import open_run
 from rlhf.config import RunConfig
@@ -46,5 +47,5 @@ def rescoring_config(source: str, run: str, reward: str | None, learn: bool) -> 
 def begin(config: RunConfig) -> None:
     """Make the run a fork of its source at the start, so that it begins with the same weights and the same claims."""
     assert config.data.generations is not None
-    if Objects(run_url(config.run.store, config.run.name)).get_if_there("run.json") is None:
+    if RunLog(Objects(run_url(config.run.store, config.run.name))).read().slot < 0:
         fork_run(open_run(config.data.generations), config, 0, None)

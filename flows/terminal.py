@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,20 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from infra.progress import listening
+
+
+def visible(text: str) -> str:
+    """Text from outside as a terminal may be given it: control characters, which could move the cursor, set a title or
+    hide what was printed, are shown as escapes; so is what no UTF-8 can hold."""
+    return "".join(character.encode("unicode_escape").decode() if _acts(character) else character for character in text)
+
+
+def _acts(character: str) -> bool:
+    return (character not in "\n\t" and unicodedata.category(character) in ("Cc", "Cs")) or character in BIDIRECTIONAL
+
+
+BIDIRECTIONAL = set("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+"""They make text read otherwise than it is."""
 
 
 @contextmanager
@@ -80,5 +95,5 @@ class _Terminal:
         self.bars.update(self.lines[key], completed=done, description=text or key)
 
     def _print(self, text: str) -> None:
-        self.bars.console.print(text, highlight=False)
+        self.bars.console.print(visible(text), highlight=False, markup=False)
         sys.stdout.flush()

@@ -1,7 +1,5 @@
 """A run: iterations, one after the other, from wherever the log says it stands."""
 
-from contextlib import suppress
-
 import httpx
 from prefect import flow
 from prefect.client.schemas.objects import State
@@ -16,8 +14,9 @@ from flows.prefect_pages import show_report, shown, tagged
 from flows.tracking import tracking
 from infra.driver import driving
 from infra.log import Fenced
-from infra.objects import StoreUnavailable
+from infra.progress import report
 from rlhf.config import RunConfig
+from rlhf.errors import RatchetError
 from tasks.fingerprint import check_open_iteration
 from tasks.stage import finish
 from tasks.validate import validate
@@ -72,5 +71,7 @@ def _train(config: RunConfig, take_over: bool) -> None:
                 finish()
                 track(driver.state.iteration, validated.manifest().metrics)
     if PREFECT_API_URL.value():
-        with suppress(StoreUnavailable):  # the run is done, and its report can be had at any time
+        try:
             show_report(driver.store.url)
+        except RatchetError as error:  # the run is done, and its report can be had at any time
+            report("note", text=f"the report was not written: {error}")

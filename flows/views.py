@@ -13,8 +13,10 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from flows.terminal import visible
 from infra import heartbeat
 from infra.claims import run_url
+from infra.query import answer, isolated
 from infra.runs import Run, open_run
 from rlhf.config import RunConfig, parse_config
 from rlhf.errors import UserError
@@ -22,8 +24,11 @@ from rlhf.schema import TRAJECTORY
 from rlhf.validation import means, sums
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import pandas as pd
 
+    from infra.verify import Finding
     from tasks.explain import Origin
 
 SHORT = {
@@ -114,8 +119,10 @@ def show(
         raise UserError(f"--columns: there is no column {missing[0]}; there are {', '.join(trajectories.columns)}")
     quoted = ", ".join(f'"{name}"' for name in names)
     query = f"select {quoted} from trajectories {f'where ({where})' if where else ''} limit {limit}"
+    connection = isolated()
+    connection.register("trajectories", trajectories)
     try:
-        found = duckdb.sql(query).df()
+        found = answer(connection, query)
     except duckdb.Error as error:
         raise UserError(f"--where {where!r}: {str(error).splitlines()[0]}") from None
     title = f"{run.config.run.name}, iteration {chosen}: {len(found)} of {len(trajectories)} trajectories"
@@ -128,7 +135,7 @@ def rows(console: Console, frame: pd.DataFrame, format: str, title: str | None =
     if format == "json":
         print(frame.to_json(orient="records", lines=True), end="")
     elif format == "csv":
-        print(frame.to_csv(index=False), end="")
+        print(visible(frame.to_csv(index=False)), end="")
     elif format == "md":
         print("| " + " | ".join(names) + " |\n|" + "---|" * len(names))
         for row in frame.itertuples(index=False):
@@ -141,6 +148,12 @@ def rows(console: Console, frame: pd.DataFrame, format: str, title: str | None =
         for texts in cells:
             table.add_row(*texts)
         console.print(table, markup=False)
+
+
+def findings(console: Console, found: Sequence[Finding]) -> None:
+    """What a verification found, the serious first."""
+    for finding in sorted(found, key=lambda finding: finding.harmless):
+        console.print(f"{finding.key} {finding.what}: {finding.means}", highlight=False, markup=False)
 
 
 def compare_scores(console: Console, old: Run, new: Run) -> None:
@@ -226,7 +239,7 @@ def solve_rates(answers: pd.DataFrame, title: str, on_error: str, solved: float 
     if failed.any():
         [first, *_] = answers["reward_error"][failed]
         counted = "left out" if on_error == "drop" else "count as 0"
-        table.caption = f"{failed.sum()} rewards failed, and {counted}: {escape(first)}\n"
+        table.caption = f"{failed.sum()} rewards failed, and {counted}: {escape(visible(first))}\n"
     n = int(answers.groupby("prompt_id").size().max())
     if on_error == "drop":
         answers = answers[~failed]
@@ -246,7 +259,7 @@ def solve_rates(answers: pd.DataFrame, title: str, on_error: str, solved: float 
         formed = [parts.get("well_formed") for parts in group["reward_parts"]]
         known = [value for value in formed if value is not None]
         table.add_row(
-            str(source),
+            visible(str(source)),
             str(group["prompt_id"].nunique()),
             str(len(group)),
             f"{mean:{number}}",
@@ -265,8 +278,13 @@ def mean_and_interval(answers: pd.DataFrame) -> tuple[float, float]:
 
 
 def _short(value: object) -> str:
+    """A cell; what the model wrote is shown, not sent to the terminal."""
+    return visible(_text(value))
+
+
+def _text(value: object) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_short(part)}" for name, part in value.items())
+        return ", ".join(f"{name} {_text(part)}" for name, part in value.items())
     if hasattr(value, "tolist") or isinstance(value, list):
         if len(value) and isinstance(value[0], dict):  # type: ignore[arg-type,index]
             return "\n".join(f"{turn['role']}: {turn['content']}" for turn in value)  # type: ignore[attr-defined]

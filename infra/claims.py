@@ -8,7 +8,6 @@ import json
 import socket
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +15,7 @@ from infra import heartbeat
 from infra.log import Fenced
 from infra.objects import Objects
 from infra.progress import report
-from infra.records import SCHEMA_VERSION, Claim, RunState, Weights
+from infra.records import SCHEMA_VERSION, Claim, Fork, RunState, Weights
 from infra.store import RunStore
 from rlhf.config import Run
 from rlhf.errors import UserError
@@ -54,7 +53,7 @@ def begin(store: RunStore, config: Config, take_over: bool) -> RunState:
     if another driver is alive."""
     state = store.log.read()
     if state.slot < 0:
-        create(store, config)
+        check_store(store.objects, config)
         return state
     assert state.claim is not None
     if is_fit(state.claim.config) != is_fit(config.model_dump(mode="json")):
@@ -84,6 +83,8 @@ def claim(store: RunStore, config: Config, *, initial: Mapping[str, Weights], sh
             initial=dict(initial),
         )
     )
+    if not run_json_is_readable(store):
+        store.objects.put("run.json", run_json(store))
 
 
 def refuse_if_driven(store: RunStore, take_over: bool) -> None:
@@ -105,12 +106,21 @@ def check_store(objects: Objects, config: Config) -> None:
         )
 
 
-def create(store: RunStore, config: Config) -> None:
-    check_store(store.objects, config)
-    first = {"schema_version": SCHEMA_VERSION, "config": config.model_dump(mode="json"), "parent": None}
-    data = json.dumps(first, indent=1).encode()
-    with suppress(FileExistsError):  # another driver created the run at the same moment; the log decides between them
-        store.objects.retry("write run.json", lambda: store.objects.create("run.json", data))
+def run_json_is_readable(store: RunStore) -> bool:
+    try:
+        return isinstance(json.loads(store.objects.get("run.json"))["config"], dict)
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return False
+
+
+def run_json(store: RunStore) -> bytes:
+    """What `run.json` holds, from the first record of the log: a copy for people, written anew where it is missing."""
+    [first, *_] = store.log.record(0).commits
+    parent, at = (store.objects.of_run(first.parent).url, first.at) if isinstance(first, Fork) else (None, None)
+    claim = first.claim if isinstance(first, Fork) else first
+    assert isinstance(claim, Claim), "a log begins with a claim or a fork"
+    whole = {"schema_version": SCHEMA_VERSION, "config": claim.config, "parent": parent} | ({"at": at} if at else {})
+    return json.dumps(whole, indent=1).encode()
 
 
 def _set_threads(last: Claim | None) -> int:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 from typing import Any
 
+from infra.claims import run_json
 from infra.log import RunLog
 from infra.manifest import Registration
 from infra.objects import Objects
-from infra.records import SCHEMA_VERSION, Close, Fork, RunState, seen_from_fork
+from infra.records import Close, Fork, RunState, seen_from_fork
 from infra.store import RunStore
 from rlhf.errors import RatchetError, UserError
 
@@ -46,10 +46,11 @@ def fork(
 ) -> None:
     """Create `child` where `parent` stood. The parent may be driven meanwhile; it is not claimed.
 
-    Raises `UserError` if the child exists already.
+    Raises `UserError` if the child exists already: if its log has a record. A fork that was killed before leaves none.
     """
-    if child.get_if_there("run.json") is not None:
+    if RunLog(child).read().slot >= 0:
         raise UserError(f"there is a run at {child.url} already: choose another name (--run)")
+    parent.log.check_end()
     state = state_before(parent, iteration, stages)
     if state.snapshots:  # first registered, then seen to be there: a driver that retires it looks the other way round
         _register(parent, child, at, state)
@@ -58,12 +59,11 @@ def fork(
             raise RatchetError("the snapshot to begin with was retired at this very moment: fork again")
     claim = parent.state.claim
     assert claim is not None, "a run that can be read was claimed"
-    first = {"schema_version": SCHEMA_VERSION, "config": config, "parent": parent.objects.url, "at": at}
-    child.retry("write run.json", lambda: child.create("run.json", json.dumps(first, indent=1).encode()))
-    name = name_of(parent.objects.url, child.url)
-    RunLog(child).append(
+    name, store = name_of(parent.objects.url, child.url), RunStore(child)
+    store.log.append(
         Fork(parent=name, at=at, claim=claim.model_copy(update={"config": config}), state=seen_from_fork(name, state))
     )
+    child.put("run.json", run_json(store))
 
 
 def _register(parent: RunStore, child: Objects, at: str, state: RunState) -> None:

@@ -15,11 +15,13 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 
 from infra.objects import Objects, StoreUnavailable, is_full, is_refusal, is_transient
-from infra.records import SCHEMA_VERSION, Claim, Commit, M, ObjectRef, Record, RunState, seen_from_fork, sha256_of
+from infra.records import READABLE, Claim, Commit, M, ObjectRef, Record, RunState, seen_from_fork, sha256_of
 from rlhf.errors import RatchetError, UserError
 
 TAIL = "log/tail.json"
 """A hint, overwritten at every close: the newest index. Losing it costs a few reads."""
+LOOK_BEYOND = (*range(2, 10), 17, 33, 65)
+"""So far after the last record is looked for others, before a driver writes the next."""
 
 
 class Fenced(RatchetError):
@@ -68,9 +70,37 @@ class RunLog:
             self._settle()
             if self._state.slot < 0:
                 self._state = self._newest_summary()
-            while (data := self.objects.get_if_there(slot_key(self._state.slot + 1))) is not None:
-                self._apply(data)
+            self._catch_up()
             return self._state
+
+    def _catch_up(self) -> None:
+        while (data := self.objects.get_if_there(slot_key(self._state.slot + 1))) is not None:
+            self._apply(data)
+
+    def check_end(self) -> None:
+        """Whether the log ends where it seems to. A record that was lost looks like the end, and what is after it would
+        be taken for leavings and swept away. Raises `Corrupt`, naming the lost record."""
+        with self._lock:
+            while (beyond := self._beyond_the_end()) is not None:
+                before = self._state.slot
+                self._catch_up()
+                if self._state.slot == before:  # else somebody appended meanwhile
+                    raise Corrupt(
+                        f"{self.objects.url}/{slot_key(before + 1)} is gone, though {beyond} is there: restore it "
+                        "from a backup; nothing was changed (`ratchet verify` says what depends on it)"
+                    )
+
+    def _beyond_the_end(self) -> str | None:
+        """Something that is only there if the log goes on: a later record, or the index that the hint names."""
+        end = self._state.slot
+        for distance in LOOK_BEYOND:
+            if self._filled(end + distance):
+                return slot_key(end + distance)
+        hint = self.objects.get_if_there(TAIL)
+        with suppress(ValueError, Corrupt):  # a hint is only a hint
+            if hint is not None and self.load_index(ref := ObjectRef.model_validate_json(hint)).slot > end:
+                return ref.key
+        return None
 
     def load_index(self, ref: ObjectRef) -> RunState:
         """The state before the close that names this index."""
@@ -81,8 +111,14 @@ class RunLog:
         return self.claim_at(self.state.open_epochs[epoch].slot)
 
     def claim_at(self, slot: int) -> Claim:
-        record = self._parse(self.objects.get(slot_key(slot)), slot)
-        return next(commit for commit in record.commits if isinstance(commit, Claim))
+        return next(commit for commit in self.record(slot).commits if isinstance(commit, Claim))
+
+    def record(self, slot: int) -> Record:
+        """Any record. Raises `Corrupt` if it is gone or damaged."""
+        data = self.objects.get_if_there(slot_key(slot))
+        if data is None:
+            raise Corrupt(f"{self.objects.url}/{slot_key(slot)} is gone: restore it from a backup")
+        return self._parse(data, slot)
 
     def _newest_summary(self) -> RunState:
         """The newest index, or one not much older; the empty state if there is none."""
@@ -118,6 +154,7 @@ class RunLog:
         """Take the run: append the claim of the next epoch, after whatever others append meanwhile."""
         with self._lock:
             self.read()
+            self.check_end()
             while True:
                 epoch = self._state.epoch + 1
                 if self._fill(self._next_record((claim,), epoch)):
@@ -204,16 +241,19 @@ class RunLog:
         try:
             tree = json.loads(data)
             check_version(tree, f"log record {slot}")
-            return Record.model_validate(tree)
+            return Record.from_bytes(data)
         except (ValueError, AttributeError):
-            raise Corrupt(f"{self.objects.url}/{slot_key(slot)} is damaged: restore it from a backup") from None
+            raise Corrupt(
+                f"{self.objects.url}/{slot_key(slot)} is damaged: restore it from a backup (`ratchet verify` says "
+                "what else is)"
+            ) from None
 
 
 def check_version(tree: dict[str, object], what: str) -> None:
     found = tree.get("schema_version")
-    if found != SCHEMA_VERSION:
+    if found not in READABLE:
         raise UserError(
-            f"{what} is of schema version {found}, and this release reads version {SCHEMA_VERSION}: "
+            f"{what} is of schema version {found}, and this release reads versions {READABLE[0]} to {READABLE[-1]}: "
             "open the run with the release that wrote it"
         )
 

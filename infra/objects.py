@@ -15,7 +15,9 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -25,6 +27,9 @@ from tenacity import Retrying, retry_if_exception
 from rlhf.errors import RatchetError, UserError
 
 T = TypeVar("T")
+LEAVINGS_S = 3600.0
+PROBE_WRITERS = 8
+PROBE_ROUNDS = 5
 
 
 class StoreUnavailable(RatchetError):
@@ -41,8 +46,11 @@ class Backend(Protocol):
     def create(self, key: str, data: bytes) -> None: ...
     def put(self, key: str, data: bytes) -> None: ...
     def get(self, key: str) -> bytes: ...
+    def size(self, key: str) -> int: ...
+    def read(self, key: str, start: int, end: int) -> bytes: ...
     def delete(self, keys: list[str]) -> None: ...
     def list(self, prefix: str) -> list[str]: ...
+    def delete_leavings(self, older_s: float) -> None: ...
 
 
 class Clock(Protocol):
@@ -50,6 +58,10 @@ class Clock(Protocol):
 
     def monotonic(self) -> float: ...
     def sleep(self, seconds: float, /) -> None: ...
+
+
+TEMPORARY = ".writing"
+"""In a local folder: where files are written before they are given their names."""
 
 
 class LocalBackend:
@@ -71,20 +83,37 @@ class LocalBackend:
     def get(self, key: str) -> bytes:
         return (self.root / key).read_bytes()
 
+    def size(self, key: str) -> int:
+        return (self.root / key).stat().st_size
+
+    def read(self, key: str, start: int, end: int) -> bytes:
+        with (self.root / key).open("rb") as file:
+            file.seek(start)
+            return file.read(end - start)
+
     def delete(self, keys: list[str]) -> None:
         for key in keys:
             (self.root / key).unlink(missing_ok=True)
 
     def list(self, prefix: str) -> list[str]:
         folder = self.root / prefix
-        found = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
-        return sorted(path.relative_to(self.root).as_posix() for path in found)
+        files = (path.relative_to(self.root) for path in folder.rglob("*") if path.is_file())
+        return sorted(path.as_posix() for path in files if not any(part.startswith(".") for part in path.parts))
+
+    def delete_leavings(self, older_s: float) -> None:
+        """Temporary files that writers left who were killed, if nobody can still be writing them."""
+        oldest = time.time() - older_s
+        for path in (self.root / TEMPORARY).glob("*"):
+            with suppress(FileNotFoundError):  # it was given its name
+                if path.stat().st_mtime < oldest:
+                    path.unlink()
 
     @contextmanager
     def _beside(self, path: Path, data: bytes) -> Iterator[Path]:
-        """The bytes in a temporary file beside `path`, on the disk, to be given their name; nothing else stays."""
+        """The bytes in a temporary file on the disk, to be given the name of `path`; nothing else stays."""
         self._make_folder(path.parent)
-        temporary = path.with_name(f".{uuid.uuid4().hex}")
+        self._make_folder(self.root / TEMPORARY)
+        temporary = self.root / TEMPORARY / uuid.uuid4().hex
         try:
             with temporary.open("xb") as file:
                 file.write(data)
@@ -99,7 +128,10 @@ class LocalBackend:
         """A file is no safer than the folders that lead to it: each new one is on the disk, too."""
         if not folder.is_dir():
             self._make_folder(folder.parent)
-            folder.mkdir(exist_ok=True)
+            try:
+                folder.mkdir(exist_ok=True)
+            except FileExistsError:  # a file, or a link to nothing; not the answer to a create
+                raise NotADirectoryError(errno.ENOTDIR, "it is no folder", str(folder)) from None
             self._sync_folder(folder.parent)
 
     @staticmethod
@@ -139,6 +171,15 @@ class FsspecBackend:
 
     def get(self, key: str) -> bytes:
         return bytes(self.fs.cat_file(self._path(key)))
+
+    def delete_leavings(self, older_s: float) -> None:
+        """An object store shows nothing before it is whole."""
+
+    def size(self, key: str) -> int:
+        return int(self.fs.size(self._path(key)))
+
+    def read(self, key: str, start: int, end: int) -> bytes:
+        return bytes(self.fs.cat_file(self._path(key), start=start, end=end))
 
     def delete(self, keys: list[str]) -> None:
         if "s3" in self.fs.protocol:  # one request for a thousand keys, absent ones included
@@ -194,11 +235,18 @@ class Objects:
         try:
             self.retry(f"write {key}", lambda: self.backend.put(key, data))
         except FileNotFoundError as error:
-            raise UserError(f"the store {self.url} is not there: create its bucket first ({error})") from error
+            raise self._no_bucket(error) from error
 
     def get(self, key: str) -> bytes:
         """The object's bytes; `FileNotFoundError` if it is absent."""
         return self.retry(f"read {key}", lambda: self.backend.get(key))
+
+    def parts(self, key: str, size: int) -> Iterator[bytes]:
+        """The object's bytes, so many at a time; `FileNotFoundError` if it is absent."""
+        end = self.retry(f"read {key}", lambda: self.backend.size(key))
+        for start in range(0, end, size):
+            part = partial(self.backend.read, key, start, min(start + size, end))
+            yield self.retry(f"read {key}", part)
 
     def get_if_there(self, key: str) -> bytes | None:
         try:
@@ -215,21 +263,48 @@ class Objects:
     def list(self, prefix: str) -> list[str]:
         return self.retry(f"list {prefix}", lambda: self.backend.list(prefix))
 
+    def delete_leavings(self) -> None:
+        """What writers who were killed left half-written, more than an hour ago."""
+        self.retry("delete temporary files", lambda: self.backend.delete_leavings(LEAVINGS_S))
+
     def pause(self, attempt: int) -> float:
         """Seconds to wait after a failed attempt: growing, bounded, and random so that writers do not meet again."""
         return random.uniform(0, min(0.05 * 2**attempt, 5.0, self.deadline_s / 2))
 
     def honours_create(self) -> bool:
-        """Try create-if-absent on a throw-away object: does the second writer learn that it came second?"""
-        key = f".probe-{uuid.uuid4().hex}"
-        self.put(key, b"first")
+        """Try create-if-absent on throw-away objects: does only one of several writers win a race, and does one that
+        comes later learn that it is late? Some stores refuse the late one, and let several win."""
+        keys = [f".probe-{uuid.uuid4().hex}" for _ in range(PROBE_ROUNDS)]
         try:
-            self.retry("probe", lambda: self.backend.create(key, b"second"))
-            return False
-        except FileExistsError:
+            with ThreadPoolExecutor(PROBE_WRITERS) as writers:
+                for key in keys:
+                    started = threading.Barrier(PROBE_WRITERS)
+                    wins = list(
+                        writers.map(
+                            lambda number, key=key, at=started: self._wins(key, number, at), range(PROBE_WRITERS)
+                        )
+                    )
+                    if sum(wins) > 1 or self._wins(key, PROBE_WRITERS):
+                        return False
             return True
         finally:
-            self.delete([key])
+            with suppress(FileNotFoundError):  # of the bucket
+                self.delete(keys)
+
+    def _wins(self, key: str, number: int, at: threading.Barrier | None = None) -> bool:
+        """Whether a writer is told that it wrote the object. One whose answer is lost is not: it would read it back."""
+        if at is not None:
+            at.wait()
+        try:
+            self.retry("probe", lambda: self.backend.create(key, b"%d" % number))
+        except FileExistsError:
+            return False
+        except FileNotFoundError as error:
+            raise self._no_bucket(error) from error
+        return True
+
+    def _no_bucket(self, error: FileNotFoundError) -> UserError:
+        return UserError(f"the store {self.url} is not there: create its bucket first ({error})")
 
     def full(self, what: str) -> StoreFull:
         return StoreFull(f"could not {what}: the disk that holds {self.url} is full; free some space, and resume")
@@ -261,8 +336,10 @@ def is_full(error: BaseException) -> bool:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether the store will not have us, as we are."""
-    return isinstance(error, PermissionError | NotADirectoryError) or type(error).__name__ == "NoCredentialsError"
+    """Whether the store will not have us, as we are, or as it is."""
+    closed = isinstance(error, OSError) and error.errno in (errno.EROFS, errno.ELOOP)
+    known = isinstance(error, PermissionError | NotADirectoryError) or type(error).__name__ == "NoCredentialsError"
+    return closed or known
 
 
 def is_transient(error: BaseException) -> bool:

@@ -36,15 +36,28 @@ def query(run: Run, sql: str) -> pd.DataFrame:
     """
     connection = connect(run)
     try:
-        frame: pd.DataFrame = connection.execute(sql).df()
+        return answer(connection, sql)
     except duckdb.Error as error:
         raise UserError(f"query: {str(error).splitlines()[0]}; tables are {', '.join(_tables(connection))}") from None
+
+
+def answer(connection: duckdb.DuckDBPyConnection, sql: str) -> pd.DataFrame:
+    """Of one statement. Raises `UserError` for none, or several."""
+    statements = connection.extract_statements(sql)
+    if len(statements) != 1:
+        raise UserError(f"the query has {len(statements)} statements: write one, such as `select * from trajectories`")
+    frame: pd.DataFrame = connection.execute(statements[0]).df()
     return frame
+
+
+def isolated() -> duckdb.DuckDBPyConnection:
+    """A connection that reads and writes no file, whatever it is asked."""
+    return duckdb.connect(config={"enable_external_access": "false", "lock_configuration": "true"})
 
 
 def connect(run: Run) -> duckdb.DuckDBPyConnection:
     """A connection in which the run's tables are known, and which reaches nothing else."""
-    connection = duckdb.connect(config={"enable_external_access": "false"})
+    connection = isolated()
     states = [run.store.iteration_state(iteration) for iteration in range(run.state.iteration + 1)]
     present = []
     for stage in (*ROW_STAGES, VALIDATE):

@@ -12,7 +12,9 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+READABLE = (2, 3)
+"""Schema versions that this release reads; records have digests of their own from version 3 on."""
 TRAINED = {"actor", "critic"}
 """Roles whose weights move from version to version; the reference stays what it was."""
 PAGE = 64
@@ -320,9 +322,28 @@ class Record(Frozen):
     commits: tuple[Commit, ...]
     index: ObjectRef | None
     """The newest index before this record, so that any record leads to a summary."""
+    digest: str = ""
+    """sha256 of the record without it, so that each record verifies alone: the newest one has none after it that
+    names its sha256. Empty in version 2."""
 
     def to_bytes(self) -> bytes:
-        return self.model_dump_json().encode()
+        body = self.model_dump_json(exclude={"digest"}).encode()
+        return body[:-1] + _seal(body)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Record:
+        """Raises `ValueError` for what is not a record, or was changed since it was written."""
+        record = cls.model_validate_json(data)
+        sealed = record.digest or record.schema_version > 2
+        size = len(_seal(b""))
+        if sealed and data[-size:] != _seal(data[:-size] + b"}"):
+            raise ValueError(f"record {record.slot} is not what was written")
+        return record
+
+
+def _seal(body: bytes) -> bytes:
+    """The end of a record with this body, which takes the place of its last brace."""
+    return f',"digest":"{sha256_of(body)}"}}'.encode()
 
 
 M = TypeVar("M", bound=BaseModel)

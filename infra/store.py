@@ -187,6 +187,7 @@ class RunStore:
         Nothing is listed: a file's name follows from stage, epoch, attempt and shard, so every name that an older
         driver may have used is deleted, but for those that a record commits.
         """
+        self.objects.delete_leavings()
         older = [epoch for epoch in self.state.open_epochs if epoch < self.log.epoch]
         self.objects.delete(
             key

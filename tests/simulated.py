@@ -68,8 +68,17 @@ class Memory:
     def get(self, key: str) -> bytes:
         return self._request("get", lambda: self._get(key))
 
+    def size(self, key: str) -> int:
+        return self._request("size", lambda: len(self._get(key)))
+
+    def read(self, key: str, start: int, end: int) -> bytes:
+        return self._request("read", lambda: self._get(key)[start:end])
+
     def delete(self, keys: list[str]) -> None:
         self._request("delete", lambda: self._delete(keys))
+
+    def delete_leavings(self, older_s: float) -> None:
+        """There are none."""
 
     def list(self, prefix: str) -> list[str]:
         return self._request("list", lambda: sorted(key for key in self.objects if key.startswith(prefix)))

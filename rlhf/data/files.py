@@ -57,6 +57,14 @@ def _object(line: bytes, where: str) -> Mapping[str, Any]:
         found = json.loads(line.strip())
     except ValueError as error:
         raise UserError(f"{where} is not JSON: {error}") from None
+    if b"\\u" in line:
+        try:
+            json.dumps(found, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start].encode("unicode_escape").decode()
+            raise UserError(
+                f"{where} holds {half}, half of a surrogate pair, which is no character: remove it"
+            ) from None
     if not isinstance(found, dict):
         raise UserError(f"{where} is not a JSON object")
     return found

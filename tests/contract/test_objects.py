@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -124,16 +125,36 @@ class Overwriting(Memory):
 
 
 def test_a_store_without_create_if_absent_is_refused(tmp_path: Path) -> None:
-    from infra.claims import create
+    from infra.claims import begin
 
     objects = Objects("overwriting://", Overwriting())
     assert not objects.honours_create()
     assert objects.list("") == []
     with pytest.raises(UserError, match=r"ignores create-if-absent.*run.single_writer"):
-        create(RunStore(objects), tiny.config(tmp_path))
+        begin(RunStore(objects), tiny.config(tmp_path), take_over=False)
     assert objects.list("") == []
-    create(RunStore(objects), tiny.config(tmp_path, run__single_writer=True))
-    assert objects.list("") == ["run.json"]
+    begin(RunStore(objects), tiny.config(tmp_path, run__single_writer=True), take_over=False)
+
+
+class Racy(Memory):
+    """As a real store does (OpenStack Swift by its S3 interface): it looks first and writes then. So it refuses who
+    comes later, and lets several win a race."""
+
+    def create(self, key: str, data: bytes) -> None:
+        there = key in self.objects
+        time.sleep(0.001)
+        if there:
+            raise FileExistsError(key)
+        self.put(key, data)
+
+
+def test_a_store_that_lets_several_win_a_race_is_refused() -> None:
+    objects = Objects("racy://", Racy())
+    objects.create("key", b"first")
+    with pytest.raises(FileExistsError):
+        objects.create("key", b"late")
+    assert not objects.honours_create()
+    assert objects.list("") == ["key"]
 
 
 # S3 in particular.

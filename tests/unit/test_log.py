@@ -21,7 +21,7 @@ from infra import heartbeat
 from infra.log import TAIL, Corrupt, Fenced, RunLog, slot_key
 from infra.manifest import Fingerprint, Manifest
 from infra.objects import Objects, StoreUnavailable
-from infra.records import PAGE, Claim, Shard, ShardRef, Skip, Stage, Weights
+from infra.records import PAGE, Claim, RunState, Shard, ShardRef, Skip, Stage, Weights, sha256_of
 from infra.store import CLOSE, MAX_ATTEMPTS, RunStore
 from rlhf.errors import UserError
 from tests.simulated import Clock, Fault, Memory, Simulated
@@ -176,7 +176,7 @@ def test_resuming_costs_the_same_however_long_the_run(long_run: dict[str, bytes]
     short, long = cost(10), resume(Memory(dict(long_run)))
     assert long == short
     assert set(long) <= {"get", "create", "delete"}
-    assert sum(long.values()) < 10
+    assert sum(long.values()) < 25
 
 
 def test_resuming_without_the_hint_costs_a_few_reads(long_run: dict[str, bytes]) -> None:
@@ -366,14 +366,77 @@ def test_damaged_and_missing_objects_are_named(memory: Memory, objects: Objects)
         memory.objects[key] = whole
 
 
+@pytest.mark.parametrize("slot", [2, 4])
 @pytest.mark.parametrize("change", [b'"threads":2', b'"threads": 1'])
-def test_a_record_that_was_tampered_with_is_noticed(change: bytes, memory: Memory, objects: Objects) -> None:
+def test_a_record_that_was_tampered_with_is_noticed(change: bytes, slot: int, memory: Memory, objects: Objects) -> None:
+    """By its own digest: the newest has no other after it that would tell."""
     claimed(objects, claims=5)
-    key = slot_key(2)
+    key = slot_key(slot)
     assert b'"threads":1' in memory.objects[key]
     memory.objects[key] = memory.objects[key].replace(b'"threads":1', change)
-    with pytest.raises(Corrupt, match="log record 3 does not follow record 2: the log was tampered with"):
+    with pytest.raises(Corrupt, match=rf"{key} is damaged: restore it from a backup"):
         RunLog(objects).read()
+
+
+@pytest.mark.parametrize("bit", range(8))
+def test_no_bit_of_a_record_can_change_unnoticed(bit: int, memory: Memory, objects: Objects) -> None:
+    claimed(objects)
+    key = slot_key(0)
+    whole = memory.objects[key]
+    for at in range(len(whole)):
+        memory.objects[key] = whole[:at] + bytes([whole[at] ^ (1 << bit)]) + whole[at + 1 :]
+        with pytest.raises((Corrupt, UserError)):
+            RunLog(objects).read()
+
+
+def test_a_record_of_version_2_is_told_by_the_one_after_it(memory: Memory, objects: Objects) -> None:
+    """It has no digest of its own."""
+    claimed(objects, claims=2)
+    for slot in range(2):
+        tree = json.loads(memory.objects[slot_key(slot)])
+        del tree["digest"]
+        previous = sha256_of(memory.objects[slot_key(slot - 1)]) if slot else ""
+        memory.objects[slot_key(slot)] = json.dumps(tree | {"schema_version": 2, "previous": previous}).encode()
+    assert RunLog(objects).read().slot == 1
+    memory.objects[slot_key(0)] += b" "
+    with pytest.raises(Corrupt, match="log record 1 does not follow record 0: the log was tampered with"):
+        RunLog(objects).read()
+
+
+@pytest.mark.parametrize("lost", range(1, 13))
+def test_a_lost_record_is_not_taken_for_the_end(lost: int, memory: Memory, objects: Objects) -> None:
+    """A driver would otherwise fill the hole, and delete what is committed after it."""
+    claimed(objects, claims=14)
+    for slot in range(lost, min(lost + 3, 13)):
+        del memory.objects[slot_key(slot)]
+    before = dict(memory.objects)
+    with pytest.raises(Corrupt, match=rf"{slot_key(lost)} is gone, though log/\d+.json is there: restore it"):
+        claimed(objects)
+    assert memory.objects == before, "nothing was written, and nothing was deleted"
+
+
+def test_an_end_that_the_hint_contradicts_is_not_taken_for_the_end(memory: Memory, objects: Objects) -> None:
+    a_run(objects)
+    newest = max(key for key in memory.objects if key.startswith("log/0"))
+    hinted = RunState.model_validate_json(memory.objects[json.loads(memory.objects[TAIL])["key"]]).slot
+    for slot in range(hinted, int(newest[4:-5]) + 1):
+        del memory.objects[slot_key(slot)]
+    memory.objects = {key: data for key, data in memory.objects.items() if key != TAIL} | {TAIL: memory.objects[TAIL]}
+    log = RunLog(objects)
+    log._state = RunState()  # as if the index had not been there when the log was read
+    log._catch_up()
+    with pytest.raises(Corrupt, match=rf"{slot_key(hinted)} is gone, though index/"):
+        log.check_end()
+
+
+def test_others_who_append_meanwhile_are_no_hole(memory: Memory, objects: Objects) -> None:
+    store = claimed(objects)
+    reader = RunLog(objects)
+    assert reader.read().slot == 0
+    claimed(objects, claims=3)
+    reader.check_end()
+    assert reader.state.slot == 3
+    assert store.log.read().slot == 3
 
 
 def test_a_record_of_another_run_does_not_fit_in(memory: Memory, objects: Objects) -> None:
