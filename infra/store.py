@@ -19,6 +19,7 @@ from infra.manifest import Checkpoint, File, Manifest, Registration
 from infra.objects import Objects, StoreUnavailable
 from infra.records import (
     PAGE,
+    SCHEMA_VERSION,
     Ahead,
     Close,
     Commit,
@@ -173,7 +174,8 @@ class RunStore:
             tag = self._tag(self.begin_attempt(iteration, CLOSE))
             row = pa.table({"iteration": [iteration], **{name: [float(value)] for name, value in metrics.items()}})
             metrics_ref = self._write_table(_metrics_key(iteration, tag), row)
-            summary = state.model_copy(update={"metrics": metrics_ref})
+            now = {"metrics": metrics_ref, "schema_version": SCHEMA_VERSION}
+            summary = state.model_copy(update=now)
             index = self._write(f"index/{iteration:06d}.{tag}.json", summary.model_dump_json().encode())
             self.commit_snapshot([Close(iteration=iteration, index=index, metrics=metrics_ref), *also])
         self.log.write_tail(index)
