@@ -210,7 +210,7 @@ def fork(
 
     parent = open_run(_url(name, store))
     where = to_store or parent.store.url.rpartition("/")[0]
-    config = parent.config.with_values({"run.name": run, "run.store": where}).overridden(overrides or [])
+    config = parent.config.with_values({"run.name": run, "run.store": where}, overrides or [])
     iteration, _, stage = at.partition(":")
     if not iteration.isdigit():
         raise UserError(f"--at {at}: write an iteration, such as 7, or an iteration and a stage, such as 7:score")
@@ -239,7 +239,7 @@ def rescore(
     from infra.runs import open_run
 
     source = _url(name, store)
-    config = rescoring_config(source, run, reward, learn).overridden(overrides or [])
+    config = rescoring_config(source, run, reward, learn, overrides or [])
     begin(config)
     _drive(config, take_over=False)
     views.compare_scores(console, open_run(source), open_run(run_url(config.run.store, run)))
@@ -394,7 +394,7 @@ def evaluate(
         changes |= {"reward.function": reward, "reward.model": None, "reward.options": {}} if reward else {}
         if server:
             changes |= {"rollout.engine": "server", "rollout.server.urls": [server], "rollout.server.api": api.value}
-        config = config.with_values(changes).overridden(overrides or [])
+        config = config.with_values(changes, overrides or [])
         _prefect()
         from flows.evaluate import evaluate as flow
         from flows.terminal import progress

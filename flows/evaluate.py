@@ -6,7 +6,7 @@ import pandas as pd
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 
-from infra.driver import check_prompts
+from infra.driver import check_prompts, say_attention
 from infra.objects import Objects
 from infra.progress import report
 from infra.records import Weights
@@ -25,6 +25,7 @@ def evaluate(config: RunConfig) -> pd.DataFrame:
     `config.validation`."""
     if config.validation.data is None:
         raise UserError("validation.data is null: name the prompts to evaluate on (--data)")
+    say_attention(config.model)
     check_rewards(config.reward.functions, config.reward.options, config.reward.allow_code)
     return answer(config)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from prefect import flow
 
 from flows.train import train
@@ -21,7 +23,9 @@ def rescore(config: RunConfig, take_over: bool = False) -> None:
     train(config, take_over=take_over)
 
 
-def rescoring_config(source: str, run: str, reward: str | None, learn: bool) -> RunConfig:
+def rescoring_config(
+    source: str, run: str, reward: str | None, learn: bool, overrides: Iterable[str] = ()
+) -> RunConfig:
     """The config of the run at `source`, a URL, with its generations, and another reward function, if one is named.
 
     Without `learn`, only scores are made. With it, every iteration also updates: off-policy, and so corrected.
@@ -41,7 +45,7 @@ def rescoring_config(source: str, run: str, reward: str | None, learn: bool) -> 
         changes["algorithm.rollout_correction"] = {"weights": {}, "rejection": [*correction.model_dump()["rejection"]]}
     elif learn and correction is None:
         changes["algorithm.rollout_correction"] = {"weights": {}}
-    return parent.config.with_values(changes)
+    return parent.config.with_values(changes, overrides)
 
 
 def begin(config: RunConfig) -> None:

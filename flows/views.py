@@ -218,7 +218,8 @@ def evaluation_config(name: str, store: str, iteration: int | None, folder: Path
     run = open_run(name if "://" in name else run_url(store, name))
     version = run.newest_snapshot() if iteration is None else iteration
     run.export(version, folder)
-    changes: dict[str, object] = {"model.path": str(folder), "model.lora": None}
+    # what an evaluation does not read shall not keep an older run from it
+    changes: dict[str, object] = {"model.path": str(folder), "model.lora": None, "algorithm.kl": {}}
     if run.config.rollout.engine == "server":  # which has some weights of the run, but not these
         changes["rollout.engine"] = "hf"
     return run.config.with_values(changes)

@@ -6,10 +6,11 @@ import importlib.metadata
 import importlib.util
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from typing import Any
 
 from infra import heartbeat
 from infra.claims import begin, claim, code_digest, package_versions, run_url
@@ -23,6 +24,7 @@ from infra.store import ROW_STAGES, RunStore
 from infra.workers.groups import Groups
 from infra.workers.ray_group import GroupLost
 from rlhf.config import Data, Model, Reward, RunConfig, differences, stored_config, yaml_text
+from rlhf.config.older import changed_since
 from rlhf.data.prompts import PromptDataset
 from rlhf.environments import check_environment, environment_digest
 from rlhf.errors import UserError
@@ -263,7 +265,7 @@ def _open(config: RunConfig, take_over: bool, check: Callable[[Driver], None]) -
             )
     check(driver)
     if state.claim is not None:
-        _say_what_changed(stored_config(state.claim.config, "the claim"), config)
+        _say_what_changed(state.claim.config, config)
     claim(
         store,
         config,
@@ -275,8 +277,9 @@ def _open(config: RunConfig, take_over: bool, check: Callable[[Driver], None]) -
     return driver
 
 
-def _say_what_changed(before: RunConfig, config: RunConfig) -> None:
+def _say_what_changed(stored: Mapping[str, Any], config: RunConfig) -> None:
     """A run may go on with other settings, but not unnoticed."""
+    before = stored_config(stored, "the claim")
     plain, now = (each.model_dump(mode="json", exclude={"run": {"name", "store"}}) for each in (before, config))
-    if changed := differences(plain, now):
+    if changed := differences(plain, now) + changed_since(stored):
         report("note", text=f"goes on with other settings: {'; '.join(changed)}")

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
 import numpy as np
 import torch
 
+from infra.progress import report
 from infra.workers.worker import Context
 from rlhf.algorithms.advantages import GDPO
 from rlhf.algorithms.kl import AdaptiveCoefficient, kl_divergence
 from rlhf.algorithms.rollout_correction import off_policy_metrics
 from rlhf.batch import TrajectoryBatch, unpadded
-from rlhf.rewards import RewardFailed
 from rlhf.schema import TRAJECTORY
 from tasks.spec import StageSpec
 from tasks.stage import rows
@@ -68,11 +69,8 @@ def advantages(context: Context) -> TrajectoryBatch:
     for name in ("values", "entropy"):
         if name in batch:
             inputs[name] = batch.padded(name).double()
-    if not teaches.any() and not estimator.drop_flat_groups:
-        raise RewardFailed(
-            "the reward failed for so many trajectories that none is left with something to compare it with; "
-            "`ratchet show RUN --columns response,reward_error` says why"
-        )
+    if not teaches.any():
+        report("note", text=f"iteration {context.iteration} has nothing to learn from: no update moves the weights")
     loss_mask = mask * teaches[:, None]
     found, returns = estimator(token_rewards, loss_mask, **{name: inputs[name] for name in estimator.needs})
 
@@ -153,9 +151,10 @@ def _reward_parts(batch: TrajectoryBatch, wanted: Sequence[str]) -> dict[str, to
     """The parts that the reward gave for every trajectory for which it did not fail, and 0 where it failed; `score` is
     one of them. Where it always failed, nobody knows which parts there are: the `wanted` ones."""
     rows = [dict(parts) for parts in batch.list("reward_parts")]
-    scored = [set(row) for row, error in zip(rows, batch.list("reward_error"), strict=True) if error is None]
-    names = set.intersection(*scored) if scored else set(wanted)
-    parts = {name: torch.tensor([row.get(name, 0.0) for row in rows], dtype=torch.float64) for name in sorted(names)}
+    scored = [error is None for error in batch.list("reward_error")]
+    names = set.intersection(*(set(row) for row in compress(rows, scored))) if any(scored) else set(wanted)
+    values = {name: [row[name] if good else 0.0 for row, good in zip(rows, scored, strict=True)] for name in names}
+    parts = {name: torch.tensor(column, dtype=torch.float64) for name, column in sorted(values.items())}
     return {"score": _doubles(batch, "score"), **parts}
 
 

@@ -173,8 +173,10 @@ def _changed(driver: Driver, spec: StageSpec, iteration: int, differences: list[
     opened = driver.state.iteration  # a fork leaves behind what is ahead of it
     at = f"{iteration}:{spec.name}" if iteration <= opened else f"{opened}:update_actor"
     run = driver.store.url.rpartition("/")[2]  # of a fork, the run that it would come from
+    what, why = "what it depends on has changed", "undo the change to go on, or start"
+    if any(difference.startswith("version: ") for difference in differences):
+        what, why = "an older release computed it otherwise than this one does", "start"
     return UserError(
-        f"{spec.name} of iteration {iteration} is committed, but what it depends on has changed ("
-        f"{'; '.join(differences)}): undo the change to go on, or start from here with "
+        f"{spec.name} of iteration {iteration} is committed, but {what} ({'; '.join(differences)}): {why} from here with "
         f"`ratchet fork {run} --at {at} --run NEW`"
     )

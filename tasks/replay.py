@@ -43,7 +43,7 @@ def replay(run: Run, iteration: int) -> Iterator[Replayed]:
             f"iteration {iteration} has committed nothing; the run has iterations 0 to {run.state.iteration}"
         )
     manifests, began = store.manifests(iteration), state_before(store, iteration, ())
-    driver = Driver(run.config.with_values({"pools": {}, "placement": "colocated"}), store)  # it only looks
+    driver = Driver(run.config.as_committed({"pools": {}, "placement": "colocated"}), store)  # it only looks
     for spec in ORDER:
         stage = committed.get(spec.name)
         if stage is None or isinstance(stage, Skip):

@@ -55,8 +55,10 @@ def _restore_copy(driver: Driver, group: WorkerGroup, weights: Weights) -> None:
         return
     driver.snapshots.settle(wait=True)
     state, actor = driver.state, driver.groups.of("actor")
-    beside = group is actor and driver.config.rollout.engine == "server"  # it may have another run's weights
-    if weights == state.initial["actor"] and not beside:
+    if group is actor and driver.config.rollout.engine == "server":  # which is compared with the actor beside it
+        bring(driver, "actor", weights)
+        assert group.call("copy_to_rollout", weights), "the actor holds them"
+    elif weights == state.initial["actor"]:
         group.call("load", "rollout", weights, None)
     elif (roles := state.snapshots.get(weights.version)) is not None:
         group.call("load", "rollout", weights, roles["actor"])

@@ -317,22 +317,27 @@ class Worker:
 
     def _load_rollout(self, checkpoint: Checkpoint | None) -> None:
         """The actor's weights alone, for a rollout whose actor is elsewhere."""
-        from rlhf.engines.model_engine import is_weights, weights_of
+        from rlhf.engines.model_engine import copy_weights, is_weights, weights_of
 
-        if checkpoint is None and self.config.rollout.engine == "server":  # which may have another run's weights
+        serves, config = self.config.rollout.engine == "server", "adapter_config.json"
+        files: dict[str, bytes] = {}
+        if checkpoint is not None:
+            names = [name for name in checkpoint.files if is_weights(name) or name == config]
+            files = self.store.read_checkpoint(checkpoint, names)
+        if serves and not self._server_checked:  # of a pool of its own, which holds no other model
             from rlhf.engines.torch_engine import TorchEngine
 
             rollout, model = self.engine("rollout"), load_actor(self.config.model)
+            copy_weights(weights_of(files), model)
             rollout.load_weights(model.named_parameters())
             actor = TorchEngine(model, "policy", dtype=self.config.model.dtype, trainable=False)
             self._check_server(rollout, actor)
-        elif checkpoint is None:
-            self._end_rollout()
-        else:
-            config = "adapter_config.json"
-            names = [name for name in checkpoint.files if is_weights(name) or name == config]
-            files = self.store.read_checkpoint(checkpoint, names)
+        elif checkpoint is not None:
             self.engine("rollout").load_weights(weights_of(files), files.get(config))
+        elif serves:  # it may have other weights
+            self.engine("rollout").load_weights(load_actor(self.config.model).named_parameters())
+        else:
+            self._end_rollout()
 
     def rewards(self, *settings: Any) -> RewardPool:
         """The processes that compute rewards."""

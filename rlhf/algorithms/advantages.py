@@ -160,8 +160,7 @@ class GRPO(GroupEstimator):
 
     .. math:: A_i = \frac{R_i - \operatorname{mean}(R_{group})}{\operatorname{std}(R_{group}) + \epsilon}
 
-    The standard deviation is Bessel-corrected. A trajectory alone in its group has nothing to be compared with: mean 0
-    and deviation 1, so its advantage is its score, as in the published code.
+    The standard deviation is Bessel-corrected.
     """
 
     type: Literal["grpo"] = "grpo"

@@ -97,11 +97,13 @@ Controller = Annotated[FixedCoefficient | AdaptiveCoefficient, Field(discriminat
 
 NO_REWARD = (
     "{estimator} in the reward does not hold the policy near the reference: only k1 has the gradient of the KL "
-    "divergence there (docs/algorithms.md); use k1, or the KL in the loss (in_loss) with loss_estimator: {estimator}"
+    "divergence there (docs/algorithms.md); use k1, or the KL in the loss (in_loss)"
 )
 
 
 def _only_k1(value: object) -> object:
+    if value == "k1+":
+        raise ValueError("k1+ differs from k1 in its gradient alone, and in the reward there is none: write k1")
     if value in get_args(Estimator) and value != "k1":
         raise ValueError(NO_REWARD.format(estimator=value))
     return value

@@ -12,6 +12,16 @@ GONE = {
 """Keys that were taken away, and what to write instead."""
 
 
+def changed_since(tree: Mapping[str, Any]) -> list[str]:
+    """What a stored config asked for that this release does otherwise, as a person reads it."""
+    algorithm = tree.get("algorithm")
+    kl = algorithm.get("kl") if isinstance(algorithm, Mapping) else None
+    estimator = kl.get("estimator", "k1") if isinstance(kl, Mapping) else "k1"
+    if not isinstance(kl, Mapping) or kl.get("in_reward") is None or estimator.removesuffix("+") == "k1":
+        return []
+    return [f"the KL in the reward {estimator} -> k1, which alone has the right gradient there"]
+
+
 def as_of_today(tree: Mapping[str, Any]) -> dict[str, Any]:
     """A stored config in today's keys; a config of today as it is."""
     algorithm = tree.get("algorithm")

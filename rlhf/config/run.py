@@ -214,9 +214,10 @@ class RunConfig(Section):
             found = None if found is None else found[part]
         return found
 
-    def with_values(self, values: Mapping[str, Any]) -> RunConfig:
-        """This config with the values at some dotted keys replaced, validated again."""
-        return validated(RunConfig, self._with(values), "config")
+    def with_values(self, values: Mapping[str, Any], overrides: Iterable[str] = ()) -> RunConfig:
+        """This config with the values at some dotted keys replaced, and then with ``a.b=c`` overrides; validated again,
+        once all of them are in."""
+        return validated(RunConfig, overridden(self._with(values), overrides), "config")
 
     def as_committed(self, values: Mapping[str, Any]) -> RunConfig:
         """This config with the values that a stage was committed with, by this release or an older one. Combinations
@@ -228,10 +229,6 @@ class RunConfig(Section):
         for key, value in values.items():
             set_value(tree, key, value)
         return tree
-
-    def overridden(self, overrides: Iterable[str]) -> RunConfig:
-        """This config with ``a.b=c`` overrides, validated again."""
-        return parse_config(overridden(self.model_dump(mode="json"), overrides), "config")
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:

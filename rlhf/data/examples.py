@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf.batch import TrajectoryBatch
 from rlhf.data.files import read
-from rlhf.data.prompts import Messages, Prompt, end_of_turn, messages_of, tokens, with_response
+from rlhf.data.prompts import Messages, Prompt, beginning, end_of_turn, messages_of, tokens, with_response
 from rlhf.errors import UserError
 
 if TYPE_CHECKING:
@@ -96,7 +96,8 @@ def _pair(row: Mapping[str, Any], where: str) -> Iterator[tuple[Messages, str]]:
 
 def _tokens(messages: Messages, response: str, tokenizer: PreTrainedTokenizerBase, padding: int | None) -> list[int]:
     text, _ = with_response(messages, response, tokenizer)
-    ids = list(tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"])
+    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    ids = ids if tokenizer.chat_template else [*beginning(ids, tokenizer), *ids]
     while len(ids) > 1 and ids[-1] == padding:
         ids.pop()
     return ids

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,7 +121,9 @@ def encode(
                 f"({text[:60]!r}...): raise it, or set data.truncation"
             )
         assert truncation != "drop", "such prompts are not in the dataset any more"
-        head = {"left": 0, "middle": max_tokens // 2, "right": max_tokens}[truncation]
+        begin = [] if tokenizer.chat_template else beginning(ids[1:], tokenizer)
+        kept = len(begin) if ids[: len(begin)] == begin else 0
+        head = {"left": kept, "middle": max_tokens // 2, "right": max_tokens}[truncation]
         ids = ids[:head] + ids[len(ids) - (max_tokens - head) :]
     return text, ids
 
@@ -138,16 +141,22 @@ def begun(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Tokens of a text that a sequence begins with, and that goes on after it: the tokenizer's special tokens stand
     before it (a beginning of sequence, unless the text has it already), and none after it."""
     plain = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    whole = list(tokenizer(text)["input_ids"])
+    return [*beginning(plain, tokenizer), *plain]
+
+
+def beginning(plain: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The special tokens that stand before a sequence of these tokens."""
     if plain[:1] == [tokenizer.bos_token_id]:
-        return plain
-    places = (at for at in range(len(whole) - len(plain) + 1) if whole[at : at + len(plain)] == plain)
-    return [*whole[: next(places, 0)], *plain]
+        return []
+    sample = list(tokenizer("a", add_special_tokens=False)["input_ids"])
+    whole = list(tokenizer("a")["input_ids"])
+    places = (at for at in range(len(whole) - len(sample) + 1) if whole[at : at + len(sample)] == sample)
+    return whole[: next(places, 0)]
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """The tokens that end a message of the assistant: those that the chat template writes after it, up to its first
-    special token (`<|im_end|>`, `<end_of_turn>`); without a template, or where it writes none, the end of sequence."""
+    special tokens (`<|im_end|>`, `<end_of_turn>`); without a template, or where it writes none, the end of sequence."""
     from jinja2 import TemplateError
 
     end = (int(tokenizer.eos_token_id),)
@@ -159,8 +168,11 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     except TemplateError:  # it knows other roles
         return end
     ids = list(tokenizer(after, add_special_tokens=False)["input_ids"]) if found else []
-    special = [at for at, token in enumerate(ids) if token in tokenizer.added_tokens_decoder]
-    return tuple(ids[: special[0] + 1]) if special else end
+    special = [token in tokenizer.added_tokens_decoder and token != tokenizer.unk_token_id for token in ids]
+    if not any(special):
+        return end
+    first = special.index(True)
+    return tuple(ids[: first + sum(takewhile(bool, special[first:]))])
 
 
 def with_response(messages: Messages, response: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, int | None]:

@@ -165,7 +165,9 @@ class DeepSpeedEngine(ModelEngine):
 
     def _reset_optimizer(self) -> None:
         assert self.optimizer is not None
-        if self._accumulates:  # it has many places for gradients, all of which a step empties
+        if ranks.largest(
+            int(self._accumulates)
+        ):  # on any rank: they step together. It has many places for gradients, all of which a step empties
             self._stand_still()
         for state in self.optimizer.state.values():
             for tensor in state.values():

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from rlhf.data.prompts import Messages, with_response
+from rlhf.data.prompts import Messages, beginning, with_response
 from rlhf.engines import ranks
 from rlhf.errors import UserError
 
@@ -81,8 +81,13 @@ class RewardEngine:
         self.model.to(ranks.device() if model else "cpu")
 
     def _tokens(self, texts: list[str], **options: Any) -> Any:
-        """A chat template writes its special tokens itself."""
-        found = self.tokenizer(texts, add_special_tokens=not self.tokenizer.chat_template, **options)
+        """A chat template writes its special tokens itself; without one, those stand before a text that begin it."""
+        found = self.tokenizer(texts, add_special_tokens=False, **options)
+        for row, ids in enumerate(found["input_ids"]):
+            before = [] if self.tokenizer.chat_template else beginning(ids, self.tokenizer)
+            found["input_ids"][row] = [*before, *ids]
+            if "offset_mapping" in found:
+                found["offset_mapping"][row] = [*[(0, 0)] * len(before), *found["offset_mapping"][row]]
         longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         for text, ids in zip(texts, found["input_ids"], strict=True):
             if longest is not None and len(ids) > longest:

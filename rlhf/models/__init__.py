@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf.data.prompts import begun, end_of_turn
+from rlhf.data.prompts import beginning, end_of_turn
 from rlhf.errors import UserError
 from rlhf.models import lora
 
@@ -103,7 +103,7 @@ def tokenizer_digest(model: Model, *, writes: bool = True) -> str:
 def _tokens_around(model: Model) -> str:
     """Before a prompt without a chat template, and after an answer with one."""
     tokenizer = load_tokenizer(model)
-    before = begun("a", tokenizer)[: -len(tokenizer("a", add_special_tokens=False)["input_ids"])]
+    before = beginning([], tokenizer)
     known = _ends(generation_config(model), tokenizer)
     after = [token for token in end_of_turn(tokenizer)[-1:] if token not in known]
     found = {"before": [] if tokenizer.chat_template else before, "after": after}

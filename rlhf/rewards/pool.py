@@ -24,7 +24,7 @@ import psutil
 
 from rlhf.data.prompts import structures
 from rlhf.errors import NotFinite, RatchetError, UserError
-from rlhf.rewards import KEY, RewardFailed, Score, auto
+from rlhf.rewards import BUILT_IN, KEY, RewardFailed, Score, auto
 
 if TYPE_CHECKING:
     from rlhf.config.sections import Reward
@@ -90,7 +90,7 @@ class RewardPool:
             child.end()
 
 
-SOURCES = 16
+SOURCES = 8
 """At most so many prompts are tried."""
 
 
@@ -131,7 +131,12 @@ def _other_built_in(reward: Reward, prompt: Prompt) -> str:
         fits = auto.reward_of(prompt.data_source, None)
     except ValueError:
         return ""
-    return "" if fits in reward.functions else f"; {prompt.data_source} has a built-in reward: set {KEY}: {fits}"
+    ours = all(name in BUILT_IN for name in reward.functions)
+    return (
+        ""
+        if fits in reward.functions or not ours
+        else f"; {prompt.data_source} has a built-in reward: set {KEY}: {fits}"
+    )
 
 
 def _understood(answer: dict[str, Any]) -> Score | RatchetError:

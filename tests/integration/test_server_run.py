@@ -94,6 +94,17 @@ def test_log_probs_of_another_kind_are_found_before_anything_is_generated(
     assert "start `vllm serve` with --logprobs-mode processed_logprobs" in child.text
     assert "Traceback" not in child.text
     assert not child.computed_shards
+    # one that was begun with the right kind of server
+    prepared = serving(folder / "model")
+    begun = config(folder, processes, "begun", [prepared]).with_values(
+        {"rollout.temperature": 0.7, "train.iterations": 1}
+    )
+    child = train(processes, begun)
+    assert child.wait(240) == 0, child.text
+    child = train(processes, begun.with_values({"rollout.server.urls": [url], "train.iterations": 2}))
+    assert child.wait(240) == 2, child.text
+    assert f"the log-probs of {url} are not those" in child.text
+    assert not child.computed_shards
     # before top_p, and at temperature 1, that kind is the right one
     for name, changes in {"nucleus": {"rollout.top_p": 0.9}, "plain": {}}.items():
         child = train(processes, config(folder, processes, name, [url]).with_values({**changes, "train.iterations": 1}))

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from infra.progress import listening
 from infra.workers.worker import Call, Context
 from rlhf.batch import TrajectoryBatch
 from rlhf.config import parse_config
 from rlhf.errors import UserError
-from rlhf.rewards import RewardFailed
 from tasks.advantages import SPEC, advantages
 
 COLUMNS: dict[str, Any] = {
@@ -154,13 +154,16 @@ def test_a_lone_survivor_of_its_prompt_is_left_out(estimator: str, whiten: bool)
     """As if it had never been generated: neither its own advantage nor those of the others come from it."""
     options = {"type": estimator, "whiten": whiten} | ({"parts": ["form"]} if estimator == "gdpo" else {})
     entropy = {"entropy": [[1.0, 1.0]] * 5} if estimator == "egpo" else {}
-    alone, _ = computed({"advantage": options}, **FOUR, **{name: column[:4] for name, column in entropy.items()})
+    alone, without = computed({"advantage": options}, **FOUR, **{name: column[:4] for name, column in entropy.items()})
     rows, outputs = computed({"advantage": options}, **FIVE, **entropy)
     assert rows["advantages"][4] == rows["returns"][4] == rows["loss_mask"][4] == [0, 0]
     for name in ("advantages", "loss_mask"):
         assert rows[name][:4] == alone[name]
     assert outputs["metrics"]["actor/loss_tokens_share"] == pytest.approx(0.8)
-    assert outputs["metrics"]["critic/advantages/min"] < 0 or estimator == "grpo_passk"
+    for name in ("critic/advantages", "critic/returns"):
+        for statistic in ("mean", "max", "min"):
+            found = outputs["metrics"][f"{name}/{statistic}"]
+            assert found == pytest.approx(without["metrics"][f"{name}/{statistic}"]), "metrics neither"
 
 
 @pytest.mark.parametrize("estimator", ["reinforce_plus_plus", "gae"])
@@ -179,10 +182,15 @@ def test_a_flat_group_that_leaves_the_losses_does_not_enter_whitening() -> None:
     assert rows["advantages"] == [*four["advantages"], [0, 0]]
 
 
-def test_where_no_trajectory_has_another_to_be_compared_with_the_run_stops() -> None:
+def test_where_no_trajectory_has_another_to_be_compared_with_nothing_is_learned_and_it_is_said() -> None:
     two = {name: [column[0], column[4]] for name, column in FIVE.items()}
-    with pytest.raises(RewardFailed, match="the reward failed for so many trajectories that none is left"):
-        computed({"advantage": "grpo"}, **two)
+    said: list[dict[str, Any]] = []
+    with listening(lambda event, details: said.append({"event": event, **details})):
+        rows, outputs = computed({"advantage": "grpo"}, **two)
+    assert rows["loss_mask"] == rows["advantages"] == [[0, 0], [0, 0]]
+    assert outputs["metrics"]["actor/loss_tokens_share"] == 0
+    [note] = said
+    assert note["text"] == "iteration 0 has nothing to learn from: no update moves the weights"
 
 
 def test_remax_leaves_out_a_prompt_whose_greedy_answer_has_no_reward() -> None:
@@ -195,6 +203,9 @@ def test_of_a_reward_that_failed_and_counts_0_every_part_is_0() -> None:
     gdpo = {"type": "gdpo", "parts": ["form"], "norm_by_std": False, "whiten": False}
     failed = {"score": [3.0, 0.0], "reward_parts": [[("form", 1.0)], []], "reward_error": [None, "it raised"]}
     rows, _ = computed({"advantage": gdpo}, **failed)
+    assert rows["advantages"] == [[0.5] * 3, [-0.5, 0]]
+    partly = failed | {"reward_parts": [[("form", 1.0)], [("form", 7.0)]]}  # a model's, whose function failed
+    rows, _ = computed({"advantage": gdpo}, **partly)
     assert rows["advantages"] == [[0.5] * 3, [-0.5, 0]]
     always = {"score": [0.0, 0.0], "reward_parts": [[], []], "reward_error": ["it raised"] * 2}
     rows, _ = computed({"advantage": gdpo}, **always)

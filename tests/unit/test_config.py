@@ -14,8 +14,9 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from rlhf.algorithms import GRPO
-from rlhf.config import RunConfig, keys, load_config, parse_config, yaml_text
+from rlhf.algorithms import GRPO, KLPenalty
+from rlhf.config import RunConfig, keys, load_config, parse_config, stored_config, yaml_text
+from rlhf.config.older import changed_since
 from rlhf.config_view import ConfigView
 from rlhf.errors import UserError
 
@@ -337,3 +338,46 @@ def test_a_key_at_its_default_is_not_chosen() -> None:
     chosen = ConfigView(changed, ("actor.lr", "algorithm")).chosen(("actor.lr", "algorithm"))
     assert chosen["actor.lr"] == 0.5
     assert chosen["algorithm.rollout_correction"] == "RolloutCorrection"
+
+
+def test_what_older_releases_stored_is_read_in_todays_keys() -> None:
+    def stored(**kl: Any) -> RunConfig:
+        tree = parse_config(MINIMAL, "here").model_dump(mode="json")
+        tree["algorithm"]["kl"] = {"in_reward": None, "in_loss": None, "controller": {"type": "fixed"}} | kl
+        return stored_config(tree, "the claim")
+
+    assert stored(estimator="k3", in_reward=0.1).algorithm.kl == KLPenalty(in_reward=0.1)
+    assert stored(estimator="k2", in_loss=0.1).algorithm.kl == KLPenalty(in_loss=0.1, loss_estimator="k2")
+    for kl, says in (
+        (
+            {"estimator": "k3", "in_reward": 0.1},
+            ["the KL in the reward k3 -> k1, which alone has the right gradient there"],
+        ),
+        ({"estimator": "k1", "in_reward": 0.1}, []),
+        ({"estimator": "k3", "in_reward": None, "in_loss": 0.1}, []),
+        ({"loss_estimator": "k3", "in_reward": 0.1}, []),
+    ):
+        assert changed_since({"algorithm": {"kl": kl}}) == says
+    once_legal = stored(estimator="k1", in_loss=0.1)
+    with pytest.raises(UserError, match="loss_estimator k1 has a gradient of 0 on average"):
+        once_legal.with_values({})
+    forked = once_legal.with_values({"run.name": "other"}, ["algorithm.kl.loss_estimator=k3"])
+    assert (forked.run.name, forked.algorithm.kl.loss_estimator) == ("other", "k3")
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("algorithm.kl.estimator=k1", "algorithm.kl.estimator is not a key of the config any more: it is two keys now"),
+        ("algorithm.kl.reward_estimator=k3", "k3 in the reward does not hold the policy near the reference"),
+        ("algorithm.kl.reward_estimator=k1+", "in the reward there is none: write k1"),
+        ("algorithm.kl={in_loss: 0.1, loss_estimator: k1}", "loss_estimator k1 has a gradient of 0 on average"),
+    ],
+)
+def test_estimators_of_the_kl_that_do_not_do_what_they_seem_to_are_refused(
+    file: Path, override: str, says: str
+) -> None:
+    with pytest.raises(UserError) as refused:
+        load_config(file, [override])
+    assert says in str(refused.value)
+    assert "\n" not in str(refused.value)

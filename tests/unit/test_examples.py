@@ -124,3 +124,29 @@ def test_longer_pairs_are_left_out_and_counted(tokenizer: Any, tmp_path: Path) -
     rows = [PAIRS[0], {"prompt": "ask", "chosen": "good", "rejected": "b" * 20}, PAIRS[0]]
     batch, left_out = preferences(write(tmp_path / "p.parquet", *rows), tokenizer, padding=0, max_tokens=12)
     assert (len(batch), left_out) == (4, 1)
+
+
+def test_the_steps_of_supervised_training_go_over_the_examples_in_epochs(tmp_path: Path, monkeypatch: Any) -> None:
+    """Each example once before any comes again, in another order each time."""
+    from flows import sft as module
+    from rlhf.config import SFTConfig
+
+    folder = tiny.model_folder(tmp_path / "model")
+    data = write(tmp_path / "rows.jsonl", *({"prompt": f"say {number}", "response": "a"} for number in range(10)))
+    seen: list[Any] = []
+    monkeypatch.setattr(module, "fit", lambda run, what: seen.append(what) or {})
+    config = SFTConfig.model_validate(
+        {
+            "run": {"name": "sft", "store": f"file://{tmp_path}/runs"},
+            "model": {"path": str(folder), "dtype": "float32"},
+            "data": data,
+            "output": str(tmp_path / "out"),
+            "batch_examples": 4,
+        }
+    )
+    module.sft.fn(config)
+    [what] = seen
+    rows = [row for step in range(10) for row in what.rows(step)]
+    epochs = [tuple(rows[start : start + 10]) for start in range(0, 40, 10)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert len(set(epochs)) == 4

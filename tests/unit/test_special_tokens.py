@@ -109,7 +109,20 @@ def test_a_reward_model_reads_what_the_policy_reads(kind: str, tmp_path: Path) -
     file.write_text(json.dumps({"prompt": "ab", "chosen": "c", "rejected": "d"}))
     batch, _ = preferences(str(file), tokenizer, padding=None, max_tokens=10)
     for ids, last in zip(batch.list("prompt_ids"), "cd", strict=True):
-        assert tokenizer.convert_ids_to_tokens(ids)[: len(before) + 3] == [*before, "a", "b", last]
+        assert tokenizer.convert_ids_to_tokens(ids) == [*before, "a", "b", last, KINDS[kind][1]]
+
+
+@kinds
+@pytest.mark.parametrize(("truncation", "left"), [("left", "fg"), ("right", "ab"), ("middle", "ag")])
+def test_what_is_cut_is_the_prompt_and_not_its_beginning(kind: str, truncation: str, left: str) -> None:
+    tokenizer, before = tokenizer_of(kind), KINDS[kind][3]
+    prompt = Prompt("x", [{"role": "user", "content": "abcdefg"}], None, False, "{}")
+    ids = encode(prompt, tokenizer, max_tokens=len(before) + 2, truncation=truncation)[1]
+    found = tokenizer.convert_ids_to_tokens(ids)
+    assert found[: len(before)] == before
+    assert len(found) == len(before) + 2
+    if truncation != "middle":
+        assert found[len(before) :] == list(left)
 
 
 CHATML = (
@@ -132,6 +145,8 @@ TEMPLATES: dict[str, tuple[str | None, list[str]]] = {
     "gemma": (GEMMA, ["<end_of_turn>"]),
     "llama-2": (LLAMA_2, [" ", "</s>"]),
     "plain": (PLAIN, ["<eos>"]),
+    "two tokens": ("{% for m in messages %}{{ m.content }}<|im_end|></s>{% endfor %}", ["<|im_end|>", "</s>"]),
+    "unknown": ("{% for m in messages %}{{ m.content }}~{% endfor %}", ["<eos>"]),
     "refuses": (ALTERNATING, ["<eos>"]),
     "none": (None, ["<eos>"]),
 }
