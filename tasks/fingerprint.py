@@ -177,6 +177,6 @@ def _changed(driver: Driver, spec: StageSpec, iteration: int, differences: list[
     if any(difference.startswith("version: ") for difference in differences):
         what, why = "an older release computed it otherwise than this one does", "start"
     return UserError(
-        f"{spec.name} of iteration {iteration} is committed, but {what} ({'; '.join(differences)}): {why} from here with "
-        f"`ratchet fork {run} --at {at} --run NEW`"
+        f"{spec.name} of iteration {iteration} is committed, but {what} ({'; '.join(differences)}): {why} from here "
+        f"with `ratchet fork {run} --at {at} --run NEW`"
     )

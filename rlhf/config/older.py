@@ -19,7 +19,7 @@ def changed_since(tree: Mapping[str, Any]) -> list[str]:
     estimator = kl.get("estimator", "k1") if isinstance(kl, Mapping) else "k1"
     if not isinstance(kl, Mapping) or kl.get("in_reward") is None or estimator.removesuffix("+") == "k1":
         return []
-    return [f"the KL in the reward {estimator} -> k1, which alone has the right gradient there"]
+    return [f"the KL in the reward {estimator} -> k1, which alone has the right gradient"]
 
 
 def as_of_today(tree: Mapping[str, Any]) -> dict[str, Any]:

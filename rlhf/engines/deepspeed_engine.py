@@ -165,9 +165,8 @@ class DeepSpeedEngine(ModelEngine):
 
     def _reset_optimizer(self) -> None:
         assert self.optimizer is not None
-        if ranks.largest(
-            int(self._accumulates)
-        ):  # on any rank: they step together. It has many places for gradients, all of which a step empties
+        # It has many places for gradients, all of which a step empties; and all ranks have to step together.
+        if ranks.largest(int(self._accumulates)):
             self._stand_still()
         for state in self.optimizer.state.values():
             for tensor in state.values():

@@ -224,8 +224,8 @@ def check_log_probs(rollout: ServerRollout, actor: TrainEngine, prompt_ids: Sequ
         if here > others + ROUNDING or here > SAME_MODEL:
             raise UserError(
                 f"the log-probs of {url} are not those that the trainer gives the same {len(given)} tokens (they "
-                f"differ by {here:.3g} nats on average): start `vllm serve` with --logprobs-mode {mode} (another server so "
-                "that it gives the same), and with the model of model.path in its type"
+                f"differ by {here:.3g} nats on average): start `vllm serve` with --logprobs-mode {mode} (or another "
+                "server so that it gives the same), and with the model of model.path"
             )
 
 

@@ -131,12 +131,9 @@ def _other_built_in(reward: Reward, prompt: Prompt) -> str:
         fits = auto.reward_of(prompt.data_source, None)
     except ValueError:
         return ""
-    ours = all(name in BUILT_IN for name in reward.functions)
-    return (
-        ""
-        if fits in reward.functions or not ours
-        else f"; {prompt.data_source} has a built-in reward: set {KEY}: {fits}"
-    )
+    if fits in reward.functions or not all(name in BUILT_IN for name in reward.functions):
+        return ""
+    return f"; {prompt.data_source} has a built-in reward: set {KEY}: {fits}"
 
 
 def _understood(answer: dict[str, Any]) -> Score | RatchetError:

@@ -351,13 +351,13 @@ def test_what_older_releases_stored_is_read_in_todays_keys() -> None:
     for kl, says in (
         (
             {"estimator": "k3", "in_reward": 0.1},
-            ["the KL in the reward k3 -> k1, which alone has the right gradient there"],
+            ["the KL in the reward k3 -> k1, which alone has the right gradient"],
         ),
         ({"estimator": "k1", "in_reward": 0.1}, []),
         ({"estimator": "k3", "in_reward": None, "in_loss": 0.1}, []),
         ({"loss_estimator": "k3", "in_reward": 0.1}, []),
     ):
-        assert changed_since({"algorithm": {"kl": kl}}) == says
+        assert changed_since({"algorithm": {"kl": kl}}) == says, kl
     once_legal = stored(estimator="k1", in_loss=0.1)
     with pytest.raises(UserError, match="loss_estimator k1 has a gradient of 0 on average"):
         once_legal.with_values({})

@@ -13,6 +13,7 @@ import pytest
 from rlhf.errors import NotFinite, UserError
 from rlhf.rewards import RewardFailed, Score
 from rlhf.rewards.pool import RewardPool, Row
+from tests.crash.test_two_drivers import wait_until
 
 HOSTILE = "tests.rewards:hostile"
 
@@ -72,7 +73,14 @@ def test_who_is_forked_and_comes_back_answers_for_nobody(pool: RewardPool) -> No
 
 def test_what_leaves_the_session_ends_too(pool: RewardPool) -> None:
     assert pool.score([row("daemon")]) == [Score(1.0, {})]
-    [daemon] = [each for each in psutil.Process().children(recursive=True) if cmdline(each) == "sleep 3600"]
+    daemons: list[psutil.Process] = []
+
+    def is_there() -> bool:  # as soon as what was forked has become another program
+        daemons[:] = [each for each in psutil.Process().children(recursive=True) if cmdline(each) == "sleep 3600"]
+        return bool(daemons)
+
+    wait_until(is_there)
+    [daemon] = daemons
     pool.close()
     _, alive = psutil.wait_procs([daemon], timeout=30)
     assert not alive
