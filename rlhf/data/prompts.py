@@ -45,6 +45,10 @@ class Prompt:
             return self.messages
         return [{"role": "system", "content": system_prompt}, *self.messages]
 
+    def size(self, system_prompt: str | None) -> int:
+        """Of its messages, in bytes."""
+        return sum(len(message["content"].encode()) for message in self.after(system_prompt))
+
 
 def structures(ground_truth: str | None, is_json: bool | None, extra_info: str) -> tuple[Any, Any]:
     """Ground truth and extra_info of a prompt as rewards and environments get them: as the dataset holds them, and
@@ -53,6 +57,8 @@ def structures(ground_truth: str | None, is_json: bool | None, extra_info: str) 
     return truth, json.loads(extra_info) or {}
 
 
+BYTES_A_TOKEN = 100
+"""No text has more, on average: what is longer than that is too long, and not tokenized to find it out."""
 TEMPLATE = 128
 """Tokens that a chat template may add to a prompt; a token of the rest has a byte at least."""
 
@@ -83,7 +89,12 @@ class PromptDataset:
     ) -> PromptDataset:
         """Without the prompts of more tokens; raises `UserError` if none is left."""
         kept = copy(self)
-        kept.prompts = [each for each in self.prompts if len(tokens(each, tokenizer, system_prompt)[1]) <= max_tokens]
+        kept.prompts = [
+            prompt
+            for prompt in self.prompts
+            if prompt.size(system_prompt) <= BYTES_A_TOKEN * max_tokens
+            and len(tokens(prompt, tokenizer, system_prompt)[1]) <= max_tokens
+        ]
         if not kept.prompts:
             raise UserError(f"{self.prompts[0].where}: every prompt has more than data.max_prompt_tokens {max_tokens}")
         return kept
@@ -92,8 +103,7 @@ class PromptDataset:
         """Raises `UserError` for the first prompt of more tokens. One that is too short to have so many, whatever a
         template adds, is not looked at closely."""
         for prompt in self.prompts:
-            characters = sum(len(message["content"].encode()) for message in prompt.after(system_prompt))
-            if characters + TEMPLATE > max_tokens:
+            if prompt.size(system_prompt) + TEMPLATE > max_tokens:
                 encode(prompt, tokenizer, max_tokens=max_tokens, truncation="error", system_prompt=system_prompt)
 
     def draw(self, seed: int, cursor: int, count: int) -> list[int]:
@@ -111,6 +121,11 @@ def encode(
 ) -> tuple[str, list[int]]:
     """The prompt as text and tokens, through the tokenizer's chat template (if it has none: the contents, joined). The
     text is the whole prompt's, whatever is cut from its tokens."""
+    if truncation == "error" and (size := prompt.size(system_prompt)) > BYTES_A_TOKEN * max_tokens:
+        raise UserError(
+            f"{prompt.where}: the prompt has {size:,} bytes, far more than data.max_prompt_tokens {max_tokens} can hold "
+            f"({prompt.messages[-1]['content'][:60]!r}...): raise it, or shorten the prompt"
+        )
     text, ids = tokens(prompt, tokenizer, system_prompt)
     if not ids:
         raise UserError(f"{prompt.where}: the prompt is empty: give it at least one message with content")

@@ -187,3 +187,26 @@ def test_the_first_prompt_that_is_too_long_is_found_early(tmp_path: Path) -> Non
         dataset.check_lengths(tokenizer(), 300, None)
     with pytest.raises(UserError, match="line 2"):
         dataset.check_lengths(tokenizer(), 301, "Short.")
+
+
+@pytest.mark.parametrize("truncation", ["error", "drop"])
+def test_a_prompt_of_millions_of_characters_is_not_tokenized(tmp_path: Path, truncation: str) -> None:
+    """That would take a minute, only to find what its size says at once."""
+
+    class Untouched(SimpleNamespace):
+        def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
+            assert len(text) < 1_000_000
+            return {"input_ids": [1] * len(text)}
+
+    rows = [{**ROW, "prompt": "short"}, {**ROW, "prompt": "x" * 10_000_000}]
+    dataset = PromptDataset([json_lines(tmp_path / "a.jsonl", *rows)])
+    untouched: Any = Untouched(chat_template=None, bos_token_id=None)
+    if truncation == "drop":
+        assert [prompt.where for prompt in dataset.without_overlong(untouched, 512, None).prompts] == [
+            dataset.prompts[0].where
+        ]
+        return
+    with pytest.raises(
+        UserError, match=r"line 2: the prompt has 10,000,000 bytes, far more than data.max_prompt_tokens"
+    ):
+        dataset.check_lengths(untouched, 512, None)
