@@ -123,8 +123,8 @@ def encode(
     text is the whole prompt's, whatever is cut from its tokens."""
     if truncation == "error" and (size := prompt.size(system_prompt)) > BYTES_A_TOKEN * max_tokens:
         raise UserError(
-            f"{prompt.where}: the prompt has {size:,} bytes, far more than data.max_prompt_tokens {max_tokens} can hold "
-            f"({prompt.messages[-1]['content'][:60]!r}...): raise it, or shorten the prompt"
+            f"{prompt.where}: the prompt has {size:,} bytes, far more than data.max_prompt_tokens {max_tokens} can "
+            f"hold ({prompt.messages[-1]['content'][:60]!r}...): raise it, or shorten the prompt"
         )
     text, ids = tokens(prompt, tokenizer, system_prompt)
     if not ids:
