@@ -2,7 +2,7 @@
 
 from prefect import flow
 
-from flows.prefect_pages import show_iteration, shown
+from flows.prefect_pages import show_iteration, shown, untagged
 from infra.driver import driving
 from infra.lanes import Output
 from rlhf.config import RunConfig
@@ -28,7 +28,7 @@ from tasks.values import values
 @flow(name="iteration", flow_run_name="{config.run.name} · it {k}", persist_result=False, validate_parameters=False)
 def iteration(config: RunConfig, k: int) -> dict[str, float]:
     """Run iteration `k` of a run, or what is left of it; returns its metrics."""
-    with driving(config, check=check_open_iteration), shown(config.run.name):
+    with untagged(), driving(config, check=check_open_iteration), shown(config.run.name):
         if config.validates_before(k):
             validate(k)
             finish()

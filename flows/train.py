@@ -58,13 +58,14 @@ def _train(config: RunConfig, take_over: bool) -> None:
     # an iteration's own Prefect heartbeat would add a second to it; the heartbeat of this flow covers both
     quiet = temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
     with (
-        tagged(config.run.name),  # what runs ahead has the driver's context
         driving(config, take_over=take_over, check=check_open_iteration) as driver,
         tracking(config) as track,
         quiet,
     ):
         while (k := driver.state.iteration) < config.train.iterations:
-            track(k, recorded_iteration(config, k))
+            with tagged(config.run.name):
+                metrics = recorded_iteration(config, k)
+            track(k, metrics)
         if config.validation.data is not None:
             with shown(config.run.name):
                 validated = validate(driver.state.iteration)

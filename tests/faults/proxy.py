@@ -82,7 +82,7 @@ class _Handler(BaseHTTPRequestHandler):
             else:
                 self._send(status, headers, data)
 
-    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _answer
+    do_GET = do_PUT = do_POST = do_PATCH = do_DELETE = do_HEAD = _answer
 
     def _forward(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
         upstream = http.client.HTTPConnection("127.0.0.1", self.server.upstream)

@@ -13,6 +13,7 @@ import psutil
 import yaml
 
 from tests import tiny
+from tests.faults.proxy import Rule, proxy
 from tests.history import History
 from tests.prefect_server import prefect_api
 
@@ -47,3 +48,31 @@ def test_a_run_outlives_a_restart_of_the_server(workspace: Path, tmp_path: Path)
     history = History.of(config)
     history.check_sound()
     assert (history.state.iteration, history.state.epoch) == (12, 1), "the same driver went on"
+
+
+def test_a_server_that_has_no_place_for_a_task_stops_nothing(workspace: Path, tmp_path: Path) -> None:
+    """A busy one answers 503 to whoever asks for a place among the tasks of a tag, and stages would wait, or fail."""
+    config = tiny.config(
+        workspace,
+        run__name="busy",
+        run__store=f"file://{tmp_path}/runs",
+        reward__function="tests.rewards:letters",
+        train__iterations=2,
+    )
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    full = Rule("POST", "concurrency_limits", "503", times=10**9)
+    with prefect_api(tmp_path) as url, proxy(int(url.split(":")[2].split("/")[0]), full) as before:
+        environment = os.environ | {"PREFECT_API_URL": f"{before}/api", "PREFECT_HOME": str(tmp_path / "client")}
+        driver = subprocess.run(
+            [sys.executable, "-c", "from flows.cli import main; main()", "train", str(path)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+    assert driver.returncode == 0, driver.stdout + driver.stderr
+    assert full.struck == 0, "nobody asks"
+    history = History.of(config)
+    history.check_sound()
+    assert (history.state.iteration, history.state.epoch) == (2, 1)
