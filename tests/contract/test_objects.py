@@ -17,6 +17,7 @@ from botocore.exceptions import ClientError
 from s3fs import S3FileSystem
 
 from infra.objects import FsspecBackend, LocalBackend, Objects, StoreUnavailable
+from infra.records import Claim
 from infra.store import RunStore
 from rlhf.errors import UserError
 from tests import tiny
@@ -283,3 +284,49 @@ def test_a_mistake_is_not_blamed_on_the_store() -> None:
 
 def _files(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+# A folder that cannot be written.
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ELOOP, errno.EACCES])
+def test_a_store_that_became_read_only_is_not_asked_again(number: int) -> None:
+    class Closed(Memory):
+        def put(self, key: str, data: bytes) -> None:
+            self.requests["put"] += 1
+            raise OSError(number, os.strerror(number))
+
+        def create(self, key: str, data: bytes) -> None:
+            self.put(key, data)
+
+    memory = Closed()
+    objects = Objects("closed://", memory)
+    with pytest.raises(UserError, match="the store closed: refuses to write key"):
+        objects.put("key", b"")
+    with pytest.raises(UserError, match=r"refuses to write log/0+\.json"):
+        claim(RunStore(objects))
+    assert memory.requests["put"] == 2, "once each"
+
+
+def claim(store: RunStore) -> None:
+    store.log.claim(Claim(config={}, code="", packages={}, threads=1, host="", shards=1, initial={}))
+
+
+def test_a_store_that_is_a_link_to_nothing_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "runs").symlink_to(tmp_path / "gone")
+    objects = Objects(f"file://{tmp_path}/runs/run")
+    for write in (lambda: objects.put("key", b""), objects.honours_create, lambda: claim(RunStore(objects))):
+        with pytest.raises(UserError, match="refuses to"):
+            write()
+
+
+def test_a_store_is_read_in_parts(url: str) -> None:
+    objects = Objects(url)
+    for size in (0, 1, 9, 10, 11, 25):
+        data = bytes(range(size))
+        objects.put("key", data)
+        parts = list(objects.parts("key", 10))
+        assert b"".join(parts) == data
+        assert [len(part) for part in parts[:-1]] == [10] * max(-(-size // 10) - 1, 0)
+    with pytest.raises(FileNotFoundError):
+        list(objects.parts("other", 10))

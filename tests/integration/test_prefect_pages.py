@@ -1,4 +1,4 @@
-"""What a run leaves on a Prefect server that stays: names, tags of flow runs, logs, progress, artifacts, a link to its report."""
+"""What a run leaves on a Prefect server that stays: names, tags, logs, progress, artifacts, a link to its report."""
 
 from __future__ import annotations
 
