@@ -55,7 +55,9 @@ def _restore_copy(driver: Driver, group: WorkerGroup, weights: Weights) -> None:
         return
     driver.snapshots.settle(wait=True)
     state, actor = driver.state, driver.groups.of("actor")
-    if group is actor and driver.config.rollout.engine == "server":  # which is compared with the actor beside it
+    rollout = driver.config.rollout
+    if group is actor and rollout.engine == "server" and rollout.mode == "sync":
+        # the iteration trains with these, too; and a server is compared with the actor that holds what it holds
         bring(driver, "actor", weights)
         assert group.call("copy_to_rollout", weights), "the actor holds them"
     elif weights == state.initial["actor"]:

@@ -69,7 +69,7 @@ def test_a_server_that_has_no_place_for_a_task_stops_nothing(workspace: Path, tm
             env=environment,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=900,
         )
     assert driver.returncode == 0, driver.stdout + driver.stderr
     assert full.struck == 0, "nobody asks"

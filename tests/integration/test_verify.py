@@ -24,7 +24,7 @@ def begun(workspace: Path, tmp_path_factory: pytest.TempPathFactory, prefect_ser
     processes = Processes(folder)
     config = run_config(workspace, folder / "runs")
     fault = Fault("put", "trajectories/advantages/iteration=000001/", "before")
-    assert processes.train(config, fault).wait() == -9
+    assert processes.train(config, fault).wait(600) == -9
     processes.close()
     return folder / "runs"
 
@@ -60,7 +60,7 @@ def ratchet(processes: Processes, config: RunConfig) -> Ratchet:
 
     def ratchet(*arguments: object) -> tuple[int, str]:
         child = processes.cli(*arguments, "--store", config.run.store)
-        code = child.wait(240)
+        code = child.wait(600)
         assert "Traceback" not in child.text, child.text
         return code, child.text
 
@@ -190,7 +190,7 @@ def test_a_fork_that_was_killed_can_be_made_again(
 ) -> None:
     command = ("fork", "run", "--at", "1", "--run", "child", "--store", config.run.store)
     killed = processes.cli(*command, faults=(Fault("create", '{"kind":"fork"', at),))  # type: ignore[arg-type]
-    assert killed.wait(240) == -9, killed.text
+    assert killed.wait(600) == -9, killed.text
     code, text = ratchet("fork", "run", "--at", "1", "--run", "child")
     assert (code, "there is a run at" in text) == ((0, False) if at == "before" else (2, True)), text
     assert ratchet("resume", "child")[0] == 0
