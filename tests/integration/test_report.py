@@ -60,7 +60,7 @@ class Chromium:
         urls = (self._start(command) for command in commands)
         url = next((url for url in urls if url is not None), None)
         assert url is not None, f"no Chromium starts here (see this class): {self.log.read_text()[-2000:]}"
-        self.socket = connect(url, max_size=None)
+        self.socket = connect(url, max_size=None, ping_interval=None)  # a busy machine does not answer pings in time
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.call(f"{domain}.enable")
 
