@@ -216,7 +216,7 @@ def fork(
         raise UserError(f"--at {at}: write an iteration, such as 7, or an iteration and a stage, such as 7:score")
     fork_run(parent, config, int(iteration), stage or None)
     elsewhere = "" if where == DEFAULT_STORE else f" --store {where}"
-    console.print(f"{run} begins where {name} stood at {at}; `ratchet resume {run}{elsewhere}` goes on with it")
+    console.print(f"{run} begins where {name} stood at {at}; `ratchet resume {run}{elsewhere}` continues it")
 
 
 @app.command()

@@ -197,9 +197,8 @@ def check_inputs(config: RunConfig) -> None:
     if config.reward.model is not None:
         check_reward_model(config.reward.model)
         load_tokenizer(config.reward.model, writes=False)
-    for path in (*config.data.train, config.validation.data):
-        if path is not None:
-            _check_file(path, config.model, config.data, config.reward.model_dump_json())
+    held_out = [] if config.validation.data is None else [config.validation.data]
+    _check_files((*config.data.train, *held_out), config.model, config.data, config.reward.model_dump_json())
 
 
 @cache
@@ -211,8 +210,8 @@ def say_attention(model: Model) -> None:
 
 
 @cache  # the command line looks before it starts Prefect, and the driver before it claims
-def _check_file(path: str, model: Model, data: Data, reward: str) -> None:
-    check_prompts(PromptDataset([path]), model, data, Reward.model_validate_json(reward))
+def _check_files(paths: tuple[str, ...], model: Model, data: Data, reward: str) -> None:
+    check_prompts(PromptDataset(paths), model, data, Reward.model_validate_json(reward))
 
 
 def check_prompts(dataset: PromptDataset, model: Model, data: Data, reward: Reward) -> None:

@@ -278,13 +278,8 @@ class Objects:
         try:
             with ThreadPoolExecutor(PROBE_WRITERS) as writers:
                 for key in keys:
-                    started = threading.Barrier(PROBE_WRITERS)
-                    wins = list(
-                        writers.map(
-                            lambda number, key=key, at=started: self._wins(key, number, at), range(PROBE_WRITERS)
-                        )
-                    )
-                    if sum(wins) > 1 or self._wins(key, PROBE_WRITERS):
+                    writes = partial(self._wins, key, at=threading.Barrier(PROBE_WRITERS))
+                    if sum(writers.map(writes, range(PROBE_WRITERS))) > 1 or self._wins(key, PROBE_WRITERS):
                         return False
             return True
         finally:

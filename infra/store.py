@@ -242,8 +242,15 @@ class RunStore:
 
     def forks(self) -> list[Registration]:
         """What forks of this run need of it."""
-        keys = self.objects.list("forks/")
-        return [Registration.model_validate_json(self.objects.get(key)) for key in keys if key.endswith(".json")]
+        found = []
+        for key in self.objects.list("forks/"):
+            try:
+                found.append(Registration.model_validate_json(self.objects.get(key)))
+            except ValueError:
+                raise Corrupt(
+                    f"{self.url}/{key} is damaged, so that nobody can say what the fork needs: restore it from a backup"
+                ) from None
+        return found
 
     def commit_snapshot(self, commits: Sequence[Commit]) -> None:
         """Commit, and then delete what the commits retire."""

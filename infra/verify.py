@@ -15,6 +15,7 @@ from infra.progress import report
 from infra.records import ObjectRef
 from infra.store import RunStore
 from infra.vacuum import KEPT, Reached
+from rlhf.errors import UserError
 
 RANGE = 2**24
 """Bytes that are read at once."""
@@ -37,11 +38,16 @@ def verify(store: RunStore) -> Iterator[Finding]:
     """Read the whole run, and say what is wrong, the log first.
 
     Nothing is claimed and nothing is written: the run may be driven meanwhile, and what is written after the beginning
-    is not looked at.
+    is not looked at. Raises `UserError` if there is no run, or one that this release does not read.
     """
     there = store.objects.list("")
+    last = last_slot(there)
+    if last < 0:
+        raise UserError(f"there is no run at {store.url}: check --store (or RATCHET_STORE) and the name")
+    with suppress(Corrupt):  # which is told below, with all the rest; an older release's run is refused
+        store.log.read()
     reached, is_whole = Reached(store), True
-    for found in Chain(store).read(last_slot(there)):
+    for found in Chain(store).read(last):
         if isinstance(found, Broken):
             is_whole = False
             yield Finding(

@@ -14,21 +14,25 @@ GONE = {
 
 def changed_since(tree: Mapping[str, Any]) -> list[str]:
     """What a stored config asked for that this release does otherwise, as a person reads it."""
-    algorithm = tree.get("algorithm")
-    kl = algorithm.get("kl") if isinstance(algorithm, Mapping) else None
-    estimator = kl.get("estimator", "k1") if isinstance(kl, Mapping) else "k1"
-    if not isinstance(kl, Mapping) or kl.get("in_reward") is None or estimator.removesuffix("+") == "k1":
+    kl = _kl(tree)
+    estimator = kl.get("estimator", "k1")
+    if kl.get("in_reward") is None or estimator.removesuffix("+") == "k1":
         return []
     return [f"the KL in the reward {estimator} -> k1, which alone has the right gradient"]
 
 
 def as_of_today(tree: Mapping[str, Any]) -> dict[str, Any]:
     """A stored config in today's keys; a config of today as it is."""
-    algorithm = tree.get("algorithm")
-    kl = algorithm.get("kl") if isinstance(algorithm, Mapping) else None
-    if not isinstance(algorithm, Mapping) or not isinstance(kl, Mapping) or "estimator" not in kl:
+    kl = dict(_kl(tree))
+    if "estimator" not in kl:
         return dict(tree)
-    now = {key: value for key, value in kl.items() if key != "estimator"}
-    if now.get("in_loss") is not None:
-        now["loss_estimator"] = kl["estimator"]
-    return {**tree, "algorithm": {**algorithm, "kl": now}}
+    estimator = kl.pop("estimator")
+    if kl.get("in_loss") is not None:
+        kl["loss_estimator"] = estimator
+    return {**tree, "algorithm": {**tree["algorithm"], "kl": kl}}
+
+
+def _kl(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The section `algorithm.kl`; empty where the tree is no run's config."""
+    kl = (tree.get("algorithm") or {}).get("kl")
+    return kl if isinstance(kl, Mapping) else {}

@@ -103,7 +103,9 @@ class VLLM(Section):
     enforce_eager: bool = Field(False, description="no CUDA graphs: starts faster, generates slower")
     prefix_caching: bool = Field(True, description="compute a prompt once for all its trajectories")
     cpu_cache_gib: int = Field(1, gt=0, description="without a GPU: memory for keys and values, in GiB")
-    timeout_s: float = Field(600.0, gt=0, description="a shard that takes longer: vLLM is taken for hung, begun anew")
+    timeout_s: float = Field(
+        600.0, gt=0, description="a shard that takes longer: vLLM is considered hung, and restarted"
+    )
 
 
 class Server(Section):
@@ -153,7 +155,8 @@ class Rollout(Section):
     )
     max_staleness: int = Field(1, gt=0, description="async: updates that a trajectory's weights may lack, at most")
     partial: bool = Field(
-        False, description="async: new weights interrupt a generation, which goes on with them from its tokens"
+        False,
+        description="async: new weights interrupt a generation, which continues with them after the tokens it has",
     )
     partial_tokens: int = Field(256, gt=0, description="partial: tokens between two moments for new weights")
 

@@ -12,28 +12,35 @@ from pathlib import Path
 import psutil
 import yaml
 
+from rlhf.config import RunConfig
 from tests import tiny
 from tests.faults.proxy import Rule, proxy
 from tests.history import History
 from tests.prefect_server import prefect_api
 
 
-def test_a_run_outlives_a_restart_of_the_server(workspace: Path, tmp_path: Path) -> None:
+def written(workspace: Path, folder: Path, name: str, iterations: int) -> tuple[RunConfig, list[str]]:
+    """A run's config, and the command that drives it."""
     config = tiny.config(
         workspace,
-        run__name="outlives",
-        run__store=f"file://{tmp_path}/runs",
+        run__name=name,
+        run__store=f"file://{folder}/runs",
         reward__function="tests.rewards:letters",
-        train__iterations=12,
+        train__iterations=iterations,
     )
-    path = tmp_path / "config.yaml"
+    path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    return config, [sys.executable, "-c", "from flows.cli import main; main()", "train", str(path)]
+
+
+def test_a_run_outlives_a_restart_of_the_server(workspace: Path, tmp_path: Path) -> None:
+    config, command = written(workspace, tmp_path, "outlives", 12)
     with prefect_api(tmp_path) as url:
         port = url.split(":")[2].split("/")[0]
         server = next(child for child in psutil.Process().children(recursive=True) if port in child.cmdline())
         environment = os.environ | {"PREFECT_API_URL": url, "PREFECT_HOME": str(tmp_path / "client")}
         driver = subprocess.Popen(
-            [sys.executable, "-c", "from flows.cli import main; main()", "train", str(path)],
+            command,
             env=environment,
             stdout=subprocess.DEVNULL,
         )
@@ -52,20 +59,12 @@ def test_a_run_outlives_a_restart_of_the_server(workspace: Path, tmp_path: Path)
 
 def test_a_server_that_has_no_place_for_a_task_stops_nothing(workspace: Path, tmp_path: Path) -> None:
     """A busy one answers 503 to whoever asks for a place among the tasks of a tag, and stages would wait, or fail."""
-    config = tiny.config(
-        workspace,
-        run__name="busy",
-        run__store=f"file://{tmp_path}/runs",
-        reward__function="tests.rewards:letters",
-        train__iterations=2,
-    )
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    config, command = written(workspace, tmp_path, "busy", 2)
     full = Rule("POST", "concurrency_limits", "503", times=10**9)
     with prefect_api(tmp_path) as url, proxy(int(url.split(":")[2].split("/")[0]), full) as before:
         environment = os.environ | {"PREFECT_API_URL": f"{before}/api", "PREFECT_HOME": str(tmp_path / "client")}
         driver = subprocess.run(
-            [sys.executable, "-c", "from flows.cli import main; main()", "train", str(path)],
+            command,
             env=environment,
             capture_output=True,
             text=True,

@@ -232,6 +232,27 @@ def test_verify_finds_every_kind_of_damage_and_mends_copies(ratchet: Ratchet, ru
     assert ratchet("resume", "run")[0] == 0
 
 
+def test_verify_of_no_run_and_of_an_older_releases_run(ratchet: Ratchet, run: Path) -> None:
+    code, text = ratchet("verify", "nothing")
+    assert code == 2
+    assert "there is no run at" in text
+    shutil.copytree(STORED.parents[1] / "schema-1" / "run", run.parent / "old")
+    code, text = ratchet("verify", "old")
+    assert code == 2
+    assert "is of schema version 1, and this release reads versions 2 to 3" in text
+
+
+def test_a_damaged_registration_of_a_fork_is_named_and_nothing_is_deleted(ratchet: Ratchet, run: Path) -> None:
+    assert ratchet("fork", "run", "--at", "1", "--run", "child")[0] == 0
+    (run / "forks" / "child.json").write_text("{")
+    before = files(run)
+    code, text = ratchet("verify", "run")
+    assert code == 1
+    assert "forks/child.json is damaged, so that nobody can say what the fork needs" in text
+    assert ratchet("vacuum", "run")[0] == 1
+    assert {path for path in before if path not in files(run)} == set()
+
+
 @pytest.mark.parametrize("content", [None, "{", '{"config": 1}'])
 def test_run_json_is_only_a_copy(ratchet: Ratchet, run: Path, content: str | None) -> None:
     path = run / "run.json"
