@@ -566,9 +566,11 @@ def _drive(config: RunConfig, take_over: bool) -> None:
     with on_signals(stop), progress(console, config.train.iterations):
         check_inputs(config)
         _prefect()
+        from flows.train import drive
         from flows.train import train as flow
+        from tasks.recording import recorded
 
-        flow(config, take_over=take_over)
+        recorded(lambda: flow(config, take_over=take_over), lambda: drive(config, take_over))
     elsewhere = "" if config.run.store == DEFAULT_STORE else f" --store {config.run.store}"
     console.print(
         f"run {config.run.name} has its {config.train.iterations} iterations\n"

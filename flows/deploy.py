@@ -26,6 +26,7 @@ from infra.claims import run_url
 from infra.runs import open_run
 from infra.vacuum import vacuum as delete_unreached
 from rlhf.config import RunConfig
+from tasks.prefect_defaults import DEFAULTS
 
 TAG = "ratchet"
 HEARTBEAT_S = 30
@@ -82,7 +83,7 @@ def deploy(
             work_pool_name=pool,
             job_variables={
                 "working_dir": str(Path.cwd()),  # where the config's relative paths begin
-                "env": {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S)},
+                "env": {**DEFAULTS, "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S)},
             },
             **options,
         )

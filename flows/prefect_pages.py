@@ -11,7 +11,6 @@ from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 from uuid import UUID
 
-import httpx
 from prefect import get_run_logger, tags
 from prefect.artifacts import (
     create_link_artifact,
@@ -21,7 +20,7 @@ from prefect.artifacts import (
 )
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.context import TagsContext, TaskRunContext
-from prefect.exceptions import MissingContextError, PrefectHTTPStatusError
+from prefect.exceptions import MissingContextError
 from prefect.settings import PREFECT_API_URL
 
 from flows import report
@@ -30,6 +29,7 @@ from infra.objects import Objects, StoreUnavailable
 from infra.progress import listening
 from infra.runs import Run, open_run
 from infra.store import REPORT
+from tasks.recording import recorded
 
 WATCHED = (
     "reward/mean",
@@ -85,8 +85,7 @@ class _Pages:
     def __call__(self, event: str, details: dict[str, Any]) -> None:
         show: Callable[..., None] | None = getattr(self, f"_{event}", None)
         if show is not None:
-            # a note may come from the heartbeat's thread, which is in no flow: the terminal has it
-            with suppress(PrefectHTTPStatusError, httpx.TransportError, MissingContextError):
+            with suppress(MissingContextError):  # of the heartbeat's thread, which is in no flow: the terminal has it
                 show(**details)
 
     def _note(self, text: str) -> None:
@@ -110,13 +109,16 @@ class _Pages:
         if now - self.told.get(bar, now) < EVERY_S and not finishes:
             return
         self.told[bar] = now
-        self.client.set_task_run_name(context.task_run.id, name)
+        recorded(lambda: self._tell(bar, context.task_run.id, name, 100 * done / total), lambda: None)
+
+    def _tell(self, bar: str, task_run: UUID, name: str, percent: float) -> None:
+        self.client.set_task_run_name(task_run, name)
         if bar not in self.bars:
-            created = create_progress_artifact(100 * done / total, key=bar, description=name)
+            created = create_progress_artifact(percent, key=bar, description=name)
             assert isinstance(created, UUID), "called from a task that is not asynchronous"
             self.bars[bar] = created
         else:
-            update_progress_artifact(self.bars[bar], 100 * done / total, description=name)
+            update_progress_artifact(self.bars[bar], percent, description=name)
 
     def _closed(self, iteration: int, metrics: Mapping[str, float]) -> None:
         watched = ", ".join(f"{name} {metrics[name]:.4g}" for name in WATCHED if name in metrics)
@@ -128,12 +130,10 @@ def show_iteration(iteration: int, metrics: Mapping[str, float]) -> None:
     if not PREFECT_API_URL.value():
         return
     driver = Driver.current()
-    with suppress(PrefectHTTPStatusError, httpx.TransportError, StoreUnavailable):
-        create_markdown_artifact(
-            markdown(Run(driver.store), iteration, metrics),
-            key=f"{_slug(driver.config.run.name)}-iterations",
-            description=f"{driver.config.run.name}, iteration {iteration}",
-        )
+    with suppress(StoreUnavailable):
+        page = markdown(Run(driver.store), iteration, metrics)
+        key, title = f"{_slug(driver.config.run.name)}-iterations", f"{driver.config.run.name}, iteration {iteration}"
+        recorded(lambda: create_markdown_artifact(page, key=key, description=title), lambda: None)
 
 
 def show_report(url: str) -> str:
@@ -143,8 +143,8 @@ def show_report(url: str) -> str:
     name = objects.url.rpartition("/")[2]
     written = f"{objects.url}/{REPORT}"
     if PREFECT_API_URL.value():
-        with suppress(PrefectHTTPStatusError, httpx.TransportError):
-            create_link_artifact(written, link_text=f"report of {name}", key=f"{_slug(name)}-report")
+        text, key = f"report of {name}", f"{_slug(name)}-report"
+        recorded(lambda: create_link_artifact(written, link_text=text, key=key), lambda: None)
     return written
 
 

@@ -1,41 +1,24 @@
 """A run: iterations, one after the other, from wherever the log says it stands."""
 
-import httpx
 from prefect import flow
 from prefect.client.schemas.objects import State
-from prefect.exceptions import PrefectHTTPStatusError
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 from prefect.states import Failed
-from tenacity import retry, retry_if_exception, stop_after_delay, wait_random_exponential
 
 from flows.iteration import iteration
 from flows.prefect_pages import show_report, shown, tagged
 from flows.tracking import tracking
-from infra.driver import driving
+from infra.driver import Driver, driving
 from infra.log import Fenced
 from infra.progress import report
 from rlhf.config import RunConfig
 from rlhf.errors import RatchetError
+from tasks.close import iteration_metrics
 from tasks.fingerprint import check_open_iteration
+from tasks.recording import recorded
 from tasks.stage import finish
 from tasks.validate import validate
-
-
-def is_away(error: BaseException) -> bool:
-    """Whether Prefect's server, or the database behind it, does not answer."""
-    broken = isinstance(error, PrefectHTTPStatusError) and error.response.status_code >= 500
-    return broken or isinstance(error, httpx.TransportError)
-
-
-# Prefect only watches. While its server is away, an iteration that it cannot record is asked for again: what it has
-# committed stays, and it goes on from there. (Prefect's own client tries again only where it was connected before.)
-recorded_iteration = retry(
-    retry=retry_if_exception(is_away),
-    wait=wait_random_exponential(max=10),
-    stop=stop_after_delay(300),
-    reraise=True,
-)(iteration)
 
 
 @flow(name="train", flow_run_name="{config.run.name}", persist_result=False)
@@ -48,13 +31,14 @@ def train(config: RunConfig, take_over: bool = False, new_run: bool = False) -> 
     if new_run:
         config = config.with_values({"run.name": f"{config.run.name}-{flow_run.id[:8]}"})
     try:
-        _train(config, take_over)
+        drive(config, take_over)
     except Fenced as error:  # a state of its own, so that no automation takes it for a crash
         return Failed(name="Fenced", message=str(error), data=error)
     return None
 
 
-def _train(config: RunConfig, take_over: bool) -> None:
+def drive(config: RunConfig, take_over: bool) -> None:
+    """All iterations that are left, each recorded by Prefect if its server takes it."""
     # an iteration's own Prefect heartbeat would add a second to it; the heartbeat of this flow covers both
     quiet = temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
     with (
@@ -64,7 +48,7 @@ def _train(config: RunConfig, take_over: bool) -> None:
     ):
         while (k := driver.state.iteration) < config.train.iterations:
             with tagged(config.run.name):
-                metrics = recorded_iteration(config, k)
+                metrics = _iteration(config, k)
             track(k, metrics)
         if config.validation.data is not None:
             with shown(config.run.name):
@@ -76,3 +60,14 @@ def _train(config: RunConfig, take_over: bool) -> None:
             show_report(driver.store.url)
         except RatchetError as error:  # the run is done, and its report can be had at any time
             report("note", text=f"the report was not written: {error}")
+
+
+def _iteration(config: RunConfig, k: int) -> dict[str, float]:
+    """What is left of it, recorded by Prefect if its server takes it."""
+
+    def alone() -> dict[str, float]:
+        driver = Driver.current()
+        closed = driver.state.iteration > k  # it is done, and only its end was not recorded
+        return iteration_metrics(driver, k) if closed else iteration.fn(config, k)
+
+    return recorded(lambda: iteration(config, k), alone)

@@ -10,16 +10,14 @@ least.
 
 from __future__ import annotations
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
-
 from infra.driver import Driver
 from infra.lanes import Output
 from infra.progress import report
 from rlhf.errors import NotFinite
 from tasks.generate import generate
+from tasks.recording import recorded_task
 from tasks.restore import bring
-from tasks.stage import RETRIES, finish, is_given_up, named
+from tasks.stage import finish, is_given_up
 
 
 def generations(k: int) -> Output | None:
@@ -56,9 +54,7 @@ def finish_ahead(k: int) -> None:
             report("note", text=str(error))
 
 
-@task(
-    name="bring_weights", task_run_name=named("bring_weights"), persist_result=False, cache_policy=NO_CACHE, **RETRIES
-)
+@recorded_task("bring_weights")
 def bring_weights(iteration: int) -> None:
     """Give the rollout what the open iteration begins with: the newest weights that there are."""
     driver = Driver.current()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
-
 from infra.driver import Driver
 from infra.forks import name_of
 from infra.lanes import Output
@@ -12,10 +9,10 @@ from infra.progress import report
 from infra.records import Stage, seen_from_fork
 from infra.runs import open_run
 from rlhf.errors import UserError
-from tasks.stage import RETRIES
+from tasks.recording import recorded_task
 
 
-@task(name="borrow", task_run_name="it {iteration} · borrow", persist_result=False, cache_policy=NO_CACHE, **RETRIES)
+@recorded_task("borrow")
 def borrow(iteration: int) -> Output:
     """Commit what the run at `data.generations` generated in this iteration as this run's own."""
     store, source = Driver.current().store, Driver.current().config.data.generations

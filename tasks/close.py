@@ -5,17 +5,14 @@ from __future__ import annotations
 
 import time
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
-
 from infra.driver import Driver
 from infra.progress import report
 from infra.records import Commit
+from tasks.recording import recorded_task
 from tasks.restore import bring
-from tasks.stage import RETRIES, named
 
 
-@task(name="close", task_run_name=named("close"), persist_result=False, cache_policy=NO_CACHE, **RETRIES)
+@recorded_task("close")
 def close(iteration: int) -> dict[str, float]:
     """Commit the end of an iteration; returns its metrics."""
     driver = Driver.current()

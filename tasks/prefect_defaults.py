@@ -11,6 +11,9 @@ DEFAULTS = {
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "180",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_RESULTS_PERSIST_BY_DEFAULT": "false",
+    # a run goes on without a server that does not answer, and it should not be long until it does
+    "PREFECT_API_REQUEST_TIMEOUT": "20",
+    "PREFECT_CLIENT_MAX_RETRIES": "2",
 }
 
 for name, value in DEFAULTS.items():

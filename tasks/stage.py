@@ -15,44 +15,25 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
-from prefect.client.schemas.objects import State, TaskRun
-from prefect.runtime import task_run
+from prefect.client.schemas.objects import State
 from prefect.states import Completed
-from prefect.tasks import Task
 
 from infra.driver import Driver
 from infra.lanes import Output
 from infra.manifest import Manifest
-from infra.objects import StoreFull, StoreUnavailable
 from infra.progress import report
 from infra.records import Assigned, RunState, Shard, ShardRef, Skip, Stage, Weights
-from infra.store import MAX_ATTEMPTS
 from infra.workers.ray_group import GroupLost
 from infra.workers.worker import Call, Compute, Context, Rows, Stale, Update, Updated
 from rlhf.config_view import ConfigView
-from rlhf.errors import EngineLost, NotFinite
+from rlhf.errors import NotFinite
 from tasks.fingerprint import check_shard, committed_manifest, fingerprint_of, weights_of
+from tasks.recording import recorded_task
 from tasks.restore import bring
 from tasks.spec import UPDATES, StageSpec
 
-
-def can_pass(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
-    """Only what may pass is tried again: a store that did not answer, a worker that died; never a bad loss."""
-    error = state.result(raise_on_failure=False)
-    passes = isinstance(error, (StoreUnavailable, GroupLost, EngineLost)) and not isinstance(error, StoreFull)
-    if passes:
-        report("note", text=f"{error}; {task.name} is tried again")
-    return passes
-
-
 TRIES = 3
 """Workers are brought to what a call needs; another lane may bring them to something else before it comes."""
-
-RETRIES: dict[str, Any] = {"retries": 3, "retry_delay_seconds": [1, 5, 20], "retry_condition_fn": can_pass}
-assert 2 * (1 + RETRIES["retries"]) <= MAX_ATTEMPTS  # score is also tried from within generate, by dynamic sampling
-
 
 COMPUTES: dict[str, Callable[[Context], Any]] = {}
 
@@ -72,11 +53,6 @@ class ByName:
     def __call__(self, context: Context) -> Any:
         importlib.import_module(self.module)
         return COMPUTES[self.stage](context)
-
-
-def named(stage: str) -> Callable[[], str]:
-    """Names a task's runs, such as `countdown · it 7 · generate`."""
-    return lambda: f"{Driver.current().config.run.name} · it {task_run.parameters['iteration']} · {stage}"
 
 
 class StageTask(Protocol):
@@ -194,13 +170,7 @@ ROWS: dict[str, RowsStage] = {}
 def _as_task(
     spec: StageSpec, run: Callable[[int, tuple[Output, ...], Output], tuple[Manifest | None, bool]]
 ) -> StageTask:
-    @task(
-        name=spec.name,
-        task_run_name=named(spec.name),
-        **RETRIES,
-        persist_result=False,
-        cache_policy=NO_CACHE,
-    )
+    @recorded_task(spec.name)
     def stage_task(iteration: int, inputs: tuple[Output, ...], output: Output) -> Any:
         manifest, committed_before = run(iteration, inputs, output)
         return Completed(name="Cached", data=manifest, message="committed before") if committed_before else manifest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import random
 import re
 import threading
 import time
@@ -12,19 +13,21 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal
 
-Action = Literal["503", "409", "slow", "never", "dropped before", "dropped after"]
+Action = Literal["503", "409", "slow", "never", "dropped before", "dropped after", "garbled"]
 SLOW_S, NEVER_S = 1.0, 6.0
 ANSWERS = {"503": (503, "SlowDown"), "409": (409, "ConditionalRequestConflict")}
 
 
 @dataclass
 class Rule:
-    """What happens to the next `times` requests of a method whose path matches."""
+    """What happens to the next `times` requests whose method and path match; to each of them with probability
+    `share`."""
 
     method: str
     path: str
     action: Action
     times: int = 1
+    share: float = 1.0
     struck: int = 0
 
 
@@ -33,12 +36,13 @@ class Proxy(ThreadingHTTPServer):
 
     def __init__(self, port: int, rules: list[Rule]) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.upstream, self.rules, self.lock = port, rules, threading.Lock()
+        self.upstream, self.rules, self.lock, self.random = port, rules, threading.Lock(), random.Random(0)
 
     def rule_for(self, method: str, path: str) -> Rule | None:
         with self.lock:
             for rule in self.rules:
-                if rule.struck < rule.times and rule.method == method and re.search(rule.path, path):
+                matches = re.fullmatch(rule.method, method) and re.search(rule.path, path)
+                if rule.struck < rule.times and matches and self.random.random() < rule.share:
                     rule.struck += 1
                     return rule
         return None
@@ -69,6 +73,8 @@ class _Handler(BaseHTTPRequestHandler):
         if action in ANSWERS:
             status, code = ANSWERS[action]
             self._send(status, {"Content-Type": "application/xml"}, f"<Error><Code>{code}</Code></Error>".encode())
+        elif action == "garbled":
+            self._send(200, {"Content-Type": "text/html"}, b"<html>back in a moment</html>")
         elif action == "dropped before":
             self.close_connection = True
             self.connection.close()

@@ -10,13 +10,16 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 import yaml
 
 from rlhf.config import RunConfig
 from tests import tiny
-from tests.faults.proxy import Rule, proxy
+from tests.faults.proxy import Action, Rule, proxy
 from tests.history import History
 from tests.prefect_server import prefect_api
+
+ANSWERS: tuple[Action, ...] = ("503", "409", "slow", "never", "dropped before", "dropped after", "garbled")
 
 
 def written(workspace: Path, folder: Path, name: str, iterations: int) -> tuple[RunConfig, list[str]]:
@@ -31,6 +34,18 @@ def written(workspace: Path, folder: Path, name: str, iterations: int) -> tuple[
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
     return config, [sys.executable, "-c", "from flows.cli import main; main()", "train", str(path)]
+
+
+@pytest.fixture(scope="module")
+def alone(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> History:
+    """A run of which no server knows."""
+    folder = tmp_path_factory.mktemp("alone")
+    config, command = written(workspace, folder, "alone", 4)
+    nowhere = os.environ | {"PREFECT_API_URL": "http://127.0.0.1:9/api", "PREFECT_HOME": str(folder / "client")}
+    driver = subprocess.run(command, env=nowhere, capture_output=True, text=True)
+    assert driver.returncode == 0, driver.stdout + driver.stderr
+    assert "continues without it: Failed to reach API at http://127.0.0.1:9/api" in driver.stdout
+    return History.of(config)
 
 
 def test_a_run_outlives_a_restart_of_the_server(workspace: Path, tmp_path: Path) -> None:
@@ -75,3 +90,33 @@ def test_a_server_that_has_no_place_for_a_task_stops_nothing(workspace: Path, tm
     history = History.of(config)
     history.check_sound()
     assert (history.state.iteration, history.state.epoch) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        [Rule(".*", "", action, times=10**9, share=0.12) for action in ANSWERS],
+        [Rule(".*", "", "503", times=10**9)],
+        [Rule(".*", "", "never", times=10**9)],
+        [Rule(".*", "", "garbled", times=10**9)],
+    ],
+    ids=["now this, now that", "503", "nothing", "nonsense"],
+)
+def test_whatever_the_server_answers_the_run_computes_and_commits(
+    rules: list[Rule], workspace: Path, tmp_path: Path, alone: History
+) -> None:
+    config, command = written(workspace, tmp_path, "watched", 4)
+    with prefect_api(tmp_path) as url, proxy(int(url.split(":")[2].split("/")[0]), *rules) as before:
+        environment = os.environ | {
+            "PREFECT_API_URL": f"{before}/api",
+            "PREFECT_HOME": str(tmp_path / "client"),
+            "PREFECT_API_REQUEST_TIMEOUT": "2",  # where the proxy holds its answer back for longer
+        }
+        driver = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert driver.returncode == 0, driver.stdout + driver.stderr
+    assert sum(rule.struck for rule in rules) > 0
+    assert "Prefect does not record what follows, which continues without it" in driver.stdout
+    history = History.of(config)
+    history.check_sound()
+    assert history.state.iteration == 4
+    assert history.results == alone.results
