@@ -189,9 +189,11 @@ def report(
 ) -> None:
     """Runs side by side as one HTML file: curves, configs, and a browser of their trajectories."""
     from flows import report as html
+    from flows.terminal import progress
     from infra.runs import open_run
 
-    html.write([open_run(_url(name, store)) for name in names], output)
+    with progress(console):
+        html.write([open_run(_url(name, store)) for name in names], output)
     console.print(f"the report is in {output}")
 
 

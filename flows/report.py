@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 import numpy as np
 
+from infra.log import Corrupt
+from infra.progress import report as tell
 from infra.records import Fork, Stage
-from infra.runs import Run
+from infra.runs import Damaged, Run
 from rlhf.config import RunConfig
 from rlhf.errors import UserError
 from rlhf.models import load_tokenizer
@@ -112,24 +114,43 @@ def _names(runs: Sequence[Run]) -> list[str]:
 
 
 def _run(run: Run) -> dict[str, Any]:
-    [first, *_] = run.store.log.record(0).commits
-    return {
+    damages: dict[str, None] = {}  # a page of an index is met once for each of its iterations
+
+    def damaged(damage: Corrupt) -> None:
+        damages[str(damage)] = None
+
+    shown = {
         "url": run.store.url,
         "closed": run.state.iteration,
         "iterations": run.config.train.iterations,
         "snapshots": sorted(run.state.snapshots),
-        "parent": f"{run.store.objects.of_run(first.parent).url} at {first.at}" if isinstance(first, Fork) else None,
-        "metrics": _metrics(run),
-        "trajectories": _trajectories(run),
+        "parent": _parent(run, damaged),
+        "metrics": _metrics(run, damaged),
+        "trajectories": _trajectories(run, damaged),
     }
+    for damage in damages:
+        tell("note", text=f"the report leaves out what it could not read: {damage}")
+    return {**shown, "damages": list(damages)}
 
 
-def _metrics(run: Run) -> dict[str, list[Any]]:
+def _parent(run: Run, damaged: Damaged) -> str | None:
+    try:
+        [first, *_] = run.store.log.record(0).commits
+    except Corrupt as damage:
+        damaged(damage)
+        return None
+    return f"{run.store.objects.of_run(first.parent).url} at {first.at}" if isinstance(first, Fork) else None
+
+
+def _metrics(run: Run, damaged: Damaged) -> dict[str, list[Any]]:
     """Columns of numbers, those that the report draws; the open iteration gives its validation, if it is committed."""
-    rows: list[Mapping[Any, Any]] = [*run.metrics().to_dict("records")]
+    rows: list[Mapping[Any, Any]] = [*run.metrics(damaged).to_dict("records")]
     validation = run.state.stages.get("validate")
     if isinstance(validation, Stage):
-        rows.append({"iteration": run.state.iteration, **run.store.manifest(validation).metrics})
+        try:
+            rows.append({"iteration": run.state.iteration, **run.store.manifest(validation).metrics})
+        except Corrupt as damage:
+            damaged(damage)
     names = dict.fromkeys(name for row in rows for name in row)
     stages = (name for name in names if name.startswith(SECONDS) and name != ALL_SECONDS)
     drawn = [*CURVES, *stages, *(name for name in names if name.startswith(VALIDATION))]
@@ -152,13 +173,15 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     return found
 
 
-def _trajectories(run: Run) -> list[dict[str, Any]]:
+def _trajectories(run: Run, damaged: Damaged) -> list[dict[str, Any]]:
     """A sample of the newest closed iterations, with what each token is coloured by."""
     closed = run.state.iteration
-    frame = run.trajectories(range(max(0, closed - SAMPLED_ITERATIONS), closed)) if closed else None
-    if frame is None or "score" not in frame:  # nothing yet, or nothing that could be scored
+    newest = range(max(0, closed - SAMPLED_ITERATIONS), closed)
+    frame = run.trajectories(newest, damaged=damaged)
+    if "score" in frame:  # else nothing could be scored
+        frame = frame.dropna(subset=["score"])
+    if "score" not in frame or frame.empty:
         return []
-    frame = frame.dropna(subset=["score"])
     decode = _decoder(run.config)
     return [_trajectory(row, decode) for row in _sample(frame).to_dict("records")]
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
 from infra.claims import is_fit
+from infra.log import Corrupt
 from infra.objects import Objects
 from infra.records import RunState, Stage
 from infra.store import ROW_STAGES, RunStore
@@ -20,6 +21,8 @@ from rlhf.schema import TRAJECTORY
 if TYPE_CHECKING:
     import pandas as pd
 
+Damaged = Callable[[Corrupt], None]
+
 
 def open_run(url: str) -> Run:
     """Open the run in a folder, such as ``s3://bucket/runs/countdown``; raises `UserError` if there is none."""
@@ -29,8 +32,13 @@ def open_run(url: str) -> Run:
     return Run(store)
 
 
+def refuse(damage: Corrupt) -> None:
+    raise damage
+
+
 class Run:
-    """A run at the moment it was opened."""
+    """A run at the moment it was opened. What reads many objects raises `Corrupt` at the first that is lost or damaged;
+    given a function `damaged`, it calls that instead, and leaves the iteration out."""
 
     def __init__(self, store: RunStore) -> None:
         self.store = store
@@ -54,7 +62,10 @@ class Run:
         return stored_config(self.state.claim.config, f"{self.store.url}, newest claim")
 
     def trajectories(
-        self, iterations: Iterable[int] | None = None, columns: Sequence[str] | None = None
+        self,
+        iterations: Iterable[int] | None = None,
+        columns: Sequence[str] | None = None,
+        damaged: Damaged = refuse,
     ) -> pd.DataFrame:
         """Committed trajectories, joined over the stages, one row each; by default every column.
 
@@ -71,7 +82,12 @@ class Run:
         chosen = list(range(self.state.iteration + 1) if iterations is None else iterations)
         if chosen and min(chosen) < 0:
             raise UserError(f"there is no iteration {min(chosen)}: iterations count from 0")
-        frames = [self._iteration(iteration, wanted, columns is None) for iteration in chosen]
+        frames = []
+        for iteration in chosen:
+            try:
+                frames.append(self._iteration(iteration, wanted, columns is None))
+            except Corrupt as damage:
+                damaged(damage)
         frames = [frame for frame in frames if len(frame)]
         return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=["iteration", *wanted])
 
@@ -86,12 +102,18 @@ class Run:
                 frames.append(frame.assign(iteration=iteration))
         return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
 
-    def metrics(self) -> pd.DataFrame:
+    def metrics(self, damaged: Damaged = refuse) -> pd.DataFrame:
         """One row for each closed iteration."""
         import pandas as pd
 
-        states = (self.store.iteration_state(iteration) for iteration in range(self.state.iteration))
-        rows = [self.store.read_shard(state.metrics).to_pandas() for state in states if state.metrics is not None]
+        rows = []
+        for iteration in range(self.state.iteration):
+            try:
+                metrics = self.store.iteration_state(iteration).metrics
+                if metrics is not None:
+                    rows.append(self.store.read_shard(metrics).to_pandas())
+            except Corrupt as damage:
+                damaged(damage)
         return pd.concat(rows, ignore_index=True) if rows else pd.DataFrame(columns=["iteration"])
 
     def progress(self, iteration: int) -> dict[str, str]:

@@ -253,6 +253,41 @@ def test_a_damaged_registration_of_a_fork_is_named_and_nothing_is_deleted(ratche
     assert {path for path in before if path not in files(run)} == set()
 
 
+@pytest.mark.parametrize("what", ["metrics/iteration=000000.*", "trajectories/score/iteration=000000/*"])
+def test_an_old_damaged_object_does_not_fail_a_finished_training(ratchet: Ratchet, run: Path, what: str) -> None:
+    old = min(run.glob(what))
+    flip(old)
+    code, text = ratchet("resume", "run")
+    assert code == 0
+    left_out = f"{old.relative_to(run)} is damaged"
+    assert f"the report leaves out what it could not read: file://{run}/{left_out}" in text
+    assert f"Left out, because it could not be read: file://{run}/{left_out}" in (run / "report.html").read_text()
+
+
+def test_a_report_says_what_it_could_not_read(ratchet: Ratchet, run: Path) -> None:
+    assert ratchet("resume", "run")[0] == 0
+    page = run.parent / "page.html"
+    assert ratchet("report", "run", "-o", page)[0] == 0
+    assert "Left out" not in page.read_text()
+    [index] = run.glob("index/000000.*")
+    shard = min(run.glob("trajectories/score/iteration=000001/*"))
+    flip(index)
+    shard.unlink()
+    (run / "log" / "000000000000.json").unlink()
+    code, text = ratchet("report", "run", "-o", page)
+    assert code == 0
+    for says in (f"{index.name} is damaged", f"{shard.name} is gone", "000000000000.json is gone"):
+        assert says in text
+        assert says in page.read_text()
+
+
+def flip(path: Path) -> None:
+    """One bit in the middle."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
 @pytest.mark.parametrize("content", [None, "{", '{"config": 1}'])
 def test_run_json_is_only_a_copy(ratchet: Ratchet, run: Path, content: str | None) -> None:
     path = run / "run.json"
