@@ -9,12 +9,14 @@ import os
 
 import psutil
 
+from infra.clock import born, is_same
+
 MARK = "RATCHET_TEMPORARY_SERVER_OF"
 
 
 def mark() -> None:
     me = psutil.Process()
-    os.environ[MARK] = f"{me.pid}@{me.create_time()}"
+    os.environ[MARK] = f"{me.pid}@{born(me)}"
 
 
 def end_orphans() -> None:
@@ -29,8 +31,8 @@ def end_orphans() -> None:
 
 
 def _is_alive(owner: str) -> bool:
-    pid, _, started = owner.partition("@")
+    pid, _, born_at = owner.partition("@")
     try:
-        return abs(psutil.Process(int(pid)).create_time() - float(started)) < 1.0
+        return is_same(psutil.Process(int(pid)), float(born_at))
     except psutil.NoSuchProcess:
         return False

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any
 
-from infra import heartbeat
 from infra.claims import begin, claim, code_digest, package_versions, run_url
+from infra.heartbeat import beating
 from infra.lanes import Lanes, Output
 from infra.objects import Objects, StoreUnavailable
 from infra.progress import report
@@ -161,18 +161,17 @@ def driving(
             yield active
         return
     driver = _open(config, take_over, check)
-    beat = heartbeat.Heartbeat(driver.store.objects, driver.epoch, driver.stopping.request)
-    Driver._active = driver
-    try:
-        with on_signals(driver.stopping.request):
-            yield driver
-            driver.snapshots.settle(wait=True)
-    finally:
-        driver.lanes.close()
-        driver.groups.close()
-        driver.stopping.forget()
-        Driver._active = None
-        beat.close()
+    with beating(driver.store.log, driver.stopping.request):
+        Driver._active = driver
+        try:
+            with on_signals(driver.stopping.request):
+                yield driver
+                driver.snapshots.settle(wait=True)
+        finally:
+            driver.lanes.close()
+            driver.groups.close()
+            driver.stopping.forget()
+            Driver._active = None
 
 
 def check_inputs(config: RunConfig) -> None:

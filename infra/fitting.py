@@ -9,7 +9,7 @@ from typing import Any
 
 from infra.claims import begin, claim, run_url
 from infra.driver import say_attention
-from infra.heartbeat import Heartbeat
+from infra.heartbeat import beating
 from infra.manifest import Checkpoint
 from infra.objects import Objects
 from infra.records import Retire, Snapshot, Weights
@@ -69,13 +69,12 @@ def fitting(config: FitConfig, role: str, take_over: bool) -> Iterator[Fitting]:
     claim(store, config, initial={role: weights})
     store.sweep(())
     stopping = Stopping("the same command")
-    beat = Heartbeat(store.objects, store.log.epoch, stopping.request)
-    try:
-        with on_signals(stopping.request):
-            yield Fitting(store, role, stopping)
-    finally:
-        stopping.forget()
-        beat.close()
+    with beating(store.log, stopping.request):
+        try:
+            with on_signals(stopping.request):
+                yield Fitting(store, role, stopping)
+        finally:
+            stopping.forget()
 
 
 def _check_same(config: FitConfig, committed: dict[str, Any], same_start: bool) -> None:

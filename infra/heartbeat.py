@@ -6,16 +6,19 @@ driver's own host the process is looked at; from elsewhere the beat is watched u
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 from pydantic import BaseModel
 
+from infra.clock import born, is_same
+from infra.log import TAIL, Deleted, RunLog, slot_key
 from infra.objects import Objects, StoreUnavailable
 from rlhf.errors import RatchetError
 
@@ -28,7 +31,8 @@ class Beat(BaseModel):
     host: str
     boot: str
     pid: int
-    started: float
+    born: float = -1.0
+    """Beats of older releases have none, and their drivers pass for dead: fencing is what keeps them apart."""
     count: int
     stopped: bool = False
 
@@ -38,11 +42,28 @@ def stop_key(epoch: int) -> str:
     return f"log/stop-{epoch}.json"
 
 
-class Heartbeat:
-    """Beats from a thread of its own until closed; calls `on_stop` when somebody asks the driver to stop."""
+@contextmanager
+def beating(log: RunLog, on_stop: Callable[[], None]) -> Iterator[None]:
+    """Beat while a driver is at work. Raises `Deleted` if what it fails of is that its run was deleted meanwhile."""
+    beat = Heartbeat(log, on_stop)
+    try:
+        yield
+    except StoreUnavailable:
+        raise
+    except Exception as error:
+        if not isinstance(error, Deleted) and log.is_deleted():
+            raise Deleted.of(log.objects.url) from error
+        raise
+    finally:
+        beat.close()
 
-    def __init__(self, objects: Objects, epoch: int, on_stop: Callable[[], None]) -> None:
-        self.objects, self.epoch, self.on_stop = objects, epoch, on_stop
+
+class Heartbeat:
+    """Beats from a thread of its own until closed; calls `on_stop` when somebody asks the driver to stop, or deletes
+    its run."""
+
+    def __init__(self, log: RunLog, on_stop: Callable[[], None]) -> None:
+        self.log, self.objects, self.epoch, self.on_stop = log, log.objects, log.epoch, on_stop
         self._closed = threading.Event()
         self._count = 0
         self._beat()
@@ -53,21 +74,37 @@ class Heartbeat:
         self._closed.set()
         self._thread.join(timeout=INTERVAL_S)
         with suppress(StoreUnavailable):  # the beat has stopped anyway
+            if self.log.is_deleted():
+                self._delete_what_is_left()
+                return
             current = read(self.objects)
             if current is None or current.epoch <= self.epoch:
                 self._beat(stopped=True)
                 self.objects.delete([stop_key(self.epoch)])
 
+    def _delete_what_is_left(self) -> None:
+        """Of a run that was deleted: what this driver wrote before it knew. If only its log was, the rest is left to
+        whoever kept it; if another run was begun in its place, everything is."""
+        if self.objects.has(slot_key(0)):
+            return
+        mine = re.compile(rf"[./]{self.epoch}-\d")
+        left = [] if self.objects.has("run.json") else [key for key in self.objects.list("") if mine.search(key)]
+        self.objects.delete([KEY, TAIL, stop_key(self.epoch), *left])
+        self.objects.delete_empty_folders()
+
     def _run(self) -> None:
         while not self._closed.wait(INTERVAL_S):
             try:
+                if self.log.is_deleted():
+                    self.on_stop()
+                    return
                 current = read(self.objects)
                 if current is not None and current.epoch > self.epoch:
                     return  # a newer driver beats now; the log tells this one at its next commit
                 self._beat()
                 if self.objects.get_if_there(stop_key(self.epoch)) is not None:
                     self.on_stop()
-            except (RatchetError, ValueError):
+            except RatchetError:
                 continue  # a missed beat is not an error: the next may pass
 
     def _beat(self, stopped: bool = False) -> None:
@@ -78,7 +115,7 @@ class Heartbeat:
             host=socket.gethostname(),
             boot=_boot_id(),
             pid=me.pid,
-            started=me.create_time(),
+            born=born(me),
             count=self._count,
             stopped=stopped,
         )
@@ -86,8 +123,12 @@ class Heartbeat:
 
 
 def read(objects: Objects) -> Beat | None:
+    """The newest beat; None if there is none that can be read."""
     data = objects.get_if_there(KEY)
-    return None if data is None else Beat.model_validate_json(data)
+    try:
+        return None if data is None else Beat.model_validate_json(data)
+    except ValueError:
+        return None
 
 
 def is_alive(objects: Objects, waiting: Callable[[str], None] = lambda message: None) -> Beat | None:
@@ -111,8 +152,7 @@ def is_alive(objects: Objects, waiting: Callable[[str], None] = lambda message: 
 
 def _runs(beat: Beat) -> bool:
     try:
-        process = psutil.Process(beat.pid)
-        return abs(process.create_time() - beat.started) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
+        return is_same(psutil.Process(beat.pid), beat.born)
     except psutil.NoSuchProcess:
         return False
 

@@ -34,6 +34,14 @@ class Corrupt(RatchetError):
     """An object of the store is not what the record that names it says."""
 
 
+class Deleted(RatchetError):
+    """The run's folder or log was deleted while its driver was at work."""
+
+    @classmethod
+    def of(cls, url: str) -> Deleted:
+        return cls(f"the run {url} was deleted while this driver was at work: it stops")
+
+
 def slot_key(slot: int) -> str:
     return f"log/{slot:012d}.json"
 
@@ -43,6 +51,8 @@ class RunLog:
         self.objects = objects
         self.epoch = 0
         """This driver's epoch; 0 while it has not claimed."""
+        self._first = ""
+        """sha256 of the first record, as it was when this driver claimed; empty if it was lost before."""
         self._state = RunState()
         self._doubtful: Record | None = None
         """What `append` began to write and has not learnt the fate of."""
@@ -146,7 +156,7 @@ class RunLog:
         return low
 
     def _filled(self, slot: int) -> bool:
-        return self.objects.get_if_there(slot_key(slot)) is not None
+        return self.objects.has(slot_key(slot))
 
     # Writing.
 
@@ -159,6 +169,8 @@ class RunLog:
                 epoch = self._state.epoch + 1
                 if self._fill(self._next_record((claim,), epoch)):
                     self.epoch = epoch
+                    first = self.objects.get_if_there(slot_key(0))
+                    self._first = "" if first is None else sha256_of(first)
                     return
 
     def append(self, *commits: Commit) -> None:
@@ -174,7 +186,11 @@ class RunLog:
         """Bring an append to its end: the very record that may be there already is written, never another."""
         if self._doubtful is None:
             return
-        mine = self._fill(self._doubtful)
+        try:
+            mine = self._fill(self._doubtful)
+        except Deleted:
+            self._doubtful = None
+            raise
         self._doubtful = None
         if not mine:
             self._check_epoch()
@@ -213,17 +229,32 @@ class RunLog:
             except Exception as raised:
                 if is_refusal(raised):
                     raise UserError(f"the store {self.objects.url} refuses to write {key}: {raised}") from raised
+                if isinstance(raised, FileNotFoundError):
+                    raise self.objects.no_bucket(raised) from raised
                 if not isinstance(raised, FileExistsError) and not is_transient(raised):
                     raise
                 error = raised
                 found = self.objects.get_if_there(key)
             if found is not None:
+                if self.epoch > 0 and self.is_deleted(record.slot):
+                    if found == data:  # without those before it, it is no log
+                        self.objects.delete([key])
+                    raise Deleted.of(self.objects.url)
                 return self._apply(found).uuid == record.uuid
             if error is not None and is_full(error):
                 raise self.objects.full(f"append {key}") from error
             if self.objects.clock.monotonic() >= deadline:
                 raise StoreUnavailable(f"could not append {key} to {self.objects.url}: {error}") from error
             self.objects.clock.sleep(self.objects.pause(attempt))
+
+    def is_deleted(self, slot: int = 2) -> bool:
+        """Whether the run that this driver claimed has been deleted: the first two of the records before `slot` are
+        gone, or another run was begun in its place. (A single one that is gone was lost: the others are worth saving.)
+        """
+        first = self.objects.get_if_there(slot_key(0))
+        if first is not None:
+            return self._first not in ("", sha256_of(first))
+        return slot < 2 or not self.objects.has(slot_key(1))
 
     def write_tail(self, index: ObjectRef) -> None:
         with suppress(StoreUnavailable):  # a hint is only a hint

@@ -51,6 +51,7 @@ class Backend(Protocol):
     def delete(self, keys: list[str]) -> None: ...
     def list(self, prefix: str) -> list[str]: ...
     def delete_leavings(self, older_s: float) -> None: ...
+    def delete_empty_folders(self) -> None: ...
 
 
 class Clock(Protocol):
@@ -108,6 +109,11 @@ class LocalBackend:
                 if path.stat().st_mtime < oldest:
                     path.unlink()
 
+    def delete_empty_folders(self) -> None:
+        for folder, _, _ in os.walk(self.root, topdown=False):
+            with suppress(OSError):  # it is not empty
+                Path(folder).rmdir()
+
     @contextmanager
     def _beside(self, path: Path, data: bytes) -> Iterator[Path]:
         """The bytes in a temporary file on the disk, to be given the name of `path`; nothing else stays."""
@@ -120,6 +126,8 @@ class LocalBackend:
                 file.flush()
                 os.fsync(file.fileno())
             yield temporary
+        except FileNotFoundError as error:  # not the answer to a read: another try makes it again
+            raise OSError(errno.ESTALE, "somebody deletes what is being written", str(path)) from error
         finally:
             temporary.unlink(missing_ok=True)
         self._sync_folder(path.parent)
@@ -174,6 +182,9 @@ class FsspecBackend:
 
     def delete_leavings(self, older_s: float) -> None:
         """An object store shows nothing before it is whole."""
+
+    def delete_empty_folders(self) -> None:
+        """An object store has no folders."""
 
     def size(self, key: str) -> int:
         return int(self.fs.size(self._path(key)))
@@ -235,7 +246,7 @@ class Objects:
         try:
             self.retry(f"write {key}", lambda: self.backend.put(key, data))
         except FileNotFoundError as error:
-            raise self._no_bucket(error) from error
+            raise self.no_bucket(error) from error
 
     def get(self, key: str) -> bytes:
         """The object's bytes; `FileNotFoundError` if it is absent."""
@@ -254,6 +265,13 @@ class Objects:
         except FileNotFoundError:
             return None
 
+    def has(self, key: str) -> bool:
+        try:
+            self.retry(f"look for {key}", lambda: self.backend.size(key))
+        except FileNotFoundError:
+            return False
+        return True
+
     def delete(self, keys: Iterable[str]) -> None:
         """Delete what is there of `keys`."""
         doomed = list(keys)
@@ -266,6 +284,10 @@ class Objects:
     def delete_leavings(self) -> None:
         """What writers who were killed left half-written, more than an hour ago."""
         self.retry("delete temporary files", lambda: self.backend.delete_leavings(LEAVINGS_S))
+
+    def delete_empty_folders(self) -> None:
+        """Those of a local store, itself included; files stay, and the folders that hold them."""
+        self.retry("delete empty folders", self.backend.delete_empty_folders)
 
     def pause(self, attempt: int) -> float:
         """Seconds to wait after a failed attempt: growing, bounded, and random so that writers do not meet again."""
@@ -295,10 +317,10 @@ class Objects:
         except FileExistsError:
             return False
         except FileNotFoundError as error:
-            raise self._no_bucket(error) from error
+            raise self.no_bucket(error) from error
         return True
 
-    def _no_bucket(self, error: FileNotFoundError) -> UserError:
+    def no_bucket(self, error: FileNotFoundError) -> UserError:
         return UserError(f"the store {self.url} is not there: create its bucket first ({error})")
 
     def full(self, what: str) -> StoreFull:

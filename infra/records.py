@@ -309,6 +309,18 @@ Commit = Annotated[
 ]
 
 
+def named_here(commit: Commit) -> list[ObjectRef]:
+    """What a commit names in its own run's folder, but for the snapshots, which may be retired."""
+    refs: list[ObjectRef] = []
+    if isinstance(commit, Shard):
+        refs = [commit.data]
+    elif isinstance(commit, Stage):
+        refs = [commit.manifest]
+    elif isinstance(commit, Close):
+        refs = [commit.index, commit.metrics]
+    return [ref for ref in refs if ref.run is None]
+
+
 class Record(Frozen):
     """One slot of the log."""
 

@@ -31,6 +31,7 @@ from infra.records import (
     Skip,
     Stage,
     Weights,
+    named_here,
     sha256_of,
 )
 from rlhf.config import STAGES
@@ -96,10 +97,8 @@ class RunStore:
         try:
             self.log.append(*commits)
         except Fenced:
-            files = [commit.data for commit in commits if isinstance(commit, Shard)]
-            files += [commit.metrics for commit in commits if isinstance(commit, Close)]
             with suppress(StoreUnavailable):  # tidiness; being fenced is the news
-                self.objects.delete(file.key for file in files)
+                self.objects.delete(ref.key for commit in commits for ref in named_here(commit))
             raise
 
     def committed_shards(self, stage: str, iteration: int | None = None) -> dict[int, Shard]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from infra.chain import Broken, Chain, last_slot
 from infra.claims import refuse_if_driven
 from infra.log import Corrupt
-from infra.records import Close, Commit, ObjectRef, Record, Retire, Shard, Snapshot, Stage
+from infra.records import ObjectRef, Record, Retire, Snapshot, Stage, named_here
 from infra.store import REPORT, RunStore
 
 KEPT = ("run.json", "log/", "forks/", REPORT)
@@ -60,7 +60,7 @@ class Reached:
                 raise _not_whole(self.store, f"{unreadable[0]} cannot be read")
             newest = found
         if newest is not None and not newest.digest:  # of version 2: nothing tells yet whether it was changed
-            lost = sorted({ref.key for commit in newest.commits for ref in _own(commit)} - set(there))
+            lost = sorted({ref.key for commit in newest.commits for ref in named_here(commit)} - set(there))
             if lost:
                 raise _not_whole(self.store, f"{lost[0]} is gone, which the newest record commits")
 
@@ -68,7 +68,7 @@ class Reached:
         """Take in what a record names; returns the keys of manifests that are not what they were."""
         unreadable = []
         for commit in record.commits:
-            refs = _own(commit)
+            refs = named_here(commit)
             if isinstance(commit, Stage) and refs:
                 try:
                     refs += [shard for shard in self.store.manifest(commit).shards if shard.run is None]
@@ -93,18 +93,6 @@ class Reached:
         for ref in self.checkpoints():
             reached |= {ref.key, *(file.key for file in self.store.checkpoint(ref).files.values())}
         return [key for key in self.store.objects.list("") if not key.startswith(KEPT) and key not in reached]
-
-
-def _own(commit: Commit) -> list[ObjectRef]:
-    """What a commit names in this run's folder, but for snapshots, which may be retired."""
-    refs: list[ObjectRef] = []
-    if isinstance(commit, Shard):
-        refs = [commit.data]
-    elif isinstance(commit, Stage):
-        refs = [commit.manifest]
-    elif isinstance(commit, Close):
-        refs = [commit.index, commit.metrics]
-    return [ref for ref in refs if ref.run is None]
 
 
 def _not_whole(store: RunStore, what: str) -> Corrupt:

@@ -8,7 +8,6 @@ ends in a state named `Cached`. What is committed but depends on something else 
 from __future__ import annotations
 
 import importlib
-import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any, Protocol
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
+from infra.clock import now
 from infra.driver import Driver
 from infra.lanes import Output
 from infra.manifest import Manifest
@@ -249,7 +249,7 @@ class RowsStage:
             report("stage", iteration=iteration, stage=spec.name, done=most, total=most, metrics=None)
             return before, True
 
-        attempt, began = store.begin_attempt(iteration, spec.name), time.time()
+        attempt, began = store.begin_attempt(iteration, spec.name), now()
         enough = self.until(iteration)
         if enough is None:
             output.expect(most)
@@ -305,7 +305,7 @@ class RowsStage:
             metrics=self.summary([shard.outputs for shard in shards]),
             seconds=sum(shard.seconds for shard in shards),
             began=began,
-            ended=time.time(),
+            ended=now(),
         )
 
 
@@ -322,7 +322,7 @@ def _run_update(
         report("stage", iteration=iteration, stage=spec.name, done=1, total=1, metrics=None)
         return before, True
 
-    attempt, began = store.begin_attempt(iteration, spec.name), time.time()
+    attempt, began = store.begin_attempt(iteration, spec.name), now()
     report("stage", iteration=iteration, stage=spec.name, done=0, total=1, metrics=None)
     driver.stopping.check()
     call = call_of(driver, spec, view, iteration, inputs, attempt, 0)
@@ -346,7 +346,7 @@ def _run_update(
         metrics=updated.metrics,
         seconds=updated.seconds,
         began=began,
-        ended=time.time(),
+        ended=now(),
     )
     store.commit(
         Stage(

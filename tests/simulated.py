@@ -80,6 +80,9 @@ class Memory:
     def delete_leavings(self, older_s: float) -> None:
         """There are none."""
 
+    def delete_empty_folders(self) -> None:
+        """There are none."""
+
     def list(self, prefix: str) -> list[str]:
         return self._request("list", lambda: sorted(key for key in self.objects if key.startswith(prefix)))
 

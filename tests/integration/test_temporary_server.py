@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 
 from flows.temporary_server import MARK, end_orphans
+from infra.clock import born
 
 
 def server_of(owner: str) -> psutil.Popen:
@@ -22,7 +23,7 @@ def test_only_orphans_end(tmp_path: Path) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     orphan, recycled, alive = (
-        server_of(owner) for owner in (f"{gone.pid}@1.0", f"{me.pid}@1.0", f"{me.pid}@{me.create_time()}")
+        server_of(owner) for owner in (f"{gone.pid}@1.0", f"{me.pid}@1.0", f"{me.pid}@{born(me)}")
     )
     try:
         end_orphans()

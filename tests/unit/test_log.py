@@ -18,6 +18,7 @@ import pyarrow as pa
 import pytest
 
 from infra import heartbeat
+from infra.clock import born
 from infra.log import TAIL, Corrupt, Fenced, RunLog, slot_key
 from infra.manifest import Fingerprint, Manifest
 from infra.objects import Objects, StoreUnavailable
@@ -134,10 +135,10 @@ def test_the_end_is_found_without_the_hint(length: int, closing: bool, memory: M
     memory.requests.clear()
     log = RunLog(objects)
     assert log._gallop() == (length - 1 if length else None)
-    assert memory.requests["get"] <= 2 + 2 * max(length, 1).bit_length()
+    assert memory.requests.total() <= 2 + 2 * max(length, 1).bit_length()
     assert log.read() == store.state
     assert store.state.slot == length - 1
-    assert set(memory.requests) == {"get"}
+    assert set(memory.requests) <= {"get", "size"}
 
 
 def test_history_is_found_in_two_reads(long_run: dict[str, bytes]) -> None:
@@ -175,7 +176,7 @@ def test_resuming_costs_the_same_however_long_the_run(long_run: dict[str, bytes]
 
     short, long = cost(10), resume(Memory(dict(long_run)))
     assert long == short
-    assert set(long) <= {"get", "create", "delete"}
+    assert set(long) <= {"get", "size", "create", "delete"}
     assert sum(long.values()) < 25
 
 
@@ -183,8 +184,8 @@ def test_resuming_without_the_hint_costs_a_few_reads(long_run: dict[str, bytes])
     memory = Memory({key: data for key, data in long_run.items() if key != TAIL})
     store = RunStore(Objects("", memory))
     assert store.log.read().iteration == 1000
-    assert set(memory.requests) == {"get"}
-    assert memory.requests["get"] <= 30
+    assert set(memory.requests) == {"get", "size"}
+    assert memory.requests.total() <= 30
 
 
 def test_an_index_stays_small(long_run: dict[str, bytes]) -> None:
@@ -228,7 +229,9 @@ def on_a_store_that_fails(*faults: Fault | None, stages: bool = False) -> tuple[
 def test_an_answer_that_was_lost_is_looked_up_at_once() -> None:
     store, backend = on_a_store_that_fails(Fault("applied", "timeout"))
     store.commit(as_shard(store, 0, ShardRef(key="", rows=0, bytes=0, sha256="")))
-    assert dict(backend.requests) == {"create": 1, "get": 1}
+    assert dict(backend.requests) == {"create": 1, "get": 2}, (
+        "the slot, and the first record, which tells that the run is there"
+    )
     assert store.state.slot == 1
 
 
@@ -565,7 +568,7 @@ def sleeper() -> Iterator[psutil.Process]:
 def beat(process: psutil.Process | None = None, **changes: Any) -> heartbeat.Beat:
     process = process or psutil.Process()
     fields = {"epoch": 1, "host": heartbeat.socket.gethostname(), "boot": heartbeat._boot_id(), "pid": process.pid}
-    return heartbeat.Beat(**({**fields, "started": process.create_time(), "count": 1} | changes))
+    return heartbeat.Beat(**({**fields, "born": born(process), "count": 1} | changes))
 
 
 def put(objects: Objects, beat: heartbeat.Beat) -> heartbeat.Beat:
@@ -573,11 +576,31 @@ def put(objects: Objects, beat: heartbeat.Beat) -> heartbeat.Beat:
     return beat
 
 
+@pytest.mark.parametrize("step_s", [-300.0, 300.0])
+def test_a_clock_that_is_set_makes_nobody_seem_dead(
+    step_s: float, objects: Objects, sleeper: psutil.Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel knows when a process started as time since the machine did; the rest follows from the clock."""
+    alive, started = put(objects, beat(sleeper)), sleeper.create_time()
+    boot_time = psutil._pslinux.boot_time
+    monkeypatch.setattr(psutil._pslinux, "boot_time", lambda: boot_time() + step_s)
+    assert psutil.Process(sleeper.pid).create_time() - started == pytest.approx(step_s, abs=2.0)
+    assert heartbeat.is_alive(objects) == alive
+    put(objects, beat(sleeper, born=alive.born + step_s))
+    assert heartbeat.is_alive(objects) is None
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b'{"epoch": 1}', b"\x00\xff"])
+def test_a_beat_that_cannot_be_read_is_none(data: bytes, objects: Objects) -> None:
+    objects.put(heartbeat.KEY, data)
+    assert heartbeat.is_alive(objects) is None
+
+
 def test_a_process_of_this_host_is_looked_at(objects: Objects, sleeper: psutil.Process) -> None:
     assert heartbeat.is_alive(objects) is None
     alive = put(objects, beat(sleeper))
     assert heartbeat.is_alive(objects) == alive
-    put(objects, beat(sleeper, started=sleeper.create_time() - 60))
+    put(objects, beat(sleeper, born=born(sleeper) - 60))
     assert heartbeat.is_alive(objects) is None, "another process has its number now"
     put(objects, beat(sleeper, stopped=True))
     assert heartbeat.is_alive(objects) is None
@@ -617,7 +640,7 @@ def test_another_host_is_watched(elsewhere: dict[str, str], objects: Objects, mo
 def test_a_driver_beats_stops_when_asked_and_says_goodbye(objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.02)
     asked = threading.Event()
-    beating = heartbeat.Heartbeat(objects, 3, asked.set)
+    beating = heartbeat.Heartbeat(claimed(objects, claims=3).log, asked.set)
     try:
         alive = heartbeat.is_alive(objects)
         assert alive is not None
@@ -642,7 +665,7 @@ def test_a_driver_beats_stops_when_asked_and_says_goodbye(objects: Objects, monk
 
 def test_an_older_driver_leaves_the_beat_to_the_newer(objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.02)
-    older = heartbeat.Heartbeat(objects, 1, lambda: None)
+    older = heartbeat.Heartbeat(claimed(objects).log, lambda: None)
     newer = put(objects, beat(epoch=2, count=7))
     deadline = time.monotonic() + 60
     while older._thread.is_alive():  # it may have been about to beat: a newer driver beats again, too
@@ -665,7 +688,7 @@ def test_a_store_that_is_away_does_not_stop_the_heart(monkeypatch: pytest.Monkey
 
     backend = Away()
     objects = Objects("", backend, clock=Clock())
-    beating = heartbeat.Heartbeat(objects, 1, lambda: None)
+    beating = heartbeat.Heartbeat(claimed(objects).log, lambda: None)
     away.set()
     time.sleep(0.1)
     assert beating._thread.is_alive()
