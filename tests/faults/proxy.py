@@ -7,14 +7,18 @@ import random
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal
 
-Action = Literal["503", "409", "slow", "never", "dropped before", "dropped after", "garbled"]
+Action = Literal["503", "409", "slow", "never", "dropped before", "dropped after", "garbled", "racy"]
 SLOW_S, NEVER_S = 1.0, 6.0
+RACE_S = 1.0
+"""For so long a "racy" store, which looks first whether an object is there and writes then, waits between the two for
+another writer of the same object."""
 ANSWERS = {"503": (503, "SlowDown"), "409": (409, "ConditionalRequestConflict")}
 
 
@@ -37,6 +41,7 @@ class Proxy(ThreadingHTTPServer):
     def __init__(self, port: int, rules: list[Rule]) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.upstream, self.rules, self.lock, self.random = port, rules, threading.Lock(), random.Random(0)
+        self.racing, self.race = Counter[str](), threading.Condition()
 
     def rule_for(self, method: str, path: str) -> Rule | None:
         with self.lock:
@@ -81,6 +86,8 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             if action in ("slow", "never"):
                 time.sleep(SLOW_S if action == "slow" else NEVER_S)
+            elif action == "racy" and self._is_free():
+                del self.headers["If-None-Match"]
             status, headers, data = self._forward(body)
             if action in ("dropped after", "never"):
                 self.close_connection = True
@@ -89,6 +96,18 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(status, headers, data)
 
     do_GET = do_PUT = do_POST = do_PATCH = do_DELETE = do_HEAD = _answer
+
+    def _is_free(self) -> bool:
+        """Whether the object was not there when this writer looked; it answers when another has looked, too."""
+        upstream = http.client.HTTPConnection("127.0.0.1", self.server.upstream)
+        upstream.request("HEAD", self.path)
+        free = upstream.getresponse().status == 404
+        upstream.close()
+        with self.server.race:
+            self.server.racing[self.path] += free
+            self.server.race.notify_all()
+            self.server.race.wait_for(lambda: not free or self.server.racing[self.path] > 1, RACE_S)
+        return free
 
     def _forward(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
         upstream = http.client.HTTPConnection("127.0.0.1", self.server.upstream)

@@ -13,8 +13,10 @@ import s3fs
 
 from flows.train import train
 from infra.claims import run_url
+from infra.objects import Objects
 from infra.runs import open_run
 from rlhf.config import RunConfig
+from rlhf.errors import UserError
 from tests import tiny
 from tests.faults.proxy import Action, Rule, proxy
 
@@ -77,3 +79,26 @@ def test_a_run_comes_through(
     assert len(run.trajectories()) == config.trajectories_per_iteration
     records = [key for key in run.store.objects.list("log") if key.startswith("log/0")]
     assert len(records) == run.state.slot + 1
+
+
+def test_a_store_that_lets_several_writers_win_a_race_is_refused(
+    s3: str, workspace: Path, prefect_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It refuses whoever comes later, as OpenStack Swift does, and so looks as if it kept drivers apart."""
+    port = urlparse(os.environ["AWS_ENDPOINT_URL"]).port
+    assert port is not None
+    with proxy(port, racy := Rule("PUT", "", "racy", times=10**9)) as url:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+        s3fs.S3FileSystem.clear_instance_cache()
+        config = run_config(workspace, f"{s3}/races-{uuid.uuid4().hex}")
+        objects = Objects(run_url(config.run.store, "faulty"))
+        objects.create("log/one", b"first")
+        with pytest.raises(FileExistsError):
+            objects.create("log/one", b"second")
+        objects.delete(["log/one"])
+        with pytest.raises(UserError, match="ignores create-if-absent, so two drivers could overwrite"):
+            train(config)
+        assert objects.list("") == []
+    assert racy.struck > 8
+    monkeypatch.undo()
+    s3fs.S3FileSystem.clear_instance_cache()
