@@ -25,7 +25,10 @@ class History:
 
     @classmethod
     def of(cls, config: RunConfig) -> History:
-        folder = Path(config.run.store.removeprefix("file://")) / config.run.name
+        return cls.at(Path(config.run.store.removeprefix("file://")) / config.run.name)
+
+    @classmethod
+    def at(cls, folder: Path) -> History:
         state, records = RunState(), []
         for path in sorted((folder / "log").glob("[0-9]*.json")):
             data = path.read_bytes()

@@ -1,0 +1,75 @@
+"""What must hold of a run after all that was done to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from infra.objects import Objects
+from infra.runs import open_run
+from infra.vacuum import unreached
+from tests.history import History
+from tests.torture.kinds import Kind
+
+
+@dataclass
+class Result:
+    """What two runs of a kind have in common."""
+
+    bits: dict[str, Any]
+    rows: list[int]
+
+
+def history_of(url: str, folder: Path) -> History:
+    """Of a run anywhere: one on S3 is copied first."""
+    if url.startswith("file://"):
+        return History.at(Path(url.removeprefix("file://")))
+    objects, copy = Objects(url), folder / "copy"
+    for key in objects.list(""):
+        path = copy / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(objects.get(key))
+    return History.at(copy)
+
+
+def result_of(kind: Kind, url: str, folder: Path) -> Result:
+    """Raises if the run is not sound."""
+    history = history_of(url, folder)
+    history.check_sound(killed=True)
+    rows = [] if kind.is_fit else [len(history.run.trajectories([k])) for k in range(history.state.iteration)]
+    return Result(history.results, rows)
+
+
+def check(kind: Kind, url: str, folder: Path, expected: Result) -> None:
+    """Weights, rows, chain and files are those of a run that was left alone."""
+    result = result_of(kind, url, folder)
+    assert len(result.rows) == len(expected.rows), f"{len(result.rows)} iterations, not {len(expected.rows)}"
+    if kind.is_exact:
+        assert result.rows == expected.rows, "other rows"
+        for what, value in expected.bits.items():
+            assert result.bits[what] == value, f"other {what} than the run that was left alone"
+
+
+def check_files(url: str) -> None:
+    """After a vacuum, nothing but what the log names is there."""
+    store = open_run(url).store
+    assert not unreached(store), f"left over: {unreached(store)[:5]}"
+    if url.startswith("file://"):
+        root = Path(url.removeprefix("file://"))
+        hidden = [path for path in root.rglob("*") if path.is_file() and ".writing" in path.parts]
+        assert len(hidden) <= 8, f"temporary files pile up: {hidden[:5]}"
+
+
+def leftovers(folder: Path) -> list[psutil.Process]:
+    """Processes that were started there and still run."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.cwd() == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found

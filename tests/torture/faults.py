@@ -1,0 +1,323 @@
+"""What is done to a run: kills, contests, sleep, a store that fails, damage, deletion, clocks that are set.
+
+Each function does it once, and leaves a run that a plain resume can bring to its end.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from urllib.parse import urlparse
+
+import psutil
+
+from infra.objects import Objects
+from tests.faults.proxy import Action, Rule, proxy
+from tests.faults.test_clocks import stepping
+from tests.processes import Child, Fault, Processes
+from tests.torture.kinds import Kind
+
+WAIT_S = 900.0
+OPERATIONS = 60
+"""Writes of a tiny run; about so many."""
+SAID = (0, 1, 2, 3)
+"""Exit codes of commands that end by themselves: done, failed, a user's mistake, another driver."""
+
+
+@dataclass
+class Victim:
+    """A run, and the processes that work on it."""
+
+    kind: Kind
+    folder: Path
+    store: str
+    random: random.Random
+    setups: list[Callable[[], None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.processes = Processes(self.folder)
+
+    @property
+    def url(self) -> str:
+        return f"{self.store}/run"
+
+    @property
+    def objects(self) -> Objects:
+        return Objects(self.url)
+
+    def start(self, *faults: Fault, take_over: bool = False) -> Child:
+        """A driver, as a user starts it."""
+        command = self.kind.command(self.folder, self.store)
+        more = ("--take-over",) if take_over and not self.kind.is_fit else ()
+        return self.processes.cli(*command, *more, faults=faults, setup=self.setup)
+
+    def cli(self, *arguments: object, faults: tuple[Fault, ...] = ()) -> Child:
+        return self.processes.cli(*arguments, "--store", self.store, faults=faults, setup=self.setup)
+
+    @property
+    def setup(self) -> Callable[[], None]:
+        return partial(_setup, str(self.folder), tuple(self.setups))
+
+    def finish(self) -> None:
+        """To the end, without further faults. Raises if that fails."""
+        expect(self.start(), 0)
+
+    def somewhere(self, action: int = signal.SIGKILL) -> Fault:
+        """A moment in a driver's life: before or after one of its writes, or after an optimizer step."""
+        operation = self.random.choice(["put", "put", "create", "create", "step"])
+        when = self.random.choice(["before", "after"])
+        most = 12 if operation == "step" else OPERATIONS if operation == "create" else 2 * OPERATIONS
+        return Fault(operation, "", when, count=self.random.randint(1, most), action=action)
+
+    def killed(self) -> None:
+        """Start a driver that dies somewhere, if it gets there."""
+        expect(self.start(self.somewhere()), 0, -signal.SIGKILL)
+
+
+def _setup(folder: str, setups: tuple[Callable[[], None], ...]) -> None:
+    os.chdir(folder)  # by which what a driver starts is known, should it outlive the driver
+    for setup in setups:
+        setup()
+
+
+def expect(child: Child, *codes: int) -> int:
+    code = child.wait(WAIT_S)
+    assert "Traceback" not in child.text, f"a traceback:\n{child.text}"
+    assert code in codes, f"exit code {code}, not {' or '.join(map(str, codes))}:\n{child.text}"
+    return code
+
+
+def kills(victim: Victim) -> None:
+    for _ in range(victim.random.randint(1, 3)):
+        victim.killed()
+
+
+def terminations(victim: Victim) -> None:
+    for _ in range(victim.random.randint(1, 2)):
+        expect(victim.start(victim.somewhere(signal.SIGTERM)), 0, 1)
+
+
+def kills_of_children(victim: Victim) -> None:
+    """Reward processes, engines, workers on Ray: whatever the driver has started."""
+    child = victim.start()
+    for _ in range(victim.random.randint(1, 2)):
+        time.sleep(victim.random.uniform(0.2, 4.0))
+        with suppress(psutil.Error):
+            own = psutil.Process(child.process.pid).children(recursive=True)
+            workers = _ray_workers() if victim.kind.on_ray else []
+            if own + workers:
+                victim.random.choice(own + workers).kill()
+    expect(child, 0, 1)
+
+
+def _ray_workers() -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            found += [process] if "ray::Process" in str(process.cmdline()) else []
+    return found
+
+
+def contests(victim: Victim) -> None:
+    """Several drivers at once, each told to take over; exactly one can win in the end, and none does harm."""
+    if victim.random.random() < 0.5:
+        victim.killed()
+    drivers = []
+    for _ in range(victim.random.randint(2, 3)):
+        drivers.append(victim.start(take_over=True))
+        time.sleep(victim.random.choice([0.0, 0.0, victim.random.uniform(0, 3)]))
+    codes = [expect(driver, 0, 3) for driver in drivers]
+    assert 0 in codes or victim.kind.is_fit, f"nobody came through: {codes}"
+
+
+def take_overs(victim: Victim) -> None:
+    """A driver falls asleep, another takes over, and the first wakes: at once, or when all is done."""
+    first = victim.start(victim.somewhere(signal.SIGSTOP))
+    while first.process.is_alive() and not _sleeps(first):
+        time.sleep(0.05)
+    if victim.kind.is_fit and _sleeps(first):  # fits are not taken over on the machine of a live driver
+        first.signal(signal.SIGCONT)
+    second = victim.start(take_over=True)
+    if victim.random.random() < 0.5:
+        time.sleep(victim.random.uniform(0, 3))
+        with suppress(ProcessLookupError):
+            first.signal(signal.SIGCONT)
+    expect(second, 0, 3)
+    with suppress(ProcessLookupError):
+        first.signal(signal.SIGCONT)
+    expect(first, 0, 3)
+
+
+def _sleeps(child: Child) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(child.process.pid).status() == psutil.STATUS_STOPPED
+    return False
+
+
+def clocks(victim: Victim) -> None:
+    victim.setups.append(stepping)
+    victim.killed()
+
+
+def store_faults(victim: Victim) -> None:
+    """4 to 20 % of the requests to S3 fail, in every way that they can."""
+    port = urlparse(os.environ["AWS_ENDPOINT_URL"]).port
+    assert port is not None
+    actions: tuple[Action, ...] = ("503", "409", "dropped before", "dropped after", "slow")
+    share = victim.random.uniform(0.04, 0.2) / len(actions)
+    rules = [Rule("PUT" if action == "409" else ".*", "", action, times=10**9, share=share) for action in actions]
+    with proxy(port, *rules) as url:
+        victim.setups.append(partial(_endpoint, url))
+        victim.killed()
+        expect(victim.start(), 0, 1)
+        victim.setups.clear()
+
+
+def _endpoint(url: str) -> None:
+    os.environ["AWS_ENDPOINT_URL"] = url
+
+
+def bit_flips(victim: Victim) -> None:
+    _damage(victim, _flip)
+
+
+def losses(victim: Victim) -> None:
+    _damage(victim, lambda data, number: None)
+
+
+def _flip(data: bytes, number: int) -> bytes | None:
+    changed = bytearray(data)
+    if changed:
+        changed[number // 8 % len(data)] ^= 1 << number % 8
+    return bytes(changed)
+
+
+def _damage(victim: Victim, damage: Callable[[bytes, int], bytes | None]) -> None:
+    """One object of a run, begun or done, is not what it was: every command says so or does not need it; nothing that
+    is committed is deleted; and put back, all is well."""
+    victim.killed()
+    objects = victim.objects
+    keys = [key for key in objects.list("") if not key.startswith((".", "log/heartbeat", "report.html"))]
+    if not keys:
+        return
+    key = victim.random.choice(keys)
+    data = objects.get(key)
+    changed = damage(data, victim.random.getrandbits(40))
+    if changed == data:
+        return
+    if changed is None:
+        objects.delete([key])
+    else:
+        objects.put(key, changed)
+    before = set(objects.list(""))
+    named = expect(victim.cli("verify", "run"), 0, 1, 2) != 0
+    for command in (("status", "run"), ("vacuum", "run", "--dry-run"), ("explain", "run", 1)):
+        expect(victim.cli(*command), *SAID)
+    copies = ("run.json", "log/tail.json")
+    said = victim.processes.children[-4].text
+    assert named or key in said or key in copies or changed is None, f"verify does not see that {key} changed:\n{said}"
+    code = expect(victim.start(), *SAID)
+    if code == 0 and not victim.kind.is_fit:
+        expect(victim.cli("report", "run", "-o", victim.folder / "page.html"), *SAID)
+    if (
+        objects.get_if_there(key) == changed
+    ):  # the newest record, if it was lost, was never there: another has its place
+        objects.put(key, data)
+    gone = {name for name in before - set(objects.list("")) - {key} if not name.startswith(("checkpoints/", "log/"))}
+    assert code == 0 or not gone, f"deleted by a driver that refused to go on: {sorted(gone)[:5]}"
+
+
+def commands(victim: Victim) -> None:
+    """Every other command, killed somewhere, while a driver works or after it died."""
+    victim.killed()
+    driver = victim.start(victim.somewhere()) if victim.random.random() < 0.3 else None
+    for _ in range(3):
+        arguments = victim.random.choice(_commands(victim))
+        if "--store" in arguments:
+            child = victim.processes.cli(*arguments, faults=(_early(victim),), setup=victim.setup)
+        else:
+            child = victim.cli(*arguments, faults=(_early(victim),))
+        if victim.random.random() < 0.5:
+            time.sleep(victim.random.uniform(0, 2.5))
+            with suppress(ProcessLookupError):
+                child.signal(signal.SIGKILL)
+        expect(child, *SAID, -signal.SIGKILL)
+    if driver is not None:
+        expect(driver, 0, 3, -signal.SIGKILL)
+
+
+def _early(victim: Victim) -> Fault:
+    return Fault(victim.random.choice(["put", "create"]), "", "after", count=victim.random.randint(1, 6))
+
+
+def _commands(victim: Victim) -> list[tuple[object, ...]]:
+    page, export = victim.folder / "page.html", victim.folder / "exported"
+    shared: list[tuple[object, ...]] = [
+        ("status", "run"),
+        ("verify", "run", "--repair"),
+        ("vacuum", "run"),
+        ("vacuum", "run", "--take-over"),
+        ("stop", "run"),
+    ]
+    if victim.kind.is_fit:
+        return shared
+    return [
+        *shared,
+        ("fork", "run", "--at", "1", "--run", "child"),
+        ("rescore", "run", "--run", "scored", "--reward", "tests.rewards:digits"),
+        ("report", "run", "-o", page),
+        ("export", "run", export),
+        ("replay", "run", "--iteration", 0),
+        ("show", "run"),
+        ("query", "run", "select count(*) from trajectories"),
+        ("explain", "run", 1),
+    ]
+
+
+def deletions(victim: Victim) -> None:
+    """The folder is deleted while a driver is at work; afterwards the run is begun again."""
+    child = victim.start(victim.somewhere(signal.SIGSTOP))
+    while child.process.is_alive() and not _sleeps(child):
+        time.sleep(0.05)
+    asleep = _sleeps(child)
+    if victim.kind.on_s3:
+        victim.objects.delete(victim.objects.list(""))
+    else:
+        shutil.rmtree(victim.store.removeprefix("file://") + "/run", ignore_errors=True)
+    if asleep:
+        child.signal(signal.SIGCONT)
+    code = expect(child, 0, 1)
+    left = victim.objects.list("")
+    # one that had yet to claim begins the run again, and one that had done all is done
+    assert code == 0 or not left, f"left over: {left[:5]}\n{child.text}"
+
+
+FAULTS: dict[str, Callable[[Victim], None]] = {
+    "driver killed": kills,
+    "SIGTERM": terminations,
+    "child or worker killed": kills_of_children,
+    "contest": contests,
+    "SIGSTOP, take-over": take_overs,
+    "clock set": clocks,
+    "faulty S3": store_faults,
+    "bit flipped": bit_flips,
+    "object lost": losses,
+    "command killed": commands,
+    "folder deleted": deletions,
+}
+
+
+def suits(fault: str, kind: Kind) -> bool:
+    if fault == "faulty S3":
+        return kind.on_s3
+    if kind.on_ray:
+        return fault in ("driver killed", "child or worker killed", "SIGTERM", "contest")
+    return True

@@ -1,0 +1,101 @@
+"""Every kind of run that is tortured: how it is started, and whether it comes out the same to the bit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests import tiny
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "ppo": {"checkpoint": {"every": 1, "keep": {"last": 1, "every": None}}},
+    "ppo, snapshots in the background": {"checkpoint": {"every": 2, "background": True}},
+    "grpo, validated": {
+        "rollout__n": 4,
+        "algorithm": {"advantage": "grpo", "kl": {"in_loss": 0.01}},
+        "validation": {"data": "{workspace}/held_out.parquet"},
+    },
+    "dapo": {
+        "reward__function": "tests.rewards:mostly_flat",
+        "algorithm": {"advantage": "grpo", "dynamic_sampling": {"max_prompts": 12}},
+    },
+    "remax": {"algorithm": {"advantage": "remax"}},
+    "a reward model": {"reward": {"function": "tests.rewards:letters", "model": {"path": "{workspace}/judge"}}},
+    "dialogues": {
+        "rollout__environment": {"name": "tests.environments:Chatty", "options": {"worth": 0.5}, "max_turns": 6},
+        "rollout__max_response_tokens": 48,
+        "reward": {"function": None},
+    },
+    "adapters": {"model__lora": {"r": 4, "alpha": 8}, "checkpoint__every": 2},
+    "one step off": {"rollout__mode": "one_step_off"},
+    "async": {"rollout__mode": "async", "rollout__max_staleness": 2},
+    "on S3": {},
+    "on Ray": {"pools": {"train": {"workers": 2}}, "actor__engine": "fsdp", "critic__engine": "deepspeed"},
+}
+FITS = ("sft", "reward model fit")
+
+
+@dataclass(frozen=True)
+class Kind:
+    name: str
+    workspace: Path
+
+    @property
+    def is_fit(self) -> bool:
+        return self.name in FITS
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether a run that was tortured has the bits of one that was left alone."""
+        return self.name != "async"
+
+    @property
+    def on_s3(self) -> bool:
+        return self.name == "on S3"
+
+    @property
+    def on_ray(self) -> bool:
+        return self.name == "on Ray"
+
+    def command(self, folder: Path, store: str) -> tuple[object, ...]:
+        """The arguments of `ratchet` that start the run `run`, or go on with it."""
+        if self.is_fit:
+            return self._fit(folder, store)
+        path = folder / "config.yaml"
+        if not path.exists():
+            changes: dict[str, Any] = {"reward__function": "tests.rewards:letters", **CHANGES[self.name]}
+            if "reward" in changes:
+                del changes["reward__function"]
+            changes = json.loads(json.dumps(changes).replace("{workspace}", str(self.workspace)))
+            config = tiny.config(self.workspace, run__name="run", run__store=store, **changes)
+            path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+        return "train", path
+
+    def _fit(self, folder: Path, store: str) -> tuple[object, ...]:
+        common = ("--model", self.workspace / "model", "--output", folder / "run", "--store", store, "--lr", 0.01)
+        if self.name == "sft":
+            rows = self.workspace / "rows.jsonl"
+            return ("sft", *common, "--data", rows, "--steps", 9, "--batch-examples", 8, "checkpoint_steps=3")
+        pairs = self.workspace / "pairs.jsonl"
+        return ("reward-model", *common, "--data", pairs, "--batch-pairs", 16, "--epochs", 2, "checkpoint_steps=2")
+
+
+def workspace(folder: Path) -> Path:
+    """What all kinds read."""
+    tiny.workspace(folder)
+    tiny.prompt_file(folder / "held_out.parquet", prompts=3)
+    tiny.reward_model_folder(folder / "judge", folder / "model")
+    rows = [{"prompt": f"say {number}", "response": "abc"[number % 3] * 5} for number in range(40)]
+    pairs = [{"prompt": f"say {number}", "chosen": "abcde", "rejected": "12345"[number % 4 :]} for number in range(48)]
+    for name, lines in (("rows", rows), ("pairs", pairs)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def kinds(folder: Path, ray: bool) -> list[Kind]:
+    names = [*CHANGES, *FITS]
+    return [Kind(name, folder) for name in names if ray or name != "on Ray"]
