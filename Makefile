@@ -3,7 +3,7 @@ BIN := .venv/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo vllm test check bench bench-vllm docs clean
+.PHONY: demo vllm test torture check bench bench-vllm docs clean
 
 # torch goes first and alone: asked for by another package, pip would take the newest build with gigabytes of CUDA
 .venv/installed: pyproject.toml constraints.txt
@@ -29,6 +29,11 @@ demo: .venv/installed ## the whole recipe on this machine: data, supervised mode
 
 test: .venv/installed ## the tests, and a slice of the crash matrix that changes from day to day
 	OMP_NUM_THREADS=1 pytest -n 2 --dist worksteal
+
+MINUTES ?= 15
+SEED ?= 0
+torture: .venv/installed ## kills, contests, damage and a failing store, at random, on every kind of run
+	OMP_NUM_THREADS=1 python -m tests.torture --minutes $(MINUTES) --seed $(SEED) $(TORTURE)
 
 check: .venv/installed ## lint, types, and the direction of imports
 	ruff format --check .

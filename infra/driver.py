@@ -30,6 +30,7 @@ from rlhf.environments import check_environment, environment_digest
 from rlhf.errors import UserError
 from rlhf.models import (
     attention_of,
+    check_architecture,
     check_reward_model,
     check_weights,
     files_digest,
@@ -192,6 +193,9 @@ def check_inputs(config: RunConfig) -> None:
     for key, each in (models | judge).items():
         check_weights(model_folder(each, key), key)
         say_attention(each)
+    check_architecture(config.model, "model", is_critic=False)
+    if config.needs_critic:
+        check_architecture(config.critic_model, "critic.model", is_critic=True)
     load_tokenizer(config.model)
     if config.reward.model is not None:
         check_reward_model(config.reward.model)

@@ -69,7 +69,9 @@ def recorded(record: Callable[[], R], compute: Callable[[], R]) -> R:
         _Server.asked_again = now + PAUSE * (now - began)
         if _Server.answers:
             _Server.answers = False
-            report("note", text=f"Prefect does not record what follows, which continues without it: {_line(error)}")
+            report(
+                "note", text=f"Prefect does not record what follows, and the run continues without it: {_line(error)}"
+            )
     else:
         if not _Server.answers:
             _Server.answers = True

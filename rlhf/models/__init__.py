@@ -65,6 +65,22 @@ def check_weights(folder: Path, key: str = "model") -> None:
             raise UserError(f"{path} is damaged: {error}") from None
 
 
+def check_architecture(model: Model, key: str, *, is_critic: bool) -> None:
+    """Refuse a model whose architecture transformers does not know as a policy, or as a critic."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, AutoConfig
+
+    known = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING if is_critic else MODEL_FOR_CAUSAL_LM_MAPPING
+    auto_class = "AutoModelForTokenClassification" if is_critic else "AutoModelForCausalLM"
+    config = AutoConfig.from_pretrained(model_folder(model, key), trust_remote_code=model.trust_remote_code)
+    if type(config) in known or auto_class in (getattr(config, "auto_map", None) or {}):
+        return
+    instead = "name another one, or an algorithm without a critic (algorithm.advantage.type: grpo)"
+    raise UserError(
+        f"{key}.path {model.path}: transformers has no {auto_class} for {config.model_type}, so it cannot be the "
+        f"{'critic' if is_critic else 'policy'}: {instead if is_critic else 'name a language model'}"
+    )
+
+
 def load_tokenizer(model: Model, *, writes: bool = True) -> PreTrainedTokenizerBase:
     """`writes`: for a model that has to end what it writes."""
     from transformers import AutoTokenizer

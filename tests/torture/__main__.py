@@ -182,7 +182,7 @@ def _cell(done: int, failed: int) -> str:
     return f"{done - failed} of {done}" if failed else f"{done}" if done else ""
 
 
-def _after_a_while(left: Callable[[], list[psutil.Process]], seconds: float = 30.0) -> list[psutil.Process]:
+def _after_a_while(left: Callable[[], list[psutil.Process]], seconds: float = 300.0) -> list[psutil.Process]:
     """Those that are still there after so long; none, as soon as none is."""
     deadline = time.monotonic() + seconds
     while (processes := left()) and time.monotonic() < deadline:

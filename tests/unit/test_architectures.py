@@ -14,7 +14,8 @@ from rlhf.batch import TrajectoryBatch
 from rlhf.config import Model
 from rlhf.engines.token_outputs import Head
 from rlhf.engines.torch_engine import TorchEngine
-from rlhf.models import attention_of, load_actor, load_critic
+from rlhf.errors import UserError
+from rlhf.models import attention_of, check_architecture, load_actor, load_critic
 
 SMALL: dict[str, dict[str, Any]] = {
     "biogpt": {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "layerdrop": 0.5},
@@ -56,6 +57,23 @@ def folder(path: Path, kind: str, head: Head = "policy") -> Model:
         config.num_labels = 1
         auto.from_config(config).save_pretrained(path)
     return Model(path=str(path), dtype="float32")
+
+
+@pytest.mark.parametrize("kind", ["llama", "opt", "t5"])
+def test_an_architecture_that_cannot_be_what_is_asked_for_is_refused(kind: str, tmp_path: Path) -> None:
+    config = AutoConfig.for_model(kind, **({"vocab_size": 50} | SMALL.get(kind, {})))
+    config.save_pretrained(tmp_path)
+    model = Model(path=str(tmp_path))
+    if kind == "t5":
+        with pytest.raises(UserError, match=r"model.path .*AutoModelForCausalLM for t5, so it cannot be the policy"):
+            check_architecture(model, "model", is_critic=False)
+    else:
+        check_architecture(model, "model", is_critic=False)
+    if kind == "opt":
+        with pytest.raises(UserError, match=r"critic.model.path .* for opt, so it cannot be the critic: name another"):
+            check_architecture(model, "critic.model", is_critic=True)
+    else:
+        check_architecture(model, "critic.model", is_critic=True)
 
 
 def inferred(engine: TorchEngine) -> np.ndarray:
