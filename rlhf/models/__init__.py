@@ -74,7 +74,7 @@ def check_architecture(model: Model, key: str, *, is_critic: bool) -> None:
     config = AutoConfig.from_pretrained(model_folder(model, key), trust_remote_code=model.trust_remote_code)
     if type(config) in known or auto_class in (getattr(config, "auto_map", None) or {}):
         return
-    instead = "name another one, or an algorithm without a critic (algorithm.advantage.type: grpo)"
+    instead = "name another one, or an algorithm without a critic (algorithm.advantage: grpo)"
     raise UserError(
         f"{key}.path {model.path}: transformers has no {auto_class} for {config.model_type}, so it cannot be the "
         f"{'critic' if is_critic else 'policy'}: {instead if is_critic else 'name a language model'}"
