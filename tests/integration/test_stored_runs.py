@@ -76,6 +76,45 @@ def test_what_was_stored_without_messages_no_reward_model_can_read(stored: Path,
     assert "Traceback" not in resumed.text
 
 
+@pytest.mark.parametrize(
+    ("stored", "committed", "computed"),
+    [
+        (
+            "schema-3",
+            {"generate", "reward_model", "score", "old_log_probs", "ref_log_probs", "values", "advantages"},
+            set(),
+        ),
+        ("schema-3-dapo", {"generate", "score", "select"}, {"old_log_probs", "ref_log_probs", "advantages"}),
+    ],
+    indirect=["stored"],
+)
+def test_what_was_committed_is_not_computed_again(
+    stored: Path, committed: set[str], computed: set[str], processes: Processes
+) -> None:
+    """One was killed after its critic was updated, the other after groups were chosen: of the open iteration just the
+    rest is computed, so its fingerprints are those of then."""
+    run = open_run(f"file://{stored}")
+    assert run.state.iteration == 1
+    assert {stage for stage, done in run.progress(1).items() if done == "✓"} >= committed
+    before = run.trajectories([0, 1], ["trajectory_id", "response", "score"])
+    resumed = processes.cli(
+        "resume", "stored", "--store", f"file://{stored.parent}", setup=partial(os.chdir, Path.cwd())
+    )
+    assert resumed.wait(600) == 0, resumed.text
+    assert {stage for stage, iteration, _ in resumed.computed_shards if iteration == 1} == computed
+    history = History.of(open_run(f"file://{stored}").config)
+    history.check_sound()
+    assert history.state.iteration == 3
+    assert history.run.trajectories([0, 1], ["trajectory_id", "response", "score"]).equals(before)
+    assert "stored is what was written" in verified(stored, processes)
+
+
+def verified(stored: Path, processes: Processes) -> str:
+    child = processes.cli("verify", "stored", "--store", f"file://{stored.parent}")
+    assert child.wait(600) == 0, child.text
+    return child.text
+
+
 @pytest.mark.parametrize("stored", ["schema-1"], indirect=True)
 @pytest.mark.parametrize("command", ["status", "resume"])
 def test_a_run_of_an_older_schema_is_refused(stored: Path, processes: Processes, command: str) -> None:
