@@ -31,7 +31,7 @@ class Counting(LocalBackend):
         self.requests: Counter[str] = Counter()
 
     def __getattribute__(self, name: str) -> Any:
-        if name in ("create", "put", "get", "delete", "list"):
+        if name in ("create", "put", "get", "size", "delete", "list"):
             self.requests[name] += 1
         return super().__getattribute__(name)
 

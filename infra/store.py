@@ -270,7 +270,8 @@ class RunStore:
         shared = {ref.key for fork in self.forks() for roles in fork.snapshots.values() for ref in roles.values()}
         for ref in doomed:
             if ref.key not in shared:
-                self.objects.delete([*(file.key for file in self.checkpoint(ref).files.values()), ref.key])
+                with suppress(Corrupt):  # nobody needs it any more, and `vacuum` finds its files
+                    self.objects.delete([*(file.key for file in self.checkpoint(ref).files.values()), ref.key])
 
     # Writing immutable objects.
 

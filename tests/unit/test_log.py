@@ -22,7 +22,20 @@ from infra.clock import born
 from infra.log import TAIL, Corrupt, Fenced, RunLog, slot_key
 from infra.manifest import Fingerprint, Manifest
 from infra.objects import Objects, StoreUnavailable
-from infra.records import PAGE, Claim, RunState, Shard, ShardRef, Skip, Stage, Weights, sha256_of
+from infra.records import (
+    PAGE,
+    Claim,
+    ObjectRef,
+    Retire,
+    RunState,
+    Shard,
+    ShardRef,
+    Skip,
+    Snapshot,
+    Stage,
+    Weights,
+    sha256_of,
+)
 from infra.store import CLOSE, MAX_ATTEMPTS, RunStore
 from rlhf.errors import UserError
 from tests.simulated import Clock, Fault, Memory, Simulated
@@ -186,6 +199,14 @@ def test_resuming_without_the_hint_costs_a_few_reads(long_run: dict[str, bytes])
     assert store.log.read().iteration == 1000
     assert set(memory.requests) == {"get", "size"}
     assert memory.requests.total() <= 30
+
+
+def test_a_snapshot_that_is_lost_can_still_be_retired(objects: Objects) -> None:
+    store = claimed(objects)
+    lost = ObjectRef(key="checkpoints/actor/000001.1-0/manifest.json", sha256="0" * 64)
+    store.commit(Snapshot(version=1, roles={"actor": lost}))
+    store.commit_snapshot([Retire(version=1)])
+    assert store.state.snapshots == {}
 
 
 def test_an_index_stays_small(long_run: dict[str, bytes]) -> None:
