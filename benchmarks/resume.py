@@ -1,99 +1,145 @@
-"""What resuming costs in the length of a run: reading the log, claiming, and sweeping, at iteration 10 and at 1 000.
+"""What resuming a run costs, and looking at it, at iteration 10 and at 1,000.
 
-    python benchmarks/resume.py [--repeats 50]
+    OMP_NUM_THREADS=1 python benchmarks/resume.py [--repeats 50] [--long 1000]
 
-A synthetic log in a folder: every iteration has nine stages with their manifests, a snapshot of two roles, the
-retirement of an old one, and its index. The two runs take turns, so that a noisy machine is noisy for both.
+Two real runs of a tiny model in a folder, which differ in their length only; making the long one takes some minutes.
+Resuming (reading the log, claiming, sweeping) takes turns between them, so that a noisy machine is noisy for both;
+of every other command the requests to the store are counted.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from infra.manifest import Fingerprint, Manifest
-from infra.objects import LocalBackend, Objects
-from infra.records import Claim, ObjectRef, Retire, Snapshot, Stage, Weights
-from infra.store import ROW_STAGES, RunStore
-from rlhf.config import STAGES, RunConfig, parse_config
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")
 
-CONFIG: RunConfig = parse_config({"model": {"path": "model"}, "data": {"train": ["prompts"]}}, "benchmark")
+from rich.console import Console
+
+from flows import views
+from flows.train import drive
+from infra import objects
+from infra.claims import claim
+from infra.objects import LocalBackend, Objects
+from infra.progress import listening
+from infra.runs import open_run
+from infra.store import ROW_STAGES, RunStore
+from rlhf.config import RunConfig
+from tasks.explain import explain
+from tasks.plan import fork_run
+from tests import tiny
+
+SHORT = 10
+NOWHERE = Console(file=Path(os.devnull).open("w"))
 
 
 class Counting(LocalBackend):
-    def __init__(self, root: str) -> None:
-        super().__init__(root)
-        self.requests: Counter[str] = Counter()
+    requests: Counter[str] = Counter()
 
     def __getattribute__(self, name: str) -> Any:
-        if name in ("create", "put", "get", "size", "delete", "list"):
-            self.requests[name] += 1
+        if name in ("create", "put", "get", "size", "read", "delete", "list"):
+            Counting.requests[name] += 1
         return super().__getattribute__(name)
 
 
-def claim() -> Claim:
-    start = {role: Weights(version=0, digest="0" * 64) for role in ("actor", "critic", "reference")}
-    config = CONFIG.model_dump(mode="json")
-    return Claim(config=config, code="", packages={}, threads=1, host="", shards=4, initial=start)
+def run_config(workspace: Path, iterations: int) -> RunConfig:
+    return tiny.config(
+        workspace,
+        run__name=f"of-{iterations}",
+        data__prompts_per_iteration=1,
+        rollout__prompts_per_shard=1,
+        rollout__max_response_tokens=1,
+        reward__function="length",
+        algorithm={"advantage": "grpo"},
+        critic=None,
+        actor={"mini_batch_trajectories": 2},
+        checkpoint__every=100,
+        train__iterations=iterations,
+    )
 
 
-def write(folder: Path, iterations: int) -> None:
-    """A run of so many closed iterations, and one that is open."""
-    store = RunStore(Objects(f"file://{folder}", LocalBackend(str(folder))))
-    store.log.read()
-    store.log.claim(claim())
-    for iteration in range(iterations + 1):
-        for name in STAGES:
-            role = name.removeprefix("update_") if name.startswith("update_") else None
-            weights = None if role is None else Weights(version=iteration + 1, digest=f"{iteration:064d}")
-            manifest = Manifest(
-                iteration=iteration, stage=name, epoch=1, attempt=0, fingerprint=Fingerprint(parts={}), config={}
-            )
-            ref = store.write_manifest(manifest)
-            store.commit(
-                Stage(iteration=iteration, stage=name, manifest=ref, fingerprint="0" * 64, role=role, weights=weights)
-            )
-            if iteration == iterations:
-                return
-        refs = {role: ObjectRef(key=f"checkpoints/{role}/{iteration}", sha256="0" * 64) for role in ("actor", "critic")}
-        old = [Retire(version=iteration - 2)] if iteration > 2 and (iteration - 2) % 10 else []
-        store.close({"loss": 0.0}, Snapshot(version=iteration + 1, roles=refs), *old)
+def make(config: RunConfig) -> None:
+    """The run itself, unrecorded by Prefect."""
+
+    def progress(event: str, details: dict[str, Any]) -> None:
+        if event == "closed" and details["iteration"] % 100 == 99:
+            print(f"{details['iteration'] + 1} iterations of {config.train.iterations}", flush=True)
+
+    with listening(progress):
+        drive(config, take_over=False)
 
 
-def resume(folder: Path) -> tuple[float, Counter[str]]:
-    """Milliseconds, and store requests."""
-    backend = Counting(str(folder))
-    store = RunStore(Objects(f"file://{folder}", backend))
+def resume(config: RunConfig) -> float:
+    """Milliseconds."""
+    store = RunStore(Objects(url(config)))
     started = time.perf_counter()
     store.log.read()
-    store.log.claim(claim())
+    claim(store, config, initial=store.state.initial)
     store.sweep((*ROW_STAGES, "validate"))
-    return 1e3 * (time.perf_counter() - started), backend.requests
+    return 1e3 * (time.perf_counter() - started)
+
+
+def url(config: RunConfig) -> str:
+    return f"{config.run.store}/{config.run.name}"
+
+
+def looks(config: RunConfig) -> dict[str, Callable[[], object]]:
+    """Commands that look at a run, or fork it."""
+    changed = config.with_values({"actor.lr": 0.5})
+    child = config.with_values({"run.name": f"fork-of-{config.run.name}", "actor.lr": 0.5})
+    last = config.train.iterations - 1
+    return {
+        "status --last 10": lambda: views.status(NOWHERE, open_run(url(config)), 10),
+        "show": lambda: views.show(NOWHERE, open_run(url(config)), None, None, None, 20, "table"),
+        "plan": lambda: views.plan(NOWHERE, open_run(url(config)), changed, last, config.run.name),
+        "explain": lambda: explain(open_run(url(config)), last),
+        "fork": lambda: fork_run(open_run(url(config)), child, last, "advantages"),
+    }
+
+
+def count(command: Callable[[], object]) -> Counter[str]:
+    Counting.requests = Counter()
+    command()
+    return Counting.requests
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=50)
-    repeats = parser.parse_args().repeats
+    parser.add_argument("--long", type=int, default=1000, help="iterations of the long run")
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        folders = {length: Path(temporary) / str(length) for length in (10, 1000)}
-        for length, folder in folders.items():
-            write(folder, length)
-        found: dict[int, list[float]] = {length: [] for length in folders}
-        requests: dict[int, Counter[str]] = {}
-        for _ in range(repeats):
-            for length, folder in folders.items():
-                milliseconds, requests[length] = resume(folder)
-                found[length].append(milliseconds)
-    for length, times in found.items():
-        print(f"iteration {length:>5}: median {statistics.median(times):.1f} ms, requests {dict(requests[length])}")
-    ratio = statistics.median(found[1000]) / statistics.median(found[10])
-    print(f"ratio {ratio:.2f}")
+        workspace = tiny.workspace(Path(temporary))
+        configs = [run_config(workspace, iterations) for iterations in (SHORT, arguments.long)]
+        for config in configs:
+            make(config)
+        objects.LocalBackend = Counting  # type: ignore[misc]
+        times: dict[str, list[float]] = {config.run.name: [] for config in configs}
+        for _ in range(arguments.repeats):
+            for config in configs:
+                times[config.run.name].append(resume(config))
+        medians = [statistics.median(each) for each in times.values()]
+        print(f"resuming: {medians[0]:.1f} and {medians[1]:.1f} ms, ratio {medians[1] / medians[0]:.2f}")
+        print(f"\n| requests | at {SHORT} | at {arguments.long} |\n|---|---|---|")
+        counts = [
+            {"resume": count(lambda config=config: resume(config))}
+            | {name: count(command) for name, command in looks(config).items()}
+            for config in configs
+        ]
+        for name, short in counts[0].items():
+            print(f"| {name} | {say(short)} | {say(counts[1][name])} |")
+
+
+def say(requests: Counter[str]) -> str:
+    return ", ".join(f"{number} {kind}" for kind, number in sorted(requests.items()))
 
 
 if __name__ == "__main__":

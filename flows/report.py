@@ -144,7 +144,7 @@ def _parent(run: Run, damaged: Damaged) -> str | None:
 
 def _metrics(run: Run, damaged: Damaged) -> dict[str, list[Any]]:
     """Columns of numbers, those that the report draws; the open iteration gives its validation, if it is committed."""
-    rows: list[Mapping[Any, Any]] = [*run.metrics(damaged).to_dict("records")]
+    rows: list[Mapping[Any, Any]] = [*run.metrics(damaged=damaged).to_dict("records")]
     validation = run.state.stages.get("validate")
     if isinstance(validation, Stage):
         try:

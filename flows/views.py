@@ -60,7 +60,7 @@ def status(console: Console, run: Run, last: int) -> None:
         if run.state.iteration == 0:
             console.print(title)
         else:
-            rows(console, run.metrics().tail(last), "table", title)
+            rows(console, run.metrics(last), "table", title)
     else:
         _status(console, run, last)
     beat = heartbeat.is_alive(run.store.objects, console.print)
@@ -83,7 +83,7 @@ def _status(console: Console, run: Run, last: int) -> None:
             stages_done = [found.get(stage, "" if stage == "validate" else missing) for stage in stages]
             table.add_row(str(iteration), *stages_done)
     console.print(table, "✓ committed, – skipped, 2/4 shards committed, · missing", highlight=False)
-    metrics = run.metrics().tail(last)
+    metrics = run.metrics(last)
     shown = {label: name for label, name in WATCHED.items() if name in metrics}
     numbers = Table("it", *shown, box=box.SIMPLE_HEAD)
     for row in metrics.to_dict("records"):

@@ -204,6 +204,9 @@ class RunState(BaseModel):
     """Later iterations of which something is committed."""
     metrics: ShardRef | None = None
     """In an index: the metrics file of the iteration it closes."""
+    metric_values: dict[str, float] = {}
+    """In an index: what that file holds, so that looking at an iteration needs no other object. Indexes of older
+    releases have none."""
     open_epochs: dict[int, OpenEpoch] = {}
     """Epochs that worked on the open iteration."""
     index: ObjectRef | None = None
@@ -271,7 +274,8 @@ class RunState(BaseModel):
                         digest = self.weights[role].digest
                         self.weights[role] = Weights(version=commit.iteration + 1, digest=digest)
                 self.iteration = commit.iteration + 1
-                self.shards, self.stages, self.assigned, self.metrics = {}, {}, {}, None
+                self.shards, self.stages, self.assigned = {}, {}, {}
+                self.metrics, self.metric_values = None, {}
                 self.starting = dict(self.weights)
                 committed = [shard for k in self.ahead.values() for one in k.shards.values() for shard in one.values()]
                 still = {epoch, *(shard.epoch for shard in committed)}

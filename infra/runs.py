@@ -102,19 +102,24 @@ class Run:
                 frames.append(frame.assign(iteration=iteration))
         return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
 
-    def metrics(self, damaged: Damaged = refuse) -> pd.DataFrame:
-        """One row for each closed iteration."""
+    def metrics(self, last: int | None = None, damaged: Damaged = refuse) -> pd.DataFrame:
+        """One row for each closed iteration, or for the `last` ones: of each, its index is read."""
         import pandas as pd
 
+        closed = self.state.iteration
         rows = []
-        for iteration in range(self.state.iteration):
+        for iteration in range(0 if last is None else max(0, closed - last), closed):
             try:
-                metrics = self.store.iteration_state(iteration).metrics
-                if metrics is not None:
-                    rows.append(self.store.read_shard(metrics).to_pandas())
+                rows.append(self._metrics(self.store.iteration_state(iteration)))
             except Corrupt as damage:
                 damaged(damage)
-        return pd.concat(rows, ignore_index=True) if rows else pd.DataFrame(columns=["iteration"])
+        return pd.DataFrame(rows) if rows else pd.DataFrame(columns=["iteration"])
+
+    def _metrics(self, index: RunState) -> dict[str, float]:
+        if index.metric_values or index.metrics is None:
+            return {"iteration": index.iteration, **index.metric_values}
+        [row] = self.store.read_shard(index.metrics).to_pylist()  # an index of an older release does not have them
+        return dict(row)
 
     def progress(self, iteration: int) -> dict[str, str]:
         """What each stage of an iteration has committed: ``✓`` all, ``–`` skipped, ``2/4`` shards; or it is absent."""

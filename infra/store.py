@@ -173,7 +173,8 @@ class RunStore:
             tag = self._tag(self.begin_attempt(iteration, CLOSE))
             row = pa.table({"iteration": [iteration], **{name: [float(value)] for name, value in metrics.items()}})
             metrics_ref = self._write_table(_metrics_key(iteration, tag), row)
-            now = {"metrics": metrics_ref, "schema_version": SCHEMA_VERSION}
+            values = {name: float(value) for name, value in metrics.items()}
+            now = {"metrics": metrics_ref, "metric_values": values, "schema_version": SCHEMA_VERSION}
             summary = state.model_copy(update=now)
             index = self._write(f"index/{iteration:06d}.{tag}.json", summary.model_dump_json().encode())
             self.commit_snapshot([Close(iteration=iteration, index=index, metrics=metrics_ref), *also])

@@ -24,8 +24,13 @@ class Origin:
     made_from: tuple[Origin, ...] = field(default=())
 
 
+EARLIER = 5
+"""Updates before the newest that are told one by one."""
+
+
 def explain(run: Run, version: int, role: str = "actor") -> Origin:
-    """The lineage of a role after `version` iterations: its newest update in full, the earlier ones a line each."""
+    """The lineage of a role after `version` iterations: its newest update in full, a few earlier ones a line each, and
+    what it all began with."""
     newest = run.state.weights.get(role)
     if role not in TRAINED or newest is None:
         raise UserError(f"the run has no {role} that is trained")
@@ -41,7 +46,8 @@ def explain(run: Run, version: int, role: str = "actor") -> Origin:
 def _updates(run: Run, role: str, version: int) -> Iterator[Origin]:
     """The updates that led to a version, newest first, and what it all began with."""
     name, told = TRAINED[role].name, set[str]()
-    for iteration in reversed(range(version)):
+    oldest = max(0, version - 1 - EARLIER)
+    for iteration in reversed(range(oldest, version)):
         committed = run.store.committed_stage(iteration, name)
         if committed is None:
             break
@@ -53,6 +59,9 @@ def _updates(run: Run, role: str, version: int) -> Iterator[Origin]:
         else:
             yield Origin(f"iteration {iteration}: {name}", (f"fingerprint {committed.fingerprint}",))
     first = run.state.initial[role]
+    if oldest > first.version:
+        command = f"`ratchet explain {run.store.url.rpartition('/')[2]} {oldest}`"
+        yield Origin(f"iterations {first.version} to {oldest - 1}: {command} tells the next ones")
     yield Origin(f"the {role} that the run began with", (f"sha256 of the model's files {first.digest}",))
 
 

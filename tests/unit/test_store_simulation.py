@@ -309,7 +309,10 @@ class Drivers(RuleBasedStateMachine):
                 assert thing not in self.done, f"{thing} is committed twice"
                 self.done.add(thing)
             if isinstance(commit, Close):
-                self.closed.append(before.model_copy(update={"metrics": commit.metrics}))
+                index = RunState.model_validate_json(self.backend.objects[commit.index.key])
+                assert index.metric_values.keys() == {"loss"}
+                update = {"metrics": commit.metrics, "metric_values": index.metric_values}
+                self.closed.append(before.model_copy(update=update))
                 assert [shard.iteration for shard in before.shards["generate"].values()] == [commit.iteration] * SHARDS
             for ref in _refs(commit):
                 data = self.backend.objects[ref.key]
