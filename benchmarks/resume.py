@@ -10,6 +10,7 @@ of every other command the requests to the store are counted.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import statistics
 import tempfile
@@ -38,7 +39,7 @@ from tasks.plan import fork_run
 from tests import tiny
 
 SHORT = 10
-NOWHERE = Console(file=Path(os.devnull).open("w"))
+NOWHERE = Console(file=io.StringIO())
 
 
 class Counting(LocalBackend):

@@ -108,7 +108,8 @@ class RunLog:
                 return slot_key(end + distance)
         hint = self.objects.get_if_there(TAIL)
         with suppress(ValueError, Corrupt):  # a hint is only a hint
-            if hint is not None and self.load_index(ref := ObjectRef.model_validate_json(hint)).slot > end:
+            # an index stands before the record that closes its iteration, and the hint is written after that record
+            if hint is not None and self.load_index(ref := ObjectRef.model_validate_json(hint)).slot >= end:
                 return ref.key
         return None
 

@@ -1,4 +1,5 @@
-"""An S3 server of our own: moto, in memory, on loopback. It honours conditional writes."""
+"""An S3 server of our own: moto, in memory, on loopback. It honours conditional writes, one put at a time: by itself it
+looks whether an object is there, and writes then, so that several of its threads may win a race."""
 
 from __future__ import annotations
 
@@ -6,9 +7,12 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "testing",
@@ -28,8 +32,10 @@ def s3_server() -> Iterator[str]:
         port = free.getsockname()[1]
     before = {name: os.environ.get(name) for name in (*CREDENTIALS, "AWS_ENDPOINT_URL")}
     os.environ.update(CREDENTIALS, AWS_ENDPOINT_URL=f"http://127.0.0.1:{port}")
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = [sys.executable, "-m", "tests.s3_server", str(port)]
+    process = subprocess.Popen(
+        command, cwd=Path(__file__).parents[1], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
         _wait_for(port, process)
         s3fs.S3FileSystem(skip_instance_cache=True).mkdir(BUCKET)
@@ -56,3 +62,22 @@ def _wait_for(port: int, process: subprocess.Popen[bytes], limit_s: float = 60.0
         else:
             return
     raise TimeoutError(f"moto does not listen on port {port}")
+
+
+def serve(port: int) -> None:
+    from moto.server import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
+    from werkzeug.serving import run_simple
+
+    moto, writing = DomainDispatcherApplication(create_backend_app), threading.Lock()
+
+    def one_put_at_a_time(environ: Any, start_response: Any) -> Any:
+        if environ["REQUEST_METHOD"] != "PUT":
+            return moto(environ, start_response)
+        with writing:
+            return list(moto(environ, start_response))
+
+    run_simple("127.0.0.1", port, one_put_at_a_time, threaded=True, request_handler=MotoRequestHandler)
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]))

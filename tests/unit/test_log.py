@@ -453,6 +453,17 @@ def test_an_end_that_the_hint_contradicts_is_not_taken_for_the_end(memory: Memor
         log.check_end()
 
 
+def test_a_lost_record_that_closed_an_iteration_is_missed(memory: Memory, objects: Objects) -> None:
+    """Nothing is after it but the hint, which was written when it was there; what it retired is deleted by now."""
+    store = claimed(objects)
+    skip_iteration(store)
+    del memory.objects[slot_key(store.state.slot)]
+    before = dict(memory.objects)
+    with pytest.raises(Corrupt, match=rf"{slot_key(store.state.slot)} is gone, though index/000000"):
+        claimed(objects)
+    assert memory.objects == before
+
+
 def test_others_who_append_meanwhile_are_no_hole(memory: Memory, objects: Objects) -> None:
     store = claimed(objects)
     reader = RunLog(objects)
