@@ -19,7 +19,7 @@ from prefect.artifacts import (
     update_progress_artifact,
 )
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.context import TagsContext, TaskRunContext
+from prefect.context import FlowRunContext, TagsContext, TaskRunContext
 from prefect.exceptions import MissingContextError
 from prefect.settings import PREFECT_API_URL
 
@@ -125,9 +125,14 @@ class _Pages:
         get_run_logger().info(f"{self.run} · it {iteration} closed: {watched}")
 
 
+def _is_recorded() -> bool:
+    """By a server that stays, in a flow run that it knows."""
+    return bool(PREFECT_API_URL.value()) and FlowRunContext.get() is not None
+
+
 def show_iteration(iteration: int, metrics: Mapping[str, float]) -> None:
     """Leave an artifact; a server or a store that does not answer is no reason to stop."""
-    if not PREFECT_API_URL.value():
+    if not _is_recorded():
         return
     driver = Driver.current()
     with suppress(StoreUnavailable):
@@ -142,7 +147,7 @@ def show_report(url: str) -> str:
     objects.put(REPORT, report.page([open_run(url)]).encode())
     name = objects.url.rpartition("/")[2]
     written = f"{objects.url}/{REPORT}"
-    if PREFECT_API_URL.value():
+    if _is_recorded():
         text, key = f"report of {name}", f"{_slug(name)}-report"
         recorded(lambda: create_link_artifact(written, link_text=text, key=key), lambda: None)
     return written
