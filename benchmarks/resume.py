@@ -123,6 +123,11 @@ def main() -> None:
         for config in configs:
             make(config)
         objects.LocalBackend = Counting  # type: ignore[misc]
+        counts = [
+            {"resume": count(lambda config=config: resume(config))}
+            | {name: count(command) for name, command in looks(config).items()}
+            for config in configs
+        ]
         times: dict[str, list[float]] = {config.run.name: [] for config in configs}
         for _ in range(arguments.repeats):
             for config in configs:
@@ -130,11 +135,6 @@ def main() -> None:
         medians = [statistics.median(each) for each in times.values()]
         print(f"resuming: {medians[0]:.1f} and {medians[1]:.1f} ms, ratio {medians[1] / medians[0]:.2f}")
         print(f"\n| requests | at {SHORT} | at {arguments.long} |\n|---|---|---|")
-        counts = [
-            {"resume": count(lambda config=config: resume(config))}
-            | {name: count(command) for name, command in looks(config).items()}
-            for config in configs
-        ]
         for name, short in counts[0].items():
             print(f"| {name} | {say(short)} | {say(counts[1][name])} |")
 
