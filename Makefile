@@ -45,7 +45,7 @@ check: .venv/installed ## lint, types, and the direction of imports
 bench: .venv/installed ## the figures of docs/benchmarks.md
 	OMP_NUM_THREADS=1 python benchmarks/iteration.py
 	OMP_NUM_THREADS=1 python benchmarks/engines.py --ray
-	python benchmarks/resume.py
+	OMP_NUM_THREADS=1 python benchmarks/resume.py
 
 bench-vllm: .venv/vllm ## those of rollout engines
 	OMP_NUM_THREADS=1 python benchmarks/rollout.py

@@ -109,7 +109,7 @@ def looks(config: RunConfig) -> dict[str, Callable[[], object]]:
 def count(command: Callable[[], object]) -> Counter[str]:
     Counting.requests = Counter()
     command()
-    return Counting.requests
+    return Counter(Counting.requests)
 
 
 def main() -> None:
