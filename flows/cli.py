@@ -400,9 +400,10 @@ def evaluate(
         _prefect()
         from flows.evaluate import evaluate as flow
         from flows.terminal import progress
+        from tasks.recording import recorded
 
         with progress(console):
-            answers = flow(config)
+            answers = recorded(lambda: flow(config), lambda: flow.fn(config))
     if output is not None:
         views.write(answers, output)
     console.print(views.solve_rates(answers, name, config.reward.on_error, solved_score(config)))
@@ -496,9 +497,12 @@ def _fit(config: SFTConfig | RewardTraining) -> dict[str, float]:
     from flows.sft import sft as supervise
     from flows.terminal import progress
     from flows.train_reward_model import train_reward_model
+    from tasks.recording import recorded
 
     with progress(console):
-        return supervise(config) if isinstance(config, SFTConfig) else train_reward_model(config)
+        if isinstance(config, SFTConfig):
+            return recorded(lambda: supervise(config), lambda: supervise.fn(config))
+        return recorded(lambda: train_reward_model(config), lambda: train_reward_model.fn(config))
 
 
 @app.command()
@@ -572,7 +576,9 @@ def _drive(config: RunConfig, take_over: bool) -> None:
         from flows.train import train as flow
         from tasks.recording import recorded
 
-        recorded(lambda: flow(config, take_over=take_over), lambda: drive(config, take_over))
+        ended = recorded(lambda: flow(config, take_over=take_over), lambda: drive(config, take_over))
+        if ended is not None:  # in a state of its own, which nobody recorded
+            ended.result()
     elsewhere = "" if config.run.store == DEFAULT_STORE else f" --store {config.run.store}"
     console.print(
         f"run {config.run.name} has its {config.train.iterations} iterations\n"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pandas as pd
-from prefect import flow, task
-from prefect.cache_policies import NO_CACHE
+from prefect import flow
 
 from infra.driver import check_prompts, say_attention
 from infra.objects import Objects
@@ -16,10 +15,12 @@ from rlhf.batch import TrajectoryBatch
 from rlhf.config import RunConfig
 from rlhf.errors import UserError
 from rlhf.rewards import check_rewards
+from tasks.recording import noted, recorded_task
 from tasks.validate import SPEC, validate_shard
 
 
 @flow(name="evaluate", flow_run_name="evaluate {config.model.path}", persist_result=False)
+@noted
 def evaluate(config: RunConfig) -> pd.DataFrame:
     """One row a trajectory: the columns of `validate`, for the model at `config.model` and the prompts of
     `config.validation`."""
@@ -30,7 +31,7 @@ def evaluate(config: RunConfig) -> pd.DataFrame:
     return answer(config)
 
 
-@task(name="answer", persist_result=False, cache_policy=NO_CACHE)
+@recorded_task("answer", "answer")
 def answer(config: RunConfig) -> pd.DataFrame:
     worker = Worker(config, RunStore(Objects("memory://evaluate")), ["rollout"])
     try:

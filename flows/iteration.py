@@ -14,6 +14,7 @@ from tasks.close import close
 from tasks.fingerprint import check_open_iteration
 from tasks.greedy_baseline import greedy_baseline
 from tasks.old_log_probs import old_log_probs
+from tasks.recording import noted
 from tasks.ref_log_probs import ref_log_probs
 from tasks.reward_model import reward_model
 from tasks.score import score
@@ -26,6 +27,7 @@ from tasks.values import values
 
 
 @flow(name="iteration", flow_run_name="{config.run.name} · it {k}", persist_result=False, validate_parameters=False)
+@noted
 def iteration(config: RunConfig, k: int) -> dict[str, float]:
     """Run iteration `k` of a run, or what is left of it; returns its metrics."""
     with untagged(), driving(config, check=check_open_iteration), shown(config.run.name):

@@ -21,7 +21,7 @@ import numpy as np
 from infra.log import Corrupt
 from infra.progress import report as tell
 from infra.records import Fork, Stage
-from infra.runs import Damaged, Run
+from infra.runs import OnDamage, Run
 from rlhf.config import RunConfig
 from rlhf.errors import UserError
 from rlhf.models import load_tokenizer
@@ -133,7 +133,7 @@ def _run(run: Run) -> dict[str, Any]:
     return {**shown, "damages": list(damages)}
 
 
-def _parent(run: Run, damaged: Damaged) -> str | None:
+def _parent(run: Run, damaged: OnDamage) -> str | None:
     try:
         [first, *_] = run.store.log.record(0).commits
     except Corrupt as damage:
@@ -142,7 +142,7 @@ def _parent(run: Run, damaged: Damaged) -> str | None:
     return f"{run.store.objects.of_run(first.parent).url} at {first.at}" if isinstance(first, Fork) else None
 
 
-def _metrics(run: Run, damaged: Damaged) -> dict[str, list[Any]]:
+def _metrics(run: Run, damaged: OnDamage) -> dict[str, list[Any]]:
     """Columns of numbers, those that the report draws; the open iteration gives its validation, if it is committed."""
     rows: list[Mapping[Any, Any]] = [*run.metrics(damaged=damaged).to_dict("records")]
     validation = run.state.stages.get("validate")
@@ -173,7 +173,7 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     return found
 
 
-def _trajectories(run: Run, damaged: Damaged) -> list[dict[str, Any]]:
+def _trajectories(run: Run, damaged: OnDamage) -> list[dict[str, Any]]:
     """A sample of the newest closed iterations, with what each token is coloured by."""
     closed = run.state.iteration
     newest = range(max(0, closed - SAMPLED_ITERATIONS), closed)

@@ -13,9 +13,11 @@ from rlhf.data.examples import supervised
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.models import eos_token_ids, load_actor, load_tokenizer
 from tasks.fit import Fit, fit
+from tasks.recording import noted
 
 
 @flow(name="sft", flow_run_name="{config.run.name}", persist_result=False)
+@noted
 def sft(config: SFTConfig, take_over: bool = False) -> dict[str, float]:
     """Fit, or go on fitting, and write the model's folder; returns the metrics of the last round."""
     tokenizer = load_tokenizer(config.model)

@@ -9,19 +9,19 @@ from prefect.states import Failed
 from flows.iteration import iteration
 from flows.prefect_pages import show_report, shown, tagged
 from flows.tracking import tracking
-from infra.driver import Driver, driving
+from infra.driver import driving
 from infra.log import Fenced
 from infra.progress import report
 from rlhf.config import RunConfig
 from rlhf.errors import RatchetError
-from tasks.close import iteration_metrics
 from tasks.fingerprint import check_open_iteration
-from tasks.recording import recorded
+from tasks.recording import noted, recorded
 from tasks.stage import finish
 from tasks.validate import validate
 
 
 @flow(name="train", flow_run_name="{config.run.name}", persist_result=False)
+@noted
 def train(config: RunConfig, take_over: bool = False, new_run: bool = False) -> State[None] | None:
     """Start the run that `config` names, or go on with it, until it has `train.iterations` iterations.
 
@@ -64,10 +64,4 @@ def drive(config: RunConfig, take_over: bool) -> None:
 
 def _iteration(config: RunConfig, k: int) -> dict[str, float]:
     """What is left of it, recorded by Prefect if its server takes it."""
-
-    def alone() -> dict[str, float]:
-        driver = Driver.current()
-        closed = driver.state.iteration > k  # it is done, and only its end was not recorded
-        return iteration_metrics(driver, k) if closed else iteration.fn(config, k)
-
-    return recorded(lambda: iteration(config, k), alone)
+    return recorded(lambda: iteration(config, k), lambda: iteration.fn(config, k))

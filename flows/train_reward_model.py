@@ -16,9 +16,11 @@ from rlhf.engines.model_engine import ModelEngine
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.models import load_scorer, load_tokenizer
 from tasks.fit import Fit, fit
+from tasks.recording import noted
 
 
 @flow(name="train_reward_model", flow_run_name="{config.run.name}", persist_result=False)
+@noted
 def train_reward_model(config: RewardTraining, take_over: bool = False) -> dict[str, float]:
     """Fit, or go on fitting, and write the model's folder; returns the metrics of the last round."""
     model = load_scorer(config.model, config.run.seed)

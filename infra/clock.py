@@ -10,7 +10,7 @@ _STARTED = time.time() - time.monotonic()
 
 
 def now() -> float:
-    """Seconds since the epoch, which always move on: what lies between two of them is what passed."""
+    """Seconds since the epoch, by a clock that nobody sets (and that stands still while the machine sleeps)."""
     return _STARTED + time.monotonic()
 
 

@@ -162,7 +162,7 @@ def driving(
             yield active
         return
     driver = _open(config, take_over, check)
-    with beating(driver.store.log, driver.stopping.request):
+    with beating(driver.store.log, driver.stopping):
         Driver._active = driver
         try:
             with on_signals(driver.stopping.request):

@@ -69,7 +69,7 @@ def fitting(config: FitConfig, role: str, take_over: bool) -> Iterator[Fitting]:
     claim(store, config, initial={role: weights})
     store.sweep(())
     stopping = Stopping("the same command")
-    with beating(store.log, stopping.request):
+    with beating(store.log, stopping):
         try:
             with on_signals(stopping.request):
                 yield Fitting(store, role, stopping)

@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from infra.clock import born, is_same
 from infra.log import TAIL, Deleted, RunLog, slot_key
 from infra.objects import Objects, StoreUnavailable
+from infra.stopping import Stopping
 from rlhf.errors import RatchetError
 
 KEY = "log/heartbeat.json"
@@ -43,15 +44,16 @@ def stop_key(epoch: int) -> str:
 
 
 @contextmanager
-def beating(log: RunLog, on_stop: Callable[[], None]) -> Iterator[None]:
-    """Beat while a driver is at work. Raises `Deleted` if what it fails of is that its run was deleted meanwhile."""
-    beat = Heartbeat(log, on_stop)
+def beating(log: RunLog, stopping: Stopping) -> Iterator[None]:
+    """Beat while a driver is at work. Raises `Deleted` in place of an error that the deletion of its run caused."""
+    beat = Heartbeat(log, stopping)
     try:
         yield
-    except StoreUnavailable:
-        raise
     except Exception as error:
-        if not isinstance(error, Deleted) and log.is_deleted():
+        deleted = False
+        with suppress(StoreUnavailable):
+            deleted = not isinstance(error, StoreUnavailable | Deleted) and log.is_deleted()
+        if deleted:
             raise Deleted.of(log.objects.url) from error
         raise
     finally:
@@ -59,11 +61,10 @@ def beating(log: RunLog, on_stop: Callable[[], None]) -> Iterator[None]:
 
 
 class Heartbeat:
-    """Beats from a thread of its own until closed; calls `on_stop` when somebody asks the driver to stop, or deletes
-    its run."""
+    """Beats from a thread of its own until closed; stops the driver when somebody asks for it, or deletes its run."""
 
-    def __init__(self, log: RunLog, on_stop: Callable[[], None]) -> None:
-        self.log, self.objects, self.epoch, self.on_stop = log, log.objects, log.epoch, on_stop
+    def __init__(self, log: RunLog, stopping: Stopping) -> None:
+        self.log, self.objects, self.epoch, self.stopping = log, log.objects, log.epoch, stopping
         self._closed = threading.Event()
         self._count = 0
         self._beat()
@@ -85,25 +86,29 @@ class Heartbeat:
     def _delete_what_is_left(self) -> None:
         """Of a run that was deleted: what this driver wrote before it knew. If only its log was, the rest is left to
         whoever kept it; if another run was begun in its place, everything is."""
-        if self.objects.has(slot_key(0)):
-            return
-        mine = re.compile(rf"[./]{self.epoch}-\d")
-        left = [] if self.objects.has("run.json") else [key for key in self.objects.list("") if mine.search(key)]
-        self.objects.delete([KEY, TAIL, stop_key(self.epoch), *left])
-        self.objects.delete_empty_folders()
+        there = self.objects.list("")
+        if "run.json" in there:
+            mine = []
+        else:
+            tag = re.compile(rf"[./]{self.epoch}-\d")
+            mine = [key for key in there if tag.search(key)]
+        if self.objects.get_if_there(slot_key(0)) is None and slot_key(0) not in there:
+            self.objects.delete([KEY, TAIL, stop_key(self.epoch), *mine])
+            self.objects.delete_empty_folders()
 
     def _run(self) -> None:
         while not self._closed.wait(INTERVAL_S):
             try:
                 if self.log.is_deleted():
-                    self.on_stop()
+                    self._delete_what_is_left()
+                    self.stopping.fail(Deleted.of(self.objects.url))
                     return
                 current = read(self.objects)
                 if current is not None and current.epoch > self.epoch:
                     return  # a newer driver beats now; the log tells this one at its next commit
                 self._beat()
                 if self.objects.get_if_there(stop_key(self.epoch)) is not None:
-                    self.on_stop()
+                    self.stopping.request()
             except RatchetError:
                 continue  # a missed beat is not an error: the next may pass
 

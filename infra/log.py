@@ -39,7 +39,7 @@ class Deleted(RatchetError):
 
     @classmethod
     def of(cls, url: str) -> Deleted:
-        return cls(f"the run {url} was deleted while this driver was at work: it stops")
+        return cls(f"the run {url} was deleted while this driver was at work: the driver stops")
 
 
 def slot_key(slot: int) -> str:
@@ -52,7 +52,7 @@ class RunLog:
         self.epoch = 0
         """This driver's epoch; 0 while it has not claimed."""
         self._first = ""
-        """sha256 of the first record, as it was when this driver claimed; empty if it was lost before."""
+        """The first record's uuid, as this driver found it when it claimed; empty if it was lost before."""
         self._state = RunState()
         self._doubtful: Record | None = None
         """What `append` began to write and has not learnt the fate of."""
@@ -157,7 +157,7 @@ class RunLog:
         return low
 
     def _filled(self, slot: int) -> bool:
-        return self.objects.has(slot_key(slot))
+        return self.objects.get_if_there(slot_key(slot)) is not None
 
     # Writing.
 
@@ -170,8 +170,7 @@ class RunLog:
                 epoch = self._state.epoch + 1
                 if self._fill(self._next_record((claim,), epoch)):
                     self.epoch = epoch
-                    first = self.objects.get_if_there(slot_key(0))
-                    self._first = "" if first is None else sha256_of(first)
+                    self._first = self._uuid_of_the_first() or ""
                     return
 
     def append(self, *commits: Commit) -> None:
@@ -250,12 +249,19 @@ class RunLog:
 
     def is_deleted(self, slot: int = 2) -> bool:
         """Whether the run that this driver claimed has been deleted: the first two of the records before `slot` are
-        gone, or another run was begun in its place. (A single one that is gone was lost: the others are worth saving.)
-        """
-        first = self.objects.get_if_there(slot_key(0))
+        gone, or another run was begun in its place. (A single one that is lost or damaged is no such sign: the others
+        are worth saving.)"""
+        first = self._uuid_of_the_first()
         if first is not None:
-            return self._first not in ("", sha256_of(first))
-        return slot < 2 or not self.objects.has(slot_key(1))
+            return bool(first and self._first) and first != self._first
+        return slot < 2 or not self._filled(1)
+
+    def _uuid_of_the_first(self) -> str | None:
+        """Empty if it cannot be read; None if it is gone."""
+        data = self.objects.get_if_there(slot_key(0))
+        with suppress(ValueError):
+            return None if data is None else Record.from_bytes(data).uuid
+        return ""
 
     def write_tail(self, index: ObjectRef) -> None:
         with suppress(StoreUnavailable):  # a hint is only a hint

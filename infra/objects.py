@@ -265,13 +265,6 @@ class Objects:
         except FileNotFoundError:
             return None
 
-    def has(self, key: str) -> bool:
-        try:
-            self.retry(f"look for {key}", lambda: self.backend.size(key))
-        except FileNotFoundError:
-            return False
-        return True
-
     def delete(self, keys: Iterable[str]) -> None:
         """Delete what is there of `keys`."""
         doomed = list(keys)

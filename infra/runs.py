@@ -21,7 +21,7 @@ from rlhf.schema import TRAJECTORY
 if TYPE_CHECKING:
     import pandas as pd
 
-Damaged = Callable[[Corrupt], None]
+OnDamage = Callable[[Corrupt], None]
 
 
 def open_run(url: str) -> Run:
@@ -65,7 +65,7 @@ class Run:
         self,
         iterations: Iterable[int] | None = None,
         columns: Sequence[str] | None = None,
-        damaged: Damaged = refuse,
+        damaged: OnDamage = refuse,
     ) -> pd.DataFrame:
         """Committed trajectories, joined over the stages, one row each; by default every column.
 
@@ -102,7 +102,7 @@ class Run:
                 frames.append(frame.assign(iteration=iteration))
         return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
 
-    def metrics(self, last: int | None = None, damaged: Damaged = refuse) -> pd.DataFrame:
+    def metrics(self, last: int | None = None, damaged: OnDamage = refuse) -> pd.DataFrame:
         """One row for each closed iteration, or for the `last` ones: of each, its index is read."""
         import pandas as pd
 

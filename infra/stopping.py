@@ -28,8 +28,8 @@ class Stopped(RatchetError):
 
 class Stopping:
     def __init__(self, goes_on: str) -> None:
-        """`goes_on`: what a person does to go on, such as a command."""
-        self.goes_on = goes_on
+        """`goes_on`: what a person does to resume, such as a command."""
+        self._why: RatchetError = Stopped.as_asked(goes_on)
         self._asked = threading.Event()
         self._grace: threading.Timer | None = None
 
@@ -46,9 +46,14 @@ class Stopping:
         self._grace.daemon = True
         self._grace.start()
 
+    def fail(self, error: RatchetError) -> None:
+        """Stop as if asked, with another reason."""
+        self._why = error
+        self.request()
+
     def check(self) -> None:
         if self._asked.is_set():
-            raise Stopped.as_asked(self.goes_on)
+            raise self._why
 
     def forget(self) -> None:
         """It has ended in time: its process, which may have other things to do, lives on."""
@@ -56,7 +61,7 @@ class Stopping:
             self._grace.cancel()
 
     def _abandon(self) -> None:
-        print(f"stopped as asked, in the middle; {self.goes_on} goes on from the last commit", file=sys.stderr)
+        print(f"{self._why} (what was being computed is abandoned)", file=sys.stderr)
         sys.stderr.flush()
         os._exit(1)
 

@@ -244,6 +244,8 @@ class RunStore:
         """What forks of this run need of it."""
         found = []
         for key in self.objects.list("forks/"):
+            if not key.endswith(".json"):
+                continue  # a marker of a folder, say
             try:
                 found.append(Registration.model_validate_json(self.objects.get(key)))
             except ValueError:

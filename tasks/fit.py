@@ -9,9 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
-
 from infra.fitting import Fitting
 from infra.progress import report
 from rlhf.algorithms.objectives import Objective
@@ -21,6 +18,7 @@ from rlhf.engines.base import Schedule
 from rlhf.engines.learning_rate import learning_rate
 from rlhf.engines.model_engine import ModelEngine
 from rlhf.models import load_tokenizer, save
+from tasks.recording import recorded_task
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class Fit:
 def fit(fitting: Fitting, what: Fit) -> dict[str, float]:
     """All rounds that are left, and the model's folder; returns the last round's metrics."""
 
-    @task(name="fit", task_run_name="round {number}", persist_result=False, cache_policy=NO_CACHE)
+    @recorded_task("fit", "round {number}")
     def one_round(number: int) -> dict[str, float]:
         return _round(fitting, what)
 

@@ -4,46 +4,46 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from functools import wraps
-from json import JSONDecodeError
-from typing import Any, ParamSpec, TypeVar
+from typing import Generic, ParamSpec, TypeVar
 
-import httpx
 from prefect import task
 from prefect.cache_policies import NO_CACHE
-from prefect.client.schemas.objects import State, TaskRun
-from prefect.concurrency._asyncio import ConcurrencySlotAcquisitionError
-from prefect.exceptions import Abort, PrefectException
+from prefect.exceptions import Abort
 from prefect.runtime import task_run
-from prefect.tasks import Task
-from pydantic import ValidationError
-from tenacity import Retrying, retry_if_exception, stop_after_attempt
+from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt
 
 from infra.driver import Driver
 from infra.objects import StoreFull, StoreUnavailable
 from infra.progress import report
 from infra.store import MAX_ATTEMPTS
 from infra.workers.ray_group import GroupLost
-from rlhf.errors import EngineLost
+from rlhf.errors import EngineLost, RatchetError
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-PREFECTS = (Abort, PrefectException, ConcurrencySlotAcquisitionError, httpx.HTTPError, JSONDecodeError, ValidationError)
-"""Errors of Prefect, or of what it talks to its server with. (`Abort` also follows from an answer that was lost: the
-server refuses to record a state twice.)"""
-
-UNREACHED = ("Failed to reach API", "Timed out while attempting to connect")
-"""How the messages of those begin that Prefect raises as plain `RuntimeError`."""
-
-PAUSE = 10
+PAUSE, LONGEST_PAUSE_S = 10, 300.0
 """A server that failed is asked again after so many times the time that it took to fail: a tenth is lost at most."""
 
-
 WAITS_S = (1, 5, 20)
-"""Before each further try of a task."""
+"""Before each further try of a part of an iteration."""
 
 assert 2 * (1 + len(WAITS_S)) <= MAX_ATTEMPTS  # score is also tried from within generate, by dynamic sampling
+
+
+@dataclass
+class _Ending(Generic[R]):
+    """How a computation ended that Prefect was asked to run, whatever Prefect says of it."""
+
+    results: list[R] = field(default_factory=list)
+    error: BaseException | None = None
+    seconds: float = 0.0
+
+
+_ending: ContextVar[_Ending[object] | None] = ContextVar("ending", default=None)
 
 
 class _Server:
@@ -51,82 +51,91 @@ class _Server:
     asked_again = 0.0
 
 
-def recorded(record: Callable[[], R], compute: Callable[[], R]) -> R:
-    """What `record` returns, which asks Prefect to run something and to record it; where Prefect fails, what `compute`
-    returns: the same, without Prefect. Both skip what is committed, so that nothing is computed twice.
+def noted(function: Callable[P, R]) -> Callable[P, R]:
+    """The body of a flow or a task, of which `recorded` learns how it ended."""
 
-    Errors of the computation itself pass.
-    """
+    @wraps(function)
+    def body(*args: P.args, **kwargs: P.kwargs) -> R:
+        ending, began = _ending.get() or _Ending[object](), time.monotonic()
+        token = _ending.set(None)  # what it calls has endings of its own
+        try:
+            result = function(*args, **kwargs)
+            ending.results.append(result)
+            return result
+        except BaseException as error:
+            ending.error = error
+            raise
+        finally:
+            ending.seconds = time.monotonic() - began
+            _ending.reset(token)
+
+    return body
+
+
+def recorded(record: Callable[[], R], compute: Callable[[], R]) -> R:
+    """What `compute` returns or raises, once: called by Prefect, through `record`, which runs it as the body of a flow
+    or a task and is `noted`; or directly, where Prefect fails before it comes to it."""
     began = time.monotonic()
     if began < _Server.asked_again:
         return compute()
+    ending: _Ending[object] = _Ending()
+    token = _ending.set(ending)
     try:
         result = record()
-    except BaseException as error:
-        if not _is_prefects(error):
+    except (Exception, Abort) as error:  # Abort: the server refuses a state, of which it may have heard before
+        if error is ending.error or isinstance(error, RatchetError):
             raise
-        now = time.monotonic()
-        _Server.asked_again = now + PAUSE * (now - began)
-        if _Server.answers:
-            _Server.answers = False
-            report(
-                "note", text=f"Prefect does not record what follows, and the run continues without it: {_line(error)}"
-            )
+        _say_that_it_fails(error, time.monotonic() - began - ending.seconds)
     else:
         if not _Server.answers:
             _Server.answers = True
             report("note", text="Prefect records again")
         return result
-    return compute()
+    finally:
+        _ending.reset(token)
+    if ending.error is not None:
+        raise ending.error
+    return ending.results[0] if ending.results else compute()  # type: ignore[return-value]
 
 
-def _is_prefects(error: BaseException) -> bool:
-    unreached = isinstance(error, RuntimeError) and str(error).startswith(UNREACHED)
-    return unreached or isinstance(error, PREFECTS)
+def _say_that_it_fails(error: BaseException, took_s: float) -> None:
+    _Server.asked_again = time.monotonic() + min(PAUSE * took_s, LONGEST_PAUSE_S)
+    if _Server.answers:
+        _Server.answers = False
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        report("note", text=f"Prefect does not record what follows, and the run continues without it: {why}")
 
 
-def _line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def recorded_task(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A part of an iteration as a Prefect task, which is tried again where that may help, and is computed without
-    Prefect where Prefect fails. The function's first parameter is `iteration`."""
+def recorded_task(name: str, run_name: str | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A Prefect task that is tried again where that may help, and is computed without Prefect where Prefect fails.
+    Its runs are named `run_name`, or after run, `iteration` (the function's first parameter) and `name`."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        as_task = task(
-            name=name,
-            task_run_name=lambda: (
-                f"{Driver.current().config.run.name} · it {task_run.parameters['iteration']} · {name}"
-            ),
-            retries=len(WAITS_S),
-            retry_delay_seconds=list(WAITS_S),
-            retry_condition_fn=_can_pass,
-            persist_result=False,
-            cache_policy=NO_CACHE,
-        )(function)
-        tries = Retrying(
-            retry=retry_if_exception(_passes),
-            wait=lambda tried: WAITS_S[tried.attempt_number - 1],
-            stop=stop_after_attempt(1 + len(WAITS_S)),
-            before_sleep=lambda tried: _say(name, tried.outcome.exception() if tried.outcome else None),
-            reraise=True,
+        def named() -> str:
+            return f"{Driver.current().config.run.name} · it {task_run.parameters['iteration']} · {name}"
+
+        @wraps(function)
+        def tried(*args: P.args, **kwargs: P.kwargs) -> R:
+            tries = Retrying(
+                retry=retry_if_exception(_passes),
+                wait=lambda state: WAITS_S[state.attempt_number - 1],
+                stop=stop_after_attempt(1 + len(WAITS_S)),
+                before_sleep=lambda state: _say(name, state),
+                reraise=True,
+            )
+            return tries(function, *args, **kwargs)
+
+        as_task = task(name=name, task_run_name=run_name or named, persist_result=False, cache_policy=NO_CACHE)(
+            noted(tried)
         )
 
         @wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            return recorded(lambda: as_task(*args, **kwargs), lambda: tries.copy()(function, *args, **kwargs))
+            return recorded(lambda: as_task(*args, **kwargs), lambda: tried(*args, **kwargs))
 
         return run
 
     return decorate
-
-
-def _can_pass(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
-    error = state.result(raise_on_failure=False)
-    if passes := _passes(error):
-        _say(task.name, error)
-    return passes
 
 
 def _passes(error: BaseException) -> bool:
@@ -134,5 +143,6 @@ def _passes(error: BaseException) -> bool:
     return isinstance(error, (StoreUnavailable, GroupLost, EngineLost)) and not isinstance(error, StoreFull)
 
 
-def _say(name: str, error: BaseException | None) -> None:
-    report("note", text=f"{error}; {name} is tried again")
+def _say(name: str, state: RetryCallState) -> None:
+    assert state.outcome is not None, "a try has ended"
+    report("note", text=f"{state.outcome.exception()}; {name} is tried again")

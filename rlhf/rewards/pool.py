@@ -95,30 +95,31 @@ SOURCES = 8
 
 
 def try_rewards(reward: Reward, prompts: Iterable[Prompt]) -> Iterator[str]:
-    """Score an answer to the first prompt of each data source, before anything is generated.
+    """Score an answer to the first prompt of each data source of each file, before anything is generated.
 
     The answer is the ground truth itself, or a 0 where that is no text: what no reward should fail on.
 
     Returns:
         What fails, one line each, naming file and row.
     """
-    firsts: dict[str, Prompt] = {}
+    files: dict[str, dict[str, Prompt]] = {}
     for prompt in prompts:
-        firsts.setdefault(prompt.data_source, prompt)
-        if len(firsts) == SOURCES:
-            break
+        sources = files.setdefault(prompt.where.rpartition(",")[0], {})
+        if len(sources) < SOURCES:
+            sources.setdefault(prompt.data_source, prompt)
+    firsts = [prompt for sources in files.values() for prompt in sources.values()]
     if not reward.functions or not firsts:
         return
     rows = []
-    for source, prompt in firsts.items():
+    for prompt in firsts:
         truth, extra = structures(prompt.ground_truth, prompt.ground_truth_is_json, prompt.extra_info)
-        rows.append((source, truth if isinstance(truth, str) else "0", truth, extra))
+        rows.append((prompt.data_source, truth if isinstance(truth, str) else "0", truth, extra))
     pool = RewardPool(reward.functions, reward.options, 1, reward.timeout_s)
     try:
         scores = pool.score(rows)
     finally:
         pool.close()
-    for prompt, found in zip(firsts.values(), scores, strict=True):
+    for prompt, found in zip(firsts, scores, strict=True):
         if isinstance(found, RatchetError):
             yield (
                 f"{prompt.where}: {KEY} {' + '.join(reward.functions)} cannot score an answer to this prompt: {found}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from tests import tiny
 from tests.history import History
 from tests.processes import Child, Fault, Processes
 
-SAYS = "was deleted while this driver was at work: it stops"
+SAYS = "was deleted while this driver was at work: the driver stops"
 
 
 def config_at(workspace: Path, store: str) -> RunConfig:
@@ -30,11 +31,15 @@ def stopped_in(moment: Fault, processes: Processes, config: RunConfig) -> Child:
     path = processes.folder / "config.yaml"
     path.write_text(config.model_dump_json())
     child = processes.cli("train", path, faults=(moment,))
-    while True:
+    deadline = time.monotonic() + 600
+    while time.monotonic() < deadline:
         with suppress(psutil.NoSuchProcess):
             if psutil.Process(child.process.pid).status() == psutil.STATUS_STOPPED:
                 return child
         assert child.process.is_alive(), child.text
+        time.sleep(0.05)
+    child.wait(0)  # which shows the stacks of its threads
+    raise AssertionError("it did not get there")
 
 
 MOMENTS = {

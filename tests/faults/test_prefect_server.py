@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -42,7 +43,7 @@ def alone(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> History:
     folder = tmp_path_factory.mktemp("alone")
     config, command = written(workspace, folder, "alone", 4)
     nowhere = os.environ | {"PREFECT_API_URL": "http://127.0.0.1:9/api", "PREFECT_HOME": str(folder / "client")}
-    driver = subprocess.run(command, env=nowhere, capture_output=True, text=True)
+    driver = subprocess.run(command, env=nowhere, capture_output=True, text=True, timeout=900)
     assert driver.returncode == 0, driver.stdout + driver.stderr
     assert "continues without it: Failed to reach API at http://127.0.0.1:9/api" in driver.stdout
     return History.of(config)
@@ -112,7 +113,7 @@ def test_whatever_the_server_answers_the_run_computes_and_commits(
             "PREFECT_HOME": str(tmp_path / "client"),
             "PREFECT_API_REQUEST_TIMEOUT": "2",  # where the proxy holds its answer back for longer
         }
-        driver = subprocess.run(command, env=environment, capture_output=True, text=True)
+        driver = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert driver.returncode == 0, driver.stdout + driver.stderr
     assert sum(rule.struck for rule in rules) > 0
     assert "Prefect does not record what follows, and the run continues without it" in driver.stdout
@@ -120,3 +121,50 @@ def test_whatever_the_server_answers_the_run_computes_and_commits(
     history.check_sound()
     assert history.state.iteration == 4
     assert history.results == alone.results
+
+
+@pytest.mark.parametrize("action", ["503", "dropped before", "garbled"])
+def test_a_driver_that_is_stopped_stops_though_prefect_is_not_told(
+    action: Action, workspace: Path, tmp_path: Path
+) -> None:
+    """What a flow ended with is not lost with the request that would have recorded it, and nothing begins again."""
+    config, command = written(workspace, tmp_path, "stopped", 200)
+    fails = Rule(".*", "", action, times=0)
+    with prefect_api(tmp_path) as url, proxy(int(url.split(":")[2].split("/")[0]), fails) as before:
+        environment = os.environ | {"PREFECT_API_URL": f"{before}/api", "PREFECT_HOME": str(tmp_path / "client")}
+        driver = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        deadline = time.monotonic() + 600
+        while not ((tmp_path / "runs/stopped/log").exists() and History.of(config).state.iteration >= 1):
+            assert time.monotonic() < deadline
+            assert driver.poll() is None
+            time.sleep(0.2)
+        fails.times = 10**9
+        driver.send_signal(signal.SIGTERM)
+        said, _ = driver.communicate(timeout=600)
+    assert driver.returncode == 1, said
+    assert "stopped as asked; `ratchet resume stopped` goes on from the last commit" in said
+    history = History.of(config)
+    history.check_sound(killed=True)
+    assert history.state.iteration < 200
+    assert history.state.epoch == 1
+
+
+def test_fits_need_no_server_either(workspace: Path, tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"say {n}", "response": "abc"[n % 3] * 5}) + "\n" for n in range(40)))
+    options = ["--model", workspace / "model", "--data", data, "--output", tmp_path / "fitted", "--steps", 2]
+    command = [
+        sys.executable,
+        "-c",
+        "from flows.cli import main; main()",
+        "sft",
+        *options,
+        "--store",
+        tmp_path / "runs",
+    ]
+    nowhere = os.environ | {"PREFECT_API_URL": "http://127.0.0.1:9/api", "PREFECT_HOME": str(tmp_path / "client")}
+    fit = subprocess.run([*map(str, command)], env=nowhere, capture_output=True, text=True, timeout=900)
+    assert fit.returncode == 0, fit.stdout + fit.stderr
+    assert "the run continues without it: Failed to reach API" in fit.stdout
+    assert (tmp_path / "fitted" / "model.safetensors").exists()
+    assert "Traceback" not in fit.stdout + fit.stderr

@@ -83,7 +83,9 @@ def test_ctrl_c_ends_it_at_once(sft: Any) -> None:
     wait_until(lambda: "waiting at" in child.text)
     child.signal(signal.SIGINT)
     assert child.wait() == 1, child.text
-    assert "stopped as asked, in the middle; the same command goes on" in child.text
+    assert "stopped as asked; the same command goes on from the last commit (what was being computed is abandoned)" in (
+        child.text
+    )
 
 
 def test_adapters_are_merged_into_the_folder(sft: Any, processes: Processes, workspace: Path) -> None:

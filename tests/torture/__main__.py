@@ -63,8 +63,9 @@ def main() -> None:
     arguments = parser.parse_args()
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
-    failed = Torture(arguments).run()
-    sys.exit(1 if failed else 0)
+    torture = Torture(arguments)
+    failed = torture.run()
+    sys.exit(1 if failed or not torture.outcomes else 0)
 
 
 class Torture:
@@ -76,7 +77,6 @@ class Torture:
         self.started = time.monotonic()
 
     def run(self) -> list[Outcome]:
-
         with ExitStack() as stack:
             self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="torture-")))
             os.environ["PREFECT_API_URL"] = stack.enter_context(prefect_api(self.folder))
@@ -98,7 +98,6 @@ class Torture:
         return self._tell()
 
     def _alone(self, kind: Kind) -> Result:
-
         victim = self._victim(kind, -1, random.Random(0))
         with self.on_ray if kind.on_ray else nullcontext():
             victim.finish()
@@ -118,7 +117,6 @@ class Torture:
             print(f"{number:4d}  {outcome.kind}: {outcome.fault}, {outcome.seconds:.0f} s: {held}", flush=True)
 
     def _scenario(self, number: int) -> Outcome:
-
         draw = random.Random(f"{self.arguments.seed} {number}")
         kind = draw.choice(self.kinds)
         fault = draw.choice([name for name in FAULTS if suits(name, kind)])
@@ -132,7 +130,7 @@ class Torture:
                 check(kind, victim.url, victim.folder, self.expected[kind.name])
                 assert expect(victim.cli("verify", "run"), 0) == 0
                 expect(victim.cli("vacuum", "run"), 0)
-                check_files(victim.url)
+                check_files(victim.url, victim.folder)
                 check(kind, victim.url, victim.folder, self.expected[kind.name])
             except Exception:
                 failure = traceback.format_exc()
@@ -151,7 +149,6 @@ class Torture:
         return Outcome(number, kind.name, fault, time.monotonic() - began, failure)
 
     def _victim(self, kind: Kind, number: int, draw: random.Random) -> Victim:
-
         folder = self.folder / (f"{number}" if number >= 0 else f"alone {kind.name}")
         folder.mkdir()
         store = f"{self.bucket}/{folder.name.replace(' ', '-')}" if kind.on_s3 else f"file://{folder}/runs"

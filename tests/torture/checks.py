@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,8 +11,7 @@ from typing import Any
 import psutil
 
 from infra.objects import Objects
-from infra.runs import open_run
-from infra.vacuum import unreached
+from infra.records import Close, Shard, Stage
 from tests.history import History
 from tests.torture.kinds import Kind
 
@@ -28,6 +29,7 @@ def history_of(url: str, folder: Path) -> History:
     if url.startswith("file://"):
         return History.at(Path(url.removeprefix("file://")))
     objects, copy = Objects(url), folder / "copy"
+    shutil.rmtree(copy, ignore_errors=True)
     for key in objects.list(""):
         path = copy / key
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -53,14 +55,32 @@ def check(kind: Kind, url: str, folder: Path, expected: Result) -> None:
             assert result.bits[what] == value, f"other {what} than the run that was left alone"
 
 
-def check_files(url: str) -> None:
-    """After a vacuum, nothing but what the log names is there."""
-    store = open_run(url).store
-    assert not unreached(store), f"left over: {unreached(store)[:5]}"
-    if url.startswith("file://"):
-        root = Path(url.removeprefix("file://"))
-        hidden = [path for path in root.rglob("*") if path.is_file() and ".writing" in path.parts]
-        assert len(hidden) <= 8, f"temporary files pile up: {hidden[:5]}"
+def named(history: History) -> set[str]:
+    """Keys of all that the records name, and what that names in turn."""
+    keys: set[str] = set()
+    for commit in history.commits(Stage):
+        manifest = json.loads((history.folder / commit.manifest.key).read_text())
+        keys |= {commit.manifest.key, *(shard["key"] for shard in manifest["shards"])}
+    keys |= {shard.data.key for shard in history.commits(Shard)}
+    for close in history.commits(Close):
+        keys |= {close.index.key, close.metrics.key}
+    for roles in history.state.snapshots.values():
+        for ref in roles.values():
+            checkpoint = json.loads((history.folder / ref.key).read_text())
+            keys |= {ref.key, *(file["key"] for file in checkpoint["files"].values())}
+    return keys
+
+
+def check_files(url: str, folder: Path) -> None:
+    """After a vacuum, what the log names is there, and nothing else."""
+    history = history_of(url, folder)
+    history.check_sound(killed=False)
+    beside = ("log/", "forks/", ".writing/")
+    files = {path.relative_to(history.folder).as_posix() for path in history.folder.rglob("*") if path.is_file()}
+    there = {key for key in files if not key.startswith(beside)} - {"run.json", "report.html"}
+    assert there == named(history), f"left over or gone: {sorted(there ^ named(history))[:5]}"
+    hidden = [key for key in files if key.startswith(".writing/")]
+    assert len(hidden) <= 8, f"temporary files pile up: {hidden[:5]}"
 
 
 def leftovers(folder: Path) -> list[psutil.Process]:

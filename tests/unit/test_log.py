@@ -19,7 +19,7 @@ import pytest
 
 from infra import heartbeat
 from infra.clock import born
-from infra.log import TAIL, Corrupt, Fenced, RunLog, slot_key
+from infra.log import TAIL, Corrupt, Deleted, Fenced, RunLog, slot_key
 from infra.manifest import Fingerprint, Manifest
 from infra.objects import Objects, StoreUnavailable
 from infra.records import (
@@ -36,6 +36,7 @@ from infra.records import (
     Weights,
     sha256_of,
 )
+from infra.stopping import Stopping
 from infra.store import CLOSE, MAX_ATTEMPTS, RunStore
 from rlhf.errors import UserError
 from tests.simulated import Clock, Fault, Memory, Simulated
@@ -148,10 +149,10 @@ def test_the_end_is_found_without_the_hint(length: int, closing: bool, memory: M
     memory.requests.clear()
     log = RunLog(objects)
     assert log._gallop() == (length - 1 if length else None)
-    assert memory.requests.total() <= 2 + 2 * max(length, 1).bit_length()
+    assert memory.requests["get"] <= 2 + 2 * max(length, 1).bit_length()
     assert log.read() == store.state
     assert store.state.slot == length - 1
-    assert set(memory.requests) <= {"get", "size"}
+    assert set(memory.requests) == {"get"}
 
 
 def test_history_is_found_in_two_reads(long_run: dict[str, bytes]) -> None:
@@ -189,7 +190,7 @@ def test_resuming_costs_the_same_however_long_the_run(long_run: dict[str, bytes]
 
     short, long = cost(10), resume(Memory(dict(long_run)))
     assert long == short
-    assert set(long) <= {"get", "size", "create", "delete"}
+    assert set(long) <= {"get", "create", "delete"}
     assert sum(long.values()) < 25
 
 
@@ -197,7 +198,7 @@ def test_resuming_without_the_hint_costs_a_few_reads(long_run: dict[str, bytes])
     memory = Memory({key: data for key, data in long_run.items() if key != TAIL})
     store = RunStore(Objects("", memory))
     assert store.log.read().iteration == 1000
-    assert set(memory.requests) == {"get", "size"}
+    assert set(memory.requests) == {"get"}
     assert memory.requests.total() <= 30
 
 
@@ -669,10 +670,78 @@ def test_another_host_is_watched(elsewhere: dict[str, str], objects: Objects, mo
         assert (heartbeat.is_alive(objects) is not None) == alive
 
 
+class Watched(Stopping):
+    """Notes that it was asked, and ends no process."""
+
+    def __init__(self) -> None:
+        super().__init__("it")
+        self.asked = threading.Event()
+
+    def request(self, signum: int | None = None, _: Any = None) -> None:
+        self.asked.set()
+
+
+def test_a_driver_whose_run_is_deleted_is_stopped_and_leaves_nothing(
+    memory: Memory, objects: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a shard takes long: nobody waits for its commit."""
+    monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.02)
+    stopping, store = Watched(), claimed(objects)
+    beating = heartbeat.Heartbeat(store.log, stopping)
+    memory.objects.clear()
+    write_shard(store, 0)
+    try:
+        assert stopping.asked.wait(60)
+        beating._thread.join(60)
+        with pytest.raises(Deleted, match="was deleted while this driver was at work: the driver stops"):
+            raise stopping._why
+    finally:
+        beating.close()
+    assert memory.objects == {}
+
+
+def test_a_damaged_first_record_is_no_other_run(memory: Memory, objects: Objects) -> None:
+    """A driver at work goes on, and who reads the whole log is told."""
+    store = claimed(objects)
+    memory.objects[slot_key(0)] = memory.objects[slot_key(0)][:-9]
+    store.commit(as_stage(store))
+    assert slot_key(1) in memory.objects
+    memory.objects[slot_key(0)] = first_of_another_run()
+    with pytest.raises(Deleted):
+        store.commit(as_stage(store))
+    assert slot_key(2) not in memory.objects
+
+
+def first_of_another_run() -> bytes:
+    other = Memory()
+    claimed(Objects("", other))
+    return other.objects[slot_key(0)]
+
+
+def test_what_ended_a_driver_is_told_where_the_store_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    away = threading.Event()
+
+    class Away(Memory):
+        def _request(self, kind: str, operation: Any) -> Any:
+            if away.is_set():
+                raise TimeoutError
+            return super()._request(kind, operation)
+
+    log = claimed(Objects("", Away(), clock=Clock())).log
+
+    def drive() -> None:
+        with heartbeat.beating(log, Watched()):
+            away.set()
+            raise UserError("a wrong reward")
+
+    with pytest.raises(UserError, match="a wrong reward"):
+        drive()
+
+
 def test_a_driver_beats_stops_when_asked_and_says_goodbye(objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.02)
-    asked = threading.Event()
-    beating = heartbeat.Heartbeat(claimed(objects, claims=3).log, asked.set)
+    stopping = Watched()
+    beating = heartbeat.Heartbeat(claimed(objects, claims=3).log, stopping)
     try:
         alive = heartbeat.is_alive(objects)
         assert alive is not None
@@ -682,9 +751,9 @@ def test_a_driver_beats_stops_when_asked_and_says_goodbye(objects: Objects, monk
             assert time.monotonic() < deadline
             time.sleep(0.01)
         objects.put(heartbeat.stop_key(2), b"")
-        assert not asked.wait(0.1), "somebody else was asked"
+        assert not stopping.asked.wait(0.1), "somebody else was asked"
         objects.put(heartbeat.stop_key(3), b"")
-        assert asked.wait(10)
+        assert stopping.asked.wait(10)
     finally:
         beating._closed.set()
         beating._thread.join(60)  # `close` waits no longer than an interval, which is short here
@@ -697,7 +766,7 @@ def test_a_driver_beats_stops_when_asked_and_says_goodbye(objects: Objects, monk
 
 def test_an_older_driver_leaves_the_beat_to_the_newer(objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.02)
-    older = heartbeat.Heartbeat(claimed(objects).log, lambda: None)
+    older = heartbeat.Heartbeat(claimed(objects).log, Watched())
     newer = put(objects, beat(epoch=2, count=7))
     deadline = time.monotonic() + 60
     while older._thread.is_alive():  # it may have been about to beat: a newer driver beats again, too
@@ -720,7 +789,7 @@ def test_a_store_that_is_away_does_not_stop_the_heart(monkeypatch: pytest.Monkey
 
     backend = Away()
     objects = Objects("", backend, clock=Clock())
-    beating = heartbeat.Heartbeat(claimed(objects).log, lambda: None)
+    beating = heartbeat.Heartbeat(claimed(objects).log, Watched())
     away.set()
     time.sleep(0.1)
     assert beating._thread.is_alive()
