@@ -182,6 +182,12 @@ class RunLog:
             self._doubtful = self._next_record(commits, self.epoch)
             self._settle()
 
+    def check_claim(self) -> None:
+        """Raises `Fenced` if a newer driver holds the run: to be asked where it may be why something failed."""
+        with self._lock:
+            self.read()
+            self._check_epoch()
+
     def _settle(self) -> None:
         """Bring an append to its end: the very record that may be there already is written, never another."""
         if self._doubtful is None:

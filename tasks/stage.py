@@ -381,6 +381,9 @@ def on_worker(driver: Driver, method: str, call: Call, function: Compute | Updat
     for _ in range(TRIES):
         try:
             return group.call(method, call, function)
+        except GroupLost:
+            driver.store.log.check_claim()  # whoever takes the run over may end its workers, too
+            raise
         except Stale:
             assert call.role is not None and call.weights is not None
             bring(driver, call.role, call.weights)

@@ -263,8 +263,12 @@ class RayGroup:
             ).remote(self.config, self.url, self.roles, rank, self.threads, self.identity)
             for rank in range(pool.workers)
         ]
-        meeting = ray.get(actors[0].meeting_point.remote(), timeout=START_S)
-        ray.get([actor.join.remote(pool.workers, meeting) for actor in actors], timeout=START_S)
+        try:
+            meeting = ray.get(actors[0].meeting_point.remote(), timeout=START_S)
+            ray.get([actor.join.remote(pool.workers, meeting) for actor in actors], timeout=START_S)
+        except ray.exceptions.RayActorError as error:
+            self.end()
+            raise GroupLost(f"a process of pool {self.name} died while the pool was started: it restarts") from error
         return actors
 
     @property
