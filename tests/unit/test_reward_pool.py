@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,9 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rlhf.config import Reward
+from rlhf.data.prompts import PromptDataset
 from rlhf.errors import NotFinite, UserError
 from rlhf.rewards import RewardFailed, Score
-from rlhf.rewards.pool import RewardPool, Row
+from rlhf.rewards.pool import RewardPool, Row, try_rewards
 from tests.crash.test_two_drivers import wait_until
 
 HOSTILE = "tests.rewards:hostile"
@@ -131,3 +134,13 @@ def test_a_reward_that_cannot_be_loaded_is_said(tmp_path: Path) -> None:
     pool = RewardPool({"no_such_module:f": 1.0}, {}, 1, 30.0)
     with pytest.raises(RewardFailed, match="No module named 'no_such_module'"):
         pool.score([row("x")])
+
+
+def test_a_reward_is_tried_on_each_file(tmp_path: Path) -> None:
+    """Held-out prompts too, though their data source is that of the others."""
+    for name, truth in (("train", {"target": 3, "numbers": [1, 2]}), ("held_out", "three")):
+        row = {"data_source": "countdown", "prompt": [{"role": "user", "content": "3 from 1 and 2"}]}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row | {"reward_model": {"ground_truth": truth}}) + "\n")
+    prompts = PromptDataset([str(tmp_path / "train.jsonl"), str(tmp_path / "held_out.jsonl")]).prompts
+    [failure] = try_rewards(Reward(function="countdown"), prompts)
+    assert f"{tmp_path}/held_out.jsonl, line 1" in failure
