@@ -258,6 +258,12 @@ def _load(auto_class: Any, model: Model, **options: Any) -> tuple[PreTrainedMode
             f"{model.path} is a classifier with several labels: what learns has one number a token, so start from a "
             "model with one label, or from a language model"
         ) from None
+    except ValueError as error:
+        if "Unrecognized configuration class" not in str(error):
+            raise
+        raise UserError(
+            f"{model.path}: transformers has no {auto_class.__name__} for {config.model_type}: start from another model"
+        ) from None
     except ImportError as error:  # of an attention kernel
         first = str(error).splitlines()[0]
         raise UserError(f"model.attention is {model.attention}, which does not work here: {first}") from None

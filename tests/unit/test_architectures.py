@@ -76,6 +76,11 @@ def test_an_architecture_that_cannot_be_what_is_asked_for_is_refused(kind: str, 
         check_architecture(model, "critic.model", is_critic=True)
 
 
+def test_a_fit_of_what_transformers_has_no_class_for_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="transformers has no AutoModelForTokenClassification for opt: start from"):
+        load_critic(folder(tmp_path, "opt"))
+
+
 def inferred(engine: TorchEngine) -> np.ndarray:
     name = {"policy": "log_probs", "value": "values"}[engine.head]
     return np.concatenate(engine.infer(BATCH, [name], temperature=1.0, micro_batch_tokens=64)[name].to_pylist())
