@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -62,7 +63,8 @@ class Clock(Protocol):
 
 
 TEMPORARY = ".writing"
-"""In a local folder: where files are written before they are given their names."""
+"""Where nothing lasts: files of a local folder before they are given their names, and what tries the store out. Like
+everything whose name begins with a dot, listings leave it out."""
 
 
 class LocalBackend:
@@ -181,7 +183,12 @@ class FsspecBackend:
         return bytes(self.fs.cat_file(self._path(key)))
 
     def delete_leavings(self, older_s: float) -> None:
-        """An object store shows nothing before it is whole."""
+        """An object store shows nothing before it is whole: there is only what tried it out."""
+        oldest = datetime.now(UTC) - timedelta(seconds=older_s)
+        for path in self.fs.find(self._path(TEMPORARY)):
+            with suppress(FileNotFoundError):  # its writer lives, and has deleted it
+                if self.fs.modified(path) < oldest:
+                    self.fs.rm_file(path)
 
     def delete_empty_folders(self) -> None:
         """An object store has no folders."""
@@ -201,8 +208,8 @@ class FsspecBackend:
                 self.fs.rm_file(self._path(key))
 
     def list(self, prefix: str) -> list[str]:
-        found = self.fs.find(self._path(prefix))
-        return sorted(path.removeprefix(self.root).lstrip("/") for path in found)
+        keys = (path.removeprefix(self.root).lstrip("/") for path in self.fs.find(self._path(prefix)))
+        return sorted(key for key in keys if not any(part.startswith(".") for part in key.split("/")))
 
     def _path(self, key: str) -> str:
         return f"{self.root}/{key}"
@@ -289,7 +296,7 @@ class Objects:
     def honours_create(self) -> bool:
         """Try create-if-absent on throw-away objects: does only one of several writers win a race, and does one that
         comes later learn that it is late? Some stores refuse the late one, and let several win."""
-        keys = [f".probe-{uuid.uuid4().hex}" for _ in range(PROBE_ROUNDS)]
+        keys = [f"{TEMPORARY}/probe-{uuid.uuid4().hex}" for _ in range(PROBE_ROUNDS)]
         try:
             with ThreadPoolExecutor(PROBE_WRITERS) as writers:
                 for key in keys:

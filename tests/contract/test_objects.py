@@ -114,7 +114,21 @@ def test_a_listing_is_fresh(url: str) -> None:
 def test_create_if_absent_is_honoured(url: str) -> None:
     objects = Objects(url)
     assert objects.honours_create()
-    assert objects.list("") == [], "the probe is cleaned up"
+    assert objects.list("") == Objects(f"{url}/.writing").list("") == [], "the probe is cleaned up"
+
+
+def test_a_probe_that_was_killed_is_deleted_after_an_hour(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    objects, temporary = Objects(url), Objects(f"{url}/.writing")
+    with monkeypatch.context() as killed:
+        killed.setattr(objects, "delete", lambda keys: None)
+        assert objects.honours_create()
+    left = temporary.list("")
+    assert left and objects.list("") == [], "it is no part of the run"
+    objects.delete_leavings()
+    assert temporary.list("") == left, "somebody may be at it"
+    monkeypatch.setattr("infra.objects.LEAVINGS_S", -5.0)
+    objects.delete_leavings()
+    assert temporary.list("") == []
 
 
 # A store that ignores create-if-absent.

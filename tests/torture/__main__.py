@@ -130,7 +130,7 @@ class Torture:
                 check(kind, victim.url, victim.folder, self.expected[kind.name])
                 assert expect(victim.cli("verify", "run"), 0) == 0
                 expect(victim.cli("vacuum", "run"), 0)
-                check_files(victim.url, victim.folder)
+                check_files(victim.url, victim.folder, len(victim.processes.children))
                 check(kind, victim.url, victim.folder, self.expected[kind.name])
             except Exception:
                 failure = traceback.format_exc()
