@@ -69,7 +69,15 @@ def is_fit(config: Mapping[str, Any]) -> bool:
     return "output" in config
 
 
-def claim(store: RunStore, config: Config, *, initial: Mapping[str, Weights], shards: int = 1, ahead: int = 0) -> None:
+def claim(
+    store: RunStore,
+    config: Config,
+    *,
+    initial: Mapping[str, Weights],
+    ahead: int = 0,
+    outside: Mapping[str, str] | None = None,
+    versions: Mapping[str, int] | None = None,
+) -> None:
     """From here on every older driver is fenced."""
     store.log.claim(
         Claim(
@@ -78,8 +86,9 @@ def claim(store: RunStore, config: Config, *, initial: Mapping[str, Weights], sh
             packages=package_versions(),
             threads=_set_threads(store.state.claim),
             host=socket.gethostname(),
-            shards=shards,
             ahead=ahead,
+            outside=dict(outside or {}),
+            versions=dict(versions or {}),
             initial=dict(initial),
         )
     )

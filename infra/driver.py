@@ -8,19 +8,20 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, Literal
 
 from infra.claims import begin, claim, code_digest, package_versions, run_url
 from infra.heartbeat import beating
-from infra.lanes import Lanes, Output
+from infra.executors import Executors, StageHandle
 from infra.objects import Objects, StoreUnavailable
 from infra.progress import report
 from infra.records import RunState, Weights
 from infra.snapshots import Snapshots
 from infra.stopping import Stopping, on_signals
-from infra.store import ROW_STAGES, RunStore
+from infra.store import RunStore
 from infra.workers.groups import Groups
 from infra.workers.ray_group import GroupLost
 from rlhf.config import Data, Model, Reward, RunConfig, differences, stored_config, yaml_text
@@ -54,31 +55,39 @@ class Rollout:
     """Held while a piece is generated, and while new weights are brought."""
     holds: Weights | None = None
     """What was brought; None: an iteration generates with what it begins with."""
-    begun: dict[int, Output] = field(default_factory=dict)
+    begun: dict[int, StageHandle] = field(default_factory=dict)
     """Generations of iterations whose turn has not come."""
 
 
-class Driver:
-    """Opened with `driving`; there is at most one in a process."""
+Outside = Literal["dataset", "validation", "reward", "reward_model", "tokenizer", "environment"]
+"""What stages read outside the store and the config; a digest tells whether it is what it was."""
 
-    _active: Driver | None = None
+
+@dataclass(frozen=True)
+class Dependencies:
+    """What the stages of a pipeline depend on, besides config and inputs."""
+
+    stages: tuple[str, ...]
+    """Their names."""
+    outside: frozenset[Outside]
+    versions: Mapping[str, int]
+    """Of each stage's code."""
+
+
+class Driver:
+    """Opened with `driving`."""
 
     def __init__(self, config: RunConfig, store: RunStore) -> None:
         self.config = config
         self.store = store
         self.groups = Groups(config, store, self._identity)
-        self.lanes = Lanes()
+        self.executors = Executors()
         self.rollout = Rollout()
         self.snapshots = Snapshots(config, store, self.groups)
-        self.digests: dict[str, str | None] = {}
+        self._digests: dict[Outside, str | None] = {}
         self.restoring = threading.RLock()
         """Held by whoever loads weights: two lanes may find at once that a role does not hold what they need."""
         self.stopping = Stopping(f"`ratchet resume {config.run.name}`")
-
-    @classmethod
-    def current(cls) -> Driver:
-        assert cls._active is not None, "stages run inside `driving(config)`"
-        return cls._active
 
     @property
     def state(self) -> RunState:
@@ -95,40 +104,39 @@ class Driver:
         except (StoreUnavailable, GroupLost) as error:  # which the stages will meet too; the next snapshot will do
             report("note", text=str(error))
 
-    def digest(self, what: str) -> str | None:
-        """Digest of something outside the store that stages read (dataset, validation, reward, reward_model, tokenizer,
-        environment); None: the config has no such thing."""
-        if what not in self.digests:
-            self.digests[what] = self._digest(what)
-        return self.digests[what]
+    def digest(self, what: Outside) -> str | None:
+        """Digest of something outside the store that stages read; None: the config has no such thing."""
+        if what not in self._digests:
+            self._digests[what] = self._digest(what)
+        return self._digests[what]
 
     def _identity(self) -> str:
         """Of everything outside the config that workers hold: code, packages, models, and what stages read."""
-        validation = ["validation"] if self.config.validation.data is not None else []
-        data = ["dataset", "reward", "tokenizer", "environment", *validation]
-        digests = {what: self.digest(what) for what in data}
+        held: tuple[Outside, ...] = ("dataset", "reward", "tokenizer", "environment", "validation")
+        digests = {what: digest for what in held if (digest := self.digest(what)) is not None or what != "validation"}
         models = {role: weights.digest for role, weights in self.initial_weights.items()}
         return json.dumps([code_digest(), package_versions(), models, digests], sort_keys=True)
 
-    def _digest(self, what: str) -> str | None:
-        config, worker = self.config, self.groups.local.worker
-        if what == "dataset":
-            return worker.dataset(config.data.train).digest
-        if what == "validation":
-            assert config.validation.data is not None
-            return worker.dataset((config.validation.data,)).digest
+    def _digest(self, what: Outside) -> str | None:
+        config, resources = self.config, self.groups.local.worker.resources
         model = config.reward.model
-        if what == "reward_model":
-            assert model is not None
-            return f"{files_digest(model_folder(model))} {tokenizer_digest(model, writes=False)}"
-        if what == "environment":
-            environment = config.rollout.environment
-            return None if environment is None else environment_digest(environment.name)
-        if what == "reward":
-            functions = reward_digest(config.reward.functions)
-            return functions if model is None else f"{functions} {self.digest('reward_model')}"
-        assert what == "tokenizer"
-        return tokenizer_digest(config.model)
+        match what:
+            case "dataset":
+                return resources.dataset(config.data.train).digest
+            case "validation":
+                return None if (held_out := config.validation.data) is None else resources.dataset((held_out,)).digest
+            case "reward_model":
+                if model is None:
+                    return None
+                return f"{files_digest(model_folder(model))} {tokenizer_digest(model, writes=False)}"
+            case "environment":
+                environment = config.rollout.environment
+                return None if environment is None else environment_digest(environment.name)
+            case "reward":
+                functions = reward_digest(config.reward.functions)
+                return functions if model is None else f"{functions} {self.digest('reward_model')}"
+            case "tokenizer":
+                return tokenizer_digest(config.model)
 
     @cached_property
     def initial_weights(self) -> dict[str, Weights]:
@@ -141,38 +149,45 @@ class Driver:
         seed = self.config.run.seed
         return {role: Weights(version=0, digest=initial_digest(model, seed)) for role, model in models.items()}
 
-    @property
-    def most_shards(self) -> int:
-        config = self.config
-        prompts = config.most_prompts
-        if config.validation.data is not None:
-            prompts = max(prompts, len(self.groups.local.worker.dataset((config.validation.data,))))
-        return -(-prompts // config.rollout.prompts_per_shard)
+
+_open_drivers: ContextVar[tuple[Driver, ...]] = ContextVar("open_drivers", default=())
+"""Of this context, the innermost last: a flow that is called by another one of the same run finds its driver."""
 
 
 @contextmanager
 def driving(
-    config: RunConfig, *, take_over: bool = False, check: Callable[[Driver], None] = lambda driver: None
+    config: RunConfig,
+    dependencies: Dependencies,
+    *,
+    take_over: bool = False,
+    check: Callable[[Driver], None] = lambda driver: None,
 ) -> Iterator[Driver]:
-    """Claim the run and drive it; inside an open driver of the same run, that one. `check` may refuse before the
-    claim, so that a config that cannot go on leaves no trace."""
-    active = Driver._active
-    if active is not None and active.config.run == config.run:
+    """Claim the run and drive it; inside an open driver of the same run, that one.
+
+    Args:
+        config: names the run.
+        dependencies: what is written down when the run is claimed, and what older drivers may have left files of.
+        take_over: whether a driver that is alive is fenced.
+        check: may refuse before the claim, so that a config that cannot go on leaves no trace.
+    """
+    drivers = _open_drivers.get()
+    active = next((driver for driver in drivers if driver.config.run == config.run), None)
+    if active is not None:
         with on_signals(active.stopping.request):
             yield active
         return
-    driver = _open(config, take_over, check)
+    driver = _open(config, dependencies, take_over, check)
     with beating(driver.store.log, driver.stopping):
-        Driver._active = driver
+        token = _open_drivers.set((*drivers, driver))
         try:
             with on_signals(driver.stopping.request):
                 yield driver
                 driver.snapshots.settle(wait=True)
         finally:
-            driver.lanes.close()
+            _open_drivers.reset(token)
+            driver.executors.close()
             driver.groups.close()
             driver.stopping.forget()
-            Driver._active = None
 
 
 def check_inputs(config: RunConfig) -> None:
@@ -251,7 +266,9 @@ def _check_packages(config: RunConfig) -> None:
             raise UserError(f'{key} needs the package {package}: pip install "ratchet-rlhf[{extra}]"')
 
 
-def _open(config: RunConfig, take_over: bool, check: Callable[[Driver], None]) -> Driver:
+def _open(
+    config: RunConfig, dependencies: Dependencies, take_over: bool, check: Callable[[Driver], None]
+) -> Driver:
     """Check everything that a user may have got wrong, then claim. No model is loaded yet."""
     store = RunStore(Objects(run_url(config.run.store, config.run.name)))
     driver = Driver(config, store)
@@ -272,10 +289,11 @@ def _open(config: RunConfig, take_over: bool, check: Callable[[Driver], None]) -
         store,
         config,
         initial=driver.initial_weights,
-        shards=driver.most_shards,
         ahead=config.rollout.ahead,
+        outside={what: digest for what in dependencies.outside if (digest := driver.digest(what)) is not None},
+        versions=dependencies.versions,
     )
-    store.sweep((*ROW_STAGES, "validate"))
+    store.sweep(dependencies.stages)
     return driver
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import re
 import threading
 import time
 import uuid
@@ -99,8 +100,13 @@ class LocalBackend:
             (self.root / key).unlink(missing_ok=True)
 
     def list(self, prefix: str) -> list[str]:
-        folder = self.root / prefix
-        files = (path.relative_to(self.root) for path in folder.rglob("*") if path.is_file())
+        folder, _, beginning = prefix.rpartition("/")
+        files = (
+            file.relative_to(self.root)
+            for path in (self.root / folder).glob(f"{beginning}*")
+            for file in (path.rglob("*") if path.is_dir() else [path])
+            if file.is_file()
+        )
         return sorted(path.as_posix() for path in files if not any(part.startswith(".") for part in path.parts))
 
     def delete_leavings(self, older_s: float) -> None:
@@ -208,8 +214,11 @@ class FsspecBackend:
                 self.fs.rm_file(self._path(key))
 
     def list(self, prefix: str) -> list[str]:
-        keys = (path.removeprefix(self.root).lstrip("/") for path in self.fs.find(self._path(prefix)))
-        return sorted(key for key in keys if not any(part.startswith(".") for part in key.split("/")))
+        folder, _, beginning = prefix.rpartition("/")
+        paths = self.fs.find(self._path(folder).rstrip("/"), prefix=beginning)
+        keys = (path.removeprefix(self.root).lstrip("/") for path in paths)
+        is_hidden = re.compile(r"(^|/)\.").search
+        return sorted(key for key in keys if key.startswith(prefix) and not is_hidden(key))
 
     def _path(self, key: str) -> str:
         return f"{self.root}/{key}"
@@ -279,6 +288,7 @@ class Objects:
             self.retry(f"delete {doomed[0]}", lambda: self.backend.delete(doomed))
 
     def list(self, prefix: str) -> list[str]:
+        """The keys that begin with `prefix`, sorted; but for those of which a part begins with a dot."""
         return self.retry(f"list {prefix}", lambda: self.backend.list(prefix))
 
     def delete_leavings(self) -> None:

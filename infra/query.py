@@ -14,14 +14,13 @@ from pyarrow.fs import FSSpecHandler, PyFileSystem
 
 from infra.records import ShardRef
 from infra.runs import Run
-from infra.store import ROW_STAGES
+from infra.store import VALIDATE
 from rlhf.errors import UserError
 from rlhf.schema import TRAJECTORY
 
 if TYPE_CHECKING:
     import pandas as pd
 
-VALIDATE = "validate"
 Files = list[tuple[int, ShardRef]]
 
 
@@ -59,22 +58,23 @@ def connect(run: Run) -> duckdb.DuckDBPyConnection:
     """A connection in which the run's tables are known, and which reaches nothing else."""
     connection = isolated()
     states = [run.store.iteration_state(iteration) for iteration in range(run.state.iteration + 1)]
-    present = []
-    for stage in (*ROW_STAGES, VALIDATE):
+    columns: dict[str, list[str]] = {}
+    for stage in dict.fromkeys((*TRAJECTORY.stages, *(name for state in states for name in (*state.shards, *state.stages)))):
         files = [(number, ref) for number, state in enumerate(states) for ref in run.store.shards_of(state, stage)]
         if files:
-            connection.register(stage, _dataset(run, stage, files))
-            present.append(stage)
+            rows = _dataset(run, stage, files)
+            connection.register(stage, rows)
+            columns[stage] = [name for name in rows.schema.names if name not in ("trajectory_id", "iteration")]
     metrics = run.metrics()
     connection.register("metrics", metrics)
-    if ROW_STAGES[0] in present:
-        connection.execute(_joined([stage for stage in present if stage != VALIDATE]))
+    if TRAJECTORY.stages[0] in columns:
+        connection.execute(_joined({stage: names for stage, names in columns.items() if stage != VALIDATE}))
     return connection
 
 
-def _joined(stages: list[str]) -> str:
+def _joined(stages: dict[str, list[str]]) -> str:
     first, *others = stages
-    columns = [f'"{stage}".{column}' for stage in stages for column in TRAJECTORY.of(stage)]  # select is a word of SQL
+    columns = [f'"{stage}"."{name}"' for stage, names in stages.items() for name in names]  # select is a word of SQL
     joins = " ".join(f'LEFT JOIN "{stage}" ON "{stage}".trajectory_id = {first}.trajectory_id' for stage in others)
     return (
         f"CREATE VIEW trajectories AS SELECT {first}.iteration, {first}.trajectory_id, {', '.join(columns)} "
@@ -96,8 +96,9 @@ def _dataset(run: Run, stage: str, files: Files) -> ds.Dataset:
         filesystem = PyFileSystem(FSSpecHandler(fs))
         paths = [f"{root.rstrip('/')}/{ref.key}" for _, ref in found]
         form = ds.ParquetFileFormat()
-        names = ("trajectory_id", *TRAJECTORY.of(stage))
-        schema = form.inspect(paths[-1], filesystem=filesystem) if stage == VALIDATE else TRAJECTORY.arrow(names)
+        names = ("trajectory_id", *TRAJECTORY.names(stage))
+        known = stage in TRAJECTORY.stages  # of others, the newest file tells
+        schema = TRAJECTORY.arrow(names) if known else form.inspect(paths[-1], filesystem=filesystem)
         parts.append(
             ds.FileSystemDataset.from_paths(
                 paths,

@@ -10,10 +10,10 @@ import hashlib
 from datetime import datetime
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
-SCHEMA_VERSION = 3
-READABLE = (2, 3)
+SCHEMA_VERSION = 4
+READABLE = (2, 3, 4)
 """Schema versions that this release reads; records have digests of their own from version 3 on."""
 TRAINED = {"actor", "critic"}
 """Roles whose weights move from version to version; the reference stays what it was."""
@@ -51,16 +51,20 @@ class Weights(Frozen):
 class Claim(Frozen):
     """A driver takes the run: every older epoch is fenced from here on."""
 
+    model_config = ConfigDict(extra="ignore")  # older releases wrote `shards`
+
     kind: Literal["claim"] = "claim"
     config: dict[str, Any]
     code: str
     packages: dict[str, str]
     threads: int
     host: str
-    shards: int
-    """The most shards that this driver writes in one stage."""
     ahead: int = 0
-    """So many iterations beyond the open one may it generate."""
+    """How many iterations beyond the open one it may generate."""
+    outside: dict[str, str] = {}
+    """Digests of what its stages read outside the store, by name. Claims of older releases have none."""
+    versions: dict[str, int] = {}
+    """The version of each stage's code. Claims of older releases have none."""
     initial: dict[str, Weights]
     """Weights that roles start from, by digest of the model's files."""
 
@@ -72,9 +76,10 @@ class Shard(Frozen):
     shard: int
     epoch: int
     data: ShardRef
-    fingerprint: str
+    fingerprint: str = ""
+    """Of releases before schema version 4; what a shard depends on follows from its epoch's claim."""
     seconds: float
-    outputs: dict[str, Any] = {}
+    outputs: dict[str, JsonValue] = {}
     """Small results besides the rows, such as metrics."""
 
 
@@ -155,12 +160,12 @@ class Close(Frozen):
 
 
 class OpenEpoch(Frozen):
+    model_config = ConfigDict(extra="ignore")  # older releases wrote `shards`
+
     slot: int
     """Of the claim."""
-    shards: int
-    """The most shards that its driver writes in one stage."""
     ahead: int = 0
-    """So many iterations beyond the open one may its driver generate."""
+    """How many iterations beyond the open one its driver may generate."""
 
 
 class Ahead(BaseModel):
@@ -232,7 +237,7 @@ class RunState(BaseModel):
                 self.claim = commit.claim
             case Claim():
                 self.epoch, self.claim = epoch, commit
-                self.open_epochs[epoch] = OpenEpoch(slot=self.slot, shards=commit.shards, ahead=commit.ahead)
+                self.open_epochs[epoch] = OpenEpoch(slot=self.slot, ahead=commit.ahead)
                 for role, first in commit.initial.items():
                     weights = Weights(version=self.iteration, digest=first.digest)  # a fork may begin a role late
                     self.initial.setdefault(role, weights)

@@ -13,7 +13,7 @@ from infra.claims import is_fit
 from infra.log import Corrupt
 from infra.objects import Objects
 from infra.records import RunState, Stage
-from infra.store import ROW_STAGES, RunStore
+from infra.store import VALIDATE, RunStore
 from rlhf.config import RunConfig, stored_config
 from rlhf.errors import UserError
 from rlhf.schema import TRAJECTORY
@@ -73,23 +73,29 @@ class Run:
         """
         import pandas as pd
 
-        wanted = [column.name for column in TRAJECTORY.columns] if columns is None else list(columns)
-        unknown = [name for name in wanted if name not in {column.name for column in TRAJECTORY.columns}]
-        if unknown:
-            raise UserError(
-                f"there is no column {unknown[0]}; columns are {', '.join(c.name for c in TRAJECTORY.columns)}"
-            )
         chosen = list(range(self.state.iteration + 1) if iterations is None else iterations)
         if chosen and min(chosen) < 0:
             raise UserError(f"there is no iteration {min(chosen)}: iterations count from 0")
-        frames = []
+        frames, known = [], {column.name: None for column in TRAJECTORY.columns}
         for iteration in chosen:
             try:
-                frames.append(self._iteration(iteration, wanted, columns is None))
+                state = self.store.iteration_state(iteration)
+                by_stage = {stage: self.store.columns_of(state, stage) for stage in self._row_stages(state)}
+                known |= dict.fromkeys(name for names in by_stage.values() for name in names)
+                frames.append(self._iteration(state, by_stage, list(known) if columns is None else columns, columns is None))
             except Corrupt as damage:
                 damaged(damage)
+        if unknown := [name for name in columns or () if name not in known]:
+            raise UserError(f"there is no column {unknown[0]}; columns are {', '.join(known)}")
         frames = [frame for frame in frames if len(frame)]
+        wanted = list(known) if columns is None else columns
         return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=["iteration", *wanted])
+
+    @staticmethod
+    def _row_stages(state: RunState) -> list[str]:
+        """The stages whose rows are trajectories of the iteration, in order, whether or not they have begun."""
+        others = (name for name in (*state.shards, *state.stages) if name != VALIDATE)
+        return list(dict.fromkeys((*TRAJECTORY.stages, *others)))
 
     def validation(self) -> pd.DataFrame:
         """Every committed validation, one row a trajectory, with the iteration before which it was made."""
@@ -97,7 +103,7 @@ class Run:
 
         frames = []
         for iteration in range(self.state.iteration + 1):
-            frame = self._stage_frame(self.store.iteration_state(iteration), "validate", None)
+            frame = self._stage_frame(self.store.iteration_state(iteration), VALIDATE, None)
             if frame is not None:
                 frames.append(frame.assign(iteration=iteration))
         return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
@@ -129,13 +135,12 @@ class Run:
             found.setdefault(name, f"{len(shards)}/{self._shards_of(name)}")
         return found
 
-    def _shards_of(self, stage: str) -> int:
-        """How many shards a stage of the open iteration has; where that is open (a validation, dynamic sampling), the
-        most that there can be."""
-        if stage == "validate":
-            assert self.state.claim is not None
-            return self.state.claim.shards
-        return -(-self.config.most_prompts // self.config.rollout.prompts_per_shard)
+    def _shards_of(self, stage: str) -> str:
+        """How many shards a stage of the open iteration has, or with dynamic sampling the most that it can have; of a
+        validation only its prompt file tells."""
+        if stage == VALIDATE:
+            return "?"
+        return str(-(-self.config.most_prompts // self.config.rollout.prompts_per_shard))
 
     def newest_snapshot(self) -> int:
         version = max(self.state.snapshots, default=None)
@@ -191,15 +196,16 @@ class Run:
             load_tokenizer(self.config.model).save_pretrained(target)
         return target
 
-    def _iteration(self, iteration: int, wanted: list[str], tolerant: bool) -> pd.DataFrame:
+    def _iteration(
+        self, state: RunState, by_stage: dict[str, tuple[str, ...]], wanted: Sequence[str], tolerant: bool
+    ) -> pd.DataFrame:
         """The wanted columns of one iteration. A stage that the config leaves out, or that has not begun, gives no
         columns if all were asked for (`tolerant`), and no rows if its columns were asked for by name."""
         import pandas as pd
 
-        state = self.store.iteration_state(iteration)
         joined: pd.DataFrame | None = None
-        for stage in ROW_STAGES:
-            columns = [name for name in wanted if TRAJECTORY[name].stage == stage]
+        for stage, own in by_stage.items():
+            columns = [name for name in wanted if name in own]
             if not columns and not (stage == "generate" and joined is None):
                 continue
             frame = self._stage_frame(state, stage, ["trajectory_id", *columns])
@@ -210,7 +216,7 @@ class Run:
             joined = frame if joined is None else joined.merge(frame, on="trajectory_id", how="inner")
         assert joined is not None
         order = [name for name in wanted if name in joined.columns]
-        return joined[order].assign(iteration=iteration)[["iteration", *order]]
+        return joined[order].assign(iteration=state.iteration)[["iteration", *order]]
 
     def _stage_frame(self, state: RunState, stage: str, columns: list[str] | None) -> pd.DataFrame | None:
         refs = self.store.shards_of(state, stage)

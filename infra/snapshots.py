@@ -8,13 +8,17 @@ a crash before it costs a replay, nothing else.
 from __future__ import annotations
 
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import TypeVar
 
 from infra.progress import report
-from infra.records import Commit, ObjectRef, Retire, Snapshot
+from infra.records import Commit, Retire, Snapshot
 from infra.store import RunStore
 from infra.workers.groups import Groups
+from infra.workers.worker import Worker
 from rlhf.config import Checkpoint, RunConfig
+
+R = TypeVar("R")
 
 
 class Snapshots:
@@ -22,13 +26,13 @@ class Snapshots:
         self.config, self.store, self.groups = config, store, groups
         self._lock = threading.RLock()
         self.being_written: int | None = None
-        """So many iterations has the state that workers write, and of which no record is committed yet."""
+        """The version of the snapshot that the workers are writing: it is not committed yet."""
 
     def begin(self, version: int) -> None:
         """Let the workers write what they hold, which is the state after `version` iterations."""
         with self._lock:
             assert self.being_written is None, "one at a time"
-            self._in_all_roles("begin_save")
+            self._in_all_roles(Worker.begin_save)
             self.being_written = version
 
     def finish(self) -> list[Commit]:
@@ -37,7 +41,7 @@ class Snapshots:
             version, self.being_written = self.being_written, None
             if version is None:
                 return []
-            roles: dict[str, ObjectRef | None] = self._in_all_roles("finish_save")
+            roles = self._in_all_roles(Worker.finish_save)
         durable = {role: ref for role, ref in roles.items() if ref is not None}
         if durable.keys() != roles.keys():
             report("note", text=f"the snapshot after {version} iterations went with a worker; the next one will do")
@@ -46,7 +50,7 @@ class Snapshots:
         kept = kept_snapshots([*there, version], self.config.checkpoint)
         return [Snapshot(version=version, roles=durable), *(Retire(version=old) for old in there if old not in kept)]
 
-    def _in_all_roles(self, method: str) -> dict[str, Any]:
+    def _in_all_roles(self, method: Callable[[Worker, str], R]) -> dict[str, R]:
         """What each role's workers answer; those of different pools at the same time."""
         pending = {role: self.groups.of(role).submit(method, role) for role in self.config.trained}
         return {role: answer.result() for role, answer in pending.items()}
@@ -59,7 +63,7 @@ class Snapshots:
     def _settle(self, wait: bool) -> None:
         if self.being_written is None:
             return
-        if wait or all(self.groups.of(role).call("is_saved", role) for role in self.config.trained):
+        if wait or all(self.groups.of(role).call(Worker.is_saved, role) for role in self.config.trained):
             self.store.commit_snapshot(self.finish())
 
 

@@ -7,6 +7,8 @@ the epoch and the attempt, so that a writer never meets another's file.
 from __future__ import annotations
 
 import io
+import re
+import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -34,18 +36,13 @@ from infra.records import (
     named_here,
     sha256_of,
 )
-from rlhf.config import STAGES
 from rlhf.schema import TRAJECTORY
 
-ROW_STAGES = tuple(dict.fromkeys(column.stage for column in TRAJECTORY.columns if column.stage))
-"""Stages that write trajectory columns, in order."""
-
 CLOSE = "close"
+VALIDATE = "validate"
+"""The stage whose rows are no trajectories that the iteration learns from."""
 REPORT = "report.html"
 """Not part of the run: a page that may lie in its folder."""
-
-MAX_ATTEMPTS = 8
-"""A stage is tried at most so often by one driver; the sweep relies on it."""
 
 
 class RunStore:
@@ -77,10 +74,10 @@ class RunStore:
         """A new number for this driver's next try at a stage; what its earlier tries left uncommitted is deleted."""
         with self._lock:
             attempt = self._attempts.get((iteration, stage), -1) + 1
-            if attempt >= MAX_ATTEMPTS:
-                raise Corrupt(f"{stage} of iteration {iteration} failed {MAX_ATTEMPTS} times in this driver")
             self._attempts[iteration, stage] = attempt
-        self.objects.delete(self._uncommitted(iteration, stage, self.log.epoch, attempt))
+        if attempt:
+            mine = [key for key in self._uncommitted(iteration, stage) if _epoch_of(key) == self.log.epoch]
+            self.objects.delete(mine)
         return attempt
 
     def write_shard(self, iteration: int, stage: str, attempt: int, shard: int, table: pa.Table) -> ShardRef:
@@ -123,10 +120,21 @@ class RunStore:
         return [shard.data for _, shard in sorted(state.shards.get(stage, {}).items())]
 
     def manifests(self, iteration: int) -> dict[str, Manifest]:
-        """Every stage that an iteration has committed with a manifest, in the order of the stages."""
+        """Every stage that an iteration has committed with a manifest, in the order in which they were committed."""
         stages = self.iteration_state(iteration).stages
-        found = {name: stages.get(name) for name in ("validate", *STAGES)}
-        return {name: self.manifest(stage) for name, stage in found.items() if isinstance(stage, Stage)}
+        return {name: self.manifest(stage) for name, stage in stages.items() if isinstance(stage, Stage)}
+
+    def columns_of(self, state: RunState, stage: str) -> tuple[str, ...]:
+        """The columns that a stage has committed in an iteration, besides `trajectory_id`."""
+        if stage in TRAJECTORY.stages:
+            return TRAJECTORY.names(stage)
+        committed = state.stages.get(stage)
+        if isinstance(committed, Skip):
+            return ()
+        if committed is not None:
+            return self.manifest(committed).columns[1:]
+        shards = self.shards_of(state, stage)
+        return tuple(self.read_shard(shards[0]).column_names[1:]) if shards else ()
 
     def read_shard(self, ref: ShardRef, columns: Sequence[str] | None = None) -> pa.Table:
         """Its rows; a column that is younger than the file is null."""
@@ -137,7 +145,7 @@ class RunStore:
         table = file.read([name for name in columns if name in there])
         for name in columns:
             if name not in there:
-                table = table.append_column(name, pa.nulls(len(table), TRAJECTORY[name].type))
+                table = table.append_column(name, pa.nulls(len(table), TRAJECTORY.type_of(name) or pa.null()))
         return table.select(list(columns))
 
     # Iterations.
@@ -184,30 +192,21 @@ class RunStore:
         self._manifests = {}
 
     def sweep(self, stages: Iterable[str]) -> None:
-        """Delete what drivers of older epochs wrote into the open iteration, or ahead of it, and never committed.
-
-        Nothing is listed: a file's name follows from stage, epoch, attempt and shard, so every name that an older
-        driver may have used is deleted, but for those that a record commits.
-        """
+        """Delete what drivers of older epochs wrote into the open iteration, or ahead of it, and never committed."""
         self.objects.delete_leavings()
-        older = [epoch for epoch in self.state.open_epochs if epoch < self.log.epoch]
-        self.objects.delete(
-            key
-            for stage in (*stages, CLOSE)
-            for epoch in older
-            for iteration in range(self.state.iteration, self.state.iteration + 1 + self.state.open_epochs[epoch].ahead)
-            for key in self._uncommitted(iteration, stage, epoch, MAX_ATTEMPTS)
-        )
+        older = {epoch: found.ahead for epoch, found in self.state.open_epochs.items() if epoch < self.log.epoch}
+        if not older:
+            return
+        iterations = range(self.state.iteration, self.state.iteration + 1 + max(older.values()))
+        left = [key for stage in (*stages, CLOSE) for k in iterations for key in self._uncommitted(k, stage)]
+        self.objects.delete(key for key in left if _epoch_of(key) < self.log.epoch)
 
-    def _uncommitted(self, iteration: int, stage: str, epoch: int, attempts: int) -> list[str]:
-        """All that so many tries of an epoch at a stage of an iteration may have written, less the committed."""
-        tags = [f"{epoch}-{attempt}" for attempt in range(attempts)]
+    def _uncommitted(self, iteration: int, stage: str) -> list[str]:
+        """Files of a stage of an iteration, or of its close, that no record names."""
         if stage == CLOSE:
-            return [_metrics_key(iteration, tag) for tag in tags]
+            return self.objects.list(_metrics_prefix(iteration))
         committed = {shard.data.key for shard in self.committed_shards(stage, iteration).values()}
-        shards = range(self.state.open_epochs[epoch].shards if tags else 0)
-        keys = (_shard_key(iteration, stage, tag, shard) for tag in tags for shard in shards)
-        return [key for key in keys if key not in committed]
+        return [key for key in self.objects.list(f"{_shard_folder(iteration, stage)}/") if key not in committed]
 
     # Checkpoints.
 
@@ -295,12 +294,26 @@ class RunStore:
         return ShardRef(key=ref.key, rows=table.num_rows, bytes=len(data), sha256=ref.sha256)
 
 
+def _shard_folder(iteration: int, stage: str) -> str:
+    return f"trajectories/{stage}/iteration={iteration:06d}"
+
+
 def _shard_key(iteration: int, stage: str, tag: str, shard: int) -> str:
-    return f"trajectories/{stage}/iteration={iteration:06d}/{tag}-part-{shard:05d}.parquet"
+    return f"{_shard_folder(iteration, stage)}/{tag}-part-{shard:05d}.parquet"
+
+
+def _epoch_of(key: str) -> int:
+    """The epoch in a file's tag."""
+    tag = re.search(r"[/.](\d+)-\d+(-part-\d+)?\.parquet$", key)
+    return int(tag[1]) if tag is not None else sys.maxsize
+
+
+def _metrics_prefix(iteration: int) -> str:
+    return f"metrics/iteration={iteration:06d}."
 
 
 def _metrics_key(iteration: int, tag: str) -> str:
-    return f"metrics/iteration={iteration:06d}.{tag}.parquet"
+    return f"{_metrics_prefix(iteration)}{tag}.parquet"
 
 
 def parquet_bytes(table: pa.Table) -> bytes:

@@ -28,12 +28,21 @@ class TrajectoryBatch:
 
     @classmethod
     def of(cls, columns: Mapping[str, Any]) -> TrajectoryBatch:
-        """From Python lists, numpy arrays or Arrow arrays; types are those of the schema."""
+        """From Python lists, numpy arrays or Arrow arrays; types are those of the schema, or else follow from the
+        values."""
         arrays = [
-            column if isinstance(column, pa.Array) else pa.array(column, type=TRAJECTORY[name].type)
+            column if isinstance(column, pa.Array) else pa.array(column, type=TRAJECTORY.type_of(name))
             for name, column in columns.items()
         ]
-        return cls(pa.Table.from_arrays(arrays, schema=TRAJECTORY.arrow(tuple(columns))))
+        return cls(pa.table(dict(zip(columns, arrays, strict=True)))).cast({})
+
+    def cast(self, types: Mapping[str, pa.DataType]) -> TrajectoryBatch:
+        """With the types that are given, or else those of the schema."""
+        fields = [
+            pa.field(field.name, types.get(field.name, TRAJECTORY.type_of(field.name) or field.type))
+            for field in self.table.schema
+        ]
+        return TrajectoryBatch(self.table.cast(pa.schema(fields)))
 
     @classmethod
     def concat(cls, batches: Sequence[TrajectoryBatch]) -> TrajectoryBatch:

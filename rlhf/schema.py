@@ -14,10 +14,12 @@ _FLOATS = pa.list_(pa.float32())
 
 @dataclass(frozen=True)
 class Column:
+    """A column of the trajectories. Its values have one Arrow type, whatever stage or release wrote them."""
+
     name: str
     type: pa.DataType
     stage: str
-    meaning: str
+    meaning: str = ""
     unit: str = ""
 
 
@@ -32,9 +34,25 @@ class TrajectorySchema:
     def __getitem__(self, name: str) -> Column:
         return self._by_name[name]
 
-    def of(self, stage: str) -> tuple[str, ...]:
+    def __contains__(self, name: str) -> bool:
+        return name in self._by_name
+
+    def type_of(self, name: str) -> pa.DataType | None:
+        """A column's type; None if the schema does not have it."""
+        return self[name].type if name in self else None
+
+    def of(self, stage: str) -> tuple[Column, ...]:
+        """The columns that a stage writes, besides `trajectory_id`."""
+        return tuple(column for column in self.columns if column.stage == stage)
+
+    def names(self, stage: str) -> tuple[str, ...]:
         """Names of the columns that a stage writes, besides `trajectory_id`."""
-        return tuple(column.name for column in self.columns if column.stage == stage)
+        return tuple(column.name for column in self.of(stage))
+
+    @cached_property
+    def stages(self) -> tuple[str, ...]:
+        """The stages that write these columns, in order."""
+        return tuple(dict.fromkeys(column.stage for column in self.columns if column.stage))
 
     def arrow(self, names: tuple[str, ...]) -> pa.Schema:
         return pa.schema([pa.field(name, self[name].type) for name in names])

@@ -4,26 +4,36 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
 
 from infra.store import RunStore
 from infra.workers.local import LocalGroup
 from infra.workers.worker import Worker
 from rlhf.config import RunConfig
 
+if TYPE_CHECKING:
+    from infra.workers.ray_group import RayGroup
 
-class Pending(Protocol):
+P = ParamSpec("P")
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+
+
+class Pending(Protocol[R_co]):
     """A call that others may overlap."""
 
-    def result(self) -> Any: ...
+    def result(self) -> R_co: ...
 
 
 class WorkerGroup(Protocol):
-    """The processes that hold the models of some roles: each is asked, and the first one's answer is given."""
+    """The processes that hold the models of some roles: a method of `Worker` is called in each, and the first one's
+    answer is given."""
 
-    def call(self, method: str, *arguments: Any) -> Any: ...
+    def call(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> R: ...
 
-    def submit(self, method: str, *arguments: Any) -> Pending: ...
+    def submit(
+        self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> Pending[R]: ...
 
 
 class Groups:
@@ -32,7 +42,7 @@ class Groups:
         self.config, self.store, self.identity = config, store, identity
         here = [role for role in config.roles if config.pool_of(role) is None]
         self.local = LocalGroup(Worker(config, store, here))
-        self._pools: dict[str, Any] = {}
+        self._pools: dict[str, RayGroup] = {}
         self._lock = threading.Lock()
 
     def of(self, role: str | None) -> WorkerGroup:
@@ -50,9 +60,9 @@ class Groups:
                 self._pools[pool] = RayGroup(self.config, self.store.url, pool, threads, self.identity())
             group = self._pools[pool]
         group.epoch = self.store.log.epoch
-        return group  # type: ignore[no-any-return]
+        return group
 
-    def lane_of(self, role: str | None) -> str:
+    def executor_of(self, role: str | None) -> str:
         """Where a role computes: what has the same name computes by turns, in order."""
         if role is None:
             return "host"

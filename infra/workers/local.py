@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Concatenate, ParamSpec, TypeVar
 
 from infra.workers.worker import Worker
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class LocalGroup:
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
 
-    def call(self, method: str, *arguments: Any) -> Any:
-        return getattr(self.worker, method)(*arguments)
+    def call(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        return method(self.worker, *args, **kwargs)
 
-    def submit(self, method: str, *arguments: Any) -> Future[Any]:
+    def submit(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """There is nobody else who could compute meanwhile: the future is there already."""
-        future: Future[Any] = Future()
-        future.set_result(self.call(method, *arguments))
+        future: Future[R] = Future()
+        future.set_result(self.call(method, *args, **kwargs))
         return future

@@ -12,21 +12,24 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from infra.log import Fenced
 from infra.objects import Objects
 from infra.progress import report
 from infra.records import sha256_of
 from infra.store import RunStore
-from infra.workers.worker import Stale, Worker
+from infra.workers.worker import Worker, WrongPolicyVersion
 from rlhf.config import Pool, RunConfig
 from rlhf.errors import RatchetError, UserError
 
+P = ParamSpec("P")
+R = TypeVar("R")
 NAMESPACE = "ratchet"
 PATIENCE_S = 60.0
 """A process that does not say that it is alive for so long is taken for dead."""
@@ -81,14 +84,14 @@ class RayWorker:
         """Which models, code and data, and among how many ranks; none before they have met."""
         return self.identity, self.ranks
 
-    def do(self, epoch: int, method: str, arguments: tuple[Any, ...]) -> tuple[bool, Any]:
+    def do(self, epoch: int, call: partial[Any]) -> tuple[bool, Any]:
         """Whether it went well, and the result, or an error that the driver knows what to do with."""
         self.busy += 1
         try:
             self.worker.admit(epoch)
             self.worker.store.write_as(epoch)
-            return True, getattr(self.worker, method)(*arguments)
-        except (RatchetError, Stale) as error:
+            return True, call.func(self.worker, *call.args, **call.keywords)
+        except (RatchetError, WrongPolicyVersion) as error:
             return False, error
         finally:
             self.busy -= 1
@@ -104,15 +107,15 @@ class RayWorker:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Answer(Generic[R]):
     """What a call will have given."""
 
     group: RayGroup
-    method: str
+    method: Callable[..., R]
     actors: list[Any]
     pending: list[Any]
 
-    def result(self) -> Any:
+    def result(self) -> R:
         return self.group.await_answers(self.method, self.actors, self.pending)
 
 
@@ -128,17 +131,18 @@ class RayGroup:
         self._actors: list[Any] = []
         self._lock = threading.RLock()
 
-    def call(self, method: str, *arguments: Any) -> Any:
+    def call(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """What rank 0 answers. Raises what the worker raised, or `GroupLost`."""
-        return self.submit(method, *arguments).result()
+        return self.submit(method, *args, **kwargs).result()
 
-    def submit(self, method: str, *arguments: Any) -> Answer:
+    def submit(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> Answer[R]:
         """Ask all processes, which answer in the order in which they are asked."""
+        call = partial(method, *args, **kwargs)  # type: ignore[call-arg]  # the worker comes first, over there
         with self._lock:  # or two threads could ask two ranks in different orders, which then wait for each other
             actors = self._ready()
-            return Answer(self, method, actors, [_asked(actor, self.epoch, method, arguments) for actor in actors])
+            return Answer(self, method, actors, [_asked(actor, self.epoch, call) for actor in actors])
 
-    def await_answers(self, method: str, actors: list[Any], pending: list[Any]) -> Any:
+    def await_answers(self, method: Callable[..., R], actors: list[Any], pending: list[Any]) -> R:
         import ray
 
         try:
@@ -148,13 +152,14 @@ class RayGroup:
             self._end_those(actors)  # those that are left may wait for the one that failed
             if mistake:
                 raise
-            raise GroupLost(f"a process of pool {self.name} died during {method}: it is begun anew") from error
+            raise GroupLost(f"a process of pool {self.name} died during {method.__name__}: it restarts") from error
         for good, answer in answers:
             if not good:
                 raise answer
-        if method in ("holds", "is_saved"):  # ranks that disagree hold nothing
-            return all(answer for _, answer in answers)
-        return answers[0][1]
+        results: list[R] = [answer for _, answer in answers]
+        if method in (Worker.has_weights, Worker.is_saved):  # ranks that disagree hold nothing
+            return next((result for result in results if not result), results[0])
+        return results[0]
 
     def _end_those(self, actors: list[Any]) -> None:
         with self._lock:  # unless another call has done so, and new ones have begun
@@ -295,10 +300,10 @@ def _fits(bundle: dict[str, float], workers: int) -> bool:
     return all(there.get(name, 0) >= amount * workers for name, amount in bundle.items())
 
 
-def _asked(actor: Any, epoch: int, method: str, arguments: tuple[Any, ...]) -> Any:
-    if method == "is_saved":  # whatever it computes meanwhile
-        return actor.is_saved.remote(*arguments)
-    return actor.do.remote(epoch, method, arguments)
+def _asked(actor: Any, epoch: int, call: partial[Any]) -> Any:
+    if call.func is Worker.is_saved:  # whatever it computes meanwhile
+        return actor.is_saved.remote(*call.args)
+    return actor.do.remote(epoch, call)
 
 
 def _with_health(cls: type[RayWorker]) -> type[RayWorker]:

@@ -98,20 +98,24 @@ class Schedule:
     temperature: float
 
 
-class TrainEngine(Protocol):
-    """A model that is trained, or only asked: actor and reference give log_probs and entropy, a critic values.
-
-    One model may be many processes. Each makes the same calls with the whole batch, and has the whole result (SPMD).
-    How they share out the work is the engine's own affair, and changes results by rounding at most: trajectories are
-    dealt out; with `sequence_parallel` or `tensor_parallel`, ranks in a row are dealt the same ones, and
-    share each sequence's positions, or each matrix. The gradient is always that of the whole mini-batch.
-    """
+class InferenceEngine(Protocol):
+    """A model that is asked: actor and reference give log_probs and entropy, a critic values."""
 
     def infer(
         self, batch: TrajectoryBatch, outputs: Iterable[str], *, temperature: float, micro_batch_tokens: int
     ) -> dict[str, pa.Array]:
         """Per-token columns by name (`log_probs`, `entropy`, `values`), in the order of the batch."""
         ...
+
+
+class TrainEngine(InferenceEngine, Protocol):
+    """A model that is trained.
+
+    One model may be many processes. Each makes the same calls with the whole batch, and has the whole result (SPMD).
+    How they share out the work is the engine's own affair, and changes results by rounding at most: trajectories are
+    dealt out; with `sequence_parallel` or `tensor_parallel`, ranks in a row are dealt the same ones, and
+    share each sequence's positions, or each matrix. The gradient is always that of the whole mini-batch.
+    """
 
     def update(self, batch: TrajectoryBatch, objective: Objective, schedule: Schedule) -> dict[str, float]:
         """Take the optimizer steps of the schedule; metrics are means over them. Raises `NotFinite`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf.engines import ranks
 from rlhf.engines.model_engine import Dtype, ModelEngine
 from rlhf.engines.token_outputs import Head
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from rlhf.config import RunConfig, Trainer
+    from rlhf.engines.base import RolloutEngine
     from rlhf.engines.server_rollout import ServerRollout
     from rlhf.engines.vllm_rollout import VLLMRollout
 
@@ -37,6 +39,22 @@ def train_engine(
     from rlhf.engines.torch_engine import TorchEngine
 
     return TorchEngine(model, head, **options)
+
+
+def rollout_engine(config: RunConfig, actor: PreTrainedModel | None) -> RolloutEngine:
+    """What generates, as `rollout.engine` says; with the actor's own tensors, if they are given."""
+    from rlhf.models import eos_token_ids, load_actor, load_tokenizer
+
+    tokenizer = load_tokenizer(config.model)
+    if config.rollout.engine == "vllm":
+        return vllm_rollout(config, tokenizer)
+    if config.rollout.engine == "server":
+        return server_rollout(config, tokenizer)
+    from rlhf.engines.hf_rollout import HFRollout
+
+    model = actor if actor is not None else load_actor(config.model, config.run.seed).to(ranks.device())
+    eos = eos_token_ids(model.generation_config, tokenizer)
+    return HFRollout(model, eos_token_ids=eos, dtype=config.model.dtype, tokenizer=tokenizer)
 
 
 def vllm_rollout(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> VLLMRollout:

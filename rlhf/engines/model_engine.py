@@ -316,9 +316,11 @@ class WithoutAdapters:
     def __init__(self, actor: ModelEngine) -> None:
         self.actor = actor
 
-    def infer(self, *args: Any, **options: Any) -> dict[str, pa.Array]:
+    def infer(
+        self, batch: TrajectoryBatch, outputs: Iterable[str], *, temperature: float, micro_batch_tokens: int
+    ) -> dict[str, pa.Array]:
         with lora.off(self.actor.model):
-            return self.actor.infer(*args, **options)
+            return self.actor.infer(batch, outputs, temperature=temperature, micro_batch_tokens=micro_batch_tokens)
 
 
 WEIGHTS = ("model", "adapter_model")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from infra.lanes import InputLost, Lanes, Output
+from infra.executors import InputLost, Executors, StageHandle
 from infra.manifest import Fingerprint, Manifest
 from infra.records import Ahead, Claim, Close, ObjectRef, RunState, Shard, ShardRef, Stage, Weights
 from rlhf.errors import NotFinite, RatchetError
@@ -24,32 +24,32 @@ def manifest(stage: str) -> Manifest:
 
 
 @pytest.fixture
-def lanes() -> Iterator[Lanes]:
-    lanes = Lanes()
-    yield lanes
-    lanes.close()
+def executors() -> Iterator[Executors]:
+    executors = Executors()
+    yield executors
+    executors.close()
 
 
-def fails(error: BaseException) -> Callable[[Output], Manifest]:
-    def run(output: Output) -> Manifest:
+def fails(error: BaseException) -> Callable[[StageHandle], Manifest]:
+    def run(handle: StageHandle) -> Manifest:
         raise error
 
     return run
 
 
-def test_a_stage_goes_on_as_soon_as_a_shard_is_there(lanes: Lanes) -> None:
+def test_a_stage_goes_on_as_soon_as_a_shard_is_there(executors: Executors) -> None:
     seen: list[str] = []
     read = threading.Semaphore(0)
 
-    def writes(output: Output) -> Manifest:
-        output.expect(3)
+    def writes(handle: StageHandle) -> Manifest:
+        handle.expect(3)
         for number in range(3):
             seen.append(f"wrote {number}")
-            output.show([SHARD] * (number + 1))
+            handle.show([SHARD] * (number + 1))
             assert read.acquire(timeout=10), "nobody reads while it writes"
         return manifest("one")
 
-    def reads(output: Output) -> Manifest:
+    def reads(handle: StageHandle) -> Manifest:
         for number in range(first.count()):
             first.shard(number)
             seen.append(f"read {number}")
@@ -57,18 +57,18 @@ def test_a_stage_goes_on_as_soon_as_a_shard_is_there(lanes: Lanes) -> None:
         first.manifest()
         return manifest("two")
 
-    first = lanes.start("a", "one", writes)
-    second = lanes.start("b", "two", reads)
-    lanes.join()
+    first = executors.start("a", "one", writes)
+    second = executors.start("b", "two", reads)
+    executors.join()
     assert seen == [f"{what} {number}" for number in range(3) for what in ("wrote", "read")]
     assert second.manifest().stage == "two"
 
 
-def test_stages_of_a_lane_keep_their_order(lanes: Lanes) -> None:
+def test_stages_of_a_lane_keep_their_order(executors: Executors) -> None:
     seen: list[int] = []
 
-    def run(number: int) -> Callable[[Output], Manifest]:
-        def stage(output: Output) -> Manifest:
+    def run(number: int) -> Callable[[StageHandle], Manifest]:
+        def stage(handle: StageHandle) -> Manifest:
             time.sleep(0.01 * (3 - number))
             seen.append(number)
             return manifest(str(number))
@@ -76,36 +76,36 @@ def test_stages_of_a_lane_keep_their_order(lanes: Lanes) -> None:
         return stage
 
     for number in range(4):
-        lanes.start("a", str(number), run(number))
-    lanes.join()
+        executors.start("a", str(number), run(number))
+    executors.join()
     assert seen == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("also", [None, NotFinite("nan")])
-def test_the_first_error_is_raised_and_not_what_follows_from_it(lanes: Lanes, also: NotFinite | None) -> None:
+def test_the_first_error_is_raised_and_not_what_follows_from_it(executors: Executors, also: NotFinite | None) -> None:
     """Nor one that may be passed over, since an update would then be given up for good."""
     ran: list[str] = []
     if also is not None:
-        lanes.start("c", "nan", fails(also))
-    broken = lanes.start("a", "broken", fails(RatchetError("the store is away")))
-    lanes.start("b", "after", lambda output: broken.manifest())
-    lanes.start("b", "later", lambda output: ran.append("later") or manifest("later"))
+        executors.start("c", "nan", fails(also))
+    broken = executors.start("a", "broken", fails(RatchetError("the store is away")))
+    executors.start("b", "after", lambda handle: broken.manifest())
+    executors.start("b", "later", lambda handle: ran.append("later") or manifest("later"))
     with pytest.raises(RatchetError, match="the store is away"):
-        lanes.join()
+        executors.join()
     assert not ran, "what would be computed in vain is not begun"
-    lanes.start("a", "fresh", lambda output: manifest("fresh"))
-    lanes.join()
+    executors.start("a", "fresh", lambda handle: manifest("fresh"))
+    executors.join()
 
 
-def test_an_error_of_the_driver_ends_the_stages_too(lanes: Lanes) -> None:
+def test_an_error_of_the_driver_ends_the_stages_too(executors: Executors) -> None:
     began = threading.Event()
     shards = 0
 
-    def endless(output: Output) -> Manifest:
+    def endless(handle: StageHandle) -> Manifest:
         nonlocal shards
         began.set()
         while True:
-            output.check()
+            handle.check()
             shards += 1
             time.sleep(0.01)
 
@@ -113,26 +113,26 @@ def test_an_error_of_the_driver_ends_the_stages_too(lanes: Lanes) -> None:
         if began.wait(10):
             raise RatchetError("of the driver")
 
-    lanes.start("a", "endless", endless)
+    executors.start("a", "endless", endless)
     with pytest.raises(RatchetError, match="of the driver"):
-        lanes.join(meanwhile)
+        executors.join(meanwhile)
     then = shards
     time.sleep(0.05)
     assert shards == then
 
 
-def test_what_runs_ahead_is_waited_for_when_its_turn_comes(lanes: Lanes) -> None:
+def test_what_runs_ahead_is_waited_for_when_its_turn_comes(executors: Executors) -> None:
     go = threading.Event()
-    lanes.start("a", "ahead", fails(RatchetError("ahead")), ahead=True)
-    good = lanes.start("b", "good", lambda output: go.wait(10) and manifest("good"), ahead=True)
-    lanes.join()
+    executors.start("a", "ahead", fails(RatchetError("ahead")), ahead=True)
+    good = executors.start("b", "good", lambda handle: go.wait(10) and manifest("good"), ahead=True)
+    executors.join()
     assert not go.is_set()
     go.set()
     assert good.manifest().stage == "good"
-    bad = lanes.start("a", "again", fails(RatchetError("again")), ahead=True)
-    lanes.adopt(bad)
+    bad = executors.start("a", "again", fails(RatchetError("again")), ahead=True)
+    executors.adopt(bad)
     with pytest.raises(RatchetError, match="again"):
-        lanes.join()
+        executors.join()
     with pytest.raises(InputLost, match="again has failed"):
         bad.manifest()
 

@@ -1,9 +1,9 @@
 """Side by side: stages that compute in different places run at the same time, shard after shard.
 
-A lane is a place that computes, and a thread of the driver that waits for it: the driver's own models, a pool, an
-engine in a process of its own, or just the host for what needs no model. The stages of one lane run one after the
-other, in the order in which they were started; those of different lanes overlap, each going on as soon as a shard that
-it reads is committed. Since stages are started after what they read, lanes never wait for each other in a circle.
+An executor is a place that computes, and a thread of the driver that waits for it: the driver's own models, a pool, an
+engine in a process of its own, or just the host for what needs no model. The stages of one executor run one after the
+other, in the order in which they were started; those of different executors overlap, each going on as soon as a shard that
+it reads is committed. Since stages are started after what they read, executors never wait for each other in a circle.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from infra.records import ShardRef
 from rlhf.errors import NotFinite, RatchetError
 
 POLL_S = 0.2
-"""How often the driver looks after what else there is to do, while it waits for lanes."""
+"""How often the driver looks after what else there is to do, while it waits for executors."""
 
 
 class InputLost(RatchetError):
     """What a stage reads will not come: the stage that makes it has failed, and says why."""
 
 
-class Output:
+class StageHandle:
     """What a stage has committed so far, and in the end its manifest."""
 
     def __init__(self, stage: str, *given_up: threading.Event) -> None:
@@ -45,18 +45,18 @@ class Output:
         return self._failed
 
     @classmethod
-    def of(cls, manifest: Manifest) -> Output:
+    def of(cls, manifest: Manifest) -> StageHandle:
         """Of a stage that has ended."""
-        output = cls(manifest.stage)
-        output.end(manifest)
-        return output
+        handle = cls(manifest.stage)
+        handle.end(manifest)
+        return handle
 
     @classmethod
-    def so_far(cls, stage: str, shards: list[ShardRef]) -> Output:
+    def so_far(cls, stage: str, shards: list[ShardRef]) -> StageHandle:
         """Of a stage that has more to commit."""
-        output = cls(stage)
-        output.show(shards)
-        return output
+        handle = cls(stage)
+        handle.show(shards)
+        return handle
 
     # For those that read it: each waits, and raises `InputLost` if it will not come.
 
@@ -119,11 +119,11 @@ class Output:
 
 @dataclass(frozen=True)
 class _Started:
-    output: Output
+    handle: StageHandle
     future: Future[None]
 
 
-class Lanes:
+class Executors:
     def __init__(self) -> None:
         self._threads: dict[str, ThreadPoolExecutor] = {}
         self._started: list[_Started] = []
@@ -132,39 +132,39 @@ class Lanes:
         self._closing = threading.Event()
         self._context = copy_context()
 
-    def start(self, lane: str, stage: str, run: Callable[[Output], Manifest | None], ahead: bool = False) -> Output:
-        """Start a stage as soon as its lane has ended those before it. `run` may show what it has committed.
+    def start(self, executor: str, stage: str, run: Callable[[StageHandle], Manifest | None], ahead: bool = False) -> StageHandle:
+        """Start a stage as soon as its executor has ended those before it. `run` may show what it has committed.
 
         One that runs `ahead` is not waited for until it is adopted, and outlives the flow that starts it.
         """
         given_up = threading.Event() if ahead else self._given_up  # what runs ahead can be begun anew
-        output = Output(stage, given_up, self._closing)
+        handle = StageHandle(stage, given_up, self._closing)
 
         def job() -> None:
             try:
-                output.check()
-                output.end(run(output))
+                handle.check()
+                handle.end(run(handle))
             except BaseException as error:
                 if not isinstance(error, NotFinite | InputLost):  # then just what reads this stage cannot go on
                     given_up.set()
-                output.fail()
+                handle.fail()
                 raise
 
-        if lane not in self._threads:
+        if executor not in self._threads:
             import torch
 
-            self._threads[lane] = ThreadPoolExecutor(1, lane, torch.set_num_threads, (torch.get_num_threads(),))
+            self._threads[executor] = ThreadPoolExecutor(1, executor, torch.set_num_threads, (torch.get_num_threads(),))
         context = self._context.copy() if ahead else copy_context()
-        future = self._threads[lane].submit(context.run, job)
-        (self._ahead if ahead else self._started).append(_Started(output, future))
-        return output
+        future = self._threads[executor].submit(context.run, job)
+        (self._ahead if ahead else self._started).append(_Started(handle, future))
+        return handle
 
-    def adopt(self, output: Output) -> None:
+    def adopt(self, handle: StageHandle) -> None:
         """From now on it is waited for, if it ran ahead."""
-        mine = [each for each in self._ahead if each.output is output]
-        self._ahead = [each for each in self._ahead if each.output is not output]
+        mine = [each for each in self._ahead if each.handle is handle]
+        self._ahead = [each for each in self._ahead if each.handle is not handle]
         self._started += mine
-        output.belongs_to(self._given_up)
+        handle.belongs_to(self._given_up)
 
     def join(self, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Wait for all that was started; then raise the first error, which is what those that waited for it failed

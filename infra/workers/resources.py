@@ -1,0 +1,84 @@
+"""What stages read besides rows and models: prompts, the tokenizer, environments, and the processes of rewards."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from infra.progress import report
+from rlhf.config import RunConfig
+from rlhf.data.prompts import PromptDataset
+from rlhf.environments import Environment, load_environment
+from rlhf.models import load_tokenizer
+from rlhf.rewards.pool import RewardPool
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class RewardSettings:
+    """What processes that compute rewards are started with."""
+
+    function: str | Mapping[str, float]
+    options: Mapping[str, Mapping[str, Any]]
+    workers: int
+    timeout_s: float
+
+
+class Resources:
+    """Each is loaded when it is first asked for, and kept."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self._datasets: dict[tuple[str, ...], PromptDataset] = {}
+        self._environments: dict[str, Callable[..., Environment]] = {}
+        self._rewards: tuple[RewardSettings, RewardPool] | None = None
+        self._lock = threading.Lock()
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return load_tokenizer(self.config.model)
+
+    def environment(self, name: str) -> Callable[..., Environment]:
+        """Loaded once, so that a change of the file does not come in the middle of a run."""
+        if name not in self._environments:
+            self._environments[name] = load_environment(name)
+        return self._environments[name]
+
+    def dataset(self, paths: Sequence[str]) -> PromptDataset:
+        """The prompts of some files, without those that `data.truncation: drop` leaves out."""
+        key = tuple(paths)
+        if key not in self._datasets:
+            dataset, data = PromptDataset(key), self.config.data
+            if data.truncation == "drop":
+                kept = dataset.without_overlong(self.tokenizer, data.max_prompt_tokens, data.system_prompt)
+                left_out = len(dataset) - len(kept)
+                report(
+                    "note",
+                    text=f"{left_out} of {len(dataset)} prompts are longer than data.max_prompt_tokens: left out",
+                )
+                dataset = kept
+            self._datasets[key] = dataset
+        return self._datasets[key]
+
+    def rewards(self, settings: RewardSettings) -> RewardPool:
+        """The processes that compute rewards."""
+        with self._lock:
+            if self._rewards is None or self._rewards[0] != settings:
+                self._end_rewards()
+                pool = RewardPool(settings.function, settings.options, settings.workers, settings.timeout_s)
+                self._rewards = settings, pool
+            return self._rewards[1]
+
+    def close(self) -> None:
+        with self._lock:
+            self._end_rewards()
+
+    def _end_rewards(self) -> None:
+        if self._rewards is not None:
+            self._rewards[1].close()
+            self._rewards = None

@@ -1,0 +1,166 @@
+"""What a stage depends on: the values of some keys of the run's config, and nothing else.
+
+A stage declares a model whose fields name keys of the config:
+
+    class ScoreConfig(StageConfig):
+        timeout_s: float = key("reward.timeout_s")
+        workers: int = key("reward.workers", operational=True)
+
+It is all of the config that the stage can read. Its values are committed with what the stage computes; when they differ
+later, in a key that is not operational, the stage is not what it would be now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Self, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined, to_jsonable_python
+
+from rlhf.config import RunConfig
+from rlhf.config.older import as_of_today
+from rlhf.config.reading import set_value
+
+
+def key(path: str, *, operational: bool = False) -> Any:
+    """A field that holds the value at a dotted key of the run's config; None where the key's section is null.
+
+    Args:
+        path: the key, such as ``rollout.temperature``.
+        operational: whether it may change without changing what the stage computes: speed, memory, where files lie.
+    """
+    return Field(json_schema_extra={"key": path, "operational": operational})
+
+
+class StageConfig(BaseModel):
+    """The part of a run's config that a stage depends on. A field is a `key`, or a group of them: another such model."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Self:
+        """The stage's part of a run's config."""
+        fields: dict[str, object] = {}
+        for name, field in cls.model_fields.items():
+            if (group := _group(field)) is None:
+                fields[name] = _value(config, _path(field))
+            else:  # a group of keys of a section that is null is None, where its annotation says that it may be
+                has_keys = field.annotation is group or all(_there(config, path) == path for path in group.keys())
+                fields[name] = group.of(config) if has_keys else None
+        return cls.model_validate(fields)
+
+    @classmethod
+    def keys(cls, *, operational: bool | None = None) -> Iterator[str]:
+        """The dotted keys; only operational ones or only others, if `operational` says so."""
+        for field in cls.model_fields.values():
+            if (group := _group(field)) is not None:
+                yield from group.keys(operational=operational)
+            elif operational in (None, _extra(field)["operational"]):
+                yield _path(field)
+
+    @classmethod
+    def values(cls, config: RunConfig) -> dict[str, JsonValue]:
+        """The values in JSON, by dotted key; where a section is null, that it is."""
+        paths = (_there(config, path) for path in cls.keys())
+        return {path: _json(_value(config, path)) for path in paths}
+
+    @classmethod
+    def differences(cls, then: Mapping[str, JsonValue], config: RunConfig) -> list[str]:
+        """What has changed since `then`, operational keys aside.
+
+        Args:
+            then: what `values` gave when the stage was committed, by this release or an older one. A key that it does
+                not have did not exist then: it counts as unchanged while it has its default.
+            config: that of now.
+
+        Returns:
+            Lines such as ``config.actor.lr: 1e-05 -> 2e-05``.
+        """
+        tree: dict[str, Any] = {}
+        for path, value in then.items():
+            set_value(tree, path, value)
+        tree = as_of_today(tree)
+        lines: list[str] = []
+        for path in cls.keys(operational=False):
+            holder, _, name = path.rpartition(".")
+            default = _section_class(holder).model_fields[name].get_default()
+            now = _value(config, path) if _there(config, path) == path else default
+            lines += _changes(path, _lookup(tree, path, _json(default)), now)
+        return lines
+
+
+def _extra(field: FieldInfo) -> dict[str, Any]:
+    assert isinstance(field.json_schema_extra, dict), "a field of a stage's config is made by `key`"
+    return field.json_schema_extra
+
+
+def _path(field: FieldInfo) -> str:
+    return str(_extra(field)["key"])
+
+
+def _group(field: FieldInfo) -> type[StageConfig] | None:
+    options = (field.annotation, *get_args(field.annotation))
+    return next((each for each in options if isinstance(each, type) and issubclass(each, StageConfig)), None)
+
+
+def _json(value: Any) -> Any:
+    """As it is stored; what has no default has none in JSON either."""
+    return value if value is PydanticUndefined else to_jsonable_python(value)
+
+
+def _value(config: RunConfig, path: str) -> Any:
+    """The value at a dotted key; None where a section on the way is null."""
+    value: Any = config
+    for part in path.split("."):
+        value = None if value is None else getattr(value, part)
+    return value
+
+
+def _there(config: RunConfig, path: str) -> str:
+    """The key, or the section of it that is null."""
+    parts = path.split(".")
+    sections = (".".join(parts[:depth]) for depth in range(1, len(parts)))
+    return next((section for section in sections if _value(config, section) is None), path)
+
+
+def _section_class(path: str) -> type[BaseModel]:
+    """The class of a section of the config, null or not."""
+    model: type[BaseModel] = RunConfig
+    for part in path.split("."):
+        annotation = model.model_fields[part].annotation
+        options = (annotation, *get_args(annotation))
+        model = next(each for each in options if isinstance(each, type) and issubclass(each, BaseModel))
+    return model
+
+
+def _lookup(tree: Mapping[str, Any], path: str, default: Any) -> Any:
+    value: Any = tree
+    for part in path.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return default
+        value = value[part]
+    return value
+
+
+def _changes(path: str, before: JsonValue, now: Any) -> list[str]:
+    """Lines for what differs at a key, or below it: a value that is a model of its own is compared field by field."""
+    after = _json(now)
+    if PydanticUndefined in (before, after) or before == after:
+        return []
+    comparable = isinstance(before, dict) and isinstance(now, BaseModel)
+    if not comparable or before.get("type") != after.get("type"):  # type: ignore[union-attr]
+        return [f"config.{path}: {_short(before)} -> {_short(after)}"]
+    lines: list[str] = []
+    for name, field in type(now).model_fields.items():
+        was = before.get(name, _json(field.get_default()))  # type: ignore[union-attr]
+        lines += _changes(f"{path}.{name}", was, getattr(now, name))
+    return lines
+
+
+def _short(value: JsonValue) -> str:
+    """An algorithm by its type; null as YAML says it."""
+    if isinstance(value, dict) and "type" in value:
+        return str(value["type"])
+    return "null" if value is None else str(value)
