@@ -406,7 +406,9 @@ def evaluate(
             answers = recorded(lambda: flow(config), lambda: flow.fn(config))
     if output is not None:
         views.write(answers, output)
-    console.print(views.solve_rates(answers, name, config.reward.on_error, solved_score(config)))
+    alone = config.reward.model is None and config.rollout.environment is None
+    solved = solved_score(config.validation.solved_score, config.reward.function, alone=alone)
+    console.print(views.solve_rates(answers, name, config.reward.on_error, solved))
 
 
 @app.command()

@@ -10,13 +10,14 @@ from infra.objects import Objects
 from infra.progress import report
 from infra.records import Weights
 from infra.store import RunStore
-from infra.workers.worker import Call, Context, Worker
+from infra.workers.calls import Call, Context
+from infra.workers.worker import Worker
 from rlhf.batch import TrajectoryBatch
 from rlhf.config import RunConfig
 from rlhf.errors import UserError
 from rlhf.rewards import check_rewards
 from tasks.recording import noted, recorded_task
-from tasks.validate import SPEC, validate_shard
+from tasks.validate import VALIDATE, validate
 
 
 @flow(name="evaluate", flow_run_name="evaluate {config.model.path}", persist_result=False)
@@ -42,7 +43,7 @@ def answer(config: RunConfig) -> pd.DataFrame:
 
 def _answers(config: RunConfig, worker: Worker) -> pd.DataFrame:
     assert config.validation.data is not None
-    dataset = worker.dataset((config.validation.data,))
+    dataset = worker.resources.dataset((config.validation.data,))
     check_prompts(dataset, config.model, config.data, config.reward)
     shards = -(-len(dataset) // config.rollout.prompts_per_shard)
     frames = []
@@ -50,16 +51,14 @@ def _answers(config: RunConfig, worker: Worker) -> pd.DataFrame:
         report("stage", iteration=0, stage="evaluate", done=shard, total=shards, metrics=None)
         call = Call(
             epoch=0,
-            stage=SPEC.name,
+            stage=VALIDATE.name,
             iteration=0,
             shard=shard,
-            attempt=0,
-            config=SPEC.view(config),
-            inputs=(),
+            config=VALIDATE.config.of(config),
             role="rollout",
             weights=Weights(version=0, digest=""),
         )
-        batch = validate_shard(Context(call, TrajectoryBatch.of({}), worker))
+        batch = validate(Context(call, TrajectoryBatch.of({}), worker.engines, worker.resources)).batch
         frames.append(batch.table.to_pandas(maps_as_pydicts="strict"))
     report("stage", iteration=0, stage="evaluate", done=shards, total=shards, metrics=None)
     answers: pd.DataFrame = pd.concat(frames, ignore_index=True)

@@ -130,11 +130,10 @@ def _is_recorded() -> bool:
     return bool(PREFECT_API_URL.value()) and FlowRunContext.get() is not None
 
 
-def show_iteration(iteration: int, metrics: Mapping[str, float]) -> None:
+def show_iteration(driver: Driver, iteration: int, metrics: Mapping[str, float]) -> None:
     """Leave an artifact; a server or a store that does not answer is no reason to stop."""
     if not _is_recorded():
         return
-    driver = Driver.current()
     with suppress(StoreUnavailable):
         page = markdown(Run(driver.store), iteration, metrics)
         key, title = f"{_slug(driver.config.run.name)}-iterations", f"{driver.config.run.name}, iteration {iteration}"

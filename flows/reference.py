@@ -15,6 +15,7 @@ from rlhf.algorithms.policy_losses import PolicyLoss
 from rlhf.algorithms.reward_shaping import OverlongPenalty
 from rlhf.algorithms.rollout_correction import ImportanceWeights, Rejection, off_policy_metrics
 from rlhf.config import DynamicSampling, RewardTraining, RunConfig, SFTConfig, keys, models_in, parse_config
+from tasks.pipeline import names_of
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
@@ -148,7 +149,7 @@ def _row(key: str, algorithm: type) -> str:
         "algorithm": {"loss": "gpg", "advantage": "grpo"},
     }
     config = parse_config(minimal, "reference").with_values({key: options})
-    stages = ", ".join(f"`{stage}`" for stage in config.stages if stage not in ALWAYS)
+    stages = ", ".join(f"`{stage}`" for stage in names_of(config) if stage not in ALWAYS)
     papers = ", ".join(
         f"[{paper}](https://arxiv.org/abs/{paper})"
         for paper in re.findall(r"arXiv (\d+\.\d+)", algorithm.__doc__ or "")

@@ -14,10 +14,11 @@ from infra.log import Fenced
 from infra.progress import report
 from rlhf.config import RunConfig
 from rlhf.errors import RatchetError
-from tasks.fingerprint import check_open_iteration
+from tasks.changes import check_open_iteration
+from tasks.pipeline import dependencies
 from tasks.recording import noted, recorded
-from tasks.stage import finish
-from tasks.validate import validate
+from tasks.runner import finish, start
+from tasks.validate import VALIDATE
 
 
 @flow(name="train", flow_run_name="{config.run.name}", persist_result=False)
@@ -42,7 +43,7 @@ def drive(config: RunConfig, take_over: bool) -> None:
     # an iteration's own Prefect heartbeat would add a second to it; the heartbeat of this flow covers both
     quiet = temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
     with (
-        driving(config, take_over=take_over, check=check_open_iteration) as driver,
+        driving(config, dependencies(config), take_over=take_over, check=check_open_iteration) as driver,
         tracking(config) as track,
         quiet,
     ):
@@ -52,8 +53,8 @@ def drive(config: RunConfig, take_over: bool) -> None:
             track(k, metrics)
         if config.validation.data is not None:
             with shown(config.run.name):
-                validated = validate(driver.state.iteration)
-                finish()
+                validated = start(driver, VALIDATE, driver.state.iteration, {})
+                finish(driver)
                 track(driver.state.iteration, validated.manifest().metrics)
     if PREFECT_API_URL.value():
         try:

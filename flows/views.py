@@ -31,20 +31,6 @@ if TYPE_CHECKING:
     from infra.verify import Finding
     from tasks.explain import Origin
 
-SHORT = {
-    "validate": "valid",
-    "generate": "gen",
-    "reward_model": "model",
-    "score": "score",
-    "select": "select",
-    "greedy_baseline": "greedy",
-    "old_log_probs": "old",
-    "ref_log_probs": "ref",
-    "values": "value",
-    "advantages": "adv",
-    "update_critic": "critic",
-    "update_actor": "actor",
-}
 WATCHED = {
     "score": "critic/score/mean",
     "kl": "actor/ref_kl",
@@ -68,19 +54,22 @@ def status(console: Console, run: Run, last: int) -> None:
 
 
 def _status(console: Console, run: Run, last: int) -> None:
+    from tasks.pipeline import stages_of  # which imports torch
+    from tasks.validate import VALIDATE
+
     state, config = run.state, run.config
     first = max(0, state.iteration - last)
-    stages = [name for name in SHORT if name in config.stages or (name == "validate" and config.validation.data)]
+    stages = stages_of(config)
     done = f"{state.iteration} of {config.train.iterations} iterations"
     table = Table(title=f"{config.run.name}: {done}", box=box.SIMPLE_HEAD)
     table.add_column("it", justify="right")
     for stage in stages:
-        table.add_column(SHORT[stage], justify="center")
+        table.add_column(stage.label, justify="center")
     for iteration in range(first, max([state.iteration, *state.ahead]) + 1):
         found = run.progress(iteration)
         missing = "·" if iteration >= state.iteration else ""
         if found or not missing:
-            stages_done = [found.get(stage, "" if stage == "validate" else missing) for stage in stages]
+            stages_done = [found.get(stage.name, "" if stage is VALIDATE else missing) for stage in stages]
             table.add_row(str(iteration), *stages_done)
     console.print(table, "✓ committed, – skipped, 2/4 shards committed, · missing", highlight=False)
     metrics = run.metrics(last)

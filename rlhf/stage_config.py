@@ -13,7 +13,7 @@ later, in a key that is not operational, the stage is not what it would be now.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Self, get_args
+from typing import Any, ClassVar, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from pydantic.fields import FieldInfo
@@ -35,9 +35,12 @@ def key(path: str, *, operational: bool = False) -> Any:
 
 
 class StageConfig(BaseModel):
-    """The part of a run's config that a stage depends on. A field is a `key`, or a group of them: another such model."""
+    """The part of a run's config that a stage depends on. A field is a `key`, or a group of them: another such model,
+    None if its section is null."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    section: ClassVar[str] = ""
+    """The section of the run's config in which the keys lie; empty: they are whole."""
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
@@ -45,10 +48,10 @@ class StageConfig(BaseModel):
         fields: dict[str, object] = {}
         for name, field in cls.model_fields.items():
             if (group := _group(field)) is None:
-                fields[name] = _value(config, _path(field))
-            else:  # a group of keys of a section that is null is None, where its annotation says that it may be
-                has_keys = field.annotation is group or all(_there(config, path) == path for path in group.keys())
-                fields[name] = group.of(config) if has_keys else None
+                fields[name] = _value(config, cls._path(field))
+            else:
+                is_null = group.section and _value(config, group.section) is None
+                fields[name] = None if is_null else group.of(config)
         return cls.model_validate(fields)
 
     @classmethod
@@ -58,7 +61,12 @@ class StageConfig(BaseModel):
             if (group := _group(field)) is not None:
                 yield from group.keys(operational=operational)
             elif operational in (None, _extra(field)["operational"]):
-                yield _path(field)
+                yield cls._path(field)
+
+    @classmethod
+    def _path(cls, field: FieldInfo) -> str:
+        name = str(_extra(field)["key"])
+        return f"{cls.section}.{name}" if cls.section else name
 
     @classmethod
     def values(cls, config: RunConfig) -> dict[str, JsonValue]:
@@ -94,10 +102,6 @@ class StageConfig(BaseModel):
 def _extra(field: FieldInfo) -> dict[str, Any]:
     assert isinstance(field.json_schema_extra, dict), "a field of a stage's config is made by `key`"
     return field.json_schema_extra
-
-
-def _path(field: FieldInfo) -> str:
-    return str(_extra(field)["key"])
 
 
 def _group(field: FieldInfo) -> type[StageConfig] | None:

@@ -10,45 +10,31 @@ import numpy as np
 import torch
 
 from infra.progress import report
-from infra.workers.worker import Context
+from infra.workers.calls import Context, ShardOutput, ShardSummary
+from rlhf.algorithms import Advantage, OverlongPenalty, RolloutCorrection
 from rlhf.algorithms.advantages import GDPO
-from rlhf.algorithms.kl import AdaptiveCoefficient, kl_divergence
+from rlhf.algorithms.kl import AdaptiveCoefficient, Controller, Estimator, kl_divergence
 from rlhf.algorithms.rollout_correction import off_policy_metrics
 from rlhf.batch import TrajectoryBatch, unpadded
+from rlhf.config import RunConfig
 from rlhf.schema import TRAJECTORY
-from tasks.spec import StageSpec
-from tasks.stage import rows
-
-SPEC = StageSpec(
-    name="advantages",
-    reads={
-        "generate": ("prompt_id", "prompt_ids", "response_mask", "rollout_log_probs", "finish_reason"),
-        "select": (),
-        "score": ("score", "reward_parts", "reward_error", "token_scores"),
-        "greedy_baseline": ("greedy_score", "greedy_tokens"),
-        "old_log_probs": ("old_log_probs", "entropy"),
-        "ref_log_probs": ("ref_log_probs",),
-        "values": ("values",),
-    },
-    writes=TRAJECTORY.of("advantages"),
-    config_keys=(
-        "rollout.max_response_tokens",
-        "algorithm.advantage",
-        "algorithm.kl.in_reward",
-        "algorithm.kl.reward_estimator",
-        "algorithm.kl.controller",
-        "algorithm.rollout_correction",
-        "algorithm.overlong_penalty",
-    ),
-    sharded=False,
-    version=2,
-)
+from rlhf.stage_config import StageConfig, key
+from tasks.stage import RowsStage
 
 
-@rows(SPEC)
-def advantages(context: Context) -> TrajectoryBatch:
-    algorithm, batch = context.config.algorithm, context.batch
-    estimator = algorithm.advantage
+class AdvantagesConfig(StageConfig):
+    max_response_tokens: int = key("rollout.max_response_tokens")
+    advantage: Advantage = key("algorithm.advantage")
+    kl_in_reward: float | None = key("algorithm.kl.in_reward")
+    kl_estimator: Estimator = key("algorithm.kl.reward_estimator")
+    kl_controller: Controller = key("algorithm.kl.controller")
+    rollout_correction: RolloutCorrection | None = key("algorithm.rollout_correction")
+    overlong_penalty: OverlongPenalty | None = key("algorithm.overlong_penalty")
+
+
+def advantages(context: Context[AdvantagesConfig]) -> ShardOutput[ShardSummary]:
+    config, batch = context.config, context.batch
+    estimator = config.advantage
     mask, lengths = batch.padded("response_mask").double(), batch.lengths("response_mask")
     raw_scores = _doubles(batch, "score")
     scores = estimator.clipped(raw_scores)
@@ -60,9 +46,9 @@ def advantages(context: Context) -> TrajectoryBatch:
         has_baseline = torch.from_numpy(batch.array("greedy_score").is_valid().to_numpy(zero_copy_only=False))
         teaches &= has_baseline
         inputs["greedy_scores"] = estimator.clipped(_doubles(batch, "greedy_score").where(has_baseline, 0.0))
-        if algorithm.overlong_penalty is not None:
-            longest = context.config.rollout.max_response_tokens
-            inputs["greedy_scores"] += algorithm.overlong_penalty(_doubles(batch, "greedy_tokens"), longest)
+        if config.overlong_penalty is not None:
+            lengths_of_greedy = _doubles(batch, "greedy_tokens")
+            inputs["greedy_scores"] += config.overlong_penalty(lengths_of_greedy, config.max_response_tokens)
     if "reward_parts" in estimator.needs:
         parts = _reward_parts(batch, estimator.parts if isinstance(estimator, GDPO) else ())
         inputs["reward_parts"] = {name: estimator.clipped(part) for name, part in parts.items()}
@@ -72,39 +58,37 @@ def advantages(context: Context) -> TrajectoryBatch:
     if not teaches.any():
         report("note", text=f"iteration {context.iteration} has nothing to learn from: no update moves the weights")
     loss_mask = mask * teaches[:, None]
-    found, returns = estimator(token_rewards, loss_mask, **{name: inputs[name] for name in estimator.needs})
+    estimates, returns = estimator(token_rewards, loss_mask, **{name: inputs[name] for name in estimator.needs})
 
     weights = None
     if "old_log_probs" in batch:
         loss_mask, weights, distance = _rollout_correction(context, mask, loss_mask)
         metrics |= distance
     metrics["actor/loss_tokens_share"] = float(loss_mask.sum() / mask.sum())
-    context.outputs["controllers"] = controllers
     learned = mask if not teaches.any() else mask * teaches[:, None]
-    context.outputs["metrics"] = metrics | _metrics(batch, mask, learned > 0, raw_scores, token_rewards, found, returns)
-    return TrajectoryBatch.of(
-        {
-            "trajectory_id": batch.array("trajectory_id"),
-            "token_rewards": unpadded(token_rewards, lengths),
-            "advantages": unpadded(found, lengths),
-            "returns": unpadded(returns, lengths),
-            "loss_mask": unpadded(loss_mask, lengths).cast(TRAJECTORY["loss_mask"].type),
-            "rollout_is_weights": [None] * len(batch) if weights is None else unpadded(weights, lengths),
-        }
-    )
+    metrics |= _metrics(batch, mask, learned > 0, raw_scores, token_rewards, estimates, returns)
+    columns = {
+        "trajectory_id": batch.array("trajectory_id"),
+        "token_rewards": unpadded(token_rewards, lengths),
+        "advantages": unpadded(estimates, lengths),
+        "returns": unpadded(returns, lengths),
+        "loss_mask": unpadded(loss_mask, lengths).cast(TRAJECTORY["loss_mask"].type),
+        "rollout_is_weights": [None] * len(batch) if weights is None else unpadded(weights, lengths),
+    }
+    return ShardOutput(TrajectoryBatch.of(columns), ShardSummary(metrics=metrics, controllers=controllers))
 
 
 def _token_rewards(
-    context: Context, mask: torch.Tensor, scores: torch.Tensor
+    context: Context[AdvantagesConfig], mask: torch.Tensor, scores: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, float], dict[str, float]]:
     """The score, where it lies or else at the last token that the model wrote, and there the length penalty; less the
     KL penalty; metrics; controllers."""
-    config, batch = context.config.algorithm, context.batch
+    config, batch = context.config, context.batch
     metrics: dict[str, float] = {}
     controllers: dict[str, float] = {}
     if config.overlong_penalty is not None:
         lengths = torch.from_numpy(batch.lengths("response_mask")).double()
-        penalty = config.overlong_penalty(lengths, context.config.rollout.max_response_tokens)
+        penalty = config.overlong_penalty(lengths, config.max_response_tokens)
         metrics["critic/overlong_penalty/mean"] = float(penalty.mean())
         scores = scores + penalty
     token_rewards = torch.zeros_like(mask)
@@ -116,23 +100,23 @@ def _token_rewards(
     if "ref_log_probs" in batch:
         old = "old_log_probs" if "old_log_probs" in batch else "rollout_log_probs"
         log_probs, ref = batch.padded(old).double(), batch.padded("ref_log_probs").double()
-        kl = kl_divergence(log_probs, ref, config.kl.reward_estimator) * mask
+        kl = kl_divergence(log_probs, ref, config.kl_estimator) * mask
         metrics["actor/ref_kl"] = mean_kl = float(kl.sum() / mask.sum())
-        if config.kl.in_reward is not None:
-            coefficient = config.kl.in_reward
-            if isinstance(config.kl.controller, AdaptiveCoefficient):
+        if config.kl_in_reward is not None:
+            coefficient = config.kl_in_reward
+            if isinstance(config.kl_controller, AdaptiveCoefficient):
                 coefficient = context.call.controllers.get("kl_in_reward", coefficient)
-                controllers["kl_in_reward"] = config.kl.controller(coefficient, mean_kl, len(batch))
+                controllers["kl_in_reward"] = config.kl_controller(coefficient, mean_kl, len(batch))
             token_rewards = token_rewards - coefficient * kl
             metrics["actor/kl_coef"] = coefficient
     return token_rewards, metrics, controllers
 
 
 def _rollout_correction(
-    context: Context, mask: torch.Tensor, loss_mask: torch.Tensor
+    context: Context[AdvantagesConfig], mask: torch.Tensor, loss_mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, float]]:
     """The mask without what is rejected, importance weights if there are any, and how far training is from rollout."""
-    correction, batch = context.config.algorithm.rollout_correction, context.batch
+    correction, batch = context.config.rollout_correction, context.batch
     old, rollout = batch.padded("old_log_probs").double(), batch.padded("rollout_log_probs").double()
     metrics = off_policy_metrics(old, rollout, mask)
     weights = None
@@ -197,3 +181,29 @@ def _metrics(
             f"{name}/min": float(column.min()),
         }
     return metrics | {"perf/prompt_tokens": float(prompts.sum()), "perf/response_tokens": float(responses.sum())}
+
+
+def exists(config: RunConfig) -> bool:
+    return config.train.updates
+
+
+ADVANTAGES = RowsStage(
+    name="advantages",
+    label="adv",
+    config=AdvantagesConfig,
+    exists=exists,
+    reads={
+        "generate": ("prompt_id", "prompt_ids", "response_mask", "rollout_log_probs", "finish_reason"),
+        "select": (),
+        "score": ("score", "reward_parts", "reward_error", "token_scores"),
+        "greedy_baseline": ("greedy_score", "greedy_tokens"),
+        "old_log_probs": ("old_log_probs", "entropy"),
+        "ref_log_probs": ("ref_log_probs",),
+        "values": ("values",),
+    },
+    writes=TRAJECTORY.of("advantages"),
+    compute=advantages,
+    summary=ShardSummary,
+    sharded=False,
+    version=2,
+)

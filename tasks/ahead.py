@@ -11,55 +11,52 @@ least.
 from __future__ import annotations
 
 from infra.driver import Driver
-from infra.lanes import Output
+from infra.executors import StageHandle
 from infra.progress import report
 from rlhf.errors import NotFinite
-from tasks.generate import generate
+from tasks.generate import GENERATE
 from tasks.recording import recorded_task
-from tasks.restore import bring
-from tasks.stage import finish, is_given_up
+from tasks.restore import ensure_weights
+from tasks.runner import finish, is_given_up, start
 
 
-def generations(k: int) -> Output | None:
+def generations(driver: Driver, k: int) -> StageHandle | None:
     """What iteration `k` trains on; later iterations begin to generate, if they may. None: it was given up before it
     had generated, and so do those that come after it not."""
-    driver = Driver.current()
     rollout, config, store = driver.rollout, driver.config, driver.store
-    if is_given_up(k) and store.committed_stage(k, "generate") is None:
+    if is_given_up(driver, k) and store.committed_stage(k, "generate") is None:
         return None
     mine = range(k, max(k, min(k + config.rollout.ahead, config.train.iterations - 1)) + 1)
     if any(store.committed_stage(j, "generate") is None for j in mine):
-        apart = driver.groups.lane_of("rollout") != driver.groups.lane_of("actor")
+        apart = driver.groups.executor_of("rollout") != driver.groups.executor_of("actor")
         if config.rollout.ahead or apart:  # else they are the actor's own, or follow them
-            bring_weights(k)
+            bring_weights(driver, k)
     before = None  # whose prompts come first
     for j in mine:
         if j not in rollout.begun or rollout.begun[j].failed:
-            rollout.begun[j] = generate(j, after=before, ahead=j > k)
+            rollout.begun[j] = start(driver, GENERATE, j, {}, after=before, ahead=j > k)
         before = rollout.begun[j]
-    output = rollout.begun.pop(k)
-    driver.lanes.adopt(output)
-    return output
+    handle = rollout.begun.pop(k)
+    driver.executors.adopt(handle)
+    return handle
 
 
-def finish_ahead(k: int) -> None:
+def finish_ahead(driver: Driver, k: int) -> None:
     """With `one_step_off`, wait for what the next iteration trains on, before new weights can come."""
-    driver = Driver.current()
     following = driver.rollout.begun.get(k + 1)
     if driver.config.rollout.mode == "one_step_off" and following is not None:
-        driver.lanes.adopt(following)
+        driver.executors.adopt(following)
         try:
-            finish()
+            finish(driver)
         except NotFinite as error:  # which is the next iteration's affair
             report("note", text=str(error))
 
 
 @recorded_task("bring_weights")
-def bring_weights(iteration: int) -> None:
+def bring_weights(driver: Driver, iteration: int) -> None:
     """Give the rollout what the open iteration begins with: the newest weights that there are."""
-    driver = Driver.current()
     newest = driver.state.starting["actor"]
     with driver.rollout.turn:
-        bring(driver, "rollout", newest)
+        ensure_weights(driver, "rollout", newest)
         if driver.config.rollout.ahead:
             driver.rollout.holds = newest

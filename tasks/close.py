@@ -9,13 +9,12 @@ from infra.driver import Driver
 from infra.progress import report
 from infra.records import Commit
 from tasks.recording import recorded_task
-from tasks.restore import bring
+from tasks.restore import ensure_weights
 
 
 @recorded_task("close")
-def close(iteration: int) -> dict[str, float]:
+def close(driver: Driver, iteration: int) -> dict[str, float]:
     """Commit the end of an iteration; returns its metrics."""
-    driver = Driver.current()
     store, config = driver.store, driver.config
     metrics = iteration_metrics(driver, iteration)
     if driver.state.iteration > iteration:  # an earlier try's record was written after all
@@ -30,7 +29,7 @@ def close(iteration: int) -> dict[str, float]:
         started = time.perf_counter()
         if driver.snapshots.being_written != version:
             for role in config.trained:
-                bring(driver, role, driver.state.weights[role])
+                ensure_weights(driver, role, driver.state.weights[role])
             driver.snapshots.begin(version)
         if not config.checkpoint.background or last:  # nothing comes that it could be hidden behind
             commits = driver.snapshots.finish()

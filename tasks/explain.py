@@ -10,9 +10,7 @@ from infra.manifest import Manifest
 from infra.records import Claim, Skip, Weights
 from infra.runs import Run
 from rlhf.errors import UserError
-from tasks import update_actor, update_critic
-
-TRAINED = {"actor": update_actor.SPEC, "critic": update_critic.SPEC}
+from tasks.pipeline import update_of
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ def explain(run: Run, version: int, role: str = "actor") -> Origin:
     """The lineage of a role after `version` iterations: its newest update in full, a few earlier ones a line each, and
     what it all began with."""
     newest = run.state.weights.get(role)
-    if role not in TRAINED or newest is None:
+    if update_of(role) is None or newest is None:
         raise UserError(f"the run has no {role} that is trained")
     if not 0 <= version <= newest.version:
         raise UserError(f"the {role} has versions 0 to {newest.version}; there is no version {version}")
@@ -45,19 +43,20 @@ def explain(run: Run, version: int, role: str = "actor") -> Origin:
 
 def _updates(run: Run, role: str, version: int) -> Iterator[Origin]:
     """The updates that led to a version, newest first, and what it all began with."""
-    name, told = TRAINED[role].name, set[str]()
+    update, told = update_of(role), set[str]()
+    assert update is not None
     oldest = max(0, version - 1 - EARLIER)
     for iteration in reversed(range(oldest, version)):
-        committed = run.store.committed_stage(iteration, name)
+        committed = run.store.committed_stage(iteration, update.name)
         if committed is None:
             break
         if isinstance(committed, Skip):
-            yield Origin(f"iteration {iteration}: {name} skipped, {committed.reason}")
+            yield Origin(f"iteration {iteration}: {update.name} skipped, {committed.reason}")
             continue
         if not told:
             yield _stage(run, iteration, run.store.manifest(committed), told)
         else:
-            yield Origin(f"iteration {iteration}: {name}", (f"fingerprint {committed.fingerprint}",))
+            yield Origin(f"iteration {iteration}: {update.name}", (f"fingerprint {committed.fingerprint}",))
     first = run.state.initial[role]
     if oldest > first.version:
         command = f"`ratchet explain {run.store.url.rpartition('/')[2]} {oldest}`"

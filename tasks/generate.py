@@ -3,119 +3,141 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from pydantic import JsonValue
 
 from infra.driver import Driver
-from infra.lanes import Output
-from infra.manifest import Manifest
-from infra.workers.worker import Context
+from infra.workers.calls import C, Context, ShardOutput, ShardSummary
 from rlhf.batch import TrajectoryBatch, ragged
+from rlhf.config import DynamicSampling, RunConfig
 from rlhf.data.prompts import PromptDataset, encode
 from rlhf.engines.base import Generation, Request, Sampling
 from rlhf.environments.dialogues import Beginning, Dialogue, Environments, converse
 from rlhf.schema import TRAJECTORY
-from tasks.reward_model import reward_model
-from tasks.score import score
-from tasks.spec import StageSpec
-from tasks.stage import rows
+from rlhf.stage_config import StageConfig, key
+from tasks.score import ScoreSummary
+from tasks.stage import RowsStage, Until
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SPEC = StageSpec(
-    name="generate",
-    writes=TRAJECTORY.of("generate"),
-    config_keys=(
-        "run.seed",
-        "model.dtype",
-        "data.prompts_per_iteration",
-        "data.max_prompt_tokens",
-        "data.truncation",
-        "data.system_prompt",
-        "rollout.engine",
-        "rollout.n",
-        "rollout.temperature",
-        "rollout.top_p",
-        "rollout.max_response_tokens",
-        "rollout.ignore_eos",
-        "rollout.stop",
-        "rollout.environment.name",
-        "rollout.environment.options",
-        "rollout.environment.max_turns",
-        "rollout.quantization",
-        "rollout.prompts_per_shard",
-        "algorithm.dynamic_sampling",
-    ),
+
+class PromptConfig(StageConfig):
+    """How a row of the dataset becomes a prompt."""
+
+    section = "data"
+    max_prompt_tokens: int = key("max_prompt_tokens")
+    truncation: str = key("truncation")
+    system_prompt: str | None = key("system_prompt")
+
+
+class EnvironmentConfig(StageConfig):
+    section = "rollout.environment"
+    name: str = key("name")
+    options: dict[str, Any] = key("options")
+    max_turns: int = key("max_turns")
+    timeout_s: float = key("timeout_s", operational=True)
+
+
+class GenerateConfig(StageConfig):
+    seed: int = key("run.seed")
+    dtype: str = key("model.dtype")
+    prompts_per_iteration: int = key("data.prompts_per_iteration")
+    prompt: PromptConfig
+    engine: str = key("rollout.engine")
+    n: int = key("rollout.n")
+    temperature: float = key("rollout.temperature")
+    top_p: float = key("rollout.top_p")
+    max_response_tokens: int = key("rollout.max_response_tokens")
+    ignore_eos: bool = key("rollout.ignore_eos")
+    stop: tuple[str, ...] = key("rollout.stop")
+    environment: EnvironmentConfig | None
+    quantization: str | None = key("rollout.quantization")
+    prompts_per_shard: int = key("rollout.prompts_per_shard")
+    dynamic_sampling: DynamicSampling | None = key("algorithm.dynamic_sampling")
     # where the files lie, while what they hold is in the dataset's digest; and when new weights come
-    operational_keys=("data.train", "rollout.environment.timeout_s", "rollout.partial", "rollout.partial_tokens"),
-    digests=("dataset", "tokenizer", "environment"),
-    role="rollout",
-)
+    train: tuple[str, ...] = key("data.train", operational=True)
+    partial: bool = key("rollout.partial", operational=True)
+    partial_tokens: int = key("rollout.partial_tokens", operational=True)
 
 
-def _shards(driver: Driver) -> int:
+class GenerateSummary(ShardSummary):
+    tokens: int
+    oldest_version: int | None = None
+    """Of the policy that drew the tokens, the smallest."""
+
+
+def shards_of(driver: Driver) -> int:
     return -(-driver.config.most_prompts // driver.config.rollout.prompts_per_shard)
 
 
-def _until_enough_prompts_differ(iteration: int) -> Callable[[Manifest], bool] | None:
+def samples_dynamically(config: RunConfig) -> bool:
+    return config.algorithm.dynamic_sampling is not None
+
+
+def enough_prompts_differ(config: RunConfig, scored: Sequence[Mapping[str, JsonValue]]) -> bool:
     """Dynamic sampling: every shard is scored as soon as it is generated."""
-    driver = Driver.current()
-    if driver.config.algorithm.dynamic_sampling is None:
-        return None
-    stages = [score] if driver.config.reward.model is None else [reward_model, score]
-    attempts = {stage.spec.name: driver.store.begin_attempt(iteration, stage.spec.name) for stage in stages}
-
-    def enough(generated: Manifest) -> bool:
-        count = len(generated.shards)
-        inputs: tuple[Output, ...] = (Output.of(generated),)
-        for stage in stages:
-            name = stage.spec.name
-            found, was_committed = stage.shard(iteration, inputs, count - 1, attempts[name])
-            if not was_committed:
-                driver.store.commit(found)
-            shards = driver.store.committed_shards(name, iteration)  # a driver that died may have left later ones
-            inputs += (Output.so_far(name, [shards[number].data for number in range(count)]),)
-        differ = sum(shards[number].outputs["prompts_that_differ"] for number in range(count))
-        return bool(differ >= driver.config.data.prompts_per_iteration)
-
-    return enough
+    differ = sum(ScoreSummary.model_validate(shard).prompts_that_differ for shard in scored)
+    return differ >= config.data.prompts_per_iteration
 
 
-def _generated_tokens(outputs: list[dict[str, Any]]) -> dict[str, float]:
-    return {"perf/generated_tokens": float(sum(shard["tokens"] for shard in outputs))}
+def generated_tokens(summaries: Sequence[GenerateSummary]) -> dict[str, float]:
+    return {"perf/generated_tokens": float(sum(shard.tokens for shard in summaries))}
 
 
-@rows(SPEC, count=_shards, summary=_generated_tokens, until=_until_enough_prompts_differ)
-def generate(context: Context) -> TrajectoryBatch:
+def generate(context: Context[GenerateConfig]) -> ShardOutput[GenerateSummary]:
     config = context.config
-    dataset = context.worker.dataset(config.data.train)
-    sampling_more = config.algorithm.dynamic_sampling
-    most = config.data.prompts_per_iteration if sampling_more is None else sampling_more.max_prompts
-    first = context.shard * config.rollout.prompts_per_shard
-    after = min(first + config.rollout.prompts_per_shard, most)
-    context.outputs["cursor"] = context.call.cursor + after
-    drawn = dataset.draw(config.run.seed, context.call.cursor + first, after - first)
+    dataset = context.resources.dataset(config.train)
+    sampling_more = config.dynamic_sampling
+    most = config.prompts_per_iteration if sampling_more is None else sampling_more.max_prompts
+    first = context.shard * config.prompts_per_shard
+    after = min(first + config.prompts_per_shard, most)
+    drawn = dataset.draw(config.seed, context.call.cursor + first, after - first)
     prompts = list(enumerate(drawn, first))
     sampling = Sampling(
-        temperature=config.rollout.temperature,
-        top_p=config.rollout.top_p,
-        max_tokens=config.rollout.max_response_tokens,
-        seed=config.run.seed,
-        ignore_eos=config.rollout.ignore_eos,
-        stop=config.rollout.stop,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        max_tokens=config.max_response_tokens,
+        seed=config.seed,
+        ignore_eos=config.ignore_eos,
+        stop=config.stop,
     )
-    return respond(context, dataset, prompts, config.rollout.n, sampling)
+    piece_tokens = config.partial_tokens if config.partial else None
+    batch, versions = respond(
+        context, config.prompt, config.environment, dataset, prompts, config.n, sampling, piece_tokens
+    )
+    summary = GenerateSummary(
+        tokens=int(batch.flat("response_mask").sum()),
+        oldest_version=min(map(min, versions)),
+        cursor=context.call.cursor + after,
+    )
+    return ShardOutput(batch, summary)
 
 
 def respond(
-    context: Context, dataset: PromptDataset, prompts: list[tuple[int, int]], n: int, sampling: Sampling
-) -> TrajectoryBatch:
-    """`n` trajectories for each (number in the iteration, row of the dataset), with every column of `generate`."""
-    data, tokenizer, environment = context.config.data, context.tokenizer, context.config.rollout.environment
-    requests, columns = [], {name: [] for name in ("trajectory_id", *SPEC.writes)}  # type: ignore[var-annotated]
+    context: Context[C],
+    data: PromptConfig,
+    environment: EnvironmentConfig | None,
+    dataset: PromptDataset,
+    prompts: list[tuple[int, int]],
+    n: int,
+    sampling: Sampling,
+    piece_tokens: int | None = None,
+) -> tuple[TrajectoryBatch, list[list[int]]]:
+    """`n` trajectories for each (number in the iteration, row of the dataset), with every column of `generate`; and the
+    version of the policy that drew each of their tokens."""
+    tokenizer = context.resources.tokenizer
+
+    def write(
+        requests: Sequence[Request], sampling: Sampling
+    ) -> tuple[list[Generation], list[list[int]]]:
+        return context.generate(requests, sampling, piece_tokens)
+
+    requests: list[Request] = []
+    columns: dict[str, list[Any]] = {name: [] for name in ("trajectory_id", *TRAJECTORY.names("generate"))}
     beginnings: list[Beginning] = []
     for number, row in prompts:
         prompt = dataset.prompts[row]
@@ -145,12 +167,12 @@ def respond(
             columns["extra_info"].append(prompt.extra_info)
             columns["seed"].append(sampling.seed)
     if environment is None:
-        written = _alone(*context.generate(requests, sampling))
+        written = _alone(*write(requests, sampling))
     else:
-        make = context.worker.environment(environment.name)
+        make = context.resources.environment(environment.name)
         others = Environments(make, environment.options, beginnings, timeout_s=environment.timeout_s)
         dialogues = [Dialogue(request) for request in requests]
-        converse(context.generate, dialogues, others, sampling, tokenizer, environment.max_turns)
+        converse(write, dialogues, others, sampling, tokenizer, environment.max_turns)
         written = _together(dialogues, tokenizer)
     versions = written.pop("versions")
     batch = TrajectoryBatch.of(
@@ -164,9 +186,7 @@ def respond(
             ),
         }
     )
-    tokens = int(batch.flat("response_mask").sum())
-    context.outputs |= {"tokens": tokens, "oldest_version": min(map(min, versions))}
-    return batch
+    return batch, versions
 
 
 def _alone(generations: Sequence[Generation], versions: list[list[int]]) -> dict[str, Any]:
@@ -194,3 +214,23 @@ def _together(dialogues: Sequence[Dialogue], tokenizer: PreTrainedTokenizerBase)
         "environment_reward": [each.reward for each in dialogues],
         "versions": [each.versions for each in dialogues],
     }
+
+
+def exists(config: RunConfig) -> bool:
+    return True
+
+
+GENERATE = RowsStage(
+    name="generate",
+    label="gen",
+    config=GenerateConfig,
+    exists=exists,
+    writes=TRAJECTORY.of("generate"),
+    compute=generate,
+    summary=GenerateSummary,
+    metrics=generated_tokens,
+    count=shards_of,
+    until=Until(applies=samples_dynamically, follow=("reward_model", "score"), enough=enough_prompts_differ),
+    outside=("dataset", "tokenizer", "environment"),
+    role="rollout",
+)

@@ -2,35 +2,48 @@
 
 from __future__ import annotations
 
-from infra.workers.worker import Context
+from infra.workers.calls import Context, ShardOutput, ShardSummary
 from rlhf.batch import TrajectoryBatch
+from rlhf.config import RunConfig
 from rlhf.schema import TRAJECTORY
-from tasks.spec import StageSpec
-from tasks.stage import rows
-
-SPEC = StageSpec(
-    name="old_log_probs",
-    reads={"generate": ("prompt_ids", "response_ids"), "select": ()},
-    writes=TRAJECTORY.of("old_log_probs"),
-    config_keys=("model.dtype", "rollout.temperature"),
-    operational_keys=("actor.micro_batch_tokens",),
-    role="actor",
-)
+from rlhf.stage_config import StageConfig, key
+from tasks.stage import RowsStage
 
 
-@rows(SPEC)
-def old_log_probs(context: Context) -> TrajectoryBatch:
+class OldLogProbsConfig(StageConfig):
+    dtype: str = key("model.dtype")
+    temperature: float = key("rollout.temperature")
+    micro_batch_tokens: int = key("actor.micro_batch_tokens", operational=True)
+
+
+def old_log_probs(context: Context[OldLogProbsConfig]) -> ShardOutput[ShardSummary]:
     config, batch = context.config, context.batch
-    found = context.engine.infer(
+    outputs = context.engine.infer(
         batch,
         ("log_probs", "entropy"),
-        temperature=config.rollout.temperature,
-        micro_batch_tokens=config.actor.micro_batch_tokens,
+        temperature=config.temperature,
+        micro_batch_tokens=config.micro_batch_tokens,
     )
-    return TrajectoryBatch.of(
-        {
-            "trajectory_id": batch.array("trajectory_id"),
-            "old_log_probs": found["log_probs"],
-            "entropy": found["entropy"],
-        }
-    )
+    columns = {
+        "trajectory_id": batch.array("trajectory_id"),
+        "old_log_probs": outputs["log_probs"],
+        "entropy": outputs["entropy"],
+    }
+    return ShardOutput(TrajectoryBatch.of(columns), ShardSummary())
+
+
+def exists(config: RunConfig) -> bool:
+    return config.train.updates and config.needs_old_log_probs
+
+
+OLD_LOG_PROBS = RowsStage(
+    name="old_log_probs",
+    label="old",
+    config=OldLogProbsConfig,
+    exists=exists,
+    reads={"generate": ("prompt_ids", "response_ids"), "select": ()},
+    writes=TRAJECTORY.of("old_log_probs"),
+    compute=old_log_probs,
+    summary=ShardSummary,
+    role="actor",
+)

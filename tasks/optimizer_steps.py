@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from infra.workers.worker import Context
+from infra.workers.calls import C, Context
+from rlhf.config import LRSchedule
 from rlhf.engines.base import Schedule
 from rlhf.engines.learning_rate import learning_rate
 from rlhf.seeding import generator
-
-TRAINER_KEYS = (
-    "lr",
-    "lr_schedule",
-    "betas",
-    "weight_decay",
-    "ppo_epochs",
-    "mini_batch_trajectories",
-    "grad_clip",
-)
-"""Keys of a trainer's section that change what an update computes."""
+from rlhf.stage_config import StageConfig, key
 
 
-def optimizer_steps(context: Context, trainer: Any, *, temperature: float, skipped: int = 0) -> Schedule:
+class TrainerConfig(StageConfig):
+    """Keys of a trainer's section that an update reads."""
+
+    lr: float = key("lr")
+    lr_schedule: LRSchedule = key("lr_schedule")
+    betas: tuple[float, float] = key("betas")
+    weight_decay: float = key("weight_decay")
+    ppo_epochs: int = key("ppo_epochs")
+    mini_batch_trajectories: int = key("mini_batch_trajectories")
+    grad_clip: float | None = key("grad_clip")
+    micro_batch_tokens: int = key("micro_batch_tokens", operational=True)
+
+
+class ActorTrainerConfig(TrainerConfig):
+    section = "actor"
+
+
+class CriticTrainerConfig(TrainerConfig):
+    section = "critic"
+
+
+def optimizer_steps(
+    context: Context[C], trainer: TrainerConfig, seed: int, *, temperature: float, skipped: int = 0
+) -> Schedule:
     """Every epoch goes over all trajectories that have a token in the losses, in mini-batches, in an order of its own.
 
     Where their number is no multiple of `mini_batch_trajectories`, because some were left out, the remainder is shared
@@ -31,7 +43,9 @@ def optimizer_steps(context: Context, trainer: Any, *, temperature: float, skipp
     the weights as far as a whole one does.
 
     Args:
-        trainer: the section `actor` or `critic` of the stage's config.
+        context: of the update.
+        trainer: the section `actor` or `critic`.
+        seed: the run's.
         temperature: that of the log-probs.
         skipped: iterations at the beginning of the run in which this role did not learn; its learning-rate schedule
             does not count them.
@@ -43,7 +57,7 @@ def optimizer_steps(context: Context, trainer: Any, *, temperature: float, skipp
     count = max(1, round(len(rows) / trainer.mini_batch_trajectories)) if len(rows) else 0
     mini_batches: list[tuple[int, ...]] = []
     for epoch in range(trainer.ppo_epochs if count else 0):
-        draw = generator(context.config.run.seed, context.call.stage, context.iteration, epoch)
+        draw = generator(seed, context.call.stage, context.iteration, epoch)
         order = rows[draw.permutation(len(rows))]
         mini_batches += [tuple(mini_batch.tolist()) for mini_batch in np.array_split(order, count)]
     return Schedule(

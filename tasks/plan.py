@@ -13,40 +13,10 @@ from infra.records import Skip, Stage
 from infra.runs import Run
 from rlhf.config import RunConfig
 from rlhf.errors import UserError
-from tasks import (
-    advantages,
-    generate,
-    greedy_baseline,
-    old_log_probs,
-    ref_log_probs,
-    reward_model,
-    score,
-    select,
-    update_actor,
-    update_critic,
-    validate,
-    values,
-)
-from tasks.fingerprint import check_config, input_differences, outside_differences
-
-ORDER = tuple(
-    module.SPEC
-    for module in (
-        validate,
-        generate,
-        reward_model,
-        score,
-        select,
-        greedy_baseline,
-        old_log_probs,
-        ref_log_probs,
-        values,
-        advantages,
-        update_critic,
-        update_actor,
-    )
-)
-"""Every stage, in the order of an iteration."""
+from tasks.changes import changes_since, check_unchanged, input_changes
+from tasks.pipeline import STAGES, names_of, stages_of
+from tasks.stage import UpdateStage
+from tasks.validate import VALIDATE
 
 
 @dataclass(frozen=True)
@@ -62,25 +32,26 @@ class Planned:
 def plan(run: Run, config: RunConfig, iteration: int) -> list[Planned]:
     """For each stage that an iteration has committed, or would have, whether it stays what it is."""
     driver = Driver(config, run.store)
-    committed, needed = run.store.iteration_state(iteration).stages, set(config.stages) | {"validate"}
-    found: dict[str, Planned] = {}
-    for spec in ORDER:
-        stage = committed.get(spec.name)
-        if (stage is None and spec.name not in needed) or (spec.name == "validate" and stage is None):
+    committed, needed = run.store.iteration_state(iteration).stages, names_of(config)
+    planned: dict[str, Planned] = {}
+    for stage in STAGES:
+        commit = committed.get(stage.name)
+        if commit is None and (stage.name not in needed or stage is VALIDATE):
             continue
-        if stage is None:
+        if commit is None:
             why = ["not committed"]
-        elif spec.name not in needed:
+        elif stage.name not in needed and stage is not VALIDATE:
             why = ["the config has no such stage"]
-        elif isinstance(stage, Skip):
-            stays = config.warms_up(iteration) or (stage.not_finite and config.train.on_nan == "skip")
-            why = [] if stays else [f"it was skipped: {stage.reason}"]
+        elif isinstance(commit, Skip):
+            is_still_skipped = isinstance(stage, UpdateStage) and stage.skipped(config, iteration) is not None
+            stays = is_still_skipped or (commit.not_finite and config.train.on_nan == "skip")
+            why = [] if stays else [f"it was skipped: {commit.reason}"]
         else:
-            manifest = run.store.manifest(stage)
-            why = outside_differences(driver, spec, manifest) + input_differences(manifest, config)
-            why += [f"reads {name}" for name in spec.reads if name in found and not found[name].keeps]
-        found[spec.name] = Planned(spec.name, not why, tuple(why))
-    return list(found.values())
+            manifest = run.store.manifest(commit)
+            why = changes_since(driver, stage, manifest) + input_changes(manifest, config)
+            why += [f"reads {name}" for name in stage.reads if name in planned and not planned[name].keeps]
+        planned[stage.name] = Planned(stage.name, not why, tuple(why))
+    return list(planned.values())
 
 
 def first_changed(planned: Iterable[Planned]) -> str | None:
@@ -100,7 +71,7 @@ def fork_run(run: Run, config: RunConfig, iteration: int, stage: str | None) -> 
         raise UserError(f"--at {iteration}: the run has iterations 0 to {state.iteration} (the open one)")
     shared: list[str] = []
     if stage is not None:
-        names = [spec.name for spec in ORDER]
+        names = [each.name for each in STAGES]
         if stage not in names:
             raise UserError(f"--at {iteration}:{stage}: stages are {', '.join(names)}")
         committed = run.store.iteration_state(iteration).stages
@@ -109,9 +80,9 @@ def fork_run(run: Run, config: RunConfig, iteration: int, stage: str | None) -> 
         if stage not in ("validate", "generate") and "generate" not in committed:
             raise UserError(f"--at {iteration}:{stage}: iteration {iteration} has not committed generate yet")
         driver = Driver(config, run.store)
-        for spec in ORDER:
-            if spec.name in shared and isinstance(found := committed[spec.name], Stage):
-                check_config(driver, spec, run.store.manifest(found))
+        for each in STAGES:
+            if each.name in shared and isinstance(commit := committed[each.name], Stage):
+                check_unchanged(driver, each, run.store.manifest(commit))
     child = Objects(run_url(config.run.store, config.run.name))
     check_inputs(config)
     check_store(child, config)
@@ -125,7 +96,7 @@ def _misfits(run: Run, config: RunConfig, iteration: int) -> set[str]:
     for name, stage in run.store.iteration_state(iteration).stages.items():
         if name == "validate" or not isinstance(stage, Stage):
             continue
-        if name not in config.stages or input_differences(run.store.manifest(stage), config):
+        if name not in names_of(config) or input_changes(run.store.manifest(stage), config):
             found |= dependents(name, config)
     return found
 
@@ -133,7 +104,7 @@ def _misfits(run: Run, config: RunConfig, iteration: int) -> set[str]:
 def dependents(stage: str, config: RunConfig) -> set[str]:
     """A stage, and every stage of the config that reads it, or one that does."""
     found = {stage}
-    for spec in ORDER:
-        if spec.name in config.stages and found & set(spec.reads):
-            found.add(spec.name)
+    for reader in stages_of(config):
+        if found & set(reader.reads):
+            found.add(reader.name)
     return found

@@ -12,13 +12,10 @@ from typing import Generic, ParamSpec, TypeVar
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.exceptions import Abort
-from prefect.runtime import task_run
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt
 
-from infra.driver import Driver
 from infra.objects import StoreFull, StoreUnavailable
 from infra.progress import report
-from infra.store import MAX_ATTEMPTS
 from infra.workers.ray_group import GroupLost
 from rlhf.errors import EngineLost, RatchetError
 
@@ -30,8 +27,6 @@ PAUSE, LONGEST_PAUSE_S = 10, 300.0
 
 WAITS_S = (1, 5, 20)
 """Before each further try of a part of an iteration."""
-
-assert 2 * (1 + len(WAITS_S)) <= MAX_ATTEMPTS  # score is also tried from within generate, by dynamic sampling
 
 
 @dataclass
@@ -108,12 +103,11 @@ def _say_that_it_fails(error: BaseException, took_s: float) -> None:
 
 def recorded_task(name: str, run_name: str | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A Prefect task that is tried again where that may help, and is computed without Prefect where Prefect fails.
-    Its runs are named `run_name`, or after run, `iteration` (the function's first parameter) and `name`."""
+    Its runs are named `run_name`, in which parameters of the function stand in braces; or after run, iteration and
+    `name`, for a function of `driver` and `iteration`."""
+    named = f"{{driver.config.run.name}} · it {{iteration}} · {name}" if run_name is None else run_name
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        def named() -> str:
-            return f"{Driver.current().config.run.name} · it {task_run.parameters['iteration']} · {name}"
-
         @wraps(function)
         def tried(*args: P.args, **kwargs: P.kwargs) -> R:
             tries = Retrying(
@@ -125,7 +119,7 @@ def recorded_task(name: str, run_name: str | None = None) -> Callable[[Callable[
             )
             return tries(function, *args, **kwargs)
 
-        as_task = task(name=name, task_run_name=run_name or named, persist_result=False, cache_policy=NO_CACHE)(
+        as_task = task(name=name, task_run_name=named, persist_result=False, cache_policy=NO_CACHE)(
             noted(tried)
         )
 

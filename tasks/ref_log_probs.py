@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
-from infra.workers.worker import Context
+from infra.workers.calls import Context, ShardOutput, ShardSummary
 from rlhf.batch import TrajectoryBatch
+from rlhf.config import Reference, RunConfig
 from rlhf.schema import TRAJECTORY
-from tasks.spec import StageSpec
-from tasks.stage import rows
+from rlhf.stage_config import StageConfig, key
+from tasks.stage import RowsStage
 
-SPEC = StageSpec(
+
+class RefLogProbsConfig(StageConfig):
+    dtype: str = key("model.dtype")
+    reference: Reference = key("reference")
+    temperature: float = key("rollout.temperature")
+    micro_batch_tokens: int = key("actor.micro_batch_tokens", operational=True)
+
+
+def ref_log_probs(context: Context[RefLogProbsConfig]) -> ShardOutput[ShardSummary]:
+    config, batch = context.config, context.batch
+    outputs = context.engine.infer(
+        batch, ("log_probs",), temperature=config.temperature, micro_batch_tokens=config.micro_batch_tokens
+    )
+    columns = {"trajectory_id": batch.array("trajectory_id"), "ref_log_probs": outputs["log_probs"]}
+    return ShardOutput(TrajectoryBatch.of(columns), ShardSummary())
+
+
+def exists(config: RunConfig) -> bool:
+    return config.train.updates and config.needs_reference
+
+
+REF_LOG_PROBS = RowsStage(
     name="ref_log_probs",
+    label="ref",
+    config=RefLogProbsConfig,
+    exists=exists,
     reads={"generate": ("prompt_ids", "response_ids"), "select": ()},
     writes=TRAJECTORY.of("ref_log_probs"),
-    config_keys=("model.dtype", "reference", "rollout.temperature"),
-    operational_keys=("actor.micro_batch_tokens",),
+    compute=ref_log_probs,
+    summary=ShardSummary,
     role="reference",
 )
-
-
-@rows(SPEC)
-def ref_log_probs(context: Context) -> TrajectoryBatch:
-    config, batch = context.config, context.batch
-    found = context.engine.infer(
-        batch,
-        ("log_probs",),
-        temperature=config.rollout.temperature,
-        micro_batch_tokens=config.actor.micro_batch_tokens,
-    )
-    return TrajectoryBatch.of({"trajectory_id": batch.array("trajectory_id"), "ref_log_probs": found["log_probs"]})

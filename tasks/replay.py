@@ -12,16 +12,17 @@ import pyarrow as pa
 
 from infra.driver import Driver
 from infra.forks import state_before
-from infra.lanes import Output
+from infra.executors import StageHandle
 from infra.manifest import Manifest
 from infra.progress import report
 from infra.records import Skip
 from infra.runs import Run
-from infra.workers.worker import Updated
+from infra.workers.calls import RowsCall, UpdateCall
+from infra.workers.worker import Worker
 from rlhf.errors import UserError
-from tasks.plan import ORDER
-from tasks.spec import UPDATES, StageSpec
-from tasks.stage import ROWS, call_of, on_worker
+from tasks.pipeline import STAGES
+from tasks.runner import call_of, on_worker
+from tasks.stage import Stage, UpdateStage
 
 
 @dataclass(frozen=True)
@@ -44,37 +45,38 @@ def replay(run: Run, iteration: int) -> Iterator[Replayed]:
         )
     manifests, began = store.manifests(iteration), state_before(store, iteration, ())
     driver = Driver(run.config.as_committed({"pools": {}, "placement": "colocated"}), store)  # it only looks
-    for spec in ORDER:
-        stage = committed.get(spec.name)
-        if stage is None or isinstance(stage, Skip):
+    for stage in STAGES:
+        commit = committed.get(stage.name)
+        if commit is None or isinstance(commit, Skip):
             continue
-        manifest = manifests[spec.name]
-        inputs = tuple(
-            Output.of(manifests[name]) for name in spec.reads if f"input.{name}" in manifest.fingerprint.parts
-        )
-        view = spec.view(run.config.as_committed({**manifest.config, "rollout.partial": False}))
-        if spec.role in UPDATES and not manifest.shards:
-            call = call_of(driver, spec, view, iteration, inputs, 0, 0, began)
-            updated: Updated = on_worker(driver, "update", call, UPDATES[spec.role][1])
+        manifest = manifests[stage.name]
+        read = {name for name in stage.reads if f"input.{name}" in manifest.fingerprint.parts}
+        inputs = stage.inputs_of({name: StageHandle.of(manifests[name]) for name in read})
+        config = stage.config.of(run.config.as_committed({**manifest.config, "rollout.partial": False}))
+        difference = ""
+        if isinstance(stage, UpdateStage):
+            call = call_of(driver, stage, iteration, inputs, config=config, began=began)
+            update = UpdateCall(call, stage.compute)
+            updated = on_worker(driver, call, lambda group, asked=update: group.call(Worker.update, asked))  # type: ignore[misc]
             assert manifest.weights is not None
             was, now = manifest.weights.digest, updated.weights.digest
-            difference = "" if was == now else f"weights of the {spec.role}: {was[:12]} was committed, now {now[:12]}"
-            yield Replayed(spec.name, was == now, difference + _of_older_code(difference, spec, manifest))
+            difference = "" if was == now else f"weights of the {stage.role}: {was[:12]} was committed, now {now[:12]}"
+            yield Replayed(stage.name, was == now, difference + _of_older_code(difference, stage, manifest))
             continue
-        difference = ""
         for number, shard in enumerate(manifest.shards):
-            report("stage", iteration=iteration, stage=spec.name, done=number, total=len(manifest.shards), metrics=None)
-            call = call_of(driver, spec, view, iteration, inputs, 0, number, began)
-            batch, _, _ = on_worker(driver, "computed", call, ROWS[spec.name].compute)
-            difference = first_difference(store.read_shard(shard), batch.table)
+            report("stage", iteration=iteration, stage=stage.name, done=number, total=len(manifest.shards), metrics=None)
+            call = call_of(driver, stage, iteration, inputs, shard=number, config=config, began=began)
+            rows = RowsCall(call, stage.compute, stage.writes)
+            output, _ = on_worker(driver, call, lambda group, asked=rows: group.call(Worker.computed, asked))  # type: ignore[misc]
+            difference = first_difference(store.read_shard(shard), output.batch.table)
             if difference:
                 break
-        yield Replayed(spec.name, not difference, difference + _of_older_code(difference, spec, manifest))
+        yield Replayed(stage.name, not difference, difference + _of_older_code(difference, stage, manifest))
 
 
-def _of_older_code(difference: str, spec: StageSpec, manifest: Manifest) -> str:
+def _of_older_code(difference: str, stage: Stage, manifest: Manifest) -> str:
     then = manifest.fingerprint.parts.get("version")
-    return f" (of an older release: version {then}, now {spec.version})" if difference and then != spec.version else ""
+    return f" (of an older release: version {then}, now {stage.version})" if difference and then != stage.version else ""
 
 
 def first_difference(committed: pa.Table, now: pa.Table) -> str:

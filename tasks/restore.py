@@ -7,120 +7,124 @@ the config that its manifest recorded; nothing is generated or scored again, and
 from __future__ import annotations
 
 from infra.driver import Driver
-from infra.lanes import Output
+from infra.executors import StageHandle
 from infra.log import Corrupt
 from infra.manifest import Manifest
 from infra.progress import report
 from infra.records import Diverged, Skip, Stage, Weights
 from infra.workers.groups import WorkerGroup
-from infra.workers.worker import WEIGHTS_OF, Call, Updated
+from infra.workers.calls import C, Call, Updated, UpdateCall
+from infra.workers.worker import WEIGHTS_OF, Worker
 from rlhf.errors import NotFinite
-from tasks.spec import SPECS, UPDATES
+from tasks.pipeline import update_of
+from tasks.stage import UpdateStage
 
 
 class ReplayMismatch(Corrupt):
     """A replayed update gave other weights than it gave when it was committed."""
 
 
-def bring(driver: Driver, role: str, weights: Weights) -> None:
+def ensure_weights(driver: Driver, role: str, weights: Weights) -> None:
     """Restore what `role` computes with, unless it is there, where it computes."""
     with driver.restoring:
-        if not driver.groups.of(role).call("holds", role, weights):
+        if not driver.groups.of(role).call(Worker.has_weights, role, weights):
             restore(driver, role, weights)
 
 
 def restore(driver: Driver, role: str, weights: Weights) -> None:
     """Load what `role` computes with, where it computes, and replay until it is at `weights`."""
     store, group = driver.store, driver.groups.of(role)
-    if role == "rollout" and not group.call("rollout_is_actor"):
+    if role == "rollout" and not group.call(Worker.rollout_is_actor):
         return _restore_copy(driver, group, weights)
     role = WEIGHTS_OF.get(role, role)
-    snapshot = store.snapshot_at_or_before(weights.version, role) if role in UPDATES else None
+    update = update_of(role)
+    snapshot = None if update is None else store.snapshot_at_or_before(weights.version, role)
     if snapshot is None:
         at = driver.state.initial[role]
-        group.call("load", role, at, None)
+        group.call(Worker.load, role, at, None)
     else:
         ref = driver.state.snapshots[snapshot][role]
         at = store.checkpoint(ref).weights
-        group.call("load", role, at, ref)
-    while at.version < weights.version:
-        at = _replay(driver, group, role, at, weights)
+        group.call(Worker.load, role, at, ref)
+    while update is not None and at.version < weights.version:
+        at = _replay(driver, group, update, at, weights)
     assert at.version == weights.version, f"{role} is at version {at.version}, and {weights.version} was asked for"
 
 
 def _restore_copy(driver: Driver, group: WorkerGroup, weights: Weights) -> None:
     """Give a rollout that has tensors of its own the actor's weights: from the actor if it is here and has them, from
     a snapshot, or from the actor through the store."""
-    if group.call("copy_to_rollout", weights):
+    if group.call(Worker.copy_to_rollout, weights):
         return
     driver.snapshots.settle(wait=True)
     state, actor = driver.state, driver.groups.of("actor")
     rollout = driver.config.rollout
     if group is actor and rollout.engine == "server" and rollout.mode == "sync":
         # the iteration trains with these, too; and a server is compared with the actor that holds what it holds
-        bring(driver, "actor", weights)
-        assert group.call("copy_to_rollout", weights), "the actor holds them"
+        ensure_weights(driver, "actor", weights)
+        assert group.call(Worker.copy_to_rollout, weights), "the actor holds them"
     elif weights == state.initial["actor"]:
-        group.call("load", "rollout", weights, None)
+        group.call(Worker.load, "rollout", weights, None)
     elif (roles := state.snapshots.get(weights.version)) is not None:
-        group.call("load", "rollout", weights, roles["actor"])
+        group.call(Worker.load, "rollout", weights, roles["actor"])
     else:
-        bring(driver, "actor", weights)  # only where it is trained can it be replayed
-        if not group.call("copy_to_rollout", weights):
-            actor.call("begin_save", "actor")
-            saved = actor.call("finish_save", "actor")
+        ensure_weights(driver, "actor", weights)  # only where it is trained can it be replayed
+        if not group.call(Worker.copy_to_rollout, weights):
+            actor.call(Worker.begin_save, "actor")
+            saved = actor.call(Worker.finish_save, "actor")
             assert saved is not None
-            group.call("load", "rollout", weights, saved)
+            group.call(Worker.load, "rollout", weights, saved)
 
 
-def _replay(driver: Driver, group: WorkerGroup, role: str, at: Weights, target: Weights) -> Weights:
+def _replay(driver: Driver, group: WorkerGroup, stage: UpdateStage[C], at: Weights, target: Weights) -> Weights:
     """Apply the update of iteration `at.version` again."""
-    spec, compute = UPDATES[role]
-    committed = driver.store.committed_stage(at.version, spec.name)
+    role = stage.role
+    committed = driver.store.committed_stage(at.version, stage.name)
     if committed is None or isinstance(committed, Skip):  # None: the config of the iteration had no such role
         passed = Weights(version=at.version + 1, digest=at.digest)
-        group.call("pass_through", role, passed)
+        group.call(Worker.mark_as_version, role, passed)
         return passed
     report("replay", role=role, done=at.version, total=target.version)
     manifest = driver.store.manifest(committed)
-    inputs = [name.removeprefix("input.") for name in manifest.fingerprint.parts if name.startswith("input.")]
+    read = [name.removeprefix("input.") for name in manifest.fingerprint.parts if name.startswith("input.")]
     sources = driver.store.manifests(at.version)
+    config = driver.config.as_committed(manifest.config)  # then, not with today's other keys
     call = Call(
         epoch=driver.epoch,
-        stage=spec.name,
+        stage=stage.name,
         iteration=at.version,
-        shard=0,
-        attempt=0,
-        config=spec.view(driver.config.as_committed(manifest.config)),  # then, not with today's other keys
-        inputs=spec.inputs((Output.of(sources[name]) for name in inputs), shard=0),
+        config=stage.config.of(config),
+        inputs=stage.inputs(stage.inputs_of({name: StageHandle.of(sources[name]) for name in read}), shard=0),
         role=role,
         weights=at,
     )
     try:
-        replayed: Updated = group.call("update", call, compute)
+        replayed = group.call(Worker.update, UpdateCall(call, stage.compute))
     except NotFinite as error:
         raise ReplayMismatch(f"replaying {committed.stage} of iteration {committed.iteration}: {error}") from error
     assert manifest.weights is not None
     if replayed.weights != manifest.weights:
-        _report_mismatch(driver, role, committed, manifest, replayed)
-        group.call("pass_through", role, manifest.weights)
+        _report_mismatch(driver, stage, committed, manifest, replayed)
+        group.call(Worker.mark_as_version, role, manifest.weights)
     return manifest.weights
 
 
-def _report_mismatch(driver: Driver, role: str, committed: Stage, manifest: Manifest, replayed: Updated) -> None:
+def _report_mismatch(
+    driver: Driver, stage: UpdateStage[C], committed: Stage, manifest: Manifest, replayed: Updated
+) -> None:
     assert manifest.weights is not None
     if driver.epoch:  # a driver that has not claimed the run only looks
         driver.store.commit(
             Diverged(
                 iteration=committed.iteration,
                 stage=committed.stage,
-                role=role,
+                role=stage.role,
                 committed=manifest.weights.digest,
                 replayed=replayed.weights.digest,
             )
         )
     policy = driver.config.checkpoint.on_replay_mismatch
-    then, now = manifest.fingerprint.parts.get("version"), SPECS[committed.stage].version
+    then, now = manifest.fingerprint.parts.get("version"), stage.version
     reason = "with the same engine, processes and threads that is a bug or a changed package"
     if then != now:
         reason = f"an older release committed them, and this one computes {committed.stage} otherwise"

@@ -3,41 +3,39 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from infra.workers.worker import Context
+from infra.workers.calls import C, Context, ShardOutput, ShardSummary
 from rlhf.batch import TrajectoryBatch
+from rlhf.config import RunConfig
 from rlhf.engines.reward_engine import text_lengths
 from rlhf.errors import UserError
 from rlhf.schema import TRAJECTORY
-from tasks.spec import StageSpec
-from tasks.stage import rows
-
-MODEL_KEYS = ("reward.model.kind", "reward.model.dtype", "reward.model.step_separator")
-MODEL_OPERATIONAL_KEYS = ("reward.model.micro_batch_tokens",)
-
-SPEC = StageSpec(
-    name="reward_model",
-    reads={"generate": ("messages", "response", "response_ids", "response_mask")},
-    writes=TRAJECTORY.of("reward_model"),
-    config_keys=MODEL_KEYS,
-    operational_keys=MODEL_OPERATIONAL_KEYS,
-    digests=("reward_model",),
-    role="reward",
-)
+from rlhf.stage_config import StageConfig, key
+from tasks.stage import RowsStage
 
 
-@rows(SPEC)
-def reward_model(context: Context) -> TrajectoryBatch:
+class RewardModelConfig(StageConfig):
+    section = "reward.model"
+    kind: Literal["outcome", "process"] = key("kind")
+    dtype: str = key("dtype")
+    step_separator: str = key("step_separator")
+    micro_batch_tokens: int = key("micro_batch_tokens", operational=True)
+
+
+def reward_model(context: Context[RewardModelConfig]) -> ShardOutput[ShardSummary]:
     batch = context.batch
-    return TrajectoryBatch.of({"trajectory_id": batch.array("trajectory_id"), **judged(context, batch)})
+    columns = {"trajectory_id": batch.array("trajectory_id"), **model_scores(context, context.config, batch)}
+    return ShardOutput(TrajectoryBatch.of(columns), ShardSummary())
 
 
-def judged(context: Context, batch: TrajectoryBatch) -> dict[str, list[Any]]:
+def model_scores(
+    context: Context[C], config: RewardModelConfig, batch: TrajectoryBatch
+) -> dict[str, list[Any]]:
     """The columns of `reward_model` for the responses of a batch."""
-    config, engine = context.config.reward.model, context.worker.engine("reward")
+    engine = context.engines.reward_model()
     if batch.array("messages").null_count:
         raise UserError(
             "these trajectories were generated before their messages were stored, so that a reward model cannot read "
@@ -54,10 +52,28 @@ def judged(context: Context, batch: TrajectoryBatch) -> dict[str, list[Any]]:
     for of_steps, ids, mask in written:
         scores = np.zeros(len(ids), dtype=np.float32)
         by_model = np.flatnonzero(mask)
-        lengths = text_lengths(ids, context.tokenizer)
+        lengths = text_lengths(ids, context.resources.tokenizer)
         for step in of_steps:
             at = np.searchsorted(lengths, step.end)
             last = int(np.searchsorted(by_model, at, side="right")) - 1
             scores[by_model[max(last, 0)]] += step.score / len(of_steps)
         token_scores.append(scores)
     return {"model_score": [float(each.sum()) for each in token_scores], "model_token_scores": token_scores}
+
+
+def exists(config: RunConfig) -> bool:
+    return config.reward.model is not None
+
+
+REWARD_MODEL = RowsStage(
+    name="reward_model",
+    label="model",
+    config=RewardModelConfig,
+    exists=exists,
+    reads={"generate": ("messages", "response", "response_ids", "response_mask")},
+    writes=TRAJECTORY.of("reward_model"),
+    compute=reward_model,
+    summary=ShardSummary,
+    outside=("reward_model",),
+    role="reward",
+)

@@ -4,28 +4,148 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import compress
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from infra.workers.worker import Context
+from infra.workers.calls import C, Context, ShardOutput, ShardSummary
+from infra.workers.resources import RewardSettings
 from rlhf.algorithms.groups import Groups
 from rlhf.batch import TrajectoryBatch
-from rlhf.config_view import ConfigView
+from rlhf.config import RunConfig
 from rlhf.data.prompts import structures
 from rlhf.errors import RatchetError
 from rlhf.rewards import Score
 from rlhf.rewards.pool import Row
 from rlhf.schema import TRAJECTORY
-from tasks.reward_model import judged
-from tasks.spec import StageSpec
-from tasks.stage import rows
+from rlhf.stage_config import StageConfig, key
+from tasks.reward_model import RewardModelConfig, model_scores
+from tasks.stage import RowsStage
 
-REWARD_KEYS = ("reward.function", "reward.options", "reward.timeout_s", "reward.on_error", "reward.model.weight")
+OnError = Literal["fail", "zero", "drop"]
 
-SPEC = StageSpec(
+
+class ScoreConfig(StageConfig):
+    function: str | dict[str, float] | None = key("reward.function")
+    options: dict[str, dict[str, Any]] = key("reward.options")
+    timeout_s: float = key("reward.timeout_s")
+    on_error: OnError = key("reward.on_error")
+    model_weight: float | None = key("reward.model.weight")
+    workers: int = key("reward.workers", operational=True)
+
+
+class ScoreSummary(ShardSummary):
+    sum_of_scores: float
+    scored: int
+    errors: int = 0
+    prompts_that_differ: int = 0
+
+
+def score(context: Context[ScoreConfig]) -> ShardOutput[ScoreSummary]:
+    config, batch = context.config, context.batch
+    columns = scores(context, config, None, batch)
+    _, group = np.unique(batch.numpy("prompt_id").astype(str), return_inverse=True)
+    kept = counting(config.on_error, columns["reward_error"])
+    group, counted = group[kept], list(compress(columns["score"], kept))
+    differ = Groups(torch.from_numpy(group)).differ(torch.tensor(counted))  # in the precision in which it is stored
+    summary = ScoreSummary(
+        sum_of_scores=float(sum(counted)),
+        scored=len(counted),
+        errors=sum(error is not None for error in columns["reward_error"]),
+        prompts_that_differ=len(np.unique(group[differ.numpy()])),
+    )
+    return ShardOutput(TrajectoryBatch.of({"trajectory_id": batch.array("trajectory_id"), **columns}), summary)
+
+
+def mean_score(summaries: Sequence[ScoreSummary]) -> dict[str, float]:
+    """Over everything that was scored; the advantages' metrics are over what is learned from."""
+    count = sum(shard.scored for shard in summaries)
+    errors = sum(shard.errors for shard in summaries)
+    mean = {"reward/mean": sum(shard.sum_of_scores for shard in summaries) / count} if count else {}
+    return mean | ({"reward/errors": float(errors)} if errors else {})
+
+
+def counting(on_error: OnError, errors: Sequence[str | None]) -> np.ndarray:
+    """Which rewards count, [batch]: where one failed, `reward.on_error` says."""
+    return np.array([error is None or on_error != "drop" for error in errors], dtype=bool)
+
+
+def scores(
+    context: Context[C], config: ScoreConfig, model: RewardModelConfig | None, batch: TrajectoryBatch
+) -> dict[str, list[Any]]:
+    """The columns of `score` for the responses of a batch: what functions, reward model and environment give together.
+
+    Args:
+        context: of the stage that scores.
+        config: how rewards are computed.
+        model: the reward model, to be asked now; None: there is none, or the batch has what it gave.
+        batch: with the columns that `score` reads.
+    """
+    rewards = _rewards(context, config, _asked(batch))
+    more: list[dict[str, float]] = [{} for _ in rewards]
+    """To add to what the functions give, by its name in the parts."""
+    token_scores: list[Any] = [None] * len(rewards)
+    weight = 1.0
+    if config.model_weight is not None:
+        weight = config.model_weight
+        names = TRAJECTORY.names("reward_model")
+        given = {name: batch.list(name) for name in names} if model is None else model_scores(context, model, batch)
+        for row, (model_score, steps) in enumerate(
+            zip(given["model_score"], given["model_token_scores"], strict=True)
+        ):
+            more[row]["model"] = model_score
+            if steps is not None:
+                factor = weight if rewards[row].error is None else 0
+                token_scores[row] = np.multiply(steps, factor, dtype=np.float32)
+    for row, given_reward in enumerate(batch.list("environment_reward") if "environment_reward" in batch else ()):
+        if given_reward is not None:
+            more[row]["environment"] = given_reward
+    for row, (reward, others) in enumerate(zip(rewards, more, strict=True)):
+        if others:
+            rule = {} if config.function is None else {"rule": reward.score}
+            total = reward.score + weight * others.get("model", 0.0) + others.get("environment", 0.0)
+            rewards[row] = Score(
+                total if reward.error is None else 0.0, reward.parts | rule | others, reward.error
+            )
+    return {
+        "score": [reward.score for reward in rewards],
+        "reward_parts": [list(reward.parts.items()) for reward in rewards],
+        "token_scores": token_scores,
+        "reward_error": [reward.error for reward in rewards],
+    }
+
+
+def _asked(batch: TrajectoryBatch) -> list[Row]:
+    names = ("data_source", "response", "ground_truth", "ground_truth_is_json", "extra_info")
+    rows = zip(*(batch.list(name) for name in names), strict=True)
+    return [(source, response, *structures(*prompt)) for source, response, *prompt in rows]
+
+
+def _rewards(context: Context[C], config: ScoreConfig, rows: list[Row]) -> list[Score]:
+    """What the functions give. Raises why one has no score, if that is to stop the run."""
+    if config.function is None:
+        return [Score(0.0, {}) for _ in rows]
+    settings = RewardSettings(config.function, config.options, config.workers, config.timeout_s)
+    rewards = []
+    for reward in context.resources.rewards(settings).score(rows):
+        if isinstance(reward, RatchetError):
+            if config.on_error == "fail":
+                raise type(reward)(f"{reward}: nothing of the shard is committed; fix the reward and resume")
+            reward = Score(0.0, {}, error=str(reward))
+        rewards.append(reward)
+    return rewards
+
+
+def exists(config: RunConfig) -> bool:
+    return True
+
+
+SCORE = RowsStage(
     name="score",
+    label="score",
+    config=ScoreConfig,
+    exists=exists,
     reads={
         "generate": (
             "prompt_id",
@@ -36,88 +156,11 @@ SPEC = StageSpec(
             "extra_info",
             "environment_reward",
         ),
-        "reward_model": TRAJECTORY.of("reward_model"),
+        "reward_model": TRAJECTORY.names("reward_model"),
     },
     writes=TRAJECTORY.of("score"),
-    config_keys=REWARD_KEYS,
-    operational_keys=("reward.workers",),
-    digests=("reward",),
+    compute=score,
+    summary=ScoreSummary,
+    metrics=mean_score,
+    outside=("reward",),
 )
-
-
-def _mean_score(outputs: list[dict[str, Any]]) -> dict[str, float]:
-    """Over everything that was scored; the advantages' metrics are over what is learned from."""
-    total, count = (sum(shard[name] for shard in outputs) for name in ("sum_of_scores", "scored"))
-    errors = sum(shard.get("errors", 0) for shard in outputs)
-    return ({"reward/mean": total / count} if count else {}) | ({"reward/errors": float(errors)} if errors else {})
-
-
-@rows(SPEC, summary=_mean_score)
-def score(context: Context) -> TrajectoryBatch:
-    batch = context.batch
-    found = scores(context, batch)
-    _, group = np.unique(batch.numpy("prompt_id").astype(str), return_inverse=True)
-    kept = counting(context.config, found["reward_error"])
-    group, counted = group[kept], list(compress(found["score"], kept))
-    differ = Groups(torch.from_numpy(group)).differ(torch.tensor(counted))  # in the precision in which it is stored
-    context.outputs |= {"sum_of_scores": float(sum(counted)), "scored": len(counted)}
-    context.outputs["errors"] = sum(error is not None for error in found["reward_error"])
-    context.outputs["prompts_that_differ"] = len(np.unique(group[differ.numpy()]))
-    return TrajectoryBatch.of({"trajectory_id": batch.array("trajectory_id"), **found})
-
-
-def counting(config: ConfigView, errors: Sequence[str | None]) -> np.ndarray:
-    """Which rewards count, [batch]: where one failed, `reward.on_error` says."""
-    return np.array([error is None or config.reward.on_error != "drop" for error in errors], dtype=bool)
-
-
-def scores(context: Context, batch: TrajectoryBatch) -> dict[str, list[Any]]:
-    """The columns of `score` for the responses of a batch: what functions, reward model and environment give together.
-    What the model says is in the batch, or it is asked now."""
-    found = _rewards(context, _asked(batch))
-    more: list[dict[str, float]] = [{} for _ in found]
-    """To add to what the functions say, by its name in the parts."""
-    token_scores: list[Any] = [None] * len(found)
-    weight = 1.0
-    if (model := context.config.reward.model) is not None:
-        columns = {name: batch.list(name) for name in SPEC.reads["reward_model"] if name in batch}
-        said, weight = columns or judged(context, batch), model.weight
-        for row, (score, steps) in enumerate(zip(said["model_score"], said["model_token_scores"], strict=True)):
-            more[row]["model"] = score
-            if steps is not None:
-                token_scores[row] = np.multiply(steps, weight if found[row].error is None else 0, dtype=np.float32)
-    for row, reward in enumerate(batch.list("environment_reward") if "environment_reward" in batch else ()):
-        if reward is not None:
-            more[row]["environment"] = reward
-    for row, (one, others) in enumerate(zip(found, more, strict=True)):
-        if others:
-            rule = {} if context.config.reward.function is None else {"rule": one.score}
-            total = one.score + weight * others.get("model", 0.0) + others.get("environment", 0.0)
-            found[row] = Score(total if one.error is None else 0.0, one.parts | rule | others, one.error)
-    return {
-        "score": [one.score for one in found],
-        "reward_parts": [list(one.parts.items()) for one in found],
-        "token_scores": token_scores,
-        "reward_error": [one.error for one in found],
-    }
-
-
-def _asked(batch: TrajectoryBatch) -> list[Row]:
-    names = ("data_source", "response", "ground_truth", "ground_truth_is_json", "extra_info")
-    rows = zip(*(batch.list(name) for name in names), strict=True)
-    return [(source, response, *structures(*prompt)) for source, response, *prompt in rows]
-
-
-def _rewards(context: Context, rows: list[Row]) -> list[Score]:
-    """What the functions say. Raises why one has no score, if that is to stop the run."""
-    config = context.config.reward
-    if config.function is None:
-        return [Score(0.0, {}) for _ in rows]
-    found = []
-    for one in context.worker.rewards(config.function, config.options, config.workers, config.timeout_s).score(rows):
-        if isinstance(one, RatchetError):
-            if config.on_error == "fail":
-                raise type(one)(f"{one}: nothing of the shard is committed; mend the reward and resume")
-            one = Score(0.0, {}, error=str(one))
-        found.append(one)
-    return found

@@ -5,37 +5,35 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from infra.workers.worker import Context
+from infra.workers.calls import Context, ShardOutput, ShardSummary
 from rlhf.algorithms.groups import Groups
 from rlhf.batch import TrajectoryBatch
+from rlhf.config import DynamicSampling, RunConfig
 from rlhf.rewards import RewardFailed
 from rlhf.schema import TRAJECTORY
-from tasks.score import counting
-from tasks.spec import StageSpec
-from tasks.stage import rows
-
-SPEC = StageSpec(
-    name="select",
-    reads={"generate": ("prompt_id",), "score": ("score", "reward_error")},
-    writes=TRAJECTORY.of("select"),
-    config_keys=("data.prompts_per_iteration", "algorithm.dynamic_sampling", "reward.on_error"),
-    sharded=False,
-)
+from rlhf.stage_config import StageConfig, key
+from tasks.score import OnError, counting
+from tasks.stage import RowsStage
 
 
-@rows(SPEC)
-def select(context: Context) -> TrajectoryBatch:
+class SelectConfig(StageConfig):
+    prompts_per_iteration: int = key("data.prompts_per_iteration")
+    dynamic_sampling: DynamicSampling | None = key("algorithm.dynamic_sampling")
+    on_error: OnError = key("reward.on_error")
+
+
+def select(context: Context[SelectConfig]) -> ShardOutput[ShardSummary]:
     """Of dynamic sampling, the first prompts whose scores differ, and if they are too few, the first of the others
     besides; with `reward.on_error: drop`, no trajectory whose reward failed."""
     config, batch = context.config, context.batch
-    good = counting(config, batch.list("reward_error"))
+    good = counting(config.on_error, batch.list("reward_error"))
     prompts, group = np.unique(batch.numpy("prompt_id").astype(str), return_inverse=True)
     groups, scores = Groups(torch.from_numpy(group[good])), torch.tensor(batch.numpy("score")[good])
     spread = np.zeros(len(batch), dtype=np.float32)
     spread[good] = (groups.max(scores) - groups.min(scores)).numpy()
     kept, metrics = good, {"sampling/dropped": float((~good).sum())} if not good.all() else {}
-    if config.algorithm.dynamic_sampling is not None:
-        wanted = config.data.prompts_per_iteration
+    if config.dynamic_sampling is not None:
+        wanted = config.prompts_per_iteration
         differs = np.zeros(len(prompts), dtype=bool)
         np.logical_or.at(differs, group, spread > 0)
         by_use = np.argsort(~differs, kind="stable")  # prompt ids sort in the order in which they were drawn
@@ -50,7 +48,24 @@ def select(context: Context) -> TrajectoryBatch:
             "the reward failed for every trajectory: none is left to learn from; "
             "`ratchet show RUN --columns response,reward_error` says why"
         )
-    context.outputs["metrics"] = metrics
     rows = np.flatnonzero(kept)
     ids = batch.array("trajectory_id").take(rows)
-    return TrajectoryBatch.of({"trajectory_id": ids, "group_spread": spread[rows].tolist()})
+    columns = {"trajectory_id": ids, "group_spread": spread[rows].tolist()}
+    return ShardOutput(TrajectoryBatch.of(columns), ShardSummary(metrics=metrics))
+
+
+def exists(config: RunConfig) -> bool:
+    return config.train.updates and config.selects
+
+
+SELECT = RowsStage(
+    name="select",
+    label="select",
+    config=SelectConfig,
+    exists=exists,
+    reads={"generate": ("prompt_id",), "score": ("score", "reward_error")},
+    writes=TRAJECTORY.of("select"),
+    compute=select,
+    summary=ShardSummary,
+    sharded=False,
+)

@@ -4,16 +4,77 @@ from __future__ import annotations
 
 import numpy as np
 
-from infra.workers.worker import Context
+from infra.workers.calls import Context
+from rlhf.algorithms import PolicyLoss, RolloutCorrection
+from rlhf.algorithms.kl import Estimator
 from rlhf.algorithms.objectives import ActorObjective
 from rlhf.batch import ragged
+from rlhf.config import RunConfig
 from rlhf.seeding import generator
-from tasks.optimizer_steps import TRAINER_KEYS, optimizer_steps
-from tasks.spec import StageSpec
-from tasks.stage import update
+from rlhf.stage_config import StageConfig, key
+from tasks.optimizer_steps import ActorTrainerConfig, optimizer_steps
+from tasks.stage import UpdateStage
 
-SPEC = StageSpec(
+
+class UpdateActorConfig(StageConfig):
+    seed: int = key("run.seed")
+    dtype: str = key("model.dtype")
+    temperature: float = key("rollout.temperature")
+    max_response_tokens: int = key("rollout.max_response_tokens")
+    loss: PolicyLoss = key("algorithm.loss")
+    kl_in_loss: float | None = key("algorithm.kl.in_loss")
+    kl_estimator: Estimator = key("algorithm.kl.loss_estimator")
+    entropy_coef: float = key("algorithm.entropy_coef")
+    rollout_correction: RolloutCorrection | None = key("algorithm.rollout_correction")
+    critic_warmup_iterations: int | None = key("critic.warmup_iterations")
+    trainer: ActorTrainerConfig
+
+
+def update_actor(context: Context[UpdateActorConfig]) -> dict[str, float]:
+    config, batch = context.config, context.batch
+    correction, loss = config.rollout_correction, config.loss
+    if correction is not None and correction.bypass:
+        batch = batch.renamed({"rollout_log_probs": "old_log_probs"})
+    if "selection_noise" in loss.needs:
+        lengths = batch.lengths("response_ids")
+        draw = generator(config.seed, context.call.stage, context.iteration, "selection")
+        noise = ragged(draw.random(lengths.sum(), dtype=np.float32), lengths)
+        batch = batch.with_column("selection_noise", noise)
+    objective = ActorObjective(
+        policy_loss=loss,
+        kl_in_loss=config.kl_in_loss,
+        kl_estimator=config.kl_estimator,
+        entropy_coef=config.entropy_coef,
+        on_policy="old_log_probs" not in batch,
+        weighted=correction is not None and correction.weights is not None,
+        horizon=config.max_response_tokens,
+    )
+    schedule = optimizer_steps(
+        context,
+        config.trainer,
+        config.seed,
+        temperature=config.temperature,
+        skipped=config.critic_warmup_iterations or 0,
+    )
+    return {**context.trainer.update(batch, objective, schedule), "actor/lr": schedule.lr}
+
+
+def exists(config: RunConfig) -> bool:
+    return True
+
+
+def skipped(config: RunConfig, iteration: int) -> str | None:
+    if not config.train.updates:
+        return "this run only scores"
+    warms_up = config.needs_critic and config.critic is not None and iteration < config.critic.warmup_iterations
+    return "the critic warms up" if warms_up else None
+
+
+UPDATE_ACTOR = UpdateStage(
     name="update_actor",
+    label="actor",
+    config=UpdateActorConfig,
+    exists=exists,
     reads={
         "generate": ("prompt_ids", "response_ids", "rollout_log_probs"),
         "select": (),
@@ -21,46 +82,8 @@ SPEC = StageSpec(
         "old_log_probs": ("old_log_probs",),
         "ref_log_probs": ("ref_log_probs",),
     },
-    config_keys=(
-        "run.seed",
-        "model.dtype",
-        "rollout.temperature",
-        "rollout.max_response_tokens",
-        "algorithm.loss",
-        "algorithm.kl.in_loss",
-        "algorithm.kl.loss_estimator",
-        "algorithm.entropy_coef",
-        "algorithm.rollout_correction",
-        "critic.warmup_iterations",
-        *(f"actor.{key}" for key in TRAINER_KEYS),
-    ),
-    operational_keys=("actor.micro_batch_tokens",),
+    compute=update_actor,
+    skipped=skipped,
     role="actor",
-    sharded=False,
     version=2,
 )
-
-
-@update(SPEC)
-def update_actor(context: Context) -> dict[str, float]:
-    config, batch = context.config, context.batch
-    correction, loss = config.algorithm.rollout_correction, config.algorithm.loss
-    if correction is not None and correction.bypass:
-        batch = batch.renamed({"rollout_log_probs": "old_log_probs"})
-    if "selection_noise" in loss.needs:
-        lengths = batch.lengths("response_ids")
-        draw = generator(config.run.seed, context.call.stage, context.iteration, "selection")
-        noise = ragged(draw.random(lengths.sum(), dtype=np.float32), lengths)
-        batch = batch.with_column("selection_noise", noise)
-    objective = ActorObjective(
-        policy_loss=loss,
-        kl_in_loss=config.algorithm.kl.in_loss,
-        kl_estimator=config.algorithm.kl.loss_estimator,
-        entropy_coef=config.algorithm.entropy_coef,
-        on_policy="old_log_probs" not in batch,
-        weighted=correction is not None and correction.weights is not None,
-        horizon=config.rollout.max_response_tokens,
-    )
-    warmup = 0 if config.critic is None else config.critic.warmup_iterations
-    schedule = optimizer_steps(context, config.actor, temperature=config.rollout.temperature, skipped=warmup)
-    return {**context.engine.update(batch, objective, schedule), "actor/lr": schedule.lr}

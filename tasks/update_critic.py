@@ -2,37 +2,45 @@
 
 from __future__ import annotations
 
-from infra.workers.worker import Context
+from infra.workers.calls import Context
 from rlhf.algorithms.objectives import CriticObjective
-from tasks.optimizer_steps import TRAINER_KEYS, optimizer_steps
-from tasks.spec import StageSpec
-from tasks.stage import update
+from rlhf.config import Model, RunConfig
+from rlhf.stage_config import StageConfig, key
+from tasks.optimizer_steps import CriticTrainerConfig, optimizer_steps
+from tasks.stage import UpdateStage
 
-SPEC = StageSpec(
+
+class UpdateCriticConfig(StageConfig):
+    seed: int = key("run.seed")
+    dtype: str = key("model.dtype")
+    critic_model: Model | None = key("critic.model")
+    cliprange_value: float | None = key("critic.cliprange_value")
+    trainer: CriticTrainerConfig
+
+
+def update_critic(context: Context[UpdateCriticConfig]) -> dict[str, float]:
+    config = context.config
+    objective = CriticObjective(cliprange_value=config.cliprange_value)
+    schedule = optimizer_steps(context, config.trainer, config.seed, temperature=1.0)
+    return {**context.trainer.update(context.batch, objective, schedule), "critic/lr": schedule.lr}
+
+
+def exists(config: RunConfig) -> bool:
+    return config.train.updates and config.needs_critic
+
+
+UPDATE_CRITIC = UpdateStage(
     name="update_critic",
+    label="critic",
+    config=UpdateCriticConfig,
+    exists=exists,
     reads={
         "generate": ("prompt_ids", "response_ids"),
         "select": (),
         "advantages": ("returns", "loss_mask"),
         "values": ("values",),
     },
-    config_keys=(
-        "run.seed",
-        "model.dtype",
-        "critic.model",
-        "critic.cliprange_value",
-        *(f"critic.{key}" for key in TRAINER_KEYS),
-    ),
-    operational_keys=("critic.micro_batch_tokens",),
+    compute=update_critic,
     role="critic",
-    sharded=False,
     version=2,
 )
-
-
-@update(SPEC)
-def update_critic(context: Context) -> dict[str, float]:
-    critic = context.config.critic
-    objective = CriticObjective(cliprange_value=critic.cliprange_value)
-    schedule = optimizer_steps(context, critic, temperature=1.0)
-    return {**context.engine.update(context.batch, objective, schedule), "critic/lr": schedule.lr}

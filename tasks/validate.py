@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import compress
-from typing import Any
 
 from infra.driver import Driver
-from infra.workers.worker import Context
+from infra.workers.calls import Context, ShardOutput, ShardSummary
 from rlhf.batch import TrajectoryBatch
+from rlhf.config import RunConfig
 from rlhf.engines.base import Sampling
 from rlhf.rewards import solved_score
-from rlhf.validation import means, sums
-from tasks.generate import respond
-from tasks.reward_model import MODEL_KEYS, MODEL_OPERATIONAL_KEYS
-from tasks.score import REWARD_KEYS, counting, scores
-from tasks.spec import StageSpec
-from tasks.stage import rows
+from rlhf.schema import TRAJECTORY
+from rlhf.stage_config import StageConfig, key
+from rlhf.validation import Sums, means, sums
+from tasks.generate import EnvironmentConfig, PromptConfig, respond
+from tasks.reward_model import RewardModelConfig
+from tasks.score import ScoreConfig, counting, scores
+from tasks.stage import RowsStage
 
-SPEC = StageSpec(
-    name="validate",
-    writes=(
+WRITES = tuple(
+    TRAJECTORY[name]
+    for name in (
         "prompt_id",
         "sample",
         "data_source",
@@ -32,74 +34,100 @@ SPEC = StageSpec(
         "score",
         "reward_parts",
         "reward_error",
-    ),
-    config_keys=(
-        "run.seed",
-        "model.dtype",
-        "data.max_prompt_tokens",
-        "data.truncation",
-        "data.system_prompt",
-        "rollout.engine",
-        "rollout.top_p",
-        "rollout.max_response_tokens",
-        "rollout.stop",
-        "rollout.environment.name",
-        "rollout.environment.options",
-        "rollout.environment.max_turns",
-        "rollout.quantization",
-        "rollout.prompts_per_shard",
-        "validation.n",
-        "validation.temperature",
-        "validation.solved_score",
-        *REWARD_KEYS,
-        *MODEL_KEYS,
-    ),
-    operational_keys=(
-        "validation.data",
-        "rollout.environment.timeout_s",
-        "reward.workers",
-        *MODEL_OPERATIONAL_KEYS,
-    ),
-    digests=("validation", "reward", "tokenizer", "environment"),
-    role="rollout",
+    )
 )
 
 
-def _shards(driver: Driver) -> int:
+class ValidateConfig(StageConfig):
+    seed: int = key("run.seed")
+    dtype: str = key("model.dtype")
+    prompt: PromptConfig
+    engine: str = key("rollout.engine")
+    top_p: float = key("rollout.top_p")
+    max_response_tokens: int = key("rollout.max_response_tokens")
+    stop: tuple[str, ...] = key("rollout.stop")
+    environment: EnvironmentConfig | None
+    quantization: str | None = key("rollout.quantization")
+    prompts_per_shard: int = key("rollout.prompts_per_shard")
+    n: int = key("validation.n")
+    temperature: float = key("validation.temperature")
+    solved_score: float | None = key("validation.solved_score")
+    reward: ScoreConfig
+    reward_model: RewardModelConfig | None
+    data: str = key("validation.data", operational=True)
+
+
+class ValidateSummary(ShardSummary):
+    sums: Sums
+    errors: int = 0
+
+
+def shards_of(driver: Driver) -> int:
     assert driver.config.validation.data is not None
-    prompts = len(driver.groups.local.worker.dataset((driver.config.validation.data,)))
+    prompts = len(driver.groups.local.worker.resources.dataset((driver.config.validation.data,)))
     return -(-prompts // driver.config.rollout.prompts_per_shard)
 
 
-def validate_shard(context: Context) -> TrajectoryBatch:
+def validate(context: Context[ValidateConfig]) -> ShardOutput[ValidateSummary]:
     """Answer and score one shard of the held-out prompts."""
     config = context.config
-    dataset = context.worker.dataset((config.validation.data,))
-    first = context.shard * config.rollout.prompts_per_shard
-    numbers = range(first, min(first + config.rollout.prompts_per_shard, len(dataset)))
+    dataset = context.resources.dataset((config.data,))
+    first = context.shard * config.prompts_per_shard
+    numbers = range(first, min(first + config.prompts_per_shard, len(dataset)))
     sampling = Sampling(
-        temperature=config.validation.temperature,
-        top_p=config.rollout.top_p,
-        max_tokens=config.rollout.max_response_tokens,
-        stop=config.rollout.stop,
-        seed=config.run.seed + 1,  # noise of its own: not that of the training prompts with the same numbers
+        temperature=config.temperature,
+        top_p=config.top_p,
+        max_tokens=config.max_response_tokens,
+        stop=config.stop,
+        seed=config.seed + 1,  # noise of its own: not that of the training prompts with the same numbers
     )
-    answers = respond(context, dataset, [(number, number) for number in numbers], config.validation.n, sampling)
-    scored = scores(context, answers)
-    kept = counting(config, scored["reward_error"])
+    prompts = [(number, number) for number in numbers]
+    answers, _ = respond(context, config.prompt, config.environment, dataset, prompts, config.n, sampling)
+    scored = scores(context, config.reward, config.reward_model, answers)
+    kept = counting(config.reward.on_error, scored["reward_error"])
     columns = (*map(answers.list, ("data_source", "prompt_id", "response")), scored["score"])
-    sources, prompts, texts, found = (list(compress(column, kept)) for column in columns)
-    context.outputs["sums"] = sums(sources, prompts, texts, found, config.validation.n, solved_score(config))
-    context.outputs["errors"] = sum(error is not None for error in scored["reward_error"])
-    written = {name: answers.array(name) if name in answers else scored[name] for name in SPEC.writes}
-    return TrajectoryBatch.of({"trajectory_id": answers.array("trajectory_id"), **written})
+    sources, prompt_ids, texts, counted = (list(compress(column, kept)) for column in columns)
+    alone = config.reward_model is None and config.environment is None
+    solved = solved_score(config.solved_score, config.reward.function, alone=alone)
+    summary = ValidateSummary(
+        sums=sums(sources, prompt_ids, texts, counted, config.n, solved),
+        errors=sum(error is not None for error in scored["reward_error"]),
+    )
+    names = [column.name for column in WRITES]
+    written = {name: answers.array(name) if name in answers else scored[name] for name in names}
+    return ShardOutput(TrajectoryBatch.of({"trajectory_id": answers.array("trajectory_id"), **written}), summary)
 
 
-def _metrics(outputs: list[dict[str, Any]]) -> dict[str, float]:
-    found = means(shard["sums"] for shard in outputs)
-    errors = sum(shard.get("errors", 0) for shard in outputs)
-    metrics = {f"val/{source}/{name}": value for source, each in found.items() for name, value in each.items()}
+def validation_metrics(summaries: Sequence[ValidateSummary]) -> dict[str, float]:
+    by_source = means(shard.sums for shard in summaries)
+    errors = sum(shard.errors for shard in summaries)
+    metrics = {f"val/{source}/{name}": value for source, each in by_source.items() for name, value in each.items()}
     return metrics | ({"val/reward_errors": float(errors)} if errors else {})
 
 
-validate = rows(SPEC, count=_shards, summary=_metrics)(validate_shard)
+def exists(config: RunConfig) -> bool:
+    return config.validation.data is not None
+
+
+def is_due(config: RunConfig, iteration: int) -> bool:
+    """Whether held-out prompts are answered before this iteration; the end of the run always is validated."""
+    if config.validation.data is None:
+        return False
+    if iteration == 0:
+        return config.validation.before_train
+    return config.validation.every > 0 and iteration % config.validation.every == 0
+
+
+VALIDATE = RowsStage(
+    name="validate",
+    label="valid",
+    config=ValidateConfig,
+    exists=exists,
+    writes=WRITES,
+    compute=validate,
+    summary=ValidateSummary,
+    metrics=validation_metrics,
+    count=shards_of,
+    outside=("validation", "reward", "tokenizer", "environment"),
+    role="rollout",
+)

@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
-from infra.workers.worker import Context
+from infra.workers.calls import Context, ShardOutput, ShardSummary
 from rlhf.batch import TrajectoryBatch
+from rlhf.config import Model, RunConfig
 from rlhf.schema import TRAJECTORY
-from tasks.spec import StageSpec
-from tasks.stage import rows
+from rlhf.stage_config import StageConfig, key
+from tasks.stage import RowsStage
 
-SPEC = StageSpec(
+
+class ValuesConfig(StageConfig):
+    dtype: str = key("model.dtype")
+    critic_model: Model | None = key("critic.model")
+    micro_batch_tokens: int = key("critic.micro_batch_tokens", operational=True)
+
+
+def values(context: Context[ValuesConfig]) -> ShardOutput[ShardSummary]:
+    batch = context.batch
+    outputs = context.engine.infer(
+        batch, ("values",), temperature=1.0, micro_batch_tokens=context.config.micro_batch_tokens
+    )
+    columns = {"trajectory_id": batch.array("trajectory_id"), "values": outputs["values"]}
+    return ShardOutput(TrajectoryBatch.of(columns), ShardSummary())
+
+
+def exists(config: RunConfig) -> bool:
+    return config.train.updates and config.needs_critic
+
+
+VALUES = RowsStage(
     name="values",
+    label="value",
+    config=ValuesConfig,
+    exists=exists,
     reads={"generate": ("prompt_ids", "response_ids"), "select": ()},
     writes=TRAJECTORY.of("values"),
-    config_keys=("model.dtype", "critic.model"),
-    operational_keys=("critic.micro_batch_tokens",),
+    compute=values,
+    summary=ShardSummary,
     role="critic",
 )
-
-
-@rows(SPEC)
-def values(context: Context) -> TrajectoryBatch:
-    batch = context.batch
-    found = context.engine.infer(
-        batch, ("values",), temperature=1.0, micro_batch_tokens=context.config.critic.micro_batch_tokens
-    )
-    return TrajectoryBatch.of({"trajectory_id": batch.array("trajectory_id"), "values": found["values"]})

@@ -137,7 +137,7 @@ class RayGroup:
 
     def submit(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> Answer[R]:
         """Ask all processes, which answer in the order in which they are asked."""
-        call = partial(method, *args, **kwargs)  # type: ignore[call-arg]  # the worker comes first, over there
+        call = partial(method, *args, **kwargs)  # type: ignore[arg-type]  # the worker comes first, over there
         with self._lock:  # or two threads could ask two ranks in different orders, which then wait for each other
             actors = self._ready()
             return Answer(self, method, actors, [_asked(actor, self.epoch, call) for actor in actors])

@@ -2,7 +2,7 @@
 
 from rlhf.config.fitting import FitConfig, RewardTraining, SFTConfig
 from rlhf.config.reading import differences, keys, models_in, overridden, read_yaml, validated, yaml_text
-from rlhf.config.run import STAGES, RunConfig, load_config, parse_config, stored_config
+from rlhf.config.run import RunConfig, load_config, parse_config, stored_config
 from rlhf.config.sections import (
     Actor,
     Checkpoint,
@@ -12,6 +12,7 @@ from rlhf.config.sections import (
     LRSchedule,
     Model,
     Pool,
+    Reference,
     Reward,
     RewardModel,
     Run,
@@ -20,7 +21,6 @@ from rlhf.config.sections import (
 )
 
 __all__ = [
-    "STAGES",
     "Actor",
     "Checkpoint",
     "Data",
@@ -30,6 +30,7 @@ __all__ = [
     "LoRA",
     "Model",
     "Pool",
+    "Reference",
     "Reward",
     "RewardModel",
     "RewardTraining",

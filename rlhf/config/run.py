@@ -31,21 +31,6 @@ from rlhf.config.sections import (
     Validation,
 )
 
-STAGES = (
-    "generate",
-    "reward_model",
-    "score",
-    "select",
-    "greedy_baseline",
-    "old_log_probs",
-    "ref_log_probs",
-    "values",
-    "advantages",
-    "update_critic",
-    "update_actor",
-)
-"""Every stage that an iteration may have, in order."""
-
 ANYTHING_FITS = "anything fits"
 """Validation context in which impossible combinations are not refused."""
 
@@ -173,33 +158,6 @@ class RunConfig(Section):
     def selects(self) -> bool:
         """Whether more may be generated than is learned from."""
         return self.algorithm.dynamic_sampling is not None or self.reward.on_error == "drop"
-
-    @property
-    def stages(self) -> tuple[str, ...]:
-        """The stages that every iteration has, in order; validations come besides."""
-        optional = {
-            "reward_model": self.reward.model is not None,
-            "select": self.selects,
-            "greedy_baseline": self.needs_greedy_scores,
-            "old_log_probs": self.needs_old_log_probs,
-            "ref_log_probs": self.needs_reference,
-            "values": self.needs_critic,
-            "update_critic": self.needs_critic,
-        }
-        names = STAGES if self.train.updates else ("generate", "reward_model", "score", "update_actor")
-        return tuple(name for name in names if optional.get(name, True))
-
-    def validates_before(self, iteration: int) -> bool:
-        """Whether held-out prompts are answered before this iteration; the end of the run always is validated."""
-        if self.validation.data is None:
-            return False
-        if iteration == 0:
-            return self.validation.before_train
-        return self.validation.every > 0 and iteration % self.validation.every == 0
-
-    def warms_up(self, iteration: int) -> bool:
-        """Whether only the critic learns in this iteration."""
-        return self.needs_critic and self.critic is not None and iteration < self.critic.warmup_iterations
 
     @model_validator(mode="after")
     def _combinations(self, info: ValidationInfo) -> Self:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-    from rlhf.engines.base import TrainEngine
+    from rlhf.engines.base import InferenceEngine
 
 AT_ONCE = 64
 """Requests that a server is asked at the same time."""
@@ -193,7 +193,7 @@ APIS: dict[str, Callable[[PreTrainedTokenizerBase | None], Api]] = {
 PROBE_TOKENS = 32
 
 
-def check_log_probs(rollout: ServerRollout, actor: TrainEngine, prompt_ids: Sequence[int], sampling: Sampling) -> None:
+def check_log_probs(rollout: ServerRollout, actor: InferenceEngine, prompt_ids: Sequence[int], sampling: Sampling) -> None:
     """Ask every server for one answer, and compare its log-probs with the trainer's.
 
     Training needs the log-probs of the temperature-scaled logits before `top_p`. Which ones a server gives is decided
@@ -235,7 +235,7 @@ SAME_MODEL = 0.5
 """Nats by which log-probs of the same model may differ on average: bfloat16 and quantized weights stay far below."""
 
 
-def _log_probs(actor: TrainEngine, batch: TrajectoryBatch, temperature: float) -> np.ndarray:
+def _log_probs(actor: InferenceEngine, batch: TrajectoryBatch, temperature: float) -> np.ndarray:
     tokens = sum(int(batch.lengths(name).sum()) for name in batch.columns)
     found = actor.infer(batch, ("log_probs",), temperature=temperature, micro_batch_tokens=tokens)
     return np.asarray(found["log_probs"].flatten().to_numpy(zero_copy_only=False))

@@ -12,14 +12,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from numbers import Real
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import Any, get_type_hints
 
 from rlhf.errors import NotFinite, RatchetError, UserError, raised
 from rlhf.named import load_named, source_of
-
-if TYPE_CHECKING:
-    from rlhf.config import RunConfig
-    from rlhf.config_view import ConfigView
 
 RewardFunction = Callable[..., float | dict[str, float]]
 
@@ -47,11 +43,15 @@ class Score:
     """Why there is none: then it is 0."""
 
 
-def solved_score(config: RunConfig | ConfigView) -> float | None:
-    """The score from which on an answer is solved (`validation.solved_score`); None where scores do not mean that."""
-    chosen: float | None = config.validation.solved_score
-    alone = config.reward.model is None and config.rollout.environment is None
-    return 1.0 if chosen is None and alone and config.reward.function in COMPARING else chosen
+def solved_score(chosen: float | None, function: str | Mapping[str, float] | None, *, alone: bool) -> float | None:
+    """The score from which on an answer is solved; None where scores do not mean that.
+
+    Args:
+        chosen: `validation.solved_score`.
+        function: `reward.function`.
+        alone: whether the function alone makes the score: no reward model and no environment has a part in it.
+    """
+    return 1.0 if chosen is None and alone and function in COMPARING else chosen
 
 
 def load_reward(name: str) -> RewardFunction:

@@ -1,10 +1,10 @@
-"""borrow: the generations of another run stand for this one's; nothing is generated, and nothing is copied."""
+"""reuse_rollouts: the generations of another run stand for this one's; nothing is generated, and nothing is copied."""
 
 from __future__ import annotations
 
 from infra.driver import Driver
 from infra.forks import name_of
-from infra.lanes import Output
+from infra.executors import StageHandle
 from infra.progress import report
 from infra.records import Stage, seen_from_fork
 from infra.runs import open_run
@@ -12,10 +12,10 @@ from rlhf.errors import UserError
 from tasks.recording import recorded_task
 
 
-@recorded_task("borrow")
-def borrow(iteration: int) -> Output:
+@recorded_task("reuse_rollouts")
+def reuse_rollouts(driver: Driver, iteration: int) -> StageHandle:
     """Commit what the run at `data.generations` generated in this iteration as this run's own."""
-    store, source = Driver.current().store, Driver.current().config.data.generations
+    store, source = driver.store, driver.config.data.generations
     assert source is not None
     committed = store.committed_stage(iteration, "generate")
     if committed is None:
@@ -31,4 +31,4 @@ def borrow(iteration: int) -> Output:
     manifest = store.manifest(committed)
     shards = len(manifest.shards)
     report("stage", iteration=iteration, stage="generate", done=shards, total=shards, metrics=None)
-    return Output.of(manifest)
+    return StageHandle.of(manifest)
