@@ -14,8 +14,8 @@ from functools import cache, cached_property
 from typing import Any, Literal
 
 from infra.claims import begin, claim, code_digest, package_versions, run_url
-from infra.heartbeat import beating
 from infra.executors import Executors, StageHandle
+from infra.heartbeat import beating
 from infra.objects import Objects, StoreUnavailable
 from infra.progress import report
 from infra.records import RunState, Weights
@@ -266,9 +266,7 @@ def _check_packages(config: RunConfig) -> None:
             raise UserError(f'{key} needs the package {package}: pip install "ratchet-rlhf[{extra}]"')
 
 
-def _open(
-    config: RunConfig, dependencies: Dependencies, take_over: bool, check: Callable[[Driver], None]
-) -> Driver:
+def _open(config: RunConfig, dependencies: Dependencies, take_over: bool, check: Callable[[Driver], None]) -> Driver:
     """Check everything that a user may have got wrong, then claim. No model is loaded yet."""
     store = RunStore(Objects(run_url(config.run.store, config.run.name)))
     driver = Driver(config, store)

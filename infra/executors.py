@@ -132,7 +132,9 @@ class Executors:
         self._closing = threading.Event()
         self._context = copy_context()
 
-    def start(self, executor: str, stage: str, run: Callable[[StageHandle], Manifest | None], ahead: bool = False) -> StageHandle:
+    def start(
+        self, executor: str, stage: str, run: Callable[[StageHandle], Manifest | None], ahead: bool = False
+    ) -> StageHandle:
         """Start a stage as soon as its executor has ended those before it. `run` may show what it has committed.
 
         One that runs `ahead` is not waited for until it is adopted, and outlives the flow that starts it.

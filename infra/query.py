@@ -59,7 +59,9 @@ def connect(run: Run) -> duckdb.DuckDBPyConnection:
     connection = isolated()
     states = [run.store.iteration_state(iteration) for iteration in range(run.state.iteration + 1)]
     columns: dict[str, list[str]] = {}
-    for stage in dict.fromkeys((*TRAJECTORY.stages, *(name for state in states for name in (*state.shards, *state.stages)))):
+    for stage in dict.fromkeys(
+        (*TRAJECTORY.stages, *(name for state in states for name in (*state.shards, *state.stages)))
+    ):
         files = [(number, ref) for number, state in enumerate(states) for ref in run.store.shards_of(state, stage)]
         if files:
             rows = _dataset(run, stage, files)

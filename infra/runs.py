@@ -82,7 +82,9 @@ class Run:
                 state = self.store.iteration_state(iteration)
                 by_stage = {stage: self.store.columns_of(state, stage) for stage in self._row_stages(state)}
                 known |= dict.fromkeys(name for names in by_stage.values() for name in names)
-                frames.append(self._iteration(state, by_stage, list(known) if columns is None else columns, columns is None))
+                frames.append(
+                    self._iteration(state, by_stage, list(known) if columns is None else columns, columns is None)
+                )
             except Corrupt as damage:
                 damaged(damage)
         if unknown := [name for name in columns or () if name not in known]:

@@ -71,7 +71,7 @@ class StageConfig(BaseModel):
     @classmethod
     def values(cls, config: RunConfig) -> dict[str, JsonValue]:
         """The values in JSON, by dotted key; where a section is null, that it is."""
-        paths = (_there(config, path) for path in cls.keys())
+        paths = [_there(config, path) for path in cls.keys()]  # noqa: SIM118  (it is no dictionary)
         return {path: _json(_value(config, path)) for path in paths}
 
     @classmethod
@@ -132,7 +132,7 @@ def _there(config: RunConfig, path: str) -> str:
 def _section_class(path: str) -> type[BaseModel]:
     """The class of a section of the config, null or not."""
     model: type[BaseModel] = RunConfig
-    for part in path.split("."):
+    for part in filter(None, path.split(".")):
         annotation = model.model_fields[part].annotation
         options = (annotation, *get_args(annotation))
         model = next(each for each in options if isinstance(each, type) and issubclass(each, BaseModel))

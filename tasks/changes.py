@@ -67,7 +67,11 @@ def input_changes(manifest: Manifest, config: RunConfig) -> list[str]:
 
 def _outside_changes(driver: Driver, stage: Stage, then: Mapping[str, Any]) -> list[str]:
     before_and_after = ((what, then.get(what), driver.digest(what)) for what in stage.outside)
-    return [f"{what}: {before or 'none'} -> {after or 'none'}" for what, before, after in before_and_after if before != after]
+    return [
+        f"{what}: {before or 'none'} -> {after or 'none'}"
+        for what, before, after in before_and_after
+        if before != after
+    ]
 
 
 def _of_inputs(then: set[str], now: set[str]) -> list[str]:

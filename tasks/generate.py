@@ -131,9 +131,7 @@ def respond(
     version of the policy that drew each of their tokens."""
     tokenizer = context.resources.tokenizer
 
-    def write(
-        requests: Sequence[Request], sampling: Sampling
-    ) -> tuple[list[Generation], list[list[int]]]:
+    def write(requests: Sequence[Request], sampling: Sampling) -> tuple[list[Generation], list[list[int]]]:
         return context.generate(requests, sampling, piece_tokens)
 
     requests: list[Request] = []

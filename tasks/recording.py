@@ -119,9 +119,7 @@ def recorded_task(name: str, run_name: str | None = None) -> Callable[[Callable[
             )
             return tries(function, *args, **kwargs)
 
-        as_task = task(name=name, task_run_name=named, persist_result=False, cache_policy=NO_CACHE)(
-            noted(tried)
-        )
+        as_task = task(name=name, task_run_name=named, persist_result=False, cache_policy=NO_CACHE)(noted(tried))
 
         @wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:

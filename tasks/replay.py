@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from infra.driver import Driver
-from infra.forks import state_before
 from infra.executors import StageHandle
+from infra.forks import state_before
 from infra.manifest import Manifest
 from infra.progress import report
 from infra.records import Skip
@@ -64,7 +64,9 @@ def replay(run: Run, iteration: int) -> Iterator[Replayed]:
             yield Replayed(stage.name, was == now, difference + _of_older_code(difference, stage, manifest))
             continue
         for number, shard in enumerate(manifest.shards):
-            report("stage", iteration=iteration, stage=stage.name, done=number, total=len(manifest.shards), metrics=None)
+            report(
+                "stage", iteration=iteration, stage=stage.name, done=number, total=len(manifest.shards), metrics=None
+            )
             call = call_of(driver, stage, iteration, inputs, shard=number, config=config, began=began)
             rows = RowsCall(call, stage.compute, stage.writes)
             output, _ = on_worker(driver, call, lambda group, asked=rows: group.call(Worker.computed, asked))  # type: ignore[misc]
@@ -76,7 +78,9 @@ def replay(run: Run, iteration: int) -> Iterator[Replayed]:
 
 def _of_older_code(difference: str, stage: Stage, manifest: Manifest) -> str:
     then = manifest.fingerprint.parts.get("version")
-    return f" (of an older release: version {then}, now {stage.version})" if difference and then != stage.version else ""
+    return (
+        f" (of an older release: version {then}, now {stage.version})" if difference and then != stage.version else ""
+    )
 
 
 def first_difference(committed: pa.Table, now: pa.Table) -> str:

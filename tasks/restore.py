@@ -12,8 +12,8 @@ from infra.log import Corrupt
 from infra.manifest import Manifest
 from infra.progress import report
 from infra.records import Diverged, Skip, Stage, Weights
+from infra.workers.calls import C, Call, UpdateCall, Updated
 from infra.workers.groups import WorkerGroup
-from infra.workers.calls import C, Call, Updated, UpdateCall
 from infra.workers.worker import WEIGHTS_OF, Worker
 from rlhf.errors import NotFinite
 from tasks.pipeline import update_of

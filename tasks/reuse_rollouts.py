@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from infra.driver import Driver
-from infra.forks import name_of
 from infra.executors import StageHandle
+from infra.forks import name_of
 from infra.progress import report
 from infra.records import Stage, seen_from_fork
 from infra.runs import open_run

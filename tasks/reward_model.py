@@ -31,9 +31,7 @@ def reward_model(context: Context[RewardModelConfig]) -> ShardOutput[ShardSummar
     return ShardOutput(TrajectoryBatch.of(columns), ShardSummary())
 
 
-def model_scores(
-    context: Context[C], config: RewardModelConfig, batch: TrajectoryBatch
-) -> dict[str, list[Any]]:
+def model_scores(context: Context[C], config: RewardModelConfig, batch: TrajectoryBatch) -> dict[str, list[Any]]:
     """The columns of `reward_model` for the responses of a batch."""
     engine = context.engines.reward_model()
     if batch.array("messages").null_count:

@@ -241,9 +241,7 @@ def _until(driver: Driver, stage: RowsStage[C, S], iteration: int) -> Callable[[
 # Updates.
 
 
-def _run_update(
-    driver: Driver, stage: UpdateStage[C], iteration: int, inputs: Handles
-) -> tuple[Manifest | None, bool]:
+def _run_update(driver: Driver, stage: UpdateStage[C], iteration: int, inputs: Handles) -> tuple[Manifest | None, bool]:
     store = driver.store
     committed = store.committed_stage(iteration, stage.name)
     if isinstance(committed, Skip):

@@ -91,9 +91,7 @@ def scores(
         weight = config.model_weight
         names = TRAJECTORY.names("reward_model")
         given = {name: batch.list(name) for name in names} if model is None else model_scores(context, model, batch)
-        for row, (model_score, steps) in enumerate(
-            zip(given["model_score"], given["model_token_scores"], strict=True)
-        ):
+        for row, (model_score, steps) in enumerate(zip(given["model_score"], given["model_token_scores"], strict=True)):
             more[row]["model"] = model_score
             if steps is not None:
                 factor = weight if rewards[row].error is None else 0
@@ -105,9 +103,7 @@ def scores(
         if others:
             rule = {} if config.function is None else {"rule": reward.score}
             total = reward.score + weight * others.get("model", 0.0) + others.get("environment", 0.0)
-            rewards[row] = Score(
-                total if reward.error is None else 0.0, reward.parts | rule | others, reward.error
-            )
+            rewards[row] = Score(total if reward.error is None else 0.0, reward.parts | rule | others, reward.error)
     return {
         "score": [reward.score for reward in rewards],
         "reward_parts": [list(reward.parts.items()) for reward in rewards],

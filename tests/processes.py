@@ -274,7 +274,7 @@ def _count(counts: Path) -> None:
     def updated(self: Any, batch: Any, *_: Any) -> tuple[Any, ...]:
         return of("update_critic" if self.head == "value" else "update_actor", batch)
 
-    after(Worker, "rows", lambda self, call, compute: (call.stage, call.iteration, call.shard))
+    after(Worker, "rows", lambda self, asked: (asked.call.stage, asked.call.iteration, asked.call.shard))
     after(HFRollout, "generate", lambda self, requests, _: ("generate", place(requests[0].trajectory_id), -1))
     after(TorchEngine, "infer", inferred)
     after(TorchEngine, "update", updated)

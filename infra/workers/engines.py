@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
 
 from rlhf.config import RunConfig
-from rlhf.engines import ranks
 from rlhf.models import load_actor, load_critic, load_reward_model, load_tokenizer
 
 if TYPE_CHECKING:

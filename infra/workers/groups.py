@@ -31,9 +31,7 @@ class WorkerGroup(Protocol):
 
     def call(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> R: ...
 
-    def submit(
-        self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs
-    ) -> Pending[R]: ...
+    def submit(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]: ...
 
 
 class Groups:

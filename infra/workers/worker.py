@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from infra.log import Fenced
 from infra.manifest import Checkpoint, File
-from infra.records import ObjectRef, Weights
+from infra.records import ObjectRef, ShardRef, Weights
 from infra.store import RunStore
 from infra.workers.calls import (
     C,

@@ -193,7 +193,9 @@ APIS: dict[str, Callable[[PreTrainedTokenizerBase | None], Api]] = {
 PROBE_TOKENS = 32
 
 
-def check_log_probs(rollout: ServerRollout, actor: InferenceEngine, prompt_ids: Sequence[int], sampling: Sampling) -> None:
+def check_log_probs(
+    rollout: ServerRollout, actor: InferenceEngine, prompt_ids: Sequence[int], sampling: Sampling
+) -> None:
     """Ask every server for one answer, and compare its log-probs with the trainer's.
 
     Training needs the log-probs of the temperature-scaled logits before `top_p`. Which ones a server gives is decided

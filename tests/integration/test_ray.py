@@ -22,7 +22,7 @@ from infra.records import Weights
 from infra.workers.ray_group import RayGroup
 from infra.workers.worker import Call
 from rlhf.config import RunConfig
-from rlhf.config_view import ConfigView
+from rlhf.stage_config import StageConfig
 from tests import tiny
 from tests.history import History
 from tests.processes import Child, Fault, Processes
@@ -185,21 +185,21 @@ def test_a_group_whose_ranks_part_begins_anew(runs: Runs, tmp_path: Path) -> Non
     import ray
 
     config = runs.config("parts")
-    call = Call(1, "generate", 0, 0, 0, ConfigView(config, ()), inputs=())
+    asked = RowsCall(Call(1, "generate", 0, StageConfig()), one_rank_fails, ())
     group = RayGroup(config, f"file://{tmp_path}/runs/parts", "train", threads=1, identity="")
     group.epoch = 1
     weights = Weights(version=0, digest="first")
     try:
-        group.call("load", "actor", weights, None)
-        assert group.call("holds", "actor", weights)
+        group.call(Worker.load, "actor", weights, None)
+        assert group.call(Worker.has_weights, "actor", weights)
         with pytest.raises(StoreUnavailable, match="rank 1"):
-            group.call("rows", call, one_rank_fails)
-        assert not group.call("holds", "actor", weights), "new processes hold nothing"
+            group.call(Worker.rows, asked)
+        assert not group.call(Worker.has_weights, "actor", weights), "new processes hold nothing"
         group.epoch = 3
-        group.call("load", "actor", weights, None)
+        group.call(Worker.load, "actor", weights, None)
         group.epoch = 2
         with pytest.raises(Fenced, match="serves epoch 3"):
-            group.call("holds", "actor", weights)
+            group.call(Worker.has_weights, "actor", weights)
     finally:
         group.end()
         ray.shutdown()

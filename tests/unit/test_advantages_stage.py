@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 from infra.progress import listening
-from infra.workers.worker import Call, Context
+from infra.workers.calls import Call, Context
+from infra.workers.engines import Engines
+from infra.workers.resources import Resources
 from rlhf.batch import TrajectoryBatch
 from rlhf.config import parse_config
 from rlhf.errors import UserError
-from tasks.advantages import SPEC, advantages
+from tasks.advantages import AdvantagesConfig, advantages
 
 COLUMNS: dict[str, Any] = {
     "trajectory_id": ["it000000-p00000-s00", "it000000-p00000-s01"],
@@ -42,9 +44,11 @@ def computed(
         "critic": {"mini_batch_trajectories": 2},
         "algorithm": {"advantage": "dr_grpo"} | algorithm,
     }
-    call = Call(0, "advantages", 0, 0, 0, SPEC.view(parse_config(tree, "here")), (), controllers=controllers or {})
-    context = Context(call, TrajectoryBatch.of(COLUMNS | columns), worker=None)  # type: ignore[arg-type]
-    return advantages.compute(context).table.to_pydict(), context.outputs
+    config = parse_config(tree, "here")
+    call = Call(0, "advantages", 0, AdvantagesConfig.of(config), controllers=controllers or {})
+    batch = TrajectoryBatch.of(COLUMNS | columns)
+    output = advantages(Context(call, batch, Engines(config, ()), Resources(config)))
+    return output.batch.table.to_pydict(), output.summary.model_dump()
 
 
 def test_the_score_stands_at_the_last_token_that_the_model_wrote() -> None:

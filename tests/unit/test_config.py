@@ -17,7 +17,6 @@ from pydantic import ValidationError
 from rlhf.algorithms import GRPO, KLPenalty
 from rlhf.config import RunConfig, keys, load_config, parse_config, stored_config, yaml_text
 from rlhf.config.older import changed_since
-from rlhf.config_view import ConfigView
 from rlhf.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -205,29 +204,6 @@ def test_which_stages_exist() -> None:
     assert (sampling.selects, sampling.most_prompts) == (True, 200)
     assert (config.selects, config.most_prompts) == (False, 64)
 
-    warm = config.with_values({"critic.warmup_iterations": 2})
-    assert [warm.warms_up(iteration) for iteration in range(4)] == [True, True, False, False]
-    assert not any(config.validates_before(iteration) for iteration in range(4))
-    ends = config.with_values({"validation.data": "held-out.parquet"})
-    assert [ends.validates_before(iteration) for iteration in range(4)] == [True, False, False, False]
-    often = ends.with_values({"validation.every": 2})
-    assert [often.validates_before(iteration) for iteration in range(4)] == [True, False, True, False]
-
-
-def test_a_view_gives_the_declared_keys_and_no_other() -> None:
-    config = parse_config(MINIMAL, "here")
-    view = ConfigView(config, ("rollout.n", "algorithm.kl", "actor.lr"))
-    assert view.rollout.n == 4
-    assert view.algorithm.kl.loss_estimator == "k3"
-    assert view.values() == {
-        "rollout.n": 4,
-        "algorithm.kl": config.algorithm.kl.model_dump(mode="json"),
-        "actor.lr": 1e-6,
-    }
-    for key in ("rollout.temperature", "algorithm.advantage", "run", "actor.lr_schedule", "trajectories_per_iteration"):
-        with pytest.raises(AttributeError, match=f"config key {key} is read here"):
-            _read(view, key)
-
 
 def _read(view: Any, key: str) -> Any:
     for part in key.split("."):
@@ -256,7 +232,7 @@ def test_examples_are_valid(path: Path) -> None:
 
 def test_reading_a_config_imports_nothing_heavy(file: Path) -> None:
     code = (
-        "import sys, rlhf.algorithms, rlhf.config, rlhf.config_view\n"
+        "import sys, rlhf.algorithms, rlhf.config, rlhf.stage_config\n"
         f"rlhf.config.load_config({str(file)!r}, ['algorithm.advantage={{type: grpo}}'])\n"
         "heavy = {'torch', 'transformers', 'prefect', 'pyarrow', 'pandas', 'vllm', 'ray', 'deepspeed'}\n"
         "sys.exit(', '.join(heavy & sys.modules.keys()) or 0)"
@@ -288,56 +264,6 @@ def test_a_part_of_a_config_need_not_fit_the_rest() -> None:
     with pytest.raises(UserError, match="egpo needs the entropy"):
         config.with_values(then)
     assert config.as_committed({"critic": None}).value("critic.model") is None
-
-
-ALL = (*RunConfig.model_fields,)
-
-
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_what_is_chosen_tells_configs_apart(path: Path) -> None:
-    """A fingerprint holds what is chosen: two configs choose the same if, and only if, they are the same."""
-    config = load_config(path)
-    others = [load_config(other) for other in EXAMPLES]
-    others += [config.as_committed({key: value}) for key, value in SINGLE_CHANGES]
-    chosen = [ConfigView(other, ALL).chosen(ALL) for other in others]
-    for number, other in enumerate(others):
-        for before in range(number):
-            assert (chosen[number] == chosen[before]) == (other == others[before])
-
-
-SINGLE_CHANGES: list[tuple[str, Any]] = [
-    ("actor.lr", 0.25),
-    ("actor.lr_schedule.warmup_iterations", 7),
-    ("actor.lr_schedule", {"type": "linear", "decay_iterations": 10}),
-    ("actor.lr_schedule", {"type": "cosine", "decay_iterations": 10}),
-    ("actor.lr_schedule", {"type": "constant", "decay_iterations": 10}),
-    ("actor.grad_clip", None),
-    ("critic", None),
-    ("critic.model", {"path": "another"}),
-    ("reference.model", {"path": "another"}),
-    ("data.train", ["another"]),
-    ("rollout.top_p", 0.75),
-    ("algorithm.loss", {"type": "gspo"}),
-    ("algorithm.loss", {"type": "ppo"}),
-    ("algorithm.advantage", {"type": "grpo"}),
-    ("algorithm.advantage", {"type": "gae", "lam": 0.5}),
-    ("algorithm.rollout_correction", {}),
-    ("algorithm.rollout_correction", {"weights": {}}),
-    ("algorithm.rollout_correction", {"weights": {"level": "sequence"}}),
-    ("algorithm.dynamic_sampling", {"max_prompts": 4096}),
-    ("algorithm.overlong_penalty", {"buffer_tokens": 3}),
-    ("algorithm.kl.controller", {"type": "adaptive", "target": 1.0, "horizon": 10}),
-]
-
-
-def test_a_key_at_its_default_is_not_chosen() -> None:
-    """So a key that a later release adds leaves what is committed alone."""
-    config = parse_config(MINIMAL, "here")
-    assert ConfigView(config, ALL).chosen(ALL) == {"model.path": "somewhere", "data.train": ["prompts.parquet"]}
-    changed = config.with_values({"actor.lr": 0.5, "algorithm.rollout_correction": {"weights": {}}})
-    chosen = ConfigView(changed, ("actor.lr", "algorithm")).chosen(("actor.lr", "algorithm"))
-    assert chosen["actor.lr"] == 0.5
-    assert chosen["algorithm.rollout_correction"] == "RolloutCorrection"
 
 
 def test_what_older_releases_stored_is_read_in_todays_keys() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from infra.executors import InputLost, Executors, StageHandle
+from infra.executors import Executors, InputLost, StageHandle
 from infra.manifest import Fingerprint, Manifest
 from infra.records import Ahead, Claim, Close, ObjectRef, RunState, Shard, ShardRef, Stage, Weights
 from rlhf.errors import NotFinite, RatchetError

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 
-from infra.workers.worker import Call, Context
+from infra.workers.calls import Call, Context
+from infra.workers.engines import Engines
+from infra.workers.resources import Resources
 from rlhf.batch import TrajectoryBatch
 from rlhf.config import parse_config
 from rlhf.engines.base import Schedule
-from tasks import update_actor
 from tasks.optimizer_steps import optimizer_steps
+from tasks.update_actor import UpdateActorConfig
 
 
 def schedule(masks: list[list[int]], iteration: int = 0, skipped: int = 0, **actor: Any) -> Schedule:
@@ -21,10 +23,11 @@ def schedule(masks: list[list[int]], iteration: int = 0, skipped: int = 0, **act
         "data": {"train": "prompts", "prompts_per_iteration": 16},
         "actor": {"mini_batch_trajectories": 16, **actor},
     }
-    view = update_actor.SPEC.view(parse_config(tree, "here"))
-    call = Call(0, "update_actor", iteration, 0, 0, view, ())
-    context = Context(call, TrajectoryBatch.of({"loss_mask": masks}), worker=None)  # type: ignore[arg-type]
-    return optimizer_steps(context, view.actor, temperature=1.0, skipped=skipped)
+    config = parse_config(tree, "here")
+    seen = UpdateActorConfig.of(config)
+    call = Call(0, "update_actor", iteration, seen)
+    context = Context(call, TrajectoryBatch.of({"loss_mask": masks}), Engines(config, ()), Resources(config))
+    return optimizer_steps(context, seen.trainer, seen.seed, temperature=1.0, skipped=skipped)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ from infra.log import Fenced
 from infra.objects import Objects
 from infra.records import Weights
 from infra.store import RunStore
-from infra.workers.worker import Call, Context, Stale, Worker
-from rlhf.config_view import ConfigView
+from infra.workers.calls import Call, Context, RowsCall, ShardOutput, ShardSummary, UpdateCall
+from infra.workers.engines import Engines
+from infra.workers.worker import Worker, WrongPolicyVersion
+from rlhf.stage_config import StageConfig
 from tests import tiny
 
 BEFORE = Weights(version=3, digest="3 steps")
@@ -30,65 +33,78 @@ class Counting:
 
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Worker:
-    monkeypatch.setattr(Worker, "_build", lambda self, role: Counting())
+    monkeypatch.setattr(Engines, "_build", lambda self, role: Counting())
     worker = Worker(tiny.config(tmp_path), RunStore(Objects(f"file://{tmp_path}")))
-    worker.pass_through("actor", BEFORE)
+    worker.mark_as_version("actor", BEFORE)
     return worker
 
 
-def call(epoch: int = 1, weights: Weights = BEFORE) -> Call:
-    view = ConfigView(tiny.config(Path("/nowhere")), ())
-    return Call(epoch, "update_actor", 3, 0, 0, view, (), role="actor", weights=weights)
+Update = Callable[[Context[StageConfig]], dict[str, float]]
 
 
-def step(context: Context) -> dict[str, float]:
-    context.engine.steps += 1
+def call(epoch: int = 1, weights: Weights = BEFORE) -> Call[StageConfig]:
+    return Call(epoch, "update_actor", 3, StageConfig(), role="actor", weights=weights)
+
+
+def step(context: Context[StageConfig]) -> dict[str, float]:
+    context.trainer.steps += 1  # type: ignore[attr-defined]
     return {}
 
 
+def nothing(context: Context[StageConfig]) -> ShardOutput[ShardSummary]:
+    return ShardOutput(context.batch, ShardSummary())
+
+
 def test_an_update_is_applied_once(worker: Worker) -> None:
-    first = worker.update(call(), step)
+    first = worker.update(UpdateCall(call(), step))
     assert first.weights == AFTER
-    assert worker.update(call(), step) is first
-    assert worker.engine("actor").steps == 4
-    assert worker.holds("actor", AFTER)
+    assert worker.update(UpdateCall(call(), step)) is first
+    assert worker.engines.model("actor").steps == 4
+    assert worker.has_weights("actor", AFTER)
 
 
 def test_a_worker_that_failed_in_the_middle_asks_to_be_restored(worker: Worker) -> None:
-    def fails(context: Context) -> dict[str, float]:
+    def fails(context: Context[StageConfig]) -> dict[str, float]:
         step(context)
         raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError):
-        worker.update(call(), fails)
-    for method in (worker.update, worker.rows):
-        with pytest.raises(Stale, match="actor"):
-            method(call(), step)  # type: ignore[operator]
+        worker.update(UpdateCall(call(), fails))
+    with pytest.raises(WrongPolicyVersion, match="actor"):
+        worker.update(UpdateCall(call(), step))
+    with pytest.raises(WrongPolicyVersion, match="actor"):
+        worker.rows(RowsCall(call(), nothing, ()))
     with pytest.raises(AssertionError, match="no state to save"):
         worker.begin_save("actor")
 
 
 def test_a_worker_with_other_weights_asks_to_be_restored(worker: Worker) -> None:
-    with pytest.raises(Stale, match="actor"):
-        worker.update(call(weights=Weights(version=3, digest="others")), step)
-    assert worker.engine("actor").steps == 3
+    with pytest.raises(WrongPolicyVersion, match="actor"):
+        worker.update(UpdateCall(call(weights=Weights(version=3, digest="others")), step))
+    assert worker.engines.model("actor").steps == 3
 
 
 def test_a_worker_serves_no_older_driver(worker: Worker) -> None:
-    worker.update(call(epoch=2), step)
+    worker.update(UpdateCall(call(epoch=2), step))
     with pytest.raises(Fenced, match="epoch 2"):
-        worker.update(call(epoch=1, weights=AFTER), step)
+        worker.update(UpdateCall(call(epoch=1, weights=AFTER), step))
 
 
 def test_what_shares_the_actors_tensors_is_built_anew_with_it(tmp_path: Path) -> None:
+    from rlhf.engines.hf_rollout import HFRollout
+    from rlhf.engines.model_engine import WithoutAdapters
+
     tiny.workspace(tmp_path)
     config = tiny.config(tmp_path, model__lora={"r": 2})
     worker = Worker(config, RunStore(Objects(f"file://{tmp_path}")))
     for _ in range(2):
         worker.load("actor", BEFORE, None)
-        actor = worker.engine("actor")
-        assert worker.engine("reference").actor is actor
-        assert worker.engine("rollout").model is actor.model
+        actor, reference = worker.engines.model("actor"), worker.engines.inference("reference")
+        assert isinstance(reference, WithoutAdapters)
+        assert reference.actor is actor
+        rollout = worker.engines.rollout()
+        assert isinstance(rollout, HFRollout)
+        assert rollout.model is actor.model
 
 
 def test_models_that_share_a_device_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,10 +128,17 @@ def test_models_that_share_a_device_take_turns(tmp_path: Path, monkeypatch: pyte
     ):
         there.clear()
         worker = Worker(tiny.config(tmp_path, **turns, **changes), RunStore(Objects(f"file://{tmp_path}")))
+        engines = worker.engines
         for _ in range(2):
             for role, owner in roles.items():
                 for learns in (False, True) if role == owner != "rollout" else (False,):
-                    worker.engine(role, learns=learns)
+                    if role == "rollout":
+                        engines.rollout()
+                    elif learns:
+                        engines.model(role, learns=True)
+                    else:
+                        engines.inference(role)
                     on = {number for number, (model, _) in there.items() if model}
-                    assert on == {id(worker.engine(owner, learns=learns))}, (role, changes)
                     assert [optimizer for model, optimizer in there.values() if model] == [learns]
+                    own = engines.rollout() if owner == "rollout" else engines.model(owner)
+                    assert on == {id(own)}, (role, changes)
