@@ -80,3 +80,18 @@ def test_a_store_that_is_away_for_a_moment_is_waited_for(
     child = processes.train(background, Fault("put", "checkpoints/actor/000001", "before", outage_s=2.0))
     assert child.wait() == 0, child.text
     assert History.of(background).results == uninterrupted[1].results
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_snapshot_is_deleted_when_the_record_that_retires_it_is_there(
+    in_background: bool, config: RunConfig, processes: Processes
+) -> None:
+    changed = config.with_values({"checkpoint.background": in_background})
+    killed = processes.train(changed, Fault("create", '{"kind":"retire"', "before"))
+    assert killed.wait() == -signal.SIGKILL
+    history = History.of(changed)
+    assert history.state.snapshots
+    for roles in history.state.snapshots.values():
+        for ref in roles.values():
+            files = history.run.store.checkpoint(ref).files.values()
+            assert all((history.folder / file.key).exists() for file in files)

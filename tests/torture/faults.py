@@ -291,9 +291,8 @@ def _damage(victim: Victim, damage: Callable[[bytes, int], bytes | None]) -> Non
     code = expect(victim.start(), *SAID)
     if code == 0 and not victim.kind.is_fit:
         expect(victim.cli("report", "run", "-o", victim.folder / "page.html"), *SAID)
-    if (
-        objects.get_if_there(key) == changed
-    ):  # the newest record, if it was lost, was never there: another has its place
+    # what no record names is swept; and in the place of the newest record, if it was lost, there may be another
+    if (key in committed or key.startswith("log/0")) and objects.get_if_there(key) == changed:
         objects.put(key, data)
     gone = {name for name in committed - set(objects.list("")) - {key} if not name.startswith("checkpoints/")}
     assert code == 0 or not gone, f"deleted by a driver that refused to go on: {sorted(gone)[:5]}"
