@@ -32,9 +32,10 @@ from infra.claims import claim
 from infra.objects import LocalBackend, Objects
 from infra.progress import listening
 from infra.runs import open_run
-from infra.store import ROW_STAGES, RunStore
+from infra.store import RunStore
 from rlhf.config import RunConfig
 from tasks.explain import explain
+from tasks.pipeline import STAGES
 from tasks.plan import fork_run
 from tests import tiny
 
@@ -84,7 +85,7 @@ def resume(config: RunConfig) -> float:
     started = time.perf_counter()
     store.log.read()
     claim(store, config, initial=store.state.initial)
-    store.sweep((*ROW_STAGES, "validate"))
+    store.sweep(stage.name for stage in STAGES)
     return 1e3 * (time.perf_counter() - started)
 
 

@@ -2,8 +2,9 @@
 
 An executor is a place that computes, and a thread of the driver that waits for it: the driver's own models, a pool, an
 engine in a process of its own, or just the host for what needs no model. The stages of one executor run one after the
-other, in the order in which they were started; those of different executors overlap, each going on as soon as a shard that
-it reads is committed. Since stages are started after what they read, executors never wait for each other in a circle.
+other, in the order in which they were started; those of different executors overlap, and each continues as soon as a
+shard that it reads is committed. Stages are started after what they read, so executors never wait for each other in a
+circle.
 """
 
 from __future__ import annotations

@@ -121,8 +121,8 @@ def _check_staleness(driver: Driver, iteration: int, begun: RunState | Ahead) ->
         if lacks > allowed:
             raise UserError(
                 f"generate of iteration {iteration} is committed with weights that will lack {lacks} updates, and "
-                f"rollout.mode {driver.config.rollout.mode} allows {allowed}: raise rollout.max_staleness again, or leave "
-                f"it behind with `ratchet fork {driver.config.run.name} --at {driver.state.iteration} --run NEW`"
+                f"rollout.mode {driver.config.rollout.mode} allows {allowed}: raise rollout.max_staleness again, or "
+                f"leave it behind with `ratchet fork {driver.config.run.name} --at {driver.state.iteration} --run NEW`"
             )
 
 

@@ -323,7 +323,7 @@ def test_a_store_that_became_read_only_is_not_asked_again(number: int) -> None:
 
 
 def claim(store: RunStore) -> None:
-    store.log.claim(Claim(config={}, code="", packages={}, threads=1, host="", shards=1, initial={}))
+    store.log.claim(Claim(config={}, code="", packages={}, threads=1, host="", initial={}))
 
 
 def test_a_store_that_is_a_link_to_nothing_is_refused(tmp_path: Path) -> None:

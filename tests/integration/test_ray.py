@@ -19,8 +19,9 @@ import yaml
 from infra.log import Fenced
 from infra.objects import StoreUnavailable
 from infra.records import Weights
+from infra.workers.calls import Call, RowsCall
 from infra.workers.ray_group import RayGroup
-from infra.workers.worker import Call
+from infra.workers.worker import Worker
 from rlhf.config import RunConfig
 from rlhf.stage_config import StageConfig
 from tests import tiny

@@ -21,15 +21,13 @@ from rlhf.errors import UserError
 from rlhf.schema import TRAJECTORY
 from tests import tiny
 
-COLUMNS = ("trajectory_id", *TRAJECTORY.of("generate"))
+COLUMNS = ("trajectory_id", *TRAJECTORY.names("generate"))
 
 
 def claimed(url: str) -> RunStore:
     store = RunStore.at(url)
     actor, config = Weights(version=0, digest="first"), tiny.config(Path("nowhere")).model_dump(mode="json")
-    store.log.claim(
-        Claim(config=config, code="", packages={}, threads=1, host="here", shards=2, initial={"actor": actor})
-    )
+    store.log.claim(Claim(config=config, code="", packages={}, threads=1, host="here", initial={"actor": actor}))
     store.sweep(["generate", "score"])
     return store
 

@@ -205,12 +205,6 @@ def test_which_stages_exist() -> None:
     assert (config.selects, config.most_prompts) == (False, 64)
 
 
-def _read(view: Any, key: str) -> Any:
-    for part in key.split("."):
-        view = getattr(view, part)
-    return view
-
-
 def test_every_key_is_documented_and_every_default_is_yaml() -> None:
     for key, kind, default, meaning in keys(RunConfig):
         assert meaning, key

@@ -180,5 +180,6 @@ def test_from_which_score_on_an_answer_is_solved_is_named_or_there_is_no_pass_at
         ({"function": "gsm8k"}, {"environment": "calculator"}, None),
     ):
         config = parse_config(tree | {"reward": reward, "rollout": rollout}, "here")
-        assert solved_score(config) == solved, reward
-        assert solved_score(config.with_values({"validation.solved_score": 0.25})) == 0.25
+        alone = config.reward.model is None and config.rollout.environment is None
+        assert solved_score(None, config.reward.function, alone=alone) == solved, reward
+        assert solved_score(0.25, config.reward.function, alone=alone) == 0.25

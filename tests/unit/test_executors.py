@@ -138,7 +138,7 @@ def test_what_runs_ahead_is_waited_for_when_its_turn_comes(executors: Executors)
 
 
 def claim(ahead: int = 2) -> Claim:
-    return Claim(config={}, code="c", packages={}, threads=1, host="h", shards=2, ahead=ahead, initial={})
+    return Claim(config={}, code="c", packages={}, threads=1, host="h", ahead=ahead, initial={})
 
 
 def test_what_is_ahead_becomes_what_is_open() -> None:

@@ -16,6 +16,7 @@ from rlhf.data.prompts import Messages, with_response
 from rlhf.engines.reward_engine import RewardEngine, step_ends, text_lengths
 from rlhf.errors import UserError
 from rlhf.models import load_critic, load_reward_model, load_scorer, load_tokenizer
+from tasks.pipeline import names_of
 from tests import tiny
 
 TEMPLATE = "{% for m in messages %}({{ m.role }}){{ m.content | trim }}<eos>{% endfor %}"
@@ -167,7 +168,7 @@ def test_the_sections_short_forms() -> None:
     assert alone.reward.function is None
     assert alone.reward.model is not None
     assert alone.reward.model.path == "judge"
-    assert "reward_model" in alone.stages
+    assert "reward_model" in names_of(alone)
     assert "reward" in alone.roles
     both = parse_config(tree | {"reward": {"model": "judge", "function": "gsm8k"}}, "here")
     assert both.reward.functions == {"gsm8k": 1.0}

@@ -42,7 +42,7 @@ from infra.records import (
     Weights,
     sha256_of,
 )
-from infra.store import MAX_ATTEMPTS, RunStore
+from infra.store import RunStore
 from tests.simulated import Clock, Fault, Killed, Memory, Simulated
 
 SHARDS = 2
@@ -63,6 +63,10 @@ FAULT_IN = {
 weathers = st.sampled_from(["calm", "breeze", "gale"])
 
 
+TRIES = 8
+"""Of a driver at a stage, before its process ends."""
+
+
 class Watched(RunStore):
     """A driver's store that notes what was tried, and what was acknowledged."""
 
@@ -79,9 +83,7 @@ class Watched(RunStore):
 
     def claim(self) -> None:
         weights = {"actor": Weights(version=0, digest="first")}
-        self.log.claim(
-            Claim(config={}, code=self.name, packages={}, threads=1, host="h", shards=SHARDS, initial=weights)
-        )
+        self.log.claim(Claim(config={}, code=self.name, packages={}, threads=1, host="h", initial=weights))
         self.sweep(["generate"])
 
 
@@ -186,7 +188,7 @@ class Drivers(RuleBasedStateMachine):
     def next_stage(self, store: Watched) -> None:
         done = set(store.state.stages)
         due = "close" if "update" in done else "update" if "generate" in done else "generate"
-        if store._attempts.get((store.state.iteration, due), -1) + 1 == MAX_ATTEMPTS:
+        if store._attempts.get((store.state.iteration, due), -1) + 1 == TRIES:
             self.running.remove(store)  # its process has ended
         else:
             getattr(self, due)(store)
