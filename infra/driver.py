@@ -15,6 +15,7 @@ from typing import Any
 from infra.claims import begin, claim, code_digest, package_versions, run_url
 from infra.heartbeat import beating
 from infra.lanes import Lanes, Output
+from infra.log import Corrupt
 from infra.objects import Objects, StoreUnavailable
 from infra.progress import report
 from infra.records import RunState, Weights
@@ -168,6 +169,9 @@ def driving(
             with on_signals(driver.stopping.request):
                 yield driver
                 driver.snapshots.settle(wait=True)
+        except Corrupt:
+            driver.store.log.check_claim()  # whoever took the run over deletes snapshots that it retires
+            raise
         finally:
             driver.lanes.close()
             driver.groups.close()
