@@ -16,6 +16,7 @@ from typing import Any, Literal
 from infra.claims import begin, claim, code_digest, package_versions, run_url
 from infra.executors import Executors, StageHandle
 from infra.heartbeat import beating
+from infra.log import Corrupt
 from infra.objects import Objects, StoreUnavailable
 from infra.progress import report
 from infra.records import RunState, Weights
@@ -183,6 +184,9 @@ def driving(
             with on_signals(driver.stopping.request):
                 yield driver
                 driver.snapshots.settle(wait=True)
+        except Corrupt:
+            driver.store.log.check_claim()  # whoever took the run over deletes snapshots that it retires
+            raise
         finally:
             _open_drivers.reset(token)
             driver.executors.close()

@@ -10,6 +10,7 @@ from typing import Any
 from infra.claims import begin, claim, run_url
 from infra.driver import say_attention
 from infra.heartbeat import beating
+from infra.log import Corrupt
 from infra.manifest import Checkpoint
 from infra.objects import Objects
 from infra.records import Retire, Snapshot, Weights
@@ -73,6 +74,9 @@ def fitting(config: FitConfig, role: str, take_over: bool) -> Iterator[Fitting]:
         try:
             with on_signals(stopping.request):
                 yield Fitting(store, role, stopping)
+        except Corrupt:
+            store.log.check_claim()  # whoever took the fit over deletes the state that it went on from
+            raise
         finally:
             stopping.forget()
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import wraps
+from inspect import signature
 from typing import Generic, ParamSpec, TypeVar
 
 from prefect import task
@@ -64,6 +65,8 @@ def noted(function: Callable[P, R]) -> Callable[P, R]:
             ending.seconds = time.monotonic() - began
             _ending.reset(token)
 
+    # Prefect checks parameters by their annotations, and looks names up in the module in which `body` lies: this one
+    body.__signature__ = signature(function, eval_str=True)  # type: ignore[attr-defined]
     return body
 
 

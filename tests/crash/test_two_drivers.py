@@ -92,3 +92,19 @@ def test_a_take_over_fences_a_driver_at_work(
     assert (first.wait(), second.wait()) == (3, 0), first.text + second.text
     assert {record.epoch for record in History.of(config).records} == {1, 2}
     check_finished(config, uninterrupted)
+
+
+def test_a_driver_whose_snapshot_was_retired_by_another_is_fenced(
+    config: RunConfig, config_file: Path, processes: Processes, uninterrupted: dict[int, History]
+) -> None:
+    """It is no damage that the snapshot is gone from which it was about to go on."""
+    killed = processes.cli("train", config_file, faults=(Fault("put", "trajectories/score/iteration=000001/"),))
+    assert killed.wait() == -signal.SIGKILL
+    asleep = Fault("create", '{"kind":"claim"', "after", action=signal.SIGSTOP)
+    first = processes.cli("train", config_file, faults=(asleep,))
+    wait_until(lambda: sleeps(first))
+    second = processes.cli("train", config_file, "--take-over")
+    assert second.wait() == 0, second.text
+    first.signal(signal.SIGCONT)
+    assert first.wait() == 3, first.text
+    check_finished(config, uninterrupted)

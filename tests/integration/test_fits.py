@@ -49,6 +49,7 @@ def same(one: Path, other: Path) -> bool:
 def test_stopped_killed_and_contested_it_comes_out_the_same(sft: Any, processes: Processes, s3: str) -> None:
     quiet = sft("quiet")
     assert quiet.wait(240) == 0, quiet.text
+    assert "Prefect does not record" not in quiet.text
 
     slow = sft("slow", faults=(Fault("step", count=0, delay_s=8.0),))
     url = f"file://{processes.folder}/runs/slow"

@@ -58,6 +58,7 @@ def test_from_preferences_to_ppo(workspace: Path, preferences: Path, processes: 
     made = fit(processes, workspace, preferences, "judge")
     assert made.wait(240) == 0, made.text
     assert "of the held-out pairs 100.0%" in made.text
+    assert "Prefect does not record" not in made.text
     again = fit(processes, workspace, preferences, "judge")
     assert again.wait(240) == 0, again.text
     assert not again.engine_calls, "it is done: nothing is computed"
