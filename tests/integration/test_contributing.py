@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
+from infra.runs import open_run
 from rlhf.rewards import load_reward, score
+from tests import tiny
 
-TEXT = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 
 
 def example(heading: str) -> str:
@@ -43,3 +52,79 @@ def test_an_advantage_estimator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     advantages, _ = my_advantages.BatchMean()(rewards, torch.ones(2, 2))
     assert advantages.tolist() == [[0.5, 0.5], [-0.5, -0.5]]
     sys.modules.pop("my_advantages")
+
+
+# A stage of one's own, in a copy of Ratchet.
+
+
+class Copy:
+    """Ratchet with the stage of CONTRIBUTING.md."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for package in ("flows", "tasks", "infra", "rlhf"):
+            shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+        (folder / "tests").mkdir()
+        shutil.copy(ROOT / "tests" / "rewards.py", folder / "tests")
+        (folder / "tasks" / "budget.py").write_text(example("A stage"))
+        pipeline = folder / "tasks" / "pipeline.py"
+        text = pipeline.read_text().replace("    GENERATE,\n", "    GENERATE,\n    BUDGET,\n")
+        pipeline.write_text(text.replace("from tasks.stage", "from tasks.budget import BUDGET\nfrom tasks.stage", 1))
+
+    def ratchet(self, *arguments: object) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", "from flows.cli import main; main()", *map(str, arguments)]
+        environment = os.environ | {"PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(
+            command,
+            cwd=self.folder,
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def says(self, *arguments: object) -> str:
+        process = self.ratchet(*arguments)
+        text, _ = process.communicate(timeout=600)
+        assert process.returncode == 0, text
+        return text
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Copy:
+    return Copy(tmp_path / "ratchet")
+
+
+def test_a_stage(copy: Copy, workspace: Path, tmp_path: Path, prefect_server: str) -> None:
+    """One file and one line: it is trained with, killed, resumed, forked at, replayed, and shows its metrics."""
+    store = ("--store", f"file://{tmp_path}/runs")
+    config = tiny.config(workspace, run__name="mine", run__store=store[1], reward__function="tests.rewards:letters")
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    folder = tmp_path / "runs" / "mine"
+
+    driver = copy.ratchet("train", path)
+    deadline = time.monotonic() + 600
+    while not any('"iteration":1,"stage":"budget"' in record.read_text() for record in folder.glob("log/0*.json")):
+        assert driver.poll() is None, driver.communicate()[0]
+        assert time.monotonic() < deadline, "the stage does not commit"
+        time.sleep(0.02)
+    os.killpg(driver.pid, signal.SIGKILL)
+    driver.communicate()
+    copy.says("resume", "mine", *store)
+
+    run = open_run(f"file://{folder}")
+    assert run.state.iteration == config.train.iterations
+    metrics, rows = run.metrics(), run.trajectories()
+    assert rows["budget_used"].mean() == pytest.approx(metrics["budget/used"].mean(), rel=1e-6)
+    assert (rows["budget_used"] > 0).all()
+    assert "timing_s/budget" in metrics
+    assert "budget" in copy.says("status", "mine", *store)
+    assert "budget: the same" in copy.says("replay", "mine", *store, "--iteration", 1)
+    copy.says("fork", "mine", *store, "--at", "1:budget", "--run", "child")
+    child = open_run(f"file://{tmp_path}/runs/child")
+    assert "generate" in child.state.stages
+    assert "budget" not in child.state.stages
+    copy.says("resume", "child", *store)
+    assert len(open_run(f"file://{tmp_path}/runs/child").metrics()["budget/used"]) == config.train.iterations
