@@ -158,16 +158,17 @@ def ray_call(repeats: int = 200) -> float:
     """Milliseconds of a call of a group of one, which does nothing."""
     from infra.records import Weights
     from infra.workers.ray_group import RayGroup
+    from infra.workers.worker import Worker
     from rlhf.config import parse_config
 
     tree = {"model": {"path": "nowhere"}, "data": {"train": ["nowhere"]}, "pools": {"one": {}}}
     group = RayGroup(parse_config(tree, "benchmark"), "memory://benchmark", "one", threads=1, identity="")
     group.epoch = 1
     weights = Weights(version=0, digest="")
-    group.call("holds", "actor", weights)
+    group.call(Worker.has_weights, "actor", weights)
     started = time.perf_counter()
     for _ in range(repeats):
-        group.call("holds", "actor", weights)
+        group.call(Worker.has_weights, "actor", weights)
     return 1e3 * (time.perf_counter() - started) / repeats
 
 

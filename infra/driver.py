@@ -87,7 +87,7 @@ class Driver:
         self.snapshots = Snapshots(config, store, self.groups)
         self._digests: dict[Outside, str | None] = {}
         self.restoring = threading.RLock()
-        """Held by whoever loads weights: two lanes may find at once that a role does not hold what they need."""
+        """Held by whoever loads weights: two executors may find at once that a role does not hold what they need."""
         self.stopping = Stopping(f"`ratchet resume {config.run.name}`")
 
     @property

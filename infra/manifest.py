@@ -11,10 +11,11 @@ from infra.records import SCHEMA_VERSION, Frozen, ObjectRef, ShardRef, Weights, 
 
 
 class Fingerprint(Frozen):
-    """Everything a stage's output is a function of, by name, so that a difference can be named.
+    """What a stage's output is a function of, besides its config, by name.
 
-    `parts` maps ``stage``, ``version``, ``config.<key>`` (where it is not the default), ``input.<stage>``,
-    ``weights.<role>`` and, where the stage reads them, ``dataset``, ``reward``, ``tokenizer`` to values or digests.
+    `parts` maps ``stage``, ``version``, ``iteration``, ``input.<stage>``, ``weights.<role>`` and, where the stage reads
+    them, ``dataset``, ``reward``, ``tokenizer`` and so on to values or digests. Before schema version 4 it also had
+    ``config.<key>``, where that was not the default.
     """
 
     parts: dict[str, Any]
@@ -22,16 +23,6 @@ class Fingerprint(Frozen):
     @property
     def digest(self) -> str:
         return sha256_of(json.dumps(self.parts, sort_keys=True).encode())
-
-    def differences(self, other: Fingerprint) -> list[str]:
-        """Lines such as ``config.actor.lr: 1e-05 -> 2e-05``, from this fingerprint to the other."""
-        names = sorted(self.parts.keys() | other.parts.keys())
-        found = ((name, *(_shown(name, parts) for parts in (self.parts, other.parts))) for name in names)
-        return [f"{name}: {before} -> {after}" for name, before, after in found if before != after]
-
-
-def _shown(name: str, parts: dict[str, Any]) -> str:
-    return str(parts.get(name, "the default" if name.startswith("config.") else "none"))
 
 
 class Manifest(Frozen):

@@ -295,7 +295,7 @@ class RunState(BaseModel):
 
     def cursor_before(self, iteration: int) -> int:
         """Where the prompts begin of an iteration that has not generated yet, and all before it have."""
-        ahead = list(self.ahead.items())  # another lane may add to it
+        ahead = list(self.ahead.items())  # another executor may add to it
         earlier = [stage for k, begun in ahead if k < iteration for stage in list(begun.stages.values())]
         return max([self.cursor, *(stage.cursor for stage in earlier if stage.cursor is not None)])
 

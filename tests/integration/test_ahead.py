@@ -115,7 +115,7 @@ def test_a_generation_goes_on_with_new_weights(start: Any) -> None:
     changes: dict[str, Any] = {"rollout__mode": "async", "rollout__partial": True, "rollout__partial_tokens": 2}
     history = finished(*start("partial", **changes), most=1)
     frame = history.run.trajectories()
-    assert frame["token_versions"].isna().all(), "in one lane, weights come between two generations"
+    assert frame["token_versions"].isna().all(), "in one executor, weights come between two generations"
     gaps = (frame["rollout_log_probs"] - frame["old_log_probs"]).map(lambda row: np.abs(row).max())
     fresh = frame["policy_version"] == frame["iteration"]
     assert gaps[fresh].max() < 1e-4
