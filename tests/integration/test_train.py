@@ -338,3 +338,28 @@ def test_a_replay_that_differs(ratchet: Ratchet) -> None:
     assert set(then) < set(history.stages)
     assert len(history.commits(Diverged)) == 2
     assert len(history.commits(Claim)) == 3
+
+
+def test_two_runs_in_one_process_one_inside_the_other(ratchet: Ratchet, prefect_server: str) -> None:
+    from flows.iteration import iteration
+    from infra.driver import driving
+    from tasks.pipeline import dependencies
+
+    done(ratchet(train__iterations=3))
+    alone = ratchet.history
+    outer, inner = (ratchet.at(run__name=name, train__iterations=3) for name in ("outer", "inner"))
+    with driving(outer, dependencies(outer)) as first:
+        iteration(outer, 0)
+        with driving(inner, dependencies(inner)) as second:
+            assert second is not first
+            iteration(inner, 0)
+            iteration(outer, 1)
+            with driving(outer, dependencies(outer)) as again:
+                assert again is first
+            iteration(inner, 1)
+            iteration(inner, 2)
+        iteration(outer, 2)
+    for config in (outer, inner):
+        history = History.of(config)
+        history.check_sound()
+        assert history.results == alone.results
