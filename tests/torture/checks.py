@@ -15,7 +15,6 @@ from infra.records import Close, Shard, Stage
 from tests.history import History
 from tests.torture.kinds import Kind
 
-
 TEMPORARY_FILES = 16
 """A killed process leaves at most so many: what tries the store out, and what its threads were writing."""
 
