@@ -26,7 +26,7 @@ from rich.table import Table
 from flows.evaluate import evaluate
 from flows.train import train
 from flows.views import evaluation_config
-from infra.claims import run_url
+from infra.execution.claims import run_url
 from infra.runs import open_run
 from rlhf.config import RunConfig, load_config
 from rlhf.errors import UserError

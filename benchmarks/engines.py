@@ -73,9 +73,9 @@ def update(pipe: Any, rank: int, count: int, meeting: str, case: Case, size: str
     from rlhf.algorithms import PPOClip
     from rlhf.algorithms.objectives import ActorObjective
     from rlhf.batch import TrajectoryBatch
-    from rlhf.config import Actor, LoRA
+    from rlhf.config import ActorConfig, LoRAConfig
     from rlhf.engines import ranks, token_outputs
-    from rlhf.engines.base import Schedule
+    from rlhf.engines.base import OptimizerPlan
     from rlhf.engines.build import train_engine
     from rlhf.models import lora
 
@@ -101,8 +101,8 @@ def update(pipe: Any, rank: int, count: int, meeting: str, case: Case, size: str
     )
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if case.lora:
-        lora.add(model, LoRA(), seed=0)
-    engine = train_engine(Actor(**case.trainer), model, "policy", dtype="bfloat16" if on_gpu else "float32")
+        lora.add(model, LoRAConfig(), seed=0)
+    engine = train_engine(ActorConfig(**case.trainer), model, "policy", dtype="bfloat16" if on_gpu else "float32")
     rng = np.random.default_rng(0)
     rows, prompt, response = 16, *((512, 1536) if on_gpu else (32, 96))
     lengths = np.linspace(case.shortest * response, response, rows).astype(int)
@@ -117,7 +117,7 @@ def update(pipe: Any, rank: int, count: int, meeting: str, case: Case, size: str
         }
     )
     objective = ActorObjective(PPOClip(), None, "k3", 0.0, on_policy=False)
-    schedule = Schedule(
+    schedule = OptimizerPlan(
         lr=1e-6,
         betas=(0.9, 0.999),
         weight_decay=0.0,
@@ -156,14 +156,14 @@ def measured(case: Case, count: int, size: str, repeats: int) -> tuple[float, fl
 
 def ray_call(repeats: int = 200) -> float:
     """Milliseconds of a call of a group of one, which does nothing."""
-    from infra.records import Weights
+    from infra.store.records import Weights
     from infra.workers.ray_group import RayGroup
     from infra.workers.worker import Worker
     from rlhf.config import parse_config
 
     tree = {"model": {"path": "nowhere"}, "data": {"train": ["nowhere"]}, "pools": {"one": {}}}
     group = RayGroup(parse_config(tree, "benchmark"), "memory://benchmark", "one", threads=1, identity="")
-    group.epoch = 1
+    group.term = 1
     weights = Weights(version=0, digest="")
     group.call(Worker.has_weights, "actor", weights)
     started = time.perf_counter()

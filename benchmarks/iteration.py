@@ -34,10 +34,10 @@ from rich.console import Console
 from rich.table import Table
 
 from flows.train import train
-from infra.log import RunLog
-from infra.objects import LocalBackend
 from infra.progress import listening
-from infra.store import RunStore
+from infra.store.log import RunLog
+from infra.store.object_store import LocalBackend
+from infra.store.run_store import RunStore
 from infra.workers.worker import Worker
 from rlhf.config import RunConfig, parse_config
 from tests import tiny

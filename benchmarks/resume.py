@@ -27,12 +27,12 @@ from rich.console import Console
 
 from flows import views
 from flows.train import drive
-from infra import objects
-from infra.claims import claim
-from infra.objects import LocalBackend, Objects
+from infra.execution.claims import claim
 from infra.progress import listening
 from infra.runs import open_run
-from infra.store import RunStore
+from infra.store import object_store
+from infra.store.object_store import LocalBackend, ObjectStore
+from infra.store.run_store import RunStore
 from rlhf.config import RunConfig
 from tasks.explain import explain
 from tasks.pipeline import STAGES
@@ -81,7 +81,7 @@ def make(config: RunConfig) -> None:
 
 def resume(config: RunConfig) -> float:
     """Milliseconds."""
-    store = RunStore(Objects(url(config)))
+    store = RunStore(ObjectStore(url(config)))
     started = time.perf_counter()
     store.log.read()
     claim(store, config, initial=store.state.initial)
@@ -123,7 +123,7 @@ def main() -> None:
         configs = [run_config(workspace, iterations) for iterations in (SHORT, arguments.long)]
         for config in configs:
             make(config)
-        objects.LocalBackend = Counting  # type: ignore[misc]
+        object_store.LocalBackend = Counting  # type: ignore[misc]
         counts = [
             {"resume": count(lambda config=config: resume(config))}
             | {name: count(command) for name, command in looks(config).items()}

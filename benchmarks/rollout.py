@@ -89,7 +89,7 @@ def main() -> None:
         return bare(options.bare, options.repeats)
     import torch
 
-    from rlhf.config import Model
+    from rlhf.config import ModelConfig
     from rlhf.engines.base import Request, RolloutEngine, Sampling
     from rlhf.engines.hf_rollout import HFRollout
     from rlhf.engines.server_rollout import ServerRollout
@@ -103,7 +103,7 @@ def main() -> None:
         model_folder(folder / "model", options.size)
         on_gpu = torch.cuda.is_available()
         dtype = "bfloat16" if on_gpu else "float32"
-        model = load_actor(Model(path=str(folder / "model")))
+        model = load_actor(ModelConfig(path=str(folder / "model")))
         trainer = TorchEngine(model, "policy")
         engines: dict[str, RolloutEngine] = {
             "hf": HFRollout(model, eos_token_ids=(0,), dtype=dtype),  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flows.views import mean_and_interval
-from infra.claims import run_url
+from infra.execution.claims import run_url
 from infra.runs import Run, open_run
 
 matplotlib.use("Agg")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import warnings
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 from rich.console import Console
@@ -16,6 +17,7 @@ from flows import temporary_server
 from flows.cli_data import data, make_folder
 from flows.terminal import visible
 from rlhf.config import RewardTraining, RunConfig, SFTConfig, keys, load_config, overridden, validated
+from rlhf.config.older import RenamedKey
 from rlhf.errors import RatchetError, UserError
 from rlhf.rewards import solved_score
 
@@ -61,11 +63,29 @@ def main() -> None:
     sys.path.append(str(Path.cwd()))  # rewards of one's own lie beside the config
     # which transformers imports when it saves a model, and which then says that there is no GPU
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
+    warnings.showwarning = _show_warning
     try:
         app()
     except RatchetError as error:
         errors.print(f"error: {visible(str(error))}", highlight=False, markup=False)
         sys.exit(error.exit_code)
+
+
+_show_other_warnings = warnings.showwarning
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    if issubclass(category, RenamedKey):
+        errors.print(f"note: {message}", highlight=False, markup=False)
+    else:
+        _show_other_warnings(message, category, filename, lineno, file, line)
 
 
 def _config_keys() -> str:
@@ -107,7 +127,7 @@ def stop(name: Name, store: Store = DEFAULT_STORE) -> None:
     """Ask the run's driver to finish or abandon its stage, and wait until it has; then end its workers on Ray."""
     import time
 
-    from infra import heartbeat
+    from infra.execution import heartbeat
     from infra.runs import open_run
     from infra.workers.ray_group import end_idle
 
@@ -118,7 +138,7 @@ def stop(name: Name, store: Store = DEFAULT_STORE) -> None:
         workers = "its workers on Ray have ended" if ended else "nothing to stop"
         console.print(f"{name} has no live driver; {workers}")
         return
-    run.store.objects.put(heartbeat.stop_key(beat.epoch), b"{}")
+    run.store.objects.put(heartbeat.stop_key(beat.term), b"{}")
     console.print(f"asked the driver (pid {beat.pid} on {beat.host}) to stop")
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
@@ -237,7 +257,7 @@ def rescore(
     _quiet()
     from flows import views
     from flows.rescore import begin, rescoring_config
-    from infra.claims import run_url
+    from infra.execution.claims import run_url
     from infra.runs import open_run
 
     source = _url(name, store)
@@ -259,7 +279,7 @@ def plan(
 ) -> None:
     """What a changed config would run again of an iteration, and why."""
     from flows import views
-    from infra.claims import run_url
+    from infra.execution.claims import run_url
     from infra.runs import open_run
 
     changed = load_config(config, overrides or [])
@@ -337,7 +357,7 @@ def verify(
     """Read the whole run: its log, and every object that the log names; say what is wrong, and what can be done."""
     from flows import views
     from flows.terminal import progress
-    from infra.store import RunStore
+    from infra.store.run_store import RunStore
     from infra.verify import verify as examine
 
     there = RunStore.at(_url(name, store))
@@ -565,8 +585,8 @@ def doctor(
 
 def _drive(config: RunConfig, take_over: bool) -> None:
     from flows.terminal import progress
-    from infra.driver import check_inputs
-    from infra.stopping import Stopped, on_signals
+    from infra.execution.driver import check_inputs
+    from infra.execution.stopping import Stopped, on_signals
 
     def stop(*_: object) -> None:  # while Prefect, and not yet or no longer the driver, is at work
         raise Stopped.as_asked(f"`ratchet resume {config.run.name}`")
@@ -606,7 +626,7 @@ def _prefect() -> None:
 
 
 def _url(name: str, store: str) -> str:
-    from infra.claims import run_url
+    from infra.execution.claims import run_url
 
     if "://" in name:
         return name.rstrip("/")

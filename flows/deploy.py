@@ -22,7 +22,7 @@ from flows.iteration import iteration
 from flows.prefect_pages import show_report
 from flows.rescore import rescore
 from flows.train import train
-from infra.claims import run_url
+from infra.execution.claims import run_url
 from infra.runs import open_run
 from infra.vacuum import vacuum as delete_unreached
 from rlhf.config import RunConfig

@@ -11,8 +11,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from infra.objects import Objects
-from rlhf.config import Actor, Trainer
+from infra.store.object_store import ObjectStore
+from rlhf.config import ActorConfig, TrainerConfig
 from rlhf.engines.base import Request, Sampling
 
 PACKAGES = ("ratchet-rlhf", "torch", "transformers", "prefect", "pyarrow", "fsspec", "s3fs", "vllm", "deepspeed", "ray")
@@ -58,14 +58,14 @@ def _tried(attempt: Callable[[], str]) -> str:
         return f"fails: {type(error).__name__}: {first[:120]}"
 
 
-def _trainers() -> dict[str, Trainer]:
-    stages = get_args(Trainer.model_fields["zero_stage"].annotation)
-    found: dict[str, Trainer] = {"engine torch": Actor(), "engine fsdp": Actor(engine="fsdp")}
-    return found | {f"engine deepspeed, zero_stage {n}": Actor(engine="deepspeed", zero_stage=n) for n in stages}
+def _trainers() -> dict[str, TrainerConfig]:
+    stages = get_args(TrainerConfig.model_fields["zero_stage"].annotation)
+    found: dict[str, TrainerConfig] = {"engine torch": ActorConfig(), "engine fsdp": ActorConfig(engine="fsdp")}
+    return found | {f"engine deepspeed, zero_stage {n}": ActorConfig(engine="deepspeed", zero_stage=n) for n in stages}
 
 
 def _store(url: str) -> str:
-    return "works" if Objects(url).honours_create() else "ignores create-if-absent"
+    return "works" if ObjectStore(url).honours_create() else "ignores create-if-absent"
 
 
 def _model() -> Any:
@@ -84,11 +84,11 @@ def _model() -> Any:
     )
 
 
-def _update(trainer: Trainer) -> str:
+def _update(trainer: TrainerConfig) -> str:
     """Two supervised steps in each type: the loss falls."""
     from rlhf.algorithms.objectives import SupervisedObjective
     from rlhf.batch import TrajectoryBatch
-    from rlhf.engines.base import Schedule
+    from rlhf.engines.base import OptimizerPlan
     from rlhf.engines.build import train_engine
     from rlhf.engines.model_engine import Dtype
 
@@ -100,7 +100,7 @@ def _update(trainer: Trainer) -> str:
             "loss_mask": [[1, 1]] * 2,
         }
     )
-    schedule = Schedule(
+    plan = OptimizerPlan(
         lr=0.01,
         betas=(0.9, 0.999),
         weight_decay=0.0,
@@ -112,7 +112,7 @@ def _update(trainer: Trainer) -> str:
     works = []
     for dtype in get_args(Dtype):
         engine = train_engine(trainer, _model(), "policy", dtype=dtype)
-        first, second = (engine.update(batch, SupervisedObjective(), schedule)["sft/loss"] for _ in range(2))
+        first, second = (engine.update(batch, SupervisedObjective(), plan)["sft/loss"] for _ in range(2))
         if not second < first:
             return f"does not learn in {dtype}: the loss went from {first:.3f} to {second:.3f}"
         works.append(dtype)

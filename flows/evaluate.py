@@ -5,11 +5,11 @@ from __future__ import annotations
 import pandas as pd
 from prefect import flow
 
-from infra.driver import check_prompts, say_attention
-from infra.objects import Objects
+from infra.execution.driver import check_prompts, say_attention
 from infra.progress import report
-from infra.records import Weights
-from infra.store import RunStore
+from infra.store.object_store import ObjectStore
+from infra.store.records import Weights
+from infra.store.run_store import RunStore
 from infra.workers.calls import Call, Context
 from infra.workers.worker import Worker
 from rlhf.batch import TrajectoryBatch
@@ -34,7 +34,7 @@ def evaluate(config: RunConfig) -> pd.DataFrame:
 
 @recorded_task("answer", "answer")
 def answer(config: RunConfig) -> pd.DataFrame:
-    worker = Worker(config, RunStore(Objects("memory://evaluate")), ["rollout"])
+    worker = Worker(config, RunStore(ObjectStore("memory://evaluate")), ["rollout"])
     try:
         return _answers(config, worker)
     finally:
@@ -50,7 +50,7 @@ def _answers(config: RunConfig, worker: Worker) -> pd.DataFrame:
     for shard in range(shards):
         report("stage", iteration=0, stage="evaluate", done=shard, total=shards, metrics=None)
         call = Call(
-            epoch=0,
+            term=0,
             stage=VALIDATE.name,
             iteration=0,
             shard=shard,

@@ -3,8 +3,8 @@
 from prefect import flow
 
 from flows.prefect_pages import show_iteration, shown, untagged
-from infra.driver import Driver, driving
-from infra.executors import StageHandle
+from infra.execution.driver import Driver, driving
+from infra.execution.executors import StageHandle
 from rlhf.config import RunConfig
 from rlhf.errors import NotFinite
 from tasks.ahead import finish_ahead, generations

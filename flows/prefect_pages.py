@@ -24,11 +24,11 @@ from prefect.exceptions import MissingContextError
 from prefect.settings import PREFECT_API_URL
 
 from flows import report
-from infra.driver import Driver
-from infra.objects import Objects, StoreUnavailable
+from infra.execution.driver import Driver
 from infra.progress import listening
 from infra.runs import Run, open_run
-from infra.store import REPORT
+from infra.store.object_store import ObjectStore, StoreUnavailable
+from infra.store.run_store import REPORT
 from tasks.recording import recorded
 
 WATCHED = (
@@ -142,7 +142,7 @@ def show_iteration(driver: Driver, iteration: int, metrics: Mapping[str, float])
 
 def show_report(url: str) -> str:
     """Write the report of the run at `url` into its folder, and leave a link to it; returns the report's URL."""
-    objects = Objects(url)
+    objects = ObjectStore(url)
     objects.put(REPORT, report.page([open_run(url)]).encode())
     name = objects.url.rpartition("/")[2]
     written = f"{objects.url}/{REPORT}"

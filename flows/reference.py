@@ -14,7 +14,7 @@ from rlhf.algorithms.masked import aggregate
 from rlhf.algorithms.policy_losses import PolicyLoss
 from rlhf.algorithms.reward_shaping import OverlongPenalty
 from rlhf.algorithms.rollout_correction import ImportanceWeights, Rejection, off_policy_metrics
-from rlhf.config import DynamicSampling, RewardTraining, RunConfig, SFTConfig, keys, models_in, parse_config
+from rlhf.config import DynamicSamplingConfig, RewardTraining, RunConfig, SFTConfig, keys, models_in, parse_config
 from tasks.pipeline import names_of
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -130,7 +130,7 @@ def algorithms() -> str:
         ("Rollout correction: `algorithm.rollout_correction.rejection`", Rejection),
         ("Rollout correction: metrics `rollout_corr/*`", off_policy_metrics),
         ("Overlong penalty: `algorithm.overlong_penalty`", OverlongPenalty),
-        ("Dynamic sampling: `algorithm.dynamic_sampling`", DynamicSampling),
+        ("Dynamic sampling: `algorithm.dynamic_sampling`", DynamicSamplingConfig),
     ):
         parts.append(f"## {title}\n\n{markdown(described)}\n\n")
     return "".join(parts).rstrip() + "\n"

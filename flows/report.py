@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 import numpy as np
 
-from infra.log import Corrupt
 from infra.progress import report as tell
-from infra.records import Fork, Stage
 from infra.runs import OnDamage, Run
+from infra.store.log import Corrupt
+from infra.store.records import Fork, StageCommit
 from rlhf.config import RunConfig
 from rlhf.errors import UserError
 from rlhf.models import load_tokenizer
@@ -146,7 +146,7 @@ def _metrics(run: Run, damaged: OnDamage) -> dict[str, list[Any]]:
     """Columns of numbers, those that the report draws; the open iteration gives its validation, if it is committed."""
     rows: list[Mapping[Any, Any]] = [*run.metrics(damaged=damaged).to_dict("records")]
     validation = run.state.stages.get("validate")
-    if isinstance(validation, Stage):
+    if isinstance(validation, StageCommit):
         try:
             rows.append({"iteration": run.state.iteration, **run.store.manifest(validation).metrics})
         except Corrupt as damage:

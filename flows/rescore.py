@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from prefect import flow
 
 from flows.train import train
-from infra.claims import run_url
-from infra.log import RunLog
-from infra.objects import Objects
+from infra.execution.claims import run_url
 from infra.runs import open_run
+from infra.store.log import RunLog
+from infra.store.object_store import ObjectStore
 from rlhf.config import RunConfig
 from rlhf.errors import UserError
 from tasks.plan import fork_run
@@ -51,5 +51,5 @@ def rescoring_config(
 def begin(config: RunConfig) -> None:
     """Make the run a fork of its source at the start, so that it begins with the same weights and the same claims."""
     assert config.data.generations is not None
-    if RunLog(Objects(run_url(config.run.store, config.run.name))).read().slot < 0:
+    if RunLog(ObjectStore(run_url(config.run.store, config.run.name))).read().slot < 0:
         fork_run(open_run(config.data.generations), config, 0, None)

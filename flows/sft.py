@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prefect import flow
 
-from infra.fitting import fitting
+from infra.execution.fitting import fitting
 from infra.progress import report
 from rlhf import seeding
 from rlhf.algorithms.objectives import SupervisedObjective

@@ -9,7 +9,7 @@ import os
 
 import psutil
 
-from infra.clock import born, is_same
+from infra.store.clock import born, is_same
 
 MARK = "RATCHET_TEMPORARY_SERVER_OF"
 

@@ -9,9 +9,9 @@ from prefect.states import Failed
 from flows.iteration import iteration
 from flows.prefect_pages import show_report, shown, tagged
 from flows.tracking import tracking
-from infra.driver import driving
-from infra.log import Fenced
+from infra.execution.driver import driving
 from infra.progress import report
+from infra.store.log import Fenced
 from rlhf.config import RunConfig
 from rlhf.errors import RatchetError
 from tasks.changes import check_open_iteration

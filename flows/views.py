@@ -14,8 +14,8 @@ from rich.text import Text
 from rich.tree import Tree
 
 from flows.terminal import visible
-from infra import heartbeat
-from infra.claims import run_url
+from infra.execution import heartbeat
+from infra.execution.claims import run_url
 from infra.query import answer, isolated
 from infra.runs import Run, open_run
 from rlhf.config import RunConfig, parse_config
@@ -80,7 +80,7 @@ def _status(console: Console, run: Run, last: int) -> None:
     if shown:
         console.print(numbers)
     snapshots = ", ".join(map(str, sorted(state.snapshots))) or "none"
-    console.print(f"epoch {state.epoch}, {state.slot + 1} log records, snapshots after iterations: {snapshots}")
+    console.print(f"term {state.term}, {state.slot + 1} log records, snapshots after iterations: {snapshots}")
 
 
 def show(

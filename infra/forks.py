@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from infra.claims import run_json
-from infra.log import RunLog
-from infra.manifest import Registration
-from infra.objects import Objects
-from infra.records import Close, Fork, RunState, seen_from_fork
-from infra.store import RunStore
+from infra.execution.claims import run_json
+from infra.store.log import RunLog
+from infra.store.manifest import Registration
+from infra.store.object_store import ObjectStore
+from infra.store.records import Finalize, Fork, RunState, seen_from_fork
+from infra.store.run_store import RunStore
 from rlhf.errors import RatchetError, UserError
 
 
@@ -28,21 +28,21 @@ def state_before(store: RunStore, iteration: int, stages: Collection[str]) -> Ru
         state = store.log.load_index(index)
         assert state.metrics is not None, "an index holds the metrics of the iteration that it closes"
         state.ahead = {}
-        state.apply_commit(Close(iteration=iteration - 1, index=index, metrics=state.metrics), state.epoch)
+        state.apply_commit(Finalize(iteration=iteration - 1, index=index, metrics=state.metrics), state.term)
     committed = store.iteration_state(iteration)
     for name, stage in committed.stages.items():
         if name in stages:
             state.shards[name] = committed.shards.get(name, {})
-            state.apply_commit(stage, state.epoch)
+            state.apply_commit(stage, state.term)
     state.assigned = committed.assigned if "generate" in stages else {}
     newest = max((version for version in now.snapshots if version <= iteration), default=None)
     state.snapshots = {} if newest is None else {newest: now.snapshots[newest]}
-    state.open_epochs, state.epoch, state.index = {}, 0, None
+    state.open_terms, state.term, state.index = {}, 0, None
     return state
 
 
 def fork(
-    parent: RunStore, child: Objects, config: dict[str, Any], iteration: int, stages: Collection[str], at: str
+    parent: RunStore, child: ObjectStore, config: dict[str, Any], iteration: int, stages: Collection[str], at: str
 ) -> None:
     """Create `child` where `parent` stood. The parent may be driven meanwhile; it is not claimed.
 
@@ -66,24 +66,24 @@ def fork(
     child.put("run.json", run_json(store))
 
 
-def _register(parent: RunStore, child: Objects, at: str, state: RunState) -> None:
+def _register(parent: RunStore, child: ObjectStore, at: str, state: RunState) -> None:
     """With the run that holds the snapshot: the parent, or where the parent has it from."""
     registration = Registration(child=child.url, at=at, snapshots=state.snapshots)
     for holder in _holders(parent, state):
         holder.put(_registration_key(child), registration.model_dump_json().encode())
 
 
-def _unregister(parent: RunStore, child: Objects, state: RunState) -> None:
+def _unregister(parent: RunStore, child: ObjectStore, state: RunState) -> None:
     for holder in _holders(parent, state):
         holder.delete([_registration_key(child)])
 
 
-def _holders(parent: RunStore, state: RunState) -> list[Objects]:
+def _holders(parent: RunStore, state: RunState) -> list[ObjectStore]:
     runs = {ref.run for roles in state.snapshots.values() for ref in roles.values()}
     return [parent.objects.of_run(run) for run in runs]
 
 
-def _registration_key(child: Objects) -> str:
+def _registration_key(child: ObjectStore) -> str:
     return f"forks/{child.url.rpartition('/')[2]}.json"
 
 

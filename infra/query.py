@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 from pyarrow.fs import FSSpecHandler, PyFileSystem
 
-from infra.records import ShardRef
 from infra.runs import Run
-from infra.store import VALIDATE
+from infra.store.records import ShardRef
+from infra.store.run_store import VALIDATE
 from rlhf.errors import UserError
 from rlhf.schema import TRAJECTORY
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from infra.claims import is_fit
-from infra.log import Corrupt
-from infra.objects import Objects
-from infra.records import RunState, Stage
-from infra.store import VALIDATE, RunStore
+from infra.execution.claims import is_fit
+from infra.store.log import Corrupt
+from infra.store.object_store import ObjectStore
+from infra.store.records import RunState, StageCommit
+from infra.store.run_store import VALIDATE, RunStore
 from rlhf.config import RunConfig, stored_config
 from rlhf.errors import UserError
 from rlhf.schema import TRAJECTORY
@@ -26,7 +26,7 @@ OnDamage = Callable[[Corrupt], None]
 
 def open_run(url: str) -> Run:
     """Open the run in a folder, such as ``s3://bucket/runs/countdown``; raises `UserError` if there is none."""
-    store = RunStore(Objects(url))
+    store = RunStore(ObjectStore(url))
     if store.log.read().slot < 0:
         raise UserError(f"there is no run at {url}: check --store (or RATCHET_STORE) and the name")
     return Run(store)
@@ -132,7 +132,7 @@ class Run:
     def progress(self, iteration: int) -> dict[str, str]:
         """What each stage of an iteration has committed: ``✓`` all, ``–`` skipped, ``2/4`` shards; or it is absent."""
         state = self.store.iteration_state(iteration)
-        found = {name: "✓" if isinstance(commit, Stage) else "–" for name, commit in state.stages.items()}
+        found = {name: "✓" if isinstance(commit, StageCommit) else "–" for name, commit in state.stages.items()}
         for name, shards in state.shards.items():
             found.setdefault(name, f"{len(shards)}/{self._shards_of(name)}")
         return found
@@ -142,7 +142,7 @@ class Run:
         validation only its prompt file tells."""
         if stage == VALIDATE:
             return "?"
-        return str(-(-self.config.most_prompts // self.config.rollout.prompts_per_shard))
+        return str(-(-self.config.max_prompts // self.config.rollout.prompts_per_shard))
 
     def newest_snapshot(self) -> int:
         version = max(self.state.snapshots, default=None)

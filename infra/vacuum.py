@@ -6,11 +6,11 @@ never are.
 
 from __future__ import annotations
 
-from infra.chain import Broken, Chain, last_slot
-from infra.claims import refuse_if_driven
-from infra.log import Corrupt
-from infra.records import ObjectRef, Record, Retire, Snapshot, Stage, named_here
-from infra.store import REPORT, RunStore
+from infra.execution.claims import refuse_if_driven
+from infra.store.chain import Broken, Chain, last_slot
+from infra.store.log import Corrupt
+from infra.store.records import Expire, ObjectRef, Record, Snapshot, StageCommit, named_here
+from infra.store.run_store import REPORT, RunStore
 
 KEPT = ("run.json", "log/", "forks/", REPORT)
 
@@ -69,7 +69,7 @@ class Reached:
         unreadable = []
         for commit in record.commits:
             refs = named_here(commit)
-            if isinstance(commit, Stage) and refs:
+            if isinstance(commit, StageCommit) and refs:
                 try:
                     refs += [shard for shard in self.store.manifest(commit).shards if shard.run is None]
                 except Corrupt:
@@ -77,7 +77,7 @@ class Reached:
             self.digests |= {ref.key: ref.sha256 for ref in refs}
             if isinstance(commit, Snapshot):
                 self.snapshots[commit.version] = list(commit.roles.values())
-            elif isinstance(commit, Retire):
+            elif isinstance(commit, Expire):
                 self.snapshots.pop(commit.version, None)
         return unreadable
 

@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 
-from infra.chain import AT_ONCE, Broken, Chain, last_slot
-from infra.claims import run_json, run_json_is_readable
-from infra.log import TAIL, Corrupt
+from infra.execution.claims import run_json, run_json_is_readable
 from infra.progress import report
-from infra.records import ObjectRef
-from infra.store import RunStore
+from infra.store.chain import AT_ONCE, Broken, Chain, last_slot
+from infra.store.log import TAIL, Corrupt
+from infra.store.records import ObjectRef
+from infra.store.run_store import RunStore
 from infra.vacuum import KEPT, Reached
 from rlhf.errors import UserError
 

@@ -10,8 +10,8 @@ least.
 
 from __future__ import annotations
 
-from infra.driver import Driver
-from infra.executors import StageHandle
+from infra.execution.driver import Driver
+from infra.execution.executors import StageHandle
 from infra.progress import report
 from rlhf.errors import NotFinite
 from tasks.generate import GENERATE

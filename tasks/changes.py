@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from infra.driver import Driver
-from infra.executors import StageHandle
-from infra.manifest import Fingerprint, Manifest
-from infra.records import Ahead, RunState, Shard, Skip, Weights
+from infra.execution.driver import Driver
+from infra.execution.executors import StageHandle
+from infra.store.manifest import Fingerprint, Manifest
+from infra.store.records import Ahead, RunState, ShardCommit, Skip, Weights
 from infra.workers.worker import WEIGHTS_OF
 from rlhf.config import RunConfig, stored_config
 from rlhf.errors import UserError
@@ -97,9 +97,9 @@ def check_open_iteration(driver: Driver) -> None:
                     raise changed(driver, name, iteration, changes)
 
 
-def _shard_changes(driver: Driver, stage: Stage, shard: Shard) -> list[str]:
+def _shard_changes(driver: Driver, stage: Stage, shard: ShardCommit) -> list[str]:
     """What has changed since the driver that committed a shard claimed the run; its inputs and weights cannot."""
-    claim = driver.store.log.claim_of(shard.epoch)
+    claim = driver.store.log.claim_of(shard.term)
     config = stored_config(claim.config, "the claim")
     changes: list[str] = stage.config.differences(stage.config.values(config), driver.config)
     changes += _of_inputs(set(stage.input_names(names_of(config))), set(stage.input_names(names_of(driver.config))))

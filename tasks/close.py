@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import time
 
-from infra.driver import Driver
+from infra.execution.driver import Driver
 from infra.progress import report
-from infra.records import Commit
+from infra.store.records import Commit
 from tasks.recording import recorded_task
 from tasks.restore import ensure_weights
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from infra.log import RunLog
-from infra.manifest import Manifest
-from infra.records import Claim, Skip, Weights
 from infra.runs import Run
+from infra.store.log import RunLog
+from infra.store.manifest import Manifest
+from infra.store.records import Claim, Skip, Weights
 from rlhf.errors import UserError
 from tasks.pipeline import update_of
 
@@ -71,7 +71,7 @@ def _stage(run: Run, iteration: int, manifest: Manifest, told: set[str]) -> Orig
         return Origin(f"{title} (as above)")
     told.add(manifest.stage)
     parts = manifest.fingerprint.parts
-    details = [f"epoch {manifest.epoch}, {manifest.seconds:.1f} s, {_output(manifest)}"]
+    details = [f"term {manifest.term}, {manifest.seconds:.1f} s, {_output(manifest)}"]
     if (claim := _claim(run, iteration, manifest)) is not None:
         packages = ", ".join(f"{name} {release}" for name, release in claim.packages.items())
         details.append(f"by {claim.host}, {claim.threads} threads, code {claim.code[:16]}, {packages}")
@@ -93,14 +93,14 @@ def _output(manifest: Manifest) -> str:
 
 
 def _claim(run: Run, iteration: int, manifest: Manifest) -> Claim | None:
-    """The driver that committed a stage: known while its epoch is among those of the iteration."""
+    """The driver that committed a stage: known while its term is among those of the iteration."""
     state = run.store.iteration_state(iteration)
     stage = state.stages[manifest.stage]
     assert not isinstance(stage, Skip), "a skipped stage has no manifest"
     holder = run.store.objects.of_run(stage.manifest.run)
-    if manifest.epoch not in state.open_epochs:
+    if manifest.term not in state.open_terms:
         return None
-    return RunLog(holder).claim_at(state.open_epochs[manifest.epoch].slot)
+    return RunLog(holder).claim_at(state.open_terms[manifest.term].slot)
 
 
 def _weights(run: Run, role: str, version: int) -> Weights:

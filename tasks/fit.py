@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra.fitting import Fitting
+from infra.execution.fitting import Fitting
 from infra.progress import report
 from rlhf.algorithms.objectives import Objective
 from rlhf.batch import TrajectoryBatch
-from rlhf.config import FitConfig, LRSchedule
-from rlhf.engines.base import Schedule
+from rlhf.config import FitConfig, LRScheduleConfig
+from rlhf.engines.base import OptimizerPlan
 from rlhf.engines.learning_rate import learning_rate
 from rlhf.engines.model_engine import ModelEngine
 from rlhf.models import load_tokenizer, save
@@ -54,7 +54,7 @@ def fit(fitting: Fitting, what: Fit) -> dict[str, float]:
 def _round(fitting: Fitting, what: Fit) -> dict[str, float]:
     """`checkpoint_steps` optimizer steps, committed; returns the means of their metrics."""
     config, engine = what.config, what.engine
-    schedule = LRSchedule(
+    schedule = LRScheduleConfig(
         type="cosine",
         warmup_iterations=config.warmup_steps,
         decay_iterations=max(what.steps - config.warmup_steps, 1),
@@ -68,7 +68,7 @@ def _round(fitting: Fitting, what: Fit) -> dict[str, float]:
         found = engine.update(
             what.examples.take(rows),
             what.objective,
-            Schedule(
+            OptimizerPlan(
                 lr=learning_rate(config.lr, schedule, step),
                 betas=(0.9, 0.999),
                 weight_decay=config.weight_decay,

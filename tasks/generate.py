@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import JsonValue
 
-from infra.driver import Driver
+from infra.execution.driver import Driver
 from infra.workers.calls import C, Context, ShardOutput, ShardSummary
 from rlhf.batch import TrajectoryBatch, ragged
-from rlhf.config import DynamicSampling, RunConfig
+from rlhf.config import DynamicSamplingConfig, RunConfig
 from rlhf.data.prompts import PromptDataset, encode
 from rlhf.engines.base import Generation, Request, Sampling
 from rlhf.environments.dialogues import Beginning, Dialogue, Environments, converse
@@ -57,7 +57,7 @@ class GenerateConfig(StageConfig):
     environment: EnvironmentConfig | None
     quantization: str | None = key("rollout.quantization")
     prompts_per_shard: int = key("rollout.prompts_per_shard")
-    dynamic_sampling: DynamicSampling | None = key("algorithm.dynamic_sampling")
+    dynamic_sampling: DynamicSamplingConfig | None = key("algorithm.dynamic_sampling")
     # where the files lie, while what they hold is in the dataset's digest; and when new weights come
     train: tuple[str, ...] = key("data.train", operational=True)
     partial: bool = key("rollout.partial", operational=True)
@@ -71,7 +71,7 @@ class GenerateSummary(ShardSummary):
 
 
 def shards_of(driver: Driver) -> int:
-    return -(-driver.config.most_prompts // driver.config.rollout.prompts_per_shard)
+    return -(-driver.config.max_prompts // driver.config.rollout.prompts_per_shard)
 
 
 def samples_dynamically(config: RunConfig) -> bool:

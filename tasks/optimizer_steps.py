@@ -5,18 +5,18 @@ from __future__ import annotations
 import numpy as np
 
 from infra.workers.calls import C, Context
-from rlhf.config import LRSchedule
-from rlhf.engines.base import Schedule
+from rlhf.config import LRScheduleConfig
+from rlhf.engines.base import OptimizerPlan
 from rlhf.engines.learning_rate import learning_rate
 from rlhf.seeding import generator
 from rlhf.stage_config import StageConfig, key
 
 
-class TrainerConfig(StageConfig):
+class TrainerStageConfig(StageConfig):
     """Keys of a trainer's section that an update reads."""
 
     lr: float = key("lr")
-    lr_schedule: LRSchedule = key("lr_schedule")
+    lr_schedule: LRScheduleConfig = key("lr_schedule")
     betas: tuple[float, float] = key("betas")
     weight_decay: float = key("weight_decay")
     ppo_epochs: int = key("ppo_epochs")
@@ -25,17 +25,17 @@ class TrainerConfig(StageConfig):
     micro_batch_tokens: int = key("micro_batch_tokens", operational=True)
 
 
-class ActorTrainerConfig(TrainerConfig):
+class ActorStageConfig(TrainerStageConfig):
     section = "actor"
 
 
-class CriticTrainerConfig(TrainerConfig):
+class CriticStageConfig(TrainerStageConfig):
     section = "critic"
 
 
 def optimizer_steps(
-    context: Context[C], trainer: TrainerConfig, seed: int, *, temperature: float, skipped: int = 0
-) -> Schedule:
+    context: Context[C], trainer: TrainerStageConfig, seed: int, *, temperature: float, skipped: int = 0
+) -> OptimizerPlan:
     """Every epoch goes over all trajectories that have a token in the losses, in mini-batches, in an order of its own.
 
     Where their number is no multiple of `mini_batch_trajectories`, because some were left out, the remainder is shared
@@ -60,7 +60,7 @@ def optimizer_steps(
         draw = generator(seed, context.call.stage, context.iteration, epoch)
         order = rows[draw.permutation(len(rows))]
         mini_batches += [tuple(mini_batch.tolist()) for mini_batch in np.array_split(order, count)]
-    return Schedule(
+    return OptimizerPlan(
         lr=learning_rate(trainer.lr, trainer.lr_schedule, max(context.iteration - skipped, 0)),
         betas=trainer.betas,
         weight_decay=trainer.weight_decay,

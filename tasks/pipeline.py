@@ -3,7 +3,7 @@ fork, replay, explain, status, the checks of a resume, and the docs."""
 
 from __future__ import annotations
 
-from infra.driver import Dependencies
+from infra.execution.driver import Dependencies
 from rlhf.config import RunConfig
 from tasks.advantages import ADVANTAGES
 from tasks.generate import GENERATE

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from infra.claims import check_store, run_url
-from infra.driver import Driver, check_inputs
+from infra.execution.claims import check_store, run_url
+from infra.execution.driver import Driver, check_inputs
 from infra.forks import fork
-from infra.objects import Objects
-from infra.records import Skip, Stage
 from infra.runs import Run
+from infra.store.object_store import ObjectStore
+from infra.store.records import Skip, StageCommit
 from rlhf.config import RunConfig
 from rlhf.errors import UserError
 from tasks.changes import changes_since, check_unchanged, input_changes
@@ -81,9 +81,9 @@ def fork_run(run: Run, config: RunConfig, iteration: int, stage: str | None) -> 
             raise UserError(f"--at {iteration}:{stage}: iteration {iteration} has not committed generate yet")
         driver = Driver(config, run.store)
         for each in STAGES:
-            if each.name in shared and isinstance(commit := committed[each.name], Stage):
+            if each.name in shared and isinstance(commit := committed[each.name], StageCommit):
                 check_unchanged(driver, each, run.store.manifest(commit))
-    child = Objects(run_url(config.run.store, config.run.name))
+    child = ObjectStore(run_url(config.run.store, config.run.name))
     check_inputs(config)
     check_store(child, config)
     at = str(iteration) if stage is None else f"{iteration}:{stage}"
@@ -94,7 +94,7 @@ def _misfits(run: Run, config: RunConfig, iteration: int) -> set[str]:
     """Committed stages that the config does not have, or lets read other stages than they did; and what reads them."""
     found: set[str] = set()
     for name, stage in run.store.iteration_state(iteration).stages.items():
-        if name == "validate" or not isinstance(stage, Stage):
+        if name == "validate" or not isinstance(stage, StageCommit):
             continue
         if name not in names_of(config) or input_changes(run.store.manifest(stage), config):
             found |= dependents(name, config)

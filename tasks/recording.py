@@ -15,8 +15,8 @@ from prefect.cache_policies import NO_CACHE
 from prefect.exceptions import Abort
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt
 
-from infra.objects import StoreFull, StoreUnavailable
 from infra.progress import report
+from infra.store.object_store import StoreFull, StoreUnavailable
 from infra.workers.ray_group import GroupLost
 from rlhf.errors import EngineLost, RatchetError
 

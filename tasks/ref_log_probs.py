@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from infra.workers.calls import Context, ShardOutput, ShardSummary
 from rlhf.batch import TrajectoryBatch
-from rlhf.config import Reference, RunConfig
+from rlhf.config import ReferenceConfig, RunConfig
 from rlhf.schema import TRAJECTORY
 from rlhf.stage_config import StageConfig, key
 from tasks.stage import RowsStage
@@ -12,7 +12,7 @@ from tasks.stage import RowsStage
 
 class RefLogProbsConfig(StageConfig):
     dtype: str = key("model.dtype")
-    reference: Reference = key("reference")
+    reference: ReferenceConfig = key("reference")
     temperature: float = key("rollout.temperature")
     micro_batch_tokens: int = key("actor.micro_batch_tokens", operational=True)
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from infra.driver import Driver
-from infra.executors import StageHandle
+from infra.execution.driver import Driver
+from infra.execution.executors import StageHandle
 from infra.forks import state_before
-from infra.manifest import Manifest
 from infra.progress import report
-from infra.records import Skip
 from infra.runs import Run
+from infra.store.manifest import Manifest
+from infra.store.records import Skip
 from infra.workers.calls import RowsCall, UpdateCall
 from infra.workers.worker import Worker
 from rlhf.errors import UserError

@@ -6,12 +6,12 @@ the config that its manifest recorded; nothing is generated or scored again, and
 
 from __future__ import annotations
 
-from infra.driver import Driver
-from infra.executors import StageHandle
-from infra.log import Corrupt
-from infra.manifest import Manifest
+from infra.execution.driver import Driver
+from infra.execution.executors import StageHandle
 from infra.progress import report
-from infra.records import Diverged, Skip, Stage, Weights
+from infra.store.log import Corrupt
+from infra.store.manifest import Manifest
+from infra.store.records import Diverged, Skip, StageCommit, Weights
 from infra.workers.calls import C, Call, UpdateCall, Updated
 from infra.workers.groups import WorkerGroup
 from infra.workers.worker import WEIGHTS_OF, Worker
@@ -90,7 +90,7 @@ def _replay(driver: Driver, group: WorkerGroup, stage: UpdateStage[C], at: Weigh
     sources = driver.store.manifests(at.version)
     config = driver.config.as_committed(manifest.config)  # then, not with today's other keys
     call = Call(
-        epoch=driver.epoch,
+        term=driver.term,
         stage=stage.name,
         iteration=at.version,
         config=stage.config.of(config),
@@ -110,10 +110,10 @@ def _replay(driver: Driver, group: WorkerGroup, stage: UpdateStage[C], at: Weigh
 
 
 def _report_mismatch(
-    driver: Driver, stage: UpdateStage[C], committed: Stage, manifest: Manifest, replayed: Updated
+    driver: Driver, stage: UpdateStage[C], committed: StageCommit, manifest: Manifest, replayed: Updated
 ) -> None:
     assert manifest.weights is not None
-    if driver.epoch:  # a driver that has not claimed the run only looks
+    if driver.term:  # a driver that has not claimed the run only looks
         driver.store.commit(
             Diverged(
                 iteration=committed.iteration,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from infra.driver import Driver
-from infra.executors import StageHandle
+from infra.execution.driver import Driver
+from infra.execution.executors import StageHandle
 from infra.forks import name_of
 from infra.progress import report
-from infra.records import Stage, seen_from_fork
 from infra.runs import open_run
+from infra.store.records import StageCommit, seen_from_fork
 from rlhf.errors import UserError
 from tasks.recording import recorded_task
 
@@ -21,13 +21,13 @@ def reuse_rollouts(driver: Driver, iteration: int) -> StageHandle:
     if committed is None:
         theirs = open_run(source).store
         found = theirs.committed_stage(iteration, "generate")
-        if not isinstance(found, Stage):
+        if not isinstance(found, StageCommit):
             raise UserError(
                 f"data.generations: {source} has not generated iteration {iteration}; lower train.iterations"
             )
         committed = seen_from_fork(name_of(theirs.url, store.url), found)
         store.commit(committed)
-    assert isinstance(committed, Stage)
+    assert isinstance(committed, StageCommit)
     manifest = store.manifest(committed)
     shards = len(manifest.shards)
     report("stage", iteration=iteration, stage="generate", done=shards, total=shards, metrics=None)

@@ -13,13 +13,12 @@ from typing import TypeVar
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
-from infra.clock import now
-from infra.driver import Driver
-from infra.executors import StageHandle
-from infra.manifest import Manifest
+from infra.execution.driver import Driver
+from infra.execution.executors import StageHandle
 from infra.progress import report
-from infra.records import Assigned, RunState, Shard, Skip, Weights
-from infra.records import Stage as StageCommit
+from infra.store.clock import now
+from infra.store.manifest import Manifest
+from infra.store.records import Assigned, RunState, ShardCommit, Skip, StageCommit, Weights
 from infra.workers.calls import C, Call, Rows, RowsCall, S, UpdateCall
 from infra.workers.groups import WorkerGroup
 from infra.workers.ray_group import GroupLost
@@ -124,8 +123,8 @@ def _run_rows(
     enough = _until(driver, stage, iteration)
     if enough is None:
         handle.expect(total)
-    done: list[Shard] = []
-    uncommitted: list[Shard] = []
+    done: list[ShardCommit] = []
+    uncommitted: list[ShardCommit] = []
     while len(done) < total:
         report("stage", iteration=iteration, stage=stage.name, done=len(done), total=total, metrics=None)
         handle.check()
@@ -143,7 +142,7 @@ def _run_rows(
     manifest = Manifest(
         iteration=iteration,
         stage=stage.name,
-        epoch=driver.epoch,
+        term=driver.term,
         attempt=attempt,
         fingerprint=fingerprint_of(driver, stage, iteration, inputs),
         config=stage.config.values(driver.config),
@@ -177,7 +176,7 @@ def _shards(driver: Driver, stage: RowsStage[C, S], inputs: Handles) -> int:
 
 def _shard(
     driver: Driver, stage: RowsStage[C, S], iteration: int, inputs: Handles, shard: int, attempt: int
-) -> tuple[Shard, bool]:
+) -> tuple[ShardCommit, bool]:
     """One shard, and whether it was committed before; if not, it is computed now, and the caller commits it."""
     if (before := driver.store.committed_shards(stage.name, iteration).get(shard)) is not None:
         return before, True
@@ -188,11 +187,11 @@ def _shard(
             _assign(driver, stage, iteration, shard)
             rows = _computed(driver, stage, call_of(driver, stage, iteration, inputs, shard=shard, attempt=attempt))
     assert rows.shard is not None, "rank 0 answers"
-    commit = Shard(
+    commit = ShardCommit(
         iteration=iteration,
         stage=stage.name,
         shard=shard,
-        epoch=driver.epoch,
+        term=driver.term,
         data=rows.shard,
         seconds=rows.seconds,
         outputs=rows.summary.model_dump(mode="json", exclude_defaults=True),
@@ -213,7 +212,7 @@ def _assign(driver: Driver, stage: RowsStage[C, S], iteration: int, shard: int) 
         driver.store.commit(Assigned(iteration=iteration, shard=shard, weights=holds))
 
 
-def _until(driver: Driver, stage: RowsStage[C, S], iteration: int) -> Callable[[list[Shard]], bool] | None:
+def _until(driver: Driver, stage: RowsStage[C, S], iteration: int) -> Callable[[list[ShardCommit]], bool] | None:
     """For a stage that goes on until there is enough: whether its shards so far are."""
     until, store = stage.until, driver.store
     if until is None or not until.applies(driver.config):
@@ -221,9 +220,9 @@ def _until(driver: Driver, stage: RowsStage[C, S], iteration: int) -> Callable[[
     following = [other for other in stages_of(driver.config) if other.name in until.follow]
     attempts = {other.name: store.begin_attempt(iteration, other.name) for other in following}
 
-    def enough(done: list[Shard]) -> bool:
+    def enough(done: list[ShardCommit]) -> bool:
         handles = {stage.name: StageHandle.so_far(stage.name, [shard.data for shard in done])}
-        scored: list[Shard] = []
+        scored: list[ShardCommit] = []
         for other in following:
             assert isinstance(other, RowsStage)
             inputs = other.inputs_of(handles)
@@ -268,7 +267,7 @@ def _run_update(driver: Driver, stage: UpdateStage[C], iteration: int, inputs: H
     manifest = Manifest(
         iteration=iteration,
         stage=stage.name,
-        epoch=driver.epoch,
+        term=driver.term,
         attempt=attempt,
         fingerprint=fingerprint_of(driver, stage, iteration, inputs),
         config=stage.config.values(driver.config),
@@ -329,7 +328,7 @@ def skip_what_is_left(driver: Driver, iteration: int, error: NotFinite) -> None:
         raise error
     report("note", text=f"iteration {iteration} goes on without what depends on it: {error}")
     drawn = driver.store.committed_stage(iteration, "generate")
-    beyond = driver.state.cursor + driver.config.most_prompts if drawn is None else None  # or the same come again
+    beyond = driver.state.cursor + driver.config.max_prompts if drawn is None else None  # or the same come again
     for role in driver.config.trained:
         if (stage := update_of(role)) is not None:
             skip_update(driver, stage, iteration, str(error), not_finite=True, cursor=beyond)
@@ -391,7 +390,7 @@ def call_of(
     """
     state = driver.state if began is None else began
     return Call(
-        epoch=driver.epoch,
+        term=driver.term,
         stage=stage.name,
         iteration=iteration,
         shard=shard,

@@ -8,7 +8,7 @@ import torch
 from infra.workers.calls import Context, ShardOutput, ShardSummary
 from rlhf.algorithms.groups import Groups
 from rlhf.batch import TrajectoryBatch
-from rlhf.config import DynamicSampling, RunConfig
+from rlhf.config import DynamicSamplingConfig, RunConfig
 from rlhf.rewards import RewardFailed
 from rlhf.schema import TRAJECTORY
 from rlhf.stage_config import StageConfig, key
@@ -18,7 +18,7 @@ from tasks.stage import RowsStage
 
 class SelectConfig(StageConfig):
     prompts_per_iteration: int = key("data.prompts_per_iteration")
-    dynamic_sampling: DynamicSampling | None = key("algorithm.dynamic_sampling")
+    dynamic_sampling: DynamicSamplingConfig | None = key("algorithm.dynamic_sampling")
     on_error: OnError = key("reward.on_error")
 
 

@@ -12,8 +12,8 @@ from typing import Any, Generic, TypeAlias
 
 from pydantic import JsonValue
 
-from infra.driver import Driver, Outside
-from infra.executors import StageHandle
+from infra.execution.driver import Driver, Outside
+from infra.execution.executors import StageHandle
 from infra.workers.calls import C, Context, Input, S, ShardOutput, ShardSummary
 from rlhf.config import RunConfig
 from rlhf.schema import Column

@@ -12,7 +12,7 @@ from rlhf.batch import ragged
 from rlhf.config import RunConfig
 from rlhf.seeding import generator
 from rlhf.stage_config import StageConfig, key
-from tasks.optimizer_steps import ActorTrainerConfig, optimizer_steps
+from tasks.optimizer_steps import ActorStageConfig, optimizer_steps
 from tasks.stage import UpdateStage
 
 
@@ -27,7 +27,7 @@ class UpdateActorConfig(StageConfig):
     entropy_coef: float = key("algorithm.entropy_coef")
     rollout_correction: RolloutCorrection | None = key("algorithm.rollout_correction")
     critic_warmup_iterations: int | None = key("critic.warmup_iterations")
-    trainer: ActorTrainerConfig
+    trainer: ActorStageConfig
 
 
 def update_actor(context: Context[UpdateActorConfig]) -> dict[str, float]:
@@ -49,14 +49,14 @@ def update_actor(context: Context[UpdateActorConfig]) -> dict[str, float]:
         weighted=correction is not None and correction.weights is not None,
         horizon=config.max_response_tokens,
     )
-    schedule = optimizer_steps(
+    plan = optimizer_steps(
         context,
         config.trainer,
         config.seed,
         temperature=config.temperature,
         skipped=config.critic_warmup_iterations or 0,
     )
-    return {**context.trainer.update(batch, objective, schedule), "actor/lr": schedule.lr}
+    return {**context.trainer.update(batch, objective, plan), "actor/lr": plan.lr}
 
 
 def exists(config: RunConfig) -> bool:

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from infra.workers.calls import Context
 from rlhf.algorithms.objectives import CriticObjective
-from rlhf.config import Model, RunConfig
+from rlhf.config import ModelConfig, RunConfig
 from rlhf.stage_config import StageConfig, key
-from tasks.optimizer_steps import CriticTrainerConfig, optimizer_steps
+from tasks.optimizer_steps import CriticStageConfig, optimizer_steps
 from tasks.stage import UpdateStage
 
 
 class UpdateCriticConfig(StageConfig):
     seed: int = key("run.seed")
     dtype: str = key("model.dtype")
-    critic_model: Model | None = key("critic.model")
+    critic_model: ModelConfig | None = key("critic.model")
     cliprange_value: float | None = key("critic.cliprange_value")
-    trainer: CriticTrainerConfig
+    trainer: CriticStageConfig
 
 
 def update_critic(context: Context[UpdateCriticConfig]) -> dict[str, float]:
     config = context.config
     objective = CriticObjective(cliprange_value=config.cliprange_value)
-    schedule = optimizer_steps(context, config.trainer, config.seed, temperature=1.0)
-    return {**context.trainer.update(context.batch, objective, schedule), "critic/lr": schedule.lr}
+    plan = optimizer_steps(context, config.trainer, config.seed, temperature=1.0)
+    return {**context.trainer.update(context.batch, objective, plan), "critic/lr": plan.lr}
 
 
 def exists(config: RunConfig) -> bool:

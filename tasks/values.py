@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from infra.workers.calls import Context, ShardOutput, ShardSummary
 from rlhf.batch import TrajectoryBatch
-from rlhf.config import Model, RunConfig
+from rlhf.config import ModelConfig, RunConfig
 from rlhf.schema import TRAJECTORY
 from rlhf.stage_config import StageConfig, key
 from tasks.stage import RowsStage
@@ -12,7 +12,7 @@ from tasks.stage import RowsStage
 
 class ValuesConfig(StageConfig):
     dtype: str = key("model.dtype")
-    critic_model: Model | None = key("critic.model")
+    critic_model: ModelConfig | None = key("critic.model")
     micro_batch_tokens: int = key("critic.micro_batch_tokens", operational=True)
 
 

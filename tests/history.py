@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import pandas as pd
 
-from infra.records import Close, Record, RunState, Shard, Skip, Snapshot, Stage, sha256_of
 from infra.runs import Run, open_run
+from infra.store.records import Finalize, Record, RunState, ShardCommit, Skip, Snapshot, StageCommit, sha256_of
 from rlhf.config import RunConfig
 
 T = TypeVar("T")
@@ -46,12 +46,12 @@ class History:
     @property
     def shards(self) -> Counter[tuple[str, int, int]]:
         """Committed shards: (stage, iteration, shard)."""
-        return Counter((shard.stage, shard.iteration, shard.shard) for shard in self.commits(Shard))
+        return Counter((shard.stage, shard.iteration, shard.shard) for shard in self.commits(ShardCommit))
 
     @property
     def stages(self) -> Counter[tuple[str, int]]:
         """Committed stages, updates and skips among them: (stage, iteration)."""
-        return Counter((stage.stage, stage.iteration) for kind in (Stage, Skip) for stage in self.commits(kind))
+        return Counter((stage.stage, stage.iteration) for kind in (StageCommit, Skip) for stage in self.commits(kind))
 
     @property
     def results(self) -> dict[str, Any]:
@@ -67,20 +67,20 @@ class History:
             },
             "rows": {
                 (stage.stage, stage.iteration): [shard.sha256 for shard in store.manifest(stage).shards]
-                for stage in self.commits(Stage)
+                for stage in self.commits(StageCommit)
             },
         }
 
     def check_sound(self, killed: bool = False) -> None:
         """Nothing is committed twice, and what people read is just what is committed. A driver that was killed may
         have been about to commit a shard whose file is there: the next one does away with it."""
-        closes = Counter(close.iteration for close in self.commits(Close))
+        closes = Counter(close.iteration for close in self.commits(Finalize))
         snapshots = Counter(snapshot.version for snapshot in self.commits(Snapshot))
         for counter in (self.shards, self.stages, closes, snapshots):
             twice = {what: times for what, times in counter.items() if times > 1}
             assert not twice, f"committed more than once: {twice}"
         assert self.run.state == self.state, "the state from the newest index differs from that of all records"
-        committed = {shard.data.key for shard in self.commits(Shard)}
+        committed = {shard.data.key for shard in self.commits(ShardCommit)}
         found = {path.relative_to(self.folder).as_posix() for path in self.folder.glob("trajectories/*/*/[!.]*")}
         assert found >= committed, f"gone: {committed - found}"
         assert found == committed or killed, f"not committed: {found - committed}"

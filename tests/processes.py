@@ -181,7 +181,7 @@ def _install(fault: Fault) -> None:
     import torch
     from prefect.client.orchestration import SyncPrefectClient
 
-    from infra.objects import FsspecBackend, LocalBackend
+    from infra.store.object_store import FsspecBackend, LocalBackend
 
     owners, method = {
         "put": ((LocalBackend, FsspecBackend), "put"),

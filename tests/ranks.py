@@ -59,7 +59,7 @@ def _serve(pipe: Connection, rank: int, count: int, rendezvous: str) -> None:
 
 def one_rank_fails(context: Any) -> Any:
     """A stage that one rank cannot read for, while the other waits for it."""
-    from infra.objects import StoreUnavailable
+    from infra.store.object_store import StoreUnavailable
     from rlhf.engines import ranks
 
     if ranks.rank() == 1:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
-from infra.records import ShardRef, Weights
+from infra.store.records import ShardRef, Weights
 from infra.workers.engines import Engines
 from infra.workers.resources import Resources
 from rlhf.batch import TrajectoryBatch
@@ -57,7 +57,7 @@ class ShardOutput(Generic[S]):
 class Call(Generic[C_co]):
     """One shard of a stage, or one update."""
 
-    epoch: int
+    term: int
     stage: str
     iteration: int
     config: C_co

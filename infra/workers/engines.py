@@ -22,7 +22,7 @@ class Engine(Protocol):
 
 
 class Engines:
-    """Engines that give way (`by_turns`) lie in host memory while another one computes."""
+    """Engines that give way (`offload_when_idle`) lie in host memory while another one computes."""
 
     def __init__(self, config: RunConfig, roles: Iterable[str]) -> None:
         self.config = config
@@ -113,7 +113,7 @@ class Engines:
 
     def _gives_way(self, role: str) -> bool:
         trainer = self.config.critic if role == "critic" else self.config.actor
-        return trainer is not None and trainer.by_turns
+        return trainer is not None and trainer.offload_when_idle
 
     def _build(self, role: str) -> ModelEngine:
         from rlhf.engines.build import train_engine

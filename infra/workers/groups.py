@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
 
-from infra.store import RunStore
+from infra.store.run_store import RunStore
 from infra.workers.local import LocalGroup
 from infra.workers.worker import Worker
 from rlhf.config import RunConfig
@@ -34,7 +34,7 @@ class WorkerGroup(Protocol):
     def submit(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]: ...
 
 
-class Groups:
+class WorkerGroups:
     def __init__(self, config: RunConfig, store: RunStore, identity: Callable[[], str]) -> None:
         """`identity` tells models, code and data apart, for workers that outlive a driver."""
         self.config, self.store, self.identity = config, store, identity
@@ -57,7 +57,7 @@ class Groups:
                 threads = torch.get_num_threads()
                 self._pools[pool] = RayGroup(self.config, self.store.url, pool, threads, self.identity())
             group = self._pools[pool]
-        group.epoch = self.store.log.epoch
+        group.term = self.store.log.term
         return group
 
     def executor_of(self, role: str | None) -> str:
@@ -67,8 +67,8 @@ class Groups:
         pool = self.config.pool_of(role)
         if pool is not None:
             return f"pool {pool}"
-        by_turns = any(trainer.by_turns for trainer in self.config.trainers.values())
-        alone = role == "rollout" and self.config.rollout.engine != "hf" and not by_turns
+        offload_when_idle = any(trainer.offload_when_idle for trainer in self.config.trainers.values())
+        alone = role == "rollout" and self.config.rollout.engine != "hf" and not offload_when_idle
         return "rollout" if alone else "driver"
 
     def close(self) -> None:

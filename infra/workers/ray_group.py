@@ -19,13 +19,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from infra.log import Fenced
-from infra.objects import Objects
 from infra.progress import report
-from infra.records import sha256_of
-from infra.store import RunStore
+from infra.store.log import Fenced
+from infra.store.object_store import ObjectStore
+from infra.store.records import sha256_of
+from infra.store.run_store import RunStore
 from infra.workers.worker import Worker, WrongPolicyVersion
-from rlhf.config import Pool, RunConfig
+from rlhf.config import PoolConfig, RunConfig
 from rlhf.errors import RatchetError, UserError
 
 P = ParamSpec("P")
@@ -56,7 +56,7 @@ class RayWorker:
         os.environ["LOCAL_RANK"] = "0"  # Ray shows each process its own devices only
         self.config, self.rank, self.identity = config, rank, identity
         self.ranks = 0
-        self.worker = Worker(config, RunStore(Objects(url)), roles)
+        self.worker = Worker(config, RunStore(ObjectStore(url)), roles)
         self.busy = 0
         self.last = time.monotonic()
         threading.Thread(target=self._end_when_idle, daemon=True).start()
@@ -84,12 +84,12 @@ class RayWorker:
         """Which models, code and data, and among how many ranks; none before they have met."""
         return self.identity, self.ranks
 
-    def do(self, epoch: int, call: partial[Any]) -> tuple[bool, Any]:
+    def do(self, term: int, call: partial[Any]) -> tuple[bool, Any]:
         """Whether it went well, and the result, or an error that the driver knows what to do with."""
         self.busy += 1
         try:
-            self.worker.admit(epoch)
-            self.worker.store.write_as(epoch)
+            self.worker.admit(term)
+            self.worker.store.write_as(term)
             return True, call.func(self.worker, *call.args, **call.keywords)
         except (RatchetError, WrongPolicyVersion) as error:
             return False, error
@@ -125,9 +125,9 @@ class RayGroup:
         self.config, self.name, self.threads = config, pool, threads
         self.url = f"file://{Path(url.removeprefix('file://')).resolve()}" if url.startswith("file://") else url
         self.identity = sha256_of(f"{identity}\n{_engines_of(config)}".encode())
-        self.pool: Pool = config.pools[pool]
+        self.pool: PoolConfig = config.pools[pool]
         self.roles = [role for role in config.roles if config.pool_of(role) == pool]
-        self.epoch = 0
+        self.term = 0
         self._actors: list[Any] = []
         self._lock = threading.RLock()
 
@@ -140,7 +140,7 @@ class RayGroup:
         call = partial(method, *args, **kwargs)  # type: ignore[arg-type]  # the worker comes first, over there
         with self._lock:  # or two threads could ask two ranks in different orders, which then wait for each other
             actors = self._ready()
-            return Answer(self, method, actors, [_asked(actor, self.epoch, call) for actor in actors])
+            return Answer(self, method, actors, [_asked(actor, self.term, call) for actor in actors])
 
     def await_answers(self, method: Callable[..., R], actors: list[Any], pending: list[Any]) -> R:
         import ray
@@ -300,10 +300,10 @@ def _fits(bundle: dict[str, float], workers: int) -> bool:
     return all(there.get(name, 0) >= amount * workers for name, amount in bundle.items())
 
 
-def _asked(actor: Any, epoch: int, call: partial[Any]) -> Any:
+def _asked(actor: Any, term: int, call: partial[Any]) -> Any:
     if call.func is Worker.is_saved:  # whatever it computes meanwhile
         return actor.is_saved.remote(*call.args)
-    return actor.do.remote(epoch, call)
+    return actor.do.remote(term, call)
 
 
 def _with_health(cls: type[RayWorker]) -> type[RayWorker]:

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import pyarrow as pa
 
-from infra.log import Fenced
-from infra.manifest import Checkpoint, File
-from infra.records import ObjectRef, ShardRef, Weights
-from infra.store import RunStore
+from infra.store.log import Fenced
+from infra.store.manifest import Checkpoint, File
+from infra.store.records import ObjectRef, ShardRef, Weights
+from infra.store.run_store import RunStore
 from infra.workers.calls import (
     C,
     Call,
@@ -73,7 +73,7 @@ class Worker:
         self.store = store
         self.engines = Engines(config, config.roles if roles is None else roles)
         self.resources = Resources(config)
-        self.epoch = 0
+        self.term = 0
         self._weights: dict[str, Weights | None] = {}
         """What each trainable role holds; None: dirty, in the middle of an update."""
         self._updated: dict[str, Updated] = {}
@@ -101,7 +101,7 @@ class Worker:
     def computed(self, asked: RowsCall[C, S]) -> tuple[ShardOutput[S], float]:
         """One shard's rows with its summary, and the seconds it took; nothing is written."""
         call = asked.call
-        self.admit(call.epoch)
+        self.admit(call.term)
         try:
             if call.role is not None and call.weights is not None and not self._comes_to_hold(call.role, call.weights):
                 raise WrongPolicyVersion(call.role)
@@ -124,7 +124,7 @@ class Worker:
         """Move a role from the call's weights to the next version, once: asked again, the finished result is
         returned."""
         call = asked.call
-        self.admit(call.epoch)
+        self.admit(call.term)
         assert call.role in self.roles and call.weights is not None
         done = self._updated.get(call.role)
         if done is not None and self._weights[call.role] == done.weights and done.before == call.weights:
@@ -279,10 +279,10 @@ class Worker:
         checkpoint = Checkpoint(role=role, weights=saving.weights, files=files)
         return self.store.write_checkpoint_manifest(saving.folder, checkpoint) if ranks.rank() == 0 else None
 
-    def admit(self, epoch: int) -> None:
-        if epoch < self.epoch:
-            raise Fenced(f"a worker refused a call of epoch {epoch}: it serves epoch {self.epoch}")
-        self.epoch = epoch
+    def admit(self, term: int) -> None:
+        if term < self.term:
+            raise Fenced(f"a worker refused a call of term {term}: it serves term {self.term}")
+        self.term = term
 
     def _read(self, call: Call[C]) -> TrajectoryBatch:
         stages = [self._read_stage(*columns) for columns in call.inputs if columns[1]]

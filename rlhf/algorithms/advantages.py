@@ -39,7 +39,7 @@ class AdvantageEstimator(Algorithm):
     clip_rewards: float | None = Field(
         None, gt=0, description="scores (and parts of them) are limited to ± this before anything; null: not limited"
     )
-    drop_flat_groups: bool = Field(
+    drop_zero_std_groups: bool = Field(
         False, description="trajectories whose group has one score throughout do not enter the losses"
     )
 
@@ -59,7 +59,7 @@ class AdvantageEstimator(Algorithm):
             group_ids: equal for trajectories of the same prompt.
         """
         groups = Groups(group_ids)
-        if self.drop_flat_groups:
+        if self.drop_zero_std_groups:
             return groups.differ(scores)
         return ~groups.alone if "group_ids" in self.needs else groups.size > 0
 

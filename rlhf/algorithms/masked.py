@@ -24,7 +24,7 @@ EPSILON = 1e-8
 
 
 @dataclass(frozen=True)
-class Totals:
+class LossNormalizers:
     """What a mini-batch counts in all."""
 
     tokens: int
@@ -35,24 +35,24 @@ class Totals:
     """A length that all trajectories have in common; unless told otherwise, that of the longest response."""
 
     @classmethod
-    def of(cls, mask: Float[Tensor, "batch response"]) -> Totals:
+    def of(cls, mask: Float[Tensor, "batch response"]) -> LossNormalizers:
         return cls(
             tokens=int(mask.sum().item()), sequences=int((mask.sum(-1) > 0).sum().item()), horizon=mask.shape[-1]
         )
 
 
 def masked_mean(
-    x: Float[Tensor, "batch response"], mask: Float[Tensor, "batch response"], totals: Totals
+    x: Float[Tensor, "batch response"], mask: Float[Tensor, "batch response"], normalizers: LossNormalizers
 ) -> Float[Tensor, ""]:
     """This micro-batch's share of the mean over the mini-batch's unmasked tokens; 0 where there are none."""
-    return x.where(mask > 0, 0.0).sum() / (totals.tokens + EPSILON)
+    return x.where(mask > 0, 0.0).sum() / (normalizers.tokens + EPSILON)
 
 
 def aggregate(
     loss: Float[Tensor, "batch response"],
     mask: Float[Tensor, "batch response"],
     how: Aggregation,
-    totals: Totals,
+    normalizers: LossNormalizers,
 ) -> Float[Tensor, ""]:
     """One number from per-token losses.
 
@@ -67,15 +67,15 @@ def aggregate(
     """
     loss = loss.where(mask > 0, 0.0)
     if how == "token-mean":
-        return loss.sum() / max(totals.tokens, 1)
+        return loss.sum() / max(normalizers.tokens, 1)
     if how == "token-sum":
         return loss.sum()
     per_sequence = loss.sum(-1)
     if how == "seq-mean-token-mean":
         per_sequence = per_sequence / (mask.sum(-1) + EPSILON)
     if how == "seq-mean-token-sum-norm":
-        per_sequence = per_sequence / totals.horizon
-    return per_sequence.sum() / max(totals.sequences, 1)
+        per_sequence = per_sequence / normalizers.horizon
+    return per_sequence.sum() / max(normalizers.sequences, 1)
 
 
 def sequence_sum(x: Float[Tensor, "batch response"], mask: Float[Tensor, "batch response"]) -> Float[Tensor, " batch"]:

@@ -13,7 +13,7 @@ from torch.nn.functional import logsigmoid
 
 from rlhf.algorithms import PolicyLoss
 from rlhf.algorithms.kl import Estimator, kl_divergence
-from rlhf.algorithms.masked import Aggregation, Totals, aggregate, masked_mean, sequence_sum
+from rlhf.algorithms.masked import Aggregation, LossNormalizers, aggregate, masked_mean, sequence_sum
 from rlhf.algorithms.policy_losses import SelectingLoss
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Objective(Protocol):
         """So many rows, one after the other, come into the same micro-batch: 2 for pairs."""
         ...
 
-    def __call__(self, outputs: Outputs, batch: Outputs, totals: Totals) -> Share: ...
+    def __call__(self, outputs: Outputs, batch: Outputs, normalizers: LossNormalizers) -> Share: ...
 
 
 @dataclass(frozen=True)
@@ -85,22 +85,22 @@ class ActorObjective:
     def selection(self) -> Selection | None:
         return self._select if isinstance(self.policy_loss, SelectingLoss) else None
 
-    def __call__(self, outputs: Outputs, batch: Outputs, totals: Totals) -> Share:
+    def __call__(self, outputs: Outputs, batch: Outputs, normalizers: LossNormalizers) -> Share:
         mask, log_probs, how = batch["loss_mask"], outputs["log_probs"], self.policy_loss.how
         if self.horizon is not None:
-            totals = replace(totals, horizon=self.horizon)
+            normalizers = replace(normalizers, horizon=self.horizon)
         more = {"selected": batch["selected"] > 0} if "selected" in batch else {}
         if self.weighted:
             more["rollout_is_weights"] = batch["rollout_is_weights"]
         old = self._old(log_probs, batch)
-        loss, metrics = self.policy_loss(log_probs, old, batch["advantages"], mask, totals, **more)
+        loss, metrics = self.policy_loss(log_probs, old, batch["advantages"], mask, normalizers, **more)
         metrics = {f"actor/{name}": value for name, value in metrics.items()} | {"actor/pg_loss": loss}
         if self.entropy_coef:
-            metrics["actor/entropy_loss"] = entropy = aggregate(outputs["entropy"], mask, how, totals)
+            metrics["actor/entropy_loss"] = entropy = aggregate(outputs["entropy"], mask, how, normalizers)
             loss = loss - self.entropy_coef * entropy
         if self.kl_in_loss is not None:
             kl = kl_divergence(log_probs, batch["ref_log_probs"], self.kl_estimator)
-            metrics["actor/kl_loss"] = aggregate(kl, mask, how, totals)
+            metrics["actor/kl_loss"] = aggregate(kl, mask, how, normalizers)
             loss = loss + self.kl_in_loss * metrics["actor/kl_loss"]
         return loss, metrics
 
@@ -133,17 +133,17 @@ class CriticObjective:
     selection: None = None
     together: int = 1
 
-    def __call__(self, outputs: Outputs, batch: Outputs, totals: Totals) -> Share:
+    def __call__(self, outputs: Outputs, batch: Outputs, normalizers: LossNormalizers) -> Share:
         mask, predicted = batch["loss_mask"], outputs["values"]
         error = squared = (predicted - batch["returns"]).square()
         if self.cliprange_value is not None:
             low, high = batch["values"] - self.cliprange_value, batch["values"] + self.cliprange_value
             error = squared.maximum((predicted.clamp(low, high) - batch["returns"]).square())
-        loss = 0.5 * aggregate(error, mask, self.aggregate, totals)
+        loss = 0.5 * aggregate(error, mask, self.aggregate, normalizers)
         return loss, {
             "critic/vf_loss": loss,
-            "critic/vf_clipfrac": masked_mean((error > squared).to(loss.dtype), mask, totals),
-            "critic/vpred_mean": masked_mean(predicted, mask, totals),
+            "critic/vf_clipfrac": masked_mean((error > squared).to(loss.dtype), mask, normalizers),
+            "critic/vpred_mean": masked_mean(predicted, mask, normalizers),
         }
 
 
@@ -156,8 +156,8 @@ class SupervisedObjective:
     selection: None = None
     together: int = 1
 
-    def __call__(self, outputs: Outputs, batch: Outputs, totals: Totals) -> Share:
-        loss = aggregate(-outputs["log_probs"], batch["loss_mask"], "token-mean", totals)
+    def __call__(self, outputs: Outputs, batch: Outputs, normalizers: LossNormalizers) -> Share:
+        loss = aggregate(-outputs["log_probs"], batch["loss_mask"], "token-mean", normalizers)
         return loss, {"sft/loss": loss}
 
 
@@ -177,9 +177,9 @@ class PreferenceObjective:
     selection: None = None
     together: int = 2
 
-    def __call__(self, outputs: Outputs, batch: Outputs, totals: Totals) -> Share:
+    def __call__(self, outputs: Outputs, batch: Outputs, normalizers: LossNormalizers) -> Share:
         scores = sequence_sum(outputs["scores"], batch["loss_mask"])
-        margin, pairs = scores[0::2] - scores[1::2], totals.sequences / 2
+        margin, pairs = scores[0::2] - scores[1::2], normalizers.sequences / 2
         loss = -logsigmoid(margin).sum() / pairs
         return loss, {
             "reward/loss": loss,

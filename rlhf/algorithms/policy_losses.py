@@ -16,7 +16,7 @@ from rlhf.algorithms.masked import (
     EPSILON,
     MAX_LOG_RATIO,
     Aggregation,
-    Totals,
+    LossNormalizers,
     aggregate,
     masked_mean,
     sequence_mean,
@@ -43,7 +43,7 @@ class PolicyLossBase(Algorithm):
         old_log_probs: Tokens,
         advantages: Tokens,
         mask: Tokens,
-        totals: Totals,
+        normalizers: LossNormalizers,
         *,
         rollout_is_weights: Tokens | None = None,
     ) -> tuple[Scalar, dict[str, Scalar]]:
@@ -52,14 +52,19 @@ class PolicyLossBase(Algorithm):
         `rollout_is_weights` multiply the loss of each token.
         """
         loss, metrics = self.token_losses(log_probs, old_log_probs, advantages, mask)
-        return self.reduced(loss, metrics, mask, totals, rollout_is_weights)
+        return self.reduced(loss, metrics, mask, normalizers, rollout_is_weights)
 
     def reduced(
-        self, loss: Tokens, metrics: dict[str, Tokens], mask: Tokens, totals: Totals, weights: Tokens | None
+        self,
+        loss: Tokens,
+        metrics: dict[str, Tokens],
+        mask: Tokens,
+        normalizers: LossNormalizers,
+        weights: Tokens | None,
     ) -> tuple[Scalar, dict[str, Scalar]]:
         if weights is not None:
             loss = loss * weights
-        return aggregate(loss, mask, self.how, totals), means(metrics, mask, totals)
+        return aggregate(loss, mask, self.how, normalizers), means(metrics, mask, normalizers)
 
     @property
     @abstractmethod
@@ -103,7 +108,7 @@ class SelectingLoss(TokenLoss):
         old_log_probs: Tokens,
         advantages: Tokens,
         mask: Tokens,
-        totals: Totals,
+        normalizers: LossNormalizers,
         *,
         rollout_is_weights: Tokens | None = None,
         selected: Flags | None = None,
@@ -113,7 +118,7 @@ class SelectingLoss(TokenLoss):
             selected = self.select(log_probs, old_log_probs, advantages, mask, log_probs.new_zeros(log_probs.shape))
         loss, metrics = self.token_losses(log_probs, old_log_probs, advantages, mask)
         loss, metrics = self.treat(loss, metrics, log_probs - old_log_probs, selected)
-        return self.reduced(loss, metrics, mask, totals, rollout_is_weights)
+        return self.reduced(loss, metrics, mask, normalizers, rollout_is_weights)
 
     @abstractmethod
     def select(
@@ -128,8 +133,8 @@ class SelectingLoss(TokenLoss):
         """The losses of the tokens, and metrics, with what is done to the selected ones."""
 
 
-def means(metrics: dict[str, Tokens], mask: Tokens, totals: Totals) -> dict[str, Scalar]:
-    return {name: masked_mean(value.detach().to(mask.dtype), mask, totals) for name, value in metrics.items()}
+def means(metrics: dict[str, Tokens], mask: Tokens, normalizers: LossNormalizers) -> dict[str, Scalar]:
+    return {name: masked_mean(value.detach().to(mask.dtype), mask, normalizers) for name, value in metrics.items()}
 
 
 def ratio_of(log_ratio: Tokens) -> Tokens:
@@ -261,7 +266,7 @@ class GMPO(SequenceLoss):
         old_log_probs: Tokens,
         advantages: Tokens,
         mask: Tokens,
-        totals: Totals,
+        normalizers: LossNormalizers,
         *,
         rollout_is_weights: Tokens | None = None,
     ) -> tuple[Scalar, dict[str, Scalar]]:
@@ -269,7 +274,7 @@ class GMPO(SequenceLoss):
         loss = -sequence_mean(advantages, mask) * sequence_mean(exponents, mask).exp()
         if rollout_is_weights is not None:
             loss = loss * sequence_mean((rollout_is_weights + 1e-10).log(), mask).exp()
-        return loss.sum() / max(totals.sequences, 1), means(metrics, mask, totals)
+        return loss.sum() / max(normalizers.sequences, 1), means(metrics, mask, normalizers)
 
     def token_losses(
         self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, mask: Tokens
@@ -464,8 +469,10 @@ class DRO(TokenLoss):
 
 def covariance(log_probs: Tokens, advantages: Tokens, mask: Tokens) -> Tokens:
     """Of each token's log-prob and advantage, about their means over the mini-batch."""
-    log_probs, totals = log_probs.detach(), Totals.of(mask)
-    return (advantages - masked_mean(advantages, mask, totals)) * (log_probs - masked_mean(log_probs, mask, totals))
+    log_probs, normalizers = log_probs.detach(), LossNormalizers.of(mask)
+    return (advantages - masked_mean(advantages, mask, normalizers)) * (
+        log_probs - masked_mean(log_probs, mask, normalizers)
+    )
 
 
 def largest(x: Tokens, candidates: Flags, count: int) -> Flags:

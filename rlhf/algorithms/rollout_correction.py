@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, Self
 from pydantic import Field, model_validator
 
 from rlhf.algorithms.base import Options
-from rlhf.algorithms.masked import EPSILON, MAX_LOG_RATIO, Totals, masked_mean, sequence_mean, sequence_sum
+from rlhf.algorithms.masked import EPSILON, MAX_LOG_RATIO, LossNormalizers, masked_mean, sequence_mean, sequence_sum
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -71,7 +71,7 @@ class ImportanceWeights(Options):
     def _mean(self, weights: Tokens, mask: Tokens) -> Tensor:
         """Over tokens, or over trajectories; 1 where every weight is 0, so that they stay 0."""
         if self.level == "token":
-            mean = masked_mean(weights, mask, Totals.of(mask))
+            mean = masked_mean(weights, mask, LossNormalizers.of(mask))
         else:
             there = (mask.sum(-1) > 0).to(mask.dtype)
             mean = (sequence_mean(weights, mask) * there).sum() / there.sum().clamp(min=EPSILON)
@@ -80,17 +80,17 @@ class ImportanceWeights(Options):
     def metrics(self, old_log_probs: Tokens, rollout_log_probs: Tokens, mask: Tokens) -> dict[str, Tensor]:
         raw = self.untruncated(old_log_probs, rollout_log_probs, mask)
         weights = self.model_copy(update={"normalize": False})(old_log_probs, rollout_log_probs, mask)
-        totals, here = Totals.of(mask), mask > 0
+        normalizers, here = LossNormalizers.of(mask), mask > 0
         lower = 1.0 / self.upper if self.lower is None else self.lower
-        mean = masked_mean(weights, mask, totals)
-        spread = masked_mean(weights.square(), mask, totals) - mean.square()
+        mean = masked_mean(weights, mask, normalizers)
+        spread = masked_mean(weights.square(), mask, normalizers) - mean.square()
         return {
             "rollout_is_mean": mean,
             "rollout_is_max": weights.masked_fill(~here, float("-inf")).max(),
             "rollout_is_min": weights.masked_fill(~here, float("inf")).min(),
             "rollout_is_std": spread.clamp(min=0.0).sqrt(),
-            "rollout_is_ratio_fraction_high": masked_mean((raw > self.upper).to(mask.dtype), mask, totals),
-            "rollout_is_ratio_fraction_low": masked_mean((raw < lower).to(mask.dtype), mask, totals),
+            "rollout_is_ratio_fraction_high": masked_mean((raw > self.upper).to(mask.dtype), mask, normalizers),
+            "rollout_is_ratio_fraction_low": masked_mean((raw < lower).to(mask.dtype), mask, normalizers),
             "rollout_is_eff_sample_size": effective_sample_size(weights, mask),
         }
 
@@ -166,9 +166,9 @@ class RolloutCorrection(Options):
 
 def effective_sample_size(weights: Tokens, mask: Tokens) -> Tensor:
     r""":math:`(\operatorname{mean} w)^2 / \operatorname{mean}(w^2)`: the share of the tokens that still counts."""
-    totals = Totals.of(mask)
-    normalized = weights / (masked_mean(weights, mask, totals) + EPSILON)
-    return 1.0 / masked_mean(normalized.square(), mask, totals).clamp(min=EPSILON)
+    normalizers = LossNormalizers.of(mask)
+    normalized = weights / (masked_mean(weights, mask, normalizers) + EPSILON)
+    return 1.0 / masked_mean(normalized.square(), mask, normalizers).clamp(min=EPSILON)
 
 
 def off_policy_metrics(old_log_probs: Tokens, rollout_log_probs: Tokens, mask: Tokens) -> dict[str, Tensor]:
@@ -179,7 +179,7 @@ def off_policy_metrics(old_log_probs: Tokens, rollout_log_probs: Tokens, mask: T
       their logarithms, ``log_ppl_*`` and ``ppl_ratio`` how they differ;
     - ``chi2_token``: :math:`E[\rho^2] - 1`; ``chi2_seq``: the same with the product over a trajectory.
     """
-    totals = Totals.of(mask)
+    normalizers = LossNormalizers.of(mask)
     log_ratio = (old_log_probs - rollout_log_probs).where(mask > 0, 0.0)
     limited = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     training, rollout = -sequence_mean(old_log_probs, mask), -sequence_mean(rollout_log_probs, mask)
@@ -189,13 +189,13 @@ def off_policy_metrics(old_log_probs: Tokens, rollout_log_probs: Tokens, mask: T
         "training_log_ppl": training.mean(),
         "rollout_ppl": rollout.exp().mean(),
         "rollout_log_ppl": rollout.mean(),
-        "kl": masked_mean(-log_ratio, mask, totals),
-        "k3_kl": masked_mean(limited.exp() - limited - 1.0, mask, totals),
+        "kl": masked_mean(-log_ratio, mask, normalizers),
+        "k3_kl": masked_mean(limited.exp() - limited - 1.0, mask, normalizers),
         "log_ppl_diff": difference.mean(),
         "log_ppl_abs_diff": difference.abs().mean(),
         "log_ppl_diff_max": difference.max(),
         "log_ppl_diff_min": difference.min(),
         "ppl_ratio": difference.exp().mean(),
-        "chi2_token": masked_mean((2.0 * limited).exp(), mask, totals) - 1.0,
+        "chi2_token": masked_mean((2.0 * limited).exp(), mask, normalizers) - 1.0,
         "chi2_seq": (2.0 * log_ratio.sum(-1).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).exp().mean() - 1.0,
     }

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from rlhf.config.sections import Model, Run, Section
+from rlhf.config.sections import ModelConfig, RunSection, Section
 
 
 class FitConfig(Section):
     """What the fits have in common."""
 
-    run: Run = Field(Run(), description="the fit's name, place and seed: it is committed like any run")
-    model: Model = Field(description="the model to start from")
+    run: RunSection = Field(RunSection(), description="the fit's name, place and seed: it is committed like any run")
+    model: ModelConfig = Field(description="the model to start from")
     data: str = Field(description="the examples: Parquet or JSON lines, any fsspec URL")
     output: str = Field(description="folder of the resulting Hugging Face model")
     micro_batch_tokens: int = Field(16384, gt=0, description="tokens computed at once, padding included")

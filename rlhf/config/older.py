@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any
+
+RENAMED = {
+    "actor.by_turns": "actor.offload_when_idle",
+    "critic.by_turns": "critic.offload_when_idle",
+    "algorithm.advantage.drop_flat_groups": "algorithm.advantage.drop_zero_std_groups",
+}
+"""Keys that have another name now. The old names still work in files and overrides."""
+
+
+class RenamedKey(FutureWarning):
+    """A config has a key by its old name."""
+
 
 GONE = {
     "algorithm.kl.estimator": "it is two keys now: algorithm.kl.loss_estimator for the KL in the loss, and "
@@ -23,13 +37,37 @@ def changed_since(tree: Mapping[str, Any]) -> list[str]:
 
 def as_of_today(tree: Mapping[str, Any]) -> dict[str, Any]:
     """A stored config in today's keys; a config of today as it is."""
+    tree, _ = _renamed(tree)
     kl = dict(_kl(tree))
     if "estimator" not in kl:
-        return dict(tree)
+        return tree
     estimator = kl.pop("estimator")
     if kl.get("in_loss") is not None:
         kl["loss_estimator"] = estimator
     return {**tree, "algorithm": {**tree["algorithm"], "kl": kl}}
+
+
+def with_new_names(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A config in today's keys; a `RenamedKey` warning for each old name says the new one."""
+    tree, old_names = _renamed(tree)
+    for old in old_names:
+        warnings.warn(f"{old} is called {RENAMED[old]} now: the old name still works", RenamedKey, stacklevel=2)
+    return tree
+
+
+def _renamed(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The tree in today's names, and the old names that it had."""
+    today = deepcopy(dict(tree))
+    old_names: list[str] = []
+    for old, new in RENAMED.items():
+        *parents, old_name = old.split(".")
+        section: Any = today
+        for part in parents:
+            section = section.get(part) if isinstance(section, dict) else None
+        if isinstance(section, dict) and old_name in section:
+            section[new.rpartition(".")[2]] = section.pop(old_name)
+            old_names.append(old)
+    return today, old_names
 
 
 def _kl(tree: Mapping[str, Any]) -> Mapping[str, Any]:

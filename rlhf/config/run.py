@@ -8,74 +8,81 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, model_validator
 
-from rlhf.config.fits import check_combinations
-from rlhf.config.older import as_of_today
+from rlhf.config.incompatibilities import check_combinations
+from rlhf.config.older import as_of_today, with_new_names
 from rlhf.config.reading import overridden, read_yaml, set_value, validated
 from rlhf.config.sections import (
-    Actor,
-    Algorithm,
-    Checkpoint,
-    Critic,
-    Data,
-    Model,
+    ActorConfig,
+    AlgorithmConfig,
+    CheckpointConfig,
+    CriticConfig,
+    DataConfig,
+    ModelConfig,
     OneOrMore,
-    Pool,
-    Reference,
-    Reward,
+    PoolConfig,
+    ReferenceConfig,
+    RewardConfig,
     Role,
-    Rollout,
-    Run,
+    RolloutConfig,
+    RunSection,
     Section,
-    Train,
-    Trainer,
-    Validation,
+    TrainConfig,
+    TrainerConfig,
+    ValidationConfig,
 )
 
-ANYTHING_FITS = "anything fits"
+ALLOW_INCOMPATIBLE = "anything fits"
 """Validation context in which impossible combinations are not refused."""
 
 
 class RunConfig(Section):
     """Everything a run is made of."""
 
-    run: Run = Field(Run(), description="the run's name, place and seed")
-    model: Model = Field(description="the actor's model; critic and reference default to it")
-    data: Data = Field(description="the prompts")
-    rollout: Rollout = Field(Rollout(), description="how responses are generated")
-    reward: Reward = Field(Reward(), description="how responses are scored")
-    algorithm: Algorithm = Field(Algorithm(), description="advantages, loss and KL")
-    actor: Actor = Field(Actor(), description="how the actor is updated")
-    critic: Critic | None = Field(Critic(), description="how the critic is updated; null: no critic")
-    reference: Reference = Field(Reference(), description="the reference model")
-    pools: dict[str, Pool] = Field({}, description="worker groups on Ray, by name; none: everything in this process")
+    run: RunSection = Field(RunSection(), description="the run's name, place and seed")
+    model: ModelConfig = Field(description="the actor's model; critic and reference default to it")
+    data: DataConfig = Field(description="the prompts")
+    rollout: RolloutConfig = Field(RolloutConfig(), description="how responses are generated")
+    reward: RewardConfig = Field(RewardConfig(), description="how responses are scored")
+    algorithm: AlgorithmConfig = Field(AlgorithmConfig(), description="advantages, loss and KL")
+    actor: ActorConfig = Field(ActorConfig(), description="how the actor is updated")
+    critic: CriticConfig | None = Field(CriticConfig(), description="how the critic is updated; null: no critic")
+    reference: ReferenceConfig = Field(ReferenceConfig(), description="the reference model")
+    pools: dict[str, PoolConfig] = Field(
+        {}, description="worker groups on Ray, by name; none: everything in this process"
+    )
     placement: Literal["colocated", "separate"] | dict[Role, str] = Field(
         "colocated",
         description="roles by pool: all in the one pool, each in the pool of its name, or as a mapping says",
     )
-    checkpoint: Checkpoint = Field(Checkpoint(), description="snapshots")
-    validation: Validation = Field(Validation(), description="held-out prompts")
+    checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="snapshots")
+    validation: ValidationConfig = Field(ValidationConfig(), description="held-out prompts")
     tracking: OneOrMore[Literal["tensorboard", "wandb"]] = Field((), description="where metrics go besides the store")
-    train: Train = Field(Train(), description="how long")
+    train: TrainConfig = Field(TrainConfig(), description="how long")
 
     @model_validator(mode="before")
     @classmethod
     def _stale_rollouts_are_corrected(cls, tree: Any, info: ValidationInfo) -> Any:
         """Unless the correction is {}, which corrects nothing."""
-        if info.context == ANYTHING_FITS:
+        if info.context == ALLOW_INCOMPATIBLE or not isinstance(tree, dict):
             return tree
-        if isinstance(tree, dict) and isinstance(rollout := tree.get("rollout"), dict):
+        if isinstance(rollout := tree.get("rollout"), dict):
             algorithm = tree.get("algorithm") or {}
             sync = rollout.get("mode", "sync") == "sync"
             if not sync and isinstance(algorithm, dict) and algorithm.get("rollout_correction") is None:
                 return {**tree, "algorithm": {**algorithm, "rollout_correction": {"weights": {}}}}
         return tree
 
+    @model_validator(mode="before")  # the last of them runs first
+    @classmethod
+    def _old_names(cls, tree: Any) -> Any:
+        return with_new_names(tree) if isinstance(tree, Mapping) else tree
+
     @property
     def trajectories_per_iteration(self) -> int:
         return self.data.prompts_per_iteration * self.rollout.n
 
     @property
-    def most_prompts(self) -> int:
+    def max_prompts(self) -> int:
         """Prompts that an iteration draws, at most."""
         sampling = self.algorithm.dynamic_sampling
         return self.data.prompts_per_iteration if sampling is None else sampling.max_prompts
@@ -89,17 +96,17 @@ class RunConfig(Section):
         return ("actor", *critic, *reference, *reward, "rollout")
 
     @property
-    def trainers(self) -> dict[str, Trainer]:
+    def trainers(self) -> dict[str, TrainerConfig]:
         """How each role that learns is updated."""
         critic = {"critic": self.critic} if self.needs_critic and self.critic is not None else {}
         return {"actor": self.actor, **critic}
 
     @property
-    def critic_model(self) -> Model:
+    def critic_model(self) -> ModelConfig:
         return self.model if self.critic is None or self.critic.model is None else self.critic.model
 
     @property
-    def reference_model(self) -> Model:
+    def reference_model(self) -> ModelConfig:
         """The actor's first weights are those of its model: a LoRA actor's adapters start at zero."""
         return self.reference.model or self.model.model_copy(update={"lora": None})
 
@@ -161,7 +168,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _combinations(self, info: ValidationInfo) -> Self:
-        if info.context != ANYTHING_FITS:
+        if info.context != ALLOW_INCOMPATIBLE:
             check_combinations(self)
         return self
 
@@ -180,7 +187,7 @@ class RunConfig(Section):
     def as_committed(self, values: Mapping[str, Any]) -> RunConfig:
         """This config with the values that a stage was committed with, by this release or an older one. Combinations
         are not looked at, because the stage sees only its own keys."""
-        return validated(RunConfig, as_of_today(self._with(values)), "config", ANYTHING_FITS)
+        return validated(RunConfig, as_of_today(self._with(values)), "config", ALLOW_INCOMPATIBLE)
 
     def _with(self, values: Mapping[str, Any]) -> dict[str, Any]:
         tree = self.model_dump(mode="json")
@@ -205,4 +212,4 @@ def parse_config(tree: Mapping[str, Any], where: str) -> RunConfig:
 def stored_config(tree: Mapping[str, Any], where: str) -> RunConfig:
     """The config that a driver stored, of this release or an older one. It can be read even if this release would not
     begin a run with it: combinations are refused when the run is driven."""
-    return validated(RunConfig, as_of_today(tree), where, ANYTHING_FITS)
+    return validated(RunConfig, as_of_today(tree), where, ALLOW_INCOMPATIBLE)

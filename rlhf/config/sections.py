@@ -46,7 +46,7 @@ class Section(BaseModel):
         return {cls.alone: value} if cls.alone is not None and isinstance(value, str) else value
 
 
-class Run(Section):
+class RunSection(Section):
     name: str = Field("run", pattern=RUN_NAME, description="the run's name in the store")
     store: str = Field("file://./runs", description="folder of runs: any fsspec URL (file://, s3://, memory://)")
     seed: int = Field(0, ge=0, description="all randomness of the run derives from it")
@@ -55,7 +55,7 @@ class Run(Section):
     )
 
 
-class LoRA(Section):
+class LoRAConfig(Section):
     """Low-rank adapters learn, and the model stays as it is (arXiv 2106.09685)."""
 
     r: int = Field(16, gt=0, description="rank of the adapters")
@@ -65,19 +65,19 @@ class LoRA(Section):
     )
 
 
-class Model(Section):
+class ModelConfig(Section):
     alone = "path"
     path: str = Field(description="a Hugging Face model: a folder, or a name on the hub")
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="type of the weights and the computation")
     attention: Literal["sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = Field(
         "sdpa", description="the attention kernel: PyTorch's, or one that packed sequences pay with, on GPUs"
     )
-    lora: LoRA | None = Field(None, description="train adapters (extra lora); null: train all weights")
+    lora: LoRAConfig | None = Field(None, description="train adapters (extra lora); null: train all weights")
     chat_template: str | None = Field(None, description="a Jinja file: the chat template; null: the tokenizer's own")
     trust_remote_code: bool = Field(False, description="run Python code that the model's repository brings")
 
 
-class Data(Section):
+class DataConfig(Section):
     train: OneOrMore[str] = Field(
         min_length=1, description="prompt files (Parquet or JSON lines, any fsspec URL), in order"
     )
@@ -92,7 +92,7 @@ class Data(Section):
     system_prompt: str | None = Field(None, description="a system message before prompts that have none")
 
 
-class VLLM(Section):
+class VLLMConfig(Section):
     """How vLLM runs; none of it changes what is computed, but for rounding."""
 
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of a GPU's memory that it takes")
@@ -108,7 +108,7 @@ class VLLM(Section):
     )
 
 
-class Server(Section):
+class ServerConfig(Section):
     """Servers that generate (rollout.engine: server); started by others."""
 
     urls: OneOrMore[str] = Field((), description="where they listen, such as http://127.0.0.1:8000")
@@ -121,7 +121,7 @@ class Server(Section):
     timeout_s: float = Field(600.0, gt=0, description="a response that takes longer is asked for again")
 
 
-class Environment(Section):
+class EnvironmentConfig(Section):
     """What the policy talks to while it responds."""
 
     alone = "name"
@@ -131,7 +131,7 @@ class Environment(Section):
     timeout_s: float = Field(60.0, gt=0, description="an answer that takes longer fails its shard, and stops the run")
 
 
-class Rollout(Section):
+class RolloutConfig(Section):
     engine: Literal["hf", "vllm", "server"] = Field(
         "hf", description="what generates: hf (transformers, in this process), vllm (extra vllm), server (over HTTP)"
     )
@@ -141,12 +141,12 @@ class Rollout(Section):
     max_response_tokens: int = Field(512, gt=0, description="longest response, in tokens")
     ignore_eos: bool = Field(False, description="never stop at end-of-sequence (for benchmarks)")
     stop: OneOrMore[str] = Field((), description="texts that end a response, which keeps them")
-    environment: Environment | None = Field(
+    environment: EnvironmentConfig | None = Field(
         None, description="tools, or another side, that answers the policy within a response; null: none"
     )
     quantization: Literal["fp8"] | None = Field(None, description="vllm: weights are generated with in 8 bits")
-    vllm: VLLM = Field(VLLM(), description="how vLLM runs")
-    server: Server = Field(Server(), description="servers that generate")
+    vllm: VLLMConfig = Field(VLLMConfig(), description="how vLLM runs")
+    server: ServerConfig = Field(ServerConfig(), description="servers that generate")
     prompts_per_shard: int = Field(16, gt=0, description="prompts a shard holds: what a crash can lose at most")
     mode: Literal["sync", "one_step_off", "async"] = Field(
         "sync",
@@ -166,7 +166,7 @@ class Rollout(Section):
         return {"sync": 0, "one_step_off": 1, "async": self.max_staleness}[self.mode]
 
 
-class RewardModel(Model):
+class RewardModelConfig(ModelConfig):
     """A classifier that says what a response is worth."""
 
     kind: Literal["outcome", "process"] = Field(
@@ -185,13 +185,15 @@ class RewardModel(Model):
         return self
 
 
-class Reward(Section):
+class RewardConfig(Section):
     function: str | dict[str, float] | None = Field(
         "countdown",
         description="a built-in reward, package.module:function or file.py:function; or several, with their weights; "
         "null: the model alone (the default where there is one), or the environment",
     )
-    model: RewardModel | None = Field(None, description="a reward model, alone or besides the function; null: none")
+    model: RewardModelConfig | None = Field(
+        None, description="a reward model, alone or besides the function; null: none"
+    )
     options: dict[str, dict[str, Any]] = Field(
         {}, description="keyword arguments of the function; of several, by their names"
     )
@@ -230,14 +232,14 @@ class Reward(Section):
         return self
 
 
-class DynamicSampling(Section):
+class DynamicSamplingConfig(Section):
     """DAPO's dynamic sampling (arXiv 2503.14476): prompts whose trajectories all score the same teach nothing, so more
     are drawn until `data.prompts_per_iteration` differ; if not enough do, the batch is filled with others."""
 
     max_prompts: int = Field(gt=0, description="most prompts an iteration draws")
 
 
-class Algorithm(Section):
+class AlgorithmConfig(Section):
     advantage: Annotated[Advantage, _type_may_be_left_out("gae")] = Field(GAE(), description="the advantage estimator")
     loss: Annotated[PolicyLoss, _type_may_be_left_out("ppo")] = Field(PPOClip(), description="the policy loss")
     kl: KLPenalty = Field(KLPenalty(), description="the KL term against the reference")
@@ -247,11 +249,13 @@ class Algorithm(Section):
         description="between the rollout's log-probs and the trainer's; null: none with rollout.mode sync, and "
         "{weights: {}} with the others; {}: none with any",
     )
-    dynamic_sampling: DynamicSampling | None = Field(None, description="draw until enough prompts teach; null: no")
+    dynamic_sampling: DynamicSamplingConfig | None = Field(
+        None, description="draw until enough prompts teach; null: no"
+    )
     overlong_penalty: OverlongPenalty | None = Field(None, description="punish responses near the limit; null: no")
 
 
-class LRSchedule(Section):
+class LRScheduleConfig(Section):
     type: Literal["constant", "linear", "cosine"] = Field("constant", description="how the rate decays after warm-up")
     warmup_iterations: int = Field(0, ge=0, description="iterations over which the rate rises from 0")
     decay_iterations: int | None = Field(
@@ -266,7 +270,7 @@ class LRSchedule(Section):
         return self
 
 
-class Trainer(Section):
+class TrainerConfig(Section):
     """How a model is updated; sizes are of the whole run, not of one device."""
 
     engine: Literal["torch", "fsdp", "deepspeed"] = Field(
@@ -279,13 +283,13 @@ class Trainer(Section):
         False,
         description="fsdp, deepspeed: optimizer state, and parameters where they are shared out, stay in host memory",
     )
-    by_turns: bool = Field(
+    offload_when_idle: bool = Field(
         False,
         description="while another model of the same processes computes, parameters and optimizer state lie in host "
         "memory",
     )
     lr: float = Field(gt=0, description="learning rate of AdamW")
-    lr_schedule: LRSchedule = Field(LRSchedule(), description="learning rate over the iterations")
+    lr_schedule: LRScheduleConfig = Field(LRScheduleConfig(), description="learning rate over the iterations")
     betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="AdamW's betas")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay")
     ppo_epochs: int = Field(1, gt=0, description="passes over an iteration's trajectories")
@@ -304,38 +308,38 @@ class Trainer(Section):
     gradient_checkpointing: bool = Field(False, description="recompute activations: less memory, more time")
 
 
-class Actor(Trainer):
+class ActorConfig(TrainerConfig):
     lr: float = Field(1e-6, gt=0, description="learning rate of AdamW")
 
 
-class Critic(Trainer):
-    model: Model | None = Field(None, description="the backbone the critic starts from; null: the actor's model")
+class CriticConfig(TrainerConfig):
+    model: ModelConfig | None = Field(None, description="the backbone the critic starts from; null: the actor's model")
     lr: float = Field(1e-5, gt=0, description="learning rate of AdamW")
     warmup_iterations: int = Field(0, ge=0, description="first iterations in which only the critic learns")
     cliprange_value: float | None = Field(0.5, gt=0, description="how far a value may move; null: not limited")
 
 
-class Reference(Section):
-    model: Model | None = Field(None, description="the frozen reference; null: the actor's first weights")
+class ReferenceConfig(Section):
+    model: ModelConfig | None = Field(None, description="the frozen reference; null: the actor's first weights")
 
 
-class Keep(Section):
+class KeepConfig(Section):
     last: int = Field(3, ge=1, description="newest snapshots that are kept")
     every: int | None = Field(10, gt=0, description="snapshots of every so many iterations are kept too; null: none")
 
 
-class Checkpoint(Section):
+class CheckpointConfig(Section):
     every: int = Field(1, gt=0, description="iterations between snapshots; the updates in between are replayed")
     background: bool = Field(
         False, description="write snapshots while the next iteration generates; a crash before one is durable replays"
     )
-    keep: Keep = Field(Keep(), description="which snapshots stay")
+    keep: KeepConfig = Field(KeepConfig(), description="which snapshots stay")
     on_replay_mismatch: Literal["auto", "stop", "continue"] = Field(
         "auto", description="a replayed update whose weights differ: auto stops on CPU and goes on elsewhere"
     )
 
 
-class Validation(Section):
+class ValidationConfig(Section):
     data: str | None = Field(None, description="prompt file to validate on; null: no validation")
     every: int = Field(
         0, ge=0, description="iterations between validations; 0: only before the first and after the last"
@@ -350,7 +354,7 @@ class Validation(Section):
     )
 
 
-class Train(Section):
+class TrainConfig(Section):
     iterations: int = Field(30, gt=0, description="iterations in all; raise it to go on with a finished run")
     on_nan: Literal["stop", "skip"] = Field(
         "stop",
@@ -360,7 +364,7 @@ class Train(Section):
     updates: bool = Field(True, description="false: responses are only scored, and the actor passes through unchanged")
 
 
-class Pool(Section):
+class PoolConfig(Section):
     """Processes with devices of their own, which hold the models of some roles between them."""
 
     workers: int = Field(1, gt=0, description="processes")

@@ -85,7 +85,7 @@ class RolloutEngine(Protocol):
 
 
 @dataclass(frozen=True)
-class Schedule:
+class OptimizerPlan:
     """An update, as one optimizer step after the other."""
 
     lr: float
@@ -117,8 +117,8 @@ class TrainEngine(InferenceEngine, Protocol):
     share each sequence's positions, or each matrix. The gradient is always that of the whole mini-batch.
     """
 
-    def update(self, batch: TrajectoryBatch, objective: Objective, schedule: Schedule) -> dict[str, float]:
-        """Take the optimizer steps of the schedule; metrics are means over them. Raises `NotFinite`."""
+    def update(self, batch: TrajectoryBatch, objective: Objective, plan: OptimizerPlan) -> dict[str, float]:
+        """Take the optimizer steps of the plan; metrics are means over them. Raises `NotFinite`."""
         ...
 
     def digest(self) -> str:

@@ -12,14 +12,14 @@ from rlhf.engines.token_outputs import Head
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from rlhf.config import RunConfig, Trainer
+    from rlhf.config import RunConfig, TrainerConfig
     from rlhf.engines.base import RolloutEngine
     from rlhf.engines.server_rollout import ServerRollout
     from rlhf.engines.vllm_rollout import VLLMRollout
 
 
 def train_engine(
-    trainer: Trainer, model: PreTrainedModel, head: Head, *, dtype: Dtype, trainable: bool = True
+    trainer: TrainerConfig, model: PreTrainedModel, head: Head, *, dtype: Dtype, trainable: bool = True
 ) -> ModelEngine:
     options: dict[str, Any] = {
         "dtype": dtype,
@@ -81,7 +81,7 @@ def vllm_rollout(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> VLLMR
         enforce_eager=vllm.enforce_eager or not on_gpu,
         enable_prefix_caching=vllm.prefix_caching,
         quantization=rollout.quantization,
-        enable_sleep_mode=config.actor.by_turns and on_gpu,
+        enable_sleep_mode=config.actor.offload_when_idle and on_gpu,
         trust_remote_code=model.trust_remote_code,
     )
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from rlhf.engines import ranks
-from rlhf.engines.base import Schedule
+from rlhf.engines.base import OptimizerPlan
 from rlhf.engines.model_engine import ModelEngine, not_finite, set_options
 from rlhf.engines.token_outputs import Head
 
@@ -52,7 +52,7 @@ class DeepSpeedEngine(ModelEngine):
             "zero_optimization": zero,
             "zero_force_ds_cpu_optimizer": False,
             "bf16": {"enabled": self.dtype == "bfloat16" and stage > 0},
-            "gradient_clipping": 0.0,  # its default is 1; the schedule says
+            "gradient_clipping": 0.0,  # its default is 1; the plan says
             "steps_per_print": 2**62,
         }
         self.parameters = self._parameters()
@@ -98,10 +98,10 @@ class DeepSpeedEngine(ModelEngine):
         if not last:
             self.engine.step()  # of which nothing comes but the end of a micro-batch
 
-    def _step(self, schedule: Schedule) -> float:
+    def _step(self, plan: OptimizerPlan) -> float:
         assert self.optimizer is not None
-        set_options(self.optimizer, schedule)
-        clip = schedule.grad_clip or math.inf
+        set_options(self.optimizer, plan)
+        clip = plan.grad_clip or math.inf
         if self.stage == 0:  # its gradients are whole, and it would not tell their norm
             norm = float(torch.nn.utils.clip_grad_norm_(self.parameters.values(), clip))
         else:
@@ -192,6 +192,6 @@ class DeepSpeedEngine(ModelEngine):
         self._accumulates = False
 
 
-STILL = Schedule(
+STILL = OptimizerPlan(
     lr=0.0, betas=(0.9, 0.999), weight_decay=0.0, grad_clip=None, micro_batch_tokens=0, mini_batches=(), temperature=1.0
 )

@@ -2,10 +2,10 @@
 
 import math
 
-from rlhf.config import LRSchedule
+from rlhf.config import LRScheduleConfig
 
 
-def learning_rate(peak: float, schedule: LRSchedule, iteration: int) -> float:
+def learning_rate(peak: float, schedule: LRScheduleConfig, iteration: int) -> float:
     """Linear warm-up from ``peak / warmup`` to `peak`, then constant or decaying to ``min_ratio * peak``."""
     if iteration < schedule.warmup_iterations:
         return peak * (iteration + 1) / schedule.warmup_iterations

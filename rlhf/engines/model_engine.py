@@ -19,10 +19,10 @@ import torch
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 
-from rlhf.algorithms.masked import Totals
+from rlhf.algorithms.masked import LossNormalizers
 from rlhf.batch import TrajectoryBatch, ragged
 from rlhf.engines import ranks
-from rlhf.engines.base import Schedule
+from rlhf.engines.base import OptimizerPlan
 from rlhf.engines.micro_batches import MicroBatch
 from rlhf.engines.sequence_parallel import Team
 from rlhf.engines.token_outputs import Head, TokenOutputs
@@ -86,7 +86,7 @@ class ModelEngine(ABC):
         """Add a loss's gradients to those of the mini-batch; summed over ranks, not averaged."""
 
     @abstractmethod
-    def _step(self, schedule: Schedule) -> float:
+    def _step(self, plan: OptimizerPlan) -> float:
         """Clip, take the step, forget the gradients; returns the gradient's norm. Raises `NotFinite`: the engine is
         then to be loaded anew."""
 
@@ -142,35 +142,35 @@ class ModelEngine(ABC):
                 flat[name][where] = found[name].cpu().numpy()[: len(where)] if self.counts else 0
         return {name: ragged(self._from_all(values), lengths) for name, values in flat.items()}
 
-    def update(self, batch: TrajectoryBatch, objective: Objective, schedule: Schedule) -> dict[str, float]:
+    def update(self, batch: TrajectoryBatch, objective: Objective, plan: OptimizerPlan) -> dict[str, float]:
         assert self.trainable, "a reference is never updated"
-        if not schedule.mini_batches:
+        if not plan.mini_batches:
             return {}
         sums: dict[str, float] = {}
-        for rows in schedule.mini_batches:
-            for name, value in self._mini_batch(batch.take(rows), objective, schedule).items():
+        for rows in plan.mini_batches:
+            for name, value in self._mini_batch(batch.take(rows), objective, plan).items():
                 sums[name] = sums.get(name, 0.0) + value
-        return {name: value / len(schedule.mini_batches) for name, value in sums.items()}
+        return {name: value / len(plan.mini_batches) for name, value in sums.items()}
 
-    def _mini_batch(self, mini_batch: TrajectoryBatch, objective: Objective, schedule: Schedule) -> dict[str, float]:
+    def _mini_batch(self, mini_batch: TrajectoryBatch, objective: Objective, plan: OptimizerPlan) -> dict[str, float]:
         """One optimizer step; the gradient is that of the whole mini-batch, however it is cut and dealt out."""
-        totals = Totals.of(mini_batch.padded("loss_mask"))
-        micro_batches = list(self._micro_batches(mini_batch, schedule.micro_batch_tokens, objective.together))
+        normalizers = LossNormalizers.of(mini_batch.padded("loss_mask"))
+        micro_batches = list(self._micro_batches(mini_batch, plan.micro_batch_tokens, objective.together))
         columns = {name: mini_batch.padded(name).float().to(self.device) for name in objective.columns}
         if objective.selection is not None:
-            whole = self._whole(micro_batches, objective, schedule, totals)
+            whole = self._whole(micro_batches, objective, plan, normalizers)
             columns["selected"] = objective.selection(whole, columns)
         sums: dict[str, Tensor] = {}
         for number, (rows, micro) in enumerate(micro_batches, 1):
             part = {name: column[micro.rows, : micro.horizon] for name, column in columns.items()}
-            found = self._forward(micro, objective.outputs, schedule.temperature)
-            loss, metrics = objective({name: micro.padded(values) for name, values in found.items()}, part, totals)
+            found = self._forward(micro, objective.outputs, plan.temperature)
+            loss, metrics = objective({name: micro.padded(values) for name, values in found.items()}, part, normalizers)
             self._backward(loss if len(rows) else 0 * loss, last=number == len(micro_batches))
             for name, value in metrics.items():
                 sums.setdefault(name, torch.zeros((), device=self.device)).add_(
                     value.detach() if len(rows) and self.counts else 0
                 )
-        norm = self._step(schedule)
+        norm = self._step(plan)
         self.steps += 1
         prefix = {"policy": "actor", "value": "critic", "reward": "reward"}[self.head]
         return {name: ranks.summed(value).item() for name, value in sums.items()} | {f"{prefix}/grad_norm": norm}
@@ -179,16 +179,18 @@ class ModelEngine(ABC):
         self,
         micro_batches: list[tuple[np.ndarray, MicroBatch]],
         objective: Objective,
-        schedule: Schedule,
-        totals: Totals,
+        plan: OptimizerPlan,
+        normalizers: LossNormalizers,
     ) -> dict[str, Tensor]:
         """The model's outputs for a whole mini-batch, without gradient."""
         mine = sum(len(rows) for rows, _ in micro_batches) if self.counts else 0
         rows_in_all = int(ranks.summed(torch.tensor(mine, device=self.device)))
-        whole = {name: torch.zeros((rows_in_all, totals.horizon), device=self.device) for name in objective.outputs}
+        whole = {
+            name: torch.zeros((rows_in_all, normalizers.horizon), device=self.device) for name in objective.outputs
+        }
         for rows, micro in micro_batches:
             with torch.no_grad():
-                found = self._forward(micro, objective.outputs, schedule.temperature)
+                found = self._forward(micro, objective.outputs, plan.temperature)
             for name, values in found.items():
                 whole[name][rows, : micro.horizon] = micro.padded(values)[: len(rows)] if self.counts else 0
         return {name: ranks.summed(values) for name, values in whole.items()}
@@ -354,6 +356,6 @@ def not_finite(norm: float) -> NotFinite:
     return NotFinite(f"the gradient's norm is {norm}; nothing of this update is committed")
 
 
-def set_options(optimizer: torch.optim.Optimizer, schedule: Schedule) -> None:
+def set_options(optimizer: torch.optim.Optimizer, plan: OptimizerPlan) -> None:
     for group in optimizer.param_groups:
-        group["lr"], group["betas"], group["weight_decay"] = schedule.lr, schedule.betas, schedule.weight_decay
+        group["lr"], group["betas"], group["weight_decay"] = plan.lr, plan.betas, plan.weight_decay

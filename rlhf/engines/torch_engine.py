@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlhf.engines import ranks
-from rlhf.engines.base import Schedule
+from rlhf.engines.base import OptimizerPlan
 from rlhf.engines.model_engine import ModelEngine, not_finite, set_options
 from rlhf.engines.token_outputs import Head
 
@@ -36,10 +36,10 @@ class TorchEngine(ModelEngine):
                 if parameter.grad is not None:
                     ranks.summed(parameter.grad)
 
-    def _step(self, schedule: Schedule) -> float:
+    def _step(self, plan: OptimizerPlan) -> float:
         assert self.optimizer is not None
-        set_options(self.optimizer, schedule)
-        norm = self._clip(schedule.grad_clip or math.inf)
+        set_options(self.optimizer, plan)
+        norm = self._clip(plan.grad_clip or math.inf)
         if math.isfinite(norm):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

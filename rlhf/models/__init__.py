@@ -14,13 +14,13 @@ from rlhf.models import lora
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from rlhf.config import Model, RewardModel
+    from rlhf.config import ModelConfig, RewardModelConfig
 
 WEIGHTS = ("*.safetensors", "config.json", "*.safetensors.index.json")
 TOKENIZER = ("tokenizer*", "*.model", "vocab*", "merges.txt", "special_tokens_map.json", "chat_template*")
 
 
-def model_folder(model: Model, key: str = "model") -> Path:
+def model_folder(model: ModelConfig, key: str = "model") -> Path:
     """The folder of a model's files; a name on the hub is downloaded (or found in the cache)."""
     path = Path(model.path)
     if path.is_dir():
@@ -65,7 +65,7 @@ def check_weights(folder: Path, key: str = "model") -> None:
             raise UserError(f"{path} is damaged: {error}") from None
 
 
-def check_architecture(model: Model, key: str, *, is_critic: bool) -> None:
+def check_architecture(model: ModelConfig, key: str, *, is_critic: bool) -> None:
     """Refuse a model whose architecture transformers does not know as a policy, or as a critic."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, AutoConfig
 
@@ -81,7 +81,7 @@ def check_architecture(model: Model, key: str, *, is_critic: bool) -> None:
     )
 
 
-def load_tokenizer(model: Model, *, writes: bool = True) -> PreTrainedTokenizerBase:
+def load_tokenizer(model: ModelConfig, *, writes: bool = True) -> PreTrainedTokenizerBase:
     """`writes`: for a model that has to end what it writes."""
     from transformers import AutoTokenizer
 
@@ -107,7 +107,7 @@ def _set_template(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
         raise UserError(f"chat_template {path} is not a chat template: {error}") from None
 
 
-def tokenizer_digest(model: Model, *, writes: bool = True) -> str:
+def tokenizer_digest(model: ModelConfig, *, writes: bool = True) -> str:
     """Of its files, of the chat template that takes the place of theirs, and for a model that `writes` of the tokens
     that this project puts around its texts, where they are not the end of sequence alone."""
     files = files_digest(model_folder(model), TOKENIZER)
@@ -116,7 +116,7 @@ def tokenizer_digest(model: Model, *, writes: bool = True) -> str:
     return hashlib.sha256(f"{files}{template}{around}".encode()).hexdigest() if template or around else files
 
 
-def _tokens_around(model: Model) -> str:
+def _tokens_around(model: ModelConfig) -> str:
     """Before a prompt without a chat template, and after an answer with one."""
     tokenizer = load_tokenizer(model)
     before = beginning([], tokenizer)
@@ -126,7 +126,7 @@ def _tokens_around(model: Model) -> str:
     return f" {json.dumps(found)}" if any(found.values()) else ""
 
 
-def initial_digest(model: Model, seed: int) -> str:
+def initial_digest(model: ModelConfig, seed: int) -> str:
     """Of what a role starts from: its model's files, and its adapters if it learns those."""
     base = files_digest(model_folder(model))
     if model.lora is None:
@@ -134,7 +134,7 @@ def initial_digest(model: Model, seed: int) -> str:
     return hashlib.sha256(f"{base} {model.lora.model_dump_json()} {seed}".encode()).hexdigest()
 
 
-def load_actor(model: Model, seed: int = 0) -> PreTrainedModel:
+def load_actor(model: ModelConfig, seed: int = 0) -> PreTrainedModel:
     """A causal language model, weights in float32 (`dtype` is the type of the computation). The seed is that of new
     adapters."""
     from transformers import AutoModelForCausalLM
@@ -145,7 +145,7 @@ def load_actor(model: Model, seed: int = 0) -> PreTrainedModel:
     return loaded
 
 
-def load_critic(model: Model, seed: int = 0) -> PreTrainedModel:
+def load_critic(model: ModelConfig, seed: int = 0) -> PreTrainedModel:
     """The backbone with one number a token on top (a token-classification model with one label).
 
     A new head starts at zero, so that every value is 0 until the critic has learned; a head that the folder already
@@ -156,14 +156,14 @@ def load_critic(model: Model, seed: int = 0) -> PreTrainedModel:
     return _with_head(AutoModelForTokenClassification, model, seed, "critic")
 
 
-def load_scorer(model: Model, seed: int = 0) -> PreTrainedModel:
+def load_scorer(model: ModelConfig, seed: int = 0) -> PreTrainedModel:
     """A reward model to train: a sequence classifier with one label, whose head begins as a critic's does."""
     from transformers import AutoModelForSequenceClassification
 
     return _with_head(AutoModelForSequenceClassification, model, seed, "reward model")
 
 
-def _with_head(auto_class: Any, model: Model, seed: int, what: str) -> PreTrainedModel:
+def _with_head(auto_class: Any, model: ModelConfig, seed: int, what: str) -> PreTrainedModel:
     loaded, missing = _load(auto_class, model, num_labels=1)
     parameters = dict(loaded.named_parameters())
     unknown = [name for name in missing if not name.startswith(("score.", "classifier."))]
@@ -176,7 +176,7 @@ def _with_head(auto_class: Any, model: Model, seed: int, what: str) -> PreTraine
     return loaded
 
 
-def load_reward_model(model: RewardModel) -> PreTrainedModel:
+def load_reward_model(model: RewardModelConfig) -> PreTrainedModel:
     """A sequence classifier, or for a process reward a token classifier, in the type of its computation."""
     import torch
     from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
@@ -188,7 +188,7 @@ def load_reward_model(model: RewardModel) -> PreTrainedModel:
     return loaded.eval()
 
 
-def check_reward_model(model: RewardModel) -> None:
+def check_reward_model(model: RewardModelConfig) -> None:
     """Refuse a folder that holds no head, before anything is generated that it could not score."""
     import torch
     from safetensors import safe_open
@@ -209,7 +209,7 @@ def check_reward_model(model: RewardModel) -> None:
             raise _no_reward_model(model, name)
 
 
-def _no_reward_model(model: RewardModel, missing: str) -> UserError:
+def _no_reward_model(model: RewardModelConfig, missing: str) -> UserError:
     mend = "`ratchet reward-model` trains one" if model.kind == "outcome" else "name a token classifier"
     return UserError(f"reward.model {model.path} lacks {missing}: it is no {model.kind} reward model; {mend}")
 
@@ -229,7 +229,7 @@ def save(model: PreTrainedModel, folder: Path) -> None:
         model.generation_config.save_pretrained(folder)
 
 
-def _load(auto_class: Any, model: Model, **options: Any) -> tuple[PreTrainedModel, list[str]]:
+def _load(auto_class: Any, model: ModelConfig, **options: Any) -> tuple[PreTrainedModel, list[str]]:
     """`options` are of the config, but for `dtype`, the type of the weights."""
     import torch
     from transformers import AutoConfig
@@ -288,7 +288,7 @@ def _without_noise(config: PreTrainedConfig) -> None:
             _without_noise(inner)
 
 
-def attention_of(model: Model) -> tuple[str, str | None]:
+def attention_of(model: ModelConfig) -> tuple[str, str | None]:
     """The attention kernel that a model is computed with, and if it is not the one in the config, why."""
     if model.attention != "sdpa":
         return model.attention, None
@@ -315,7 +315,7 @@ def _ends(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBas
     )
 
 
-def generation_config(model: Model) -> GenerationConfig | None:
+def generation_config(model: ModelConfig) -> GenerationConfig | None:
     """As a model loaded from the folder has it."""
     from transformers import AutoConfig, GenerationConfig
 

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from rlhf.config import LoRA
+    from rlhf.config import LoRAConfig
 
 ADAPTER = "default"
 HEADS = ("score", "classifier")
 """What a critic has on top; it is new, and learns as a whole."""
 
 
-def add(model: PreTrainedModel, lora: LoRA, seed: int) -> None:
+def add(model: PreTrainedModel, lora: LoRAConfig, seed: int) -> None:
     """Put adapters into a model, in place; nothing but them and a critic's head learns. Raises `UserError`."""
     import torch
     from peft import LoraConfig, inject_adapter_in_model

@@ -27,7 +27,7 @@ from rlhf.errors import NotFinite, RatchetError, UserError
 from rlhf.rewards import BUILT_IN, KEY, RewardFailed, Score, auto
 
 if TYPE_CHECKING:
-    from rlhf.config.sections import Reward
+    from rlhf.config.sections import RewardConfig
     from rlhf.data.prompts import Prompt
 
 START_S = 300.0
@@ -94,7 +94,7 @@ SOURCES = 8
 """At most so many prompts are tried."""
 
 
-def try_rewards(reward: Reward, prompts: Iterable[Prompt]) -> Iterator[str]:
+def try_rewards(reward: RewardConfig, prompts: Iterable[Prompt]) -> Iterator[str]:
     """Score an answer to the first prompt of each data source of each file, before anything is generated.
 
     The answer is the ground truth itself, or a 0 where that is no text: what no reward should fail on.
@@ -127,7 +127,7 @@ def try_rewards(reward: Reward, prompts: Iterable[Prompt]) -> Iterator[str]:
             )
 
 
-def _other_built_in(reward: Reward, prompt: Prompt) -> str:
+def _other_built_in(reward: RewardConfig, prompt: Prompt) -> str:
     try:
         fits = auto.reward_of(prompt.data_source, None)
     except ValueError:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlhf.batch import TrajectoryBatch
-from rlhf.config import Model
+from rlhf.config import ModelConfig
 from rlhf.models import load_actor, load_critic
 from tests.tiny import model_folder
 
@@ -18,7 +18,7 @@ from tests.tiny import model_folder
 def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama whose weights are ten times the usual: what a token's neighbours are then matters to it."""
     folder = model_folder(tmp_path_factory.mktemp("policy"))
-    model = load_actor(Model(path=str(folder)))
+    model = load_actor(ModelConfig(path=str(folder)))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 2:
@@ -31,7 +31,7 @@ def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def critic_folder(policy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same backbone as a critic that has an opinion: a new head says 0 everywhere."""
     folder = tmp_path_factory.mktemp("critic")
-    critic = load_critic(Model(path=str(policy_folder)))
+    critic = load_critic(ModelConfig(path=str(policy_folder)))
     with torch.no_grad():
         for name, parameter in critic.named_parameters():
             if name.startswith("score."):

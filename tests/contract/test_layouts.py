@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from rlhf.batch import TrajectoryBatch
-from rlhf.config import Model, RewardModel
+from rlhf.config import ModelConfig, RewardModelConfig
 from rlhf.engines.base import Generation, Request, Sampling, TrainEngine
 from rlhf.engines.reward_engine import RewardEngine
 from rlhf.environments import EnvironmentFailed, Observation
@@ -35,7 +35,7 @@ from rlhf.models import load_reward_model, load_tokenizer
 from tests import tiny
 from tests.contract.test_train_engines import (
     ENGINES,
-    SCHEDULE,
+    PLAN,
     Head,
     Kind,
     assert_close,
@@ -48,7 +48,7 @@ from tests.ranks import Ranks
 
 Files = dict[str, bytes]
 
-DEALT = replace(SCHEDULE, micro_batch_tokens=20, mini_batches=((0, 2, 4, 6, 1, 3, 5), (7,)))
+DEALT = replace(PLAN, micro_batch_tokens=20, mini_batches=((0, 2, 4, 6, 1, 3, 5), (7,)))
 """Of the first mini-batch each rank has several pieces, of the second one rank has none."""
 
 
@@ -89,7 +89,7 @@ def run_judges(outcome: Path, process: Path) -> Any:
     found: list[Any] = []
     said = [([{"role": "user", "content": "ask " * row}], f"{row} so. it is. {'x' * row}") for row in range(5)]
     for folder, kind in ((outcome, "outcome"), (process, "process")):
-        config = RewardModel(path=str(folder), dtype="float32", kind=kind)
+        config = RewardModelConfig(path=str(folder), dtype="float32", kind=kind)
         engine = RewardEngine(load_reward_model(config), load_tokenizer(config))
         for budget in (60, 1000):
             if kind == "outcome":
@@ -119,7 +119,7 @@ class PerProcess:
 
 
 def run_dialogue(folder: Path, breaks: bool) -> Any:
-    tokenizer = load_tokenizer(Model(path=str(folder)))
+    tokenizer = load_tokenizer(ModelConfig(path=str(folder)))
 
     def generate(requests: Any, sampling: Sampling) -> Any:
         return [Generation((5,), (-1.0,), "stop") for _ in requests], [[0] for _ in requests]

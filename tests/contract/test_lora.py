@@ -13,7 +13,7 @@ from safetensors.torch import load as load_safetensors
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from rlhf.batch import TrajectoryBatch
-from rlhf.config import LoRA, Model
+from rlhf.config import LoRAConfig, ModelConfig
 from rlhf.engines.model_engine import ModelEngine, WithoutAdapters, copy_weights, weights_of
 from rlhf.errors import UserError
 from rlhf.models import load_actor, load_critic, save
@@ -21,7 +21,7 @@ from tests.contract.test_layouts import DEALT, Files, ranks
 from tests.contract.test_train_engines import (
     ENGINES,
     LOAD,
-    SCHEDULE,
+    PLAN,
     Kind,
     assert_close,
     folder_of,
@@ -31,7 +31,7 @@ from tests.contract.test_train_engines import (
 from tests.ranks import Ranks
 
 __all__ = ["ranks"]
-LORA = LoRA(r=4, alpha=8)
+LORA = LoRAConfig(r=4, alpha=8)
 AUTO = {"policy": AutoModelForCausalLM, "value": AutoModelForTokenClassification}
 
 
@@ -53,7 +53,7 @@ def test_adapters_learn_and_the_base_stays(kind: Kind, batch: TrajectoryBatch, t
     engine, base = adapted(kind), kind.build()
     expected = infer(base, kind, batch)
     assert_close(infer(engine, kind, batch), expected)
-    engine.update(batch, kind.objective, SCHEDULE)
+    engine.update(batch, kind.objective, PLAN)
     learned = infer(engine, kind, batch)
     name = kind.outputs[0]
     assert learned[name] != infer(base, kind, batch)[name]
@@ -68,7 +68,7 @@ def test_adapters_learn_and_the_base_stays(kind: Kind, batch: TrajectoryBatch, t
     assert sum(map(len, files.values())) < sum(map(len, base.state().values()))
     base_model = AUTO[kind.head].from_pretrained(kind.folder, dtype=torch.float32)
     peft = PeftModel.from_pretrained(base_model, folder_of(files, tmp_path))
-    plain = LOAD[kind.head](Model(path=str(kind.folder), lora=LORA))
+    plain = LOAD[kind.head](ModelConfig(path=str(kind.folder), lora=LORA))
     copy_weights(weights_of(files), plain)
     torch.testing.assert_close(logits_of(peft), logits_of(plain), rtol=0, atol=1e-6)
 
@@ -76,7 +76,7 @@ def test_adapters_learn_and_the_base_stays(kind: Kind, batch: TrajectoryBatch, t
     save(plain, tmp_path / "merged")
     merged = AUTO[kind.head].from_pretrained(tmp_path / "merged", dtype=torch.float32)
     torch.testing.assert_close(logits_of(merged), logits_of(plain), rtol=1e-5, atol=1e-5)
-    assert (logits_of(merged) - logits_of(LOAD[kind.head](Model(path=str(kind.folder))))).abs().max() > 1e-3
+    assert (logits_of(merged) - logits_of(LOAD[kind.head](ModelConfig(path=str(kind.folder))))).abs().max() > 1e-3
 
 
 def test_adapters_round_trip_bit_by_bit(kind: Kind, batch: TrajectoryBatch) -> None:
@@ -85,10 +85,10 @@ def test_adapters_round_trip_bit_by_bit(kind: Kind, batch: TrajectoryBatch) -> N
         files, digest = engine.state(), engine.digest()
         other = adapted(kind)
         other.update(batch, kind.objective, DEALT)
-        engine.update(batch, kind.objective, SCHEDULE)
+        engine.update(batch, kind.objective, PLAN)
         other.load_state(files)
         assert other.digest() == digest
-        other.update(batch, kind.objective, SCHEDULE)
+        other.update(batch, kind.objective, PLAN)
         assert other.digest() == engine.digest()
 
 
@@ -116,7 +116,7 @@ def test_adapters_by_two_processes(kind: Kind, batch: TrajectoryBatch, ranks: Ra
 
 
 def test_adapters_depend_on_the_runs_seed_alone(policy_folder: Path) -> None:
-    model = Model(path=str(policy_folder), lora=LORA)
+    model = ModelConfig(path=str(policy_folder), lora=LORA)
     names = {name for name, each in load_actor(model, 3).named_parameters() if each.requires_grad}
     assert names
     assert all("lora_" in name for name in names)
@@ -128,12 +128,12 @@ def test_adapters_depend_on_the_runs_seed_alone(policy_folder: Path) -> None:
 
 
 def test_only_the_layers_that_are_named_get_adapters(policy_folder: Path, critic_folder: Path) -> None:
-    lora = LoRA(target_modules=("q_proj", "v_proj"))
-    critic = load_critic(Model(path=str(critic_folder), lora=lora))
+    lora = LoRAConfig(target_modules=("q_proj", "v_proj"))
+    critic = load_critic(ModelConfig(path=str(critic_folder), lora=lora))
     trained = {name.split(".lora_")[0].split(".")[-1] for name, each in critic.named_parameters() if each.requires_grad}
     assert trained == {"q_proj", "v_proj", "weight", "bias"}, "and the head learns as a whole"
     with pytest.raises(UserError, match=r"model\.lora\.target_modules: Target modules .*nothing.* not found"):
-        load_actor(Model(path=str(policy_folder), lora=LoRA(target_modules=("nothing",))))
+        load_actor(ModelConfig(path=str(policy_folder), lora=LoRAConfig(target_modules=("nothing",))))
 
 
 def test_the_adapters_config_says_what_peft_needs(policy_folder: Path) -> None:

@@ -16,9 +16,9 @@ import pytest
 from botocore.exceptions import ClientError
 from s3fs import S3FileSystem
 
-from infra.objects import FsspecBackend, LocalBackend, Objects, StoreUnavailable
-from infra.records import Claim
-from infra.store import RunStore
+from infra.store.object_store import FsspecBackend, LocalBackend, ObjectStore, StoreUnavailable
+from infra.store.records import Claim
+from infra.store.run_store import RunStore
 from rlhf.errors import UserError
 from tests import tiny
 from tests.simulated import Clock, Memory
@@ -39,7 +39,7 @@ def test_one_of_many_creates_wins(url: str) -> None:
     together = threading.Barrier(8)
 
     def create(writer: int) -> bool:
-        objects = Objects(url)
+        objects = ObjectStore(url)
         together.wait()
         try:
             objects.create("log/000000000000.json", b"%d" % writer)
@@ -51,34 +51,34 @@ def test_one_of_many_creates_wins(url: str) -> None:
         for _ in range(3):
             won = [writer for writer, first in enumerate(pool.map(create, range(8))) if first]
             assert len(won) == 1
-            assert Objects(url).get("log/000000000000.json") == b"%d" % won[0]
-            Objects(url).delete(["log/000000000000.json"])
+            assert ObjectStore(url).get("log/000000000000.json") == b"%d" % won[0]
+            ObjectStore(url).delete(["log/000000000000.json"])
 
 
 @pytest.mark.parametrize("first", [b"first", b""])
 @pytest.mark.parametrize("second", [b"second", b""])
 def test_what_exists_is_not_created(url: str, first: bytes, second: bytes) -> None:
-    Objects(url).create("key", first)
+    ObjectStore(url).create("key", first)
     with pytest.raises(FileExistsError):
-        Objects(url).create("key", second)
-    assert Objects(url).get("key") == first
+        ObjectStore(url).create("key", second)
+    assert ObjectStore(url).get("key") == first
 
 
 def test_put_overwrites(url: str) -> None:
-    objects = Objects(url)
+    objects = ObjectStore(url)
     for data in (b"first", b"second, which is longer", b""):
         objects.put("folder/key", data)
-        assert Objects(url).get("folder/key") == data
+        assert ObjectStore(url).get("folder/key") == data
 
 
 def test_large_objects_come_back(url: str) -> None:
     data = os.urandom(6_000_000)
-    Objects(url).put("large", data)
-    assert Objects(url).get("large") == data
+    ObjectStore(url).put("large", data)
+    assert ObjectStore(url).get("large") == data
 
 
 def test_what_is_absent_is_told_from_what_fails(url: str) -> None:
-    objects = Objects(url)
+    objects = ObjectStore(url)
     with pytest.raises(FileNotFoundError):
         objects.get("absent")
     assert objects.get_if_there("absent") is None
@@ -87,7 +87,7 @@ def test_what_is_absent_is_told_from_what_fails(url: str) -> None:
 
 
 def test_deleting_does_not_mind_what_is_absent(url: str) -> None:
-    objects = Objects(url)
+    objects = ObjectStore(url)
     objects.delete(["never", "was"])
     objects.delete([])
     for key in ("a/1", "a/2", "b/1"):
@@ -97,9 +97,9 @@ def test_deleting_does_not_mind_what_is_absent(url: str) -> None:
 
 
 def test_a_listing_is_fresh(url: str) -> None:
-    one = Objects(url)
+    one = ObjectStore(url)
     S3FileSystem.clear_instance_cache()
-    other = Objects(url)
+    other = ObjectStore(url)
     assert one.list("") == []
     for number in range(3):
         other.put(f"log/{number}", b"")
@@ -112,13 +112,13 @@ def test_a_listing_is_fresh(url: str) -> None:
 
 
 def test_create_if_absent_is_honoured(url: str) -> None:
-    objects = Objects(url)
+    objects = ObjectStore(url)
     assert objects.honours_create()
-    assert objects.list("") == Objects(f"{url}/.writing").list("") == [], "the probe is cleaned up"
+    assert objects.list("") == ObjectStore(f"{url}/.writing").list("") == [], "the probe is cleaned up"
 
 
 def test_a_probe_that_was_killed_is_deleted_after_an_hour(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    objects, temporary = Objects(url), Objects(f"{url}/.writing")
+    objects, temporary = ObjectStore(url), ObjectStore(f"{url}/.writing")
     with monkeypatch.context() as killed:
         killed.setattr(objects, "delete", lambda keys: None)
         assert objects.honours_create()
@@ -126,7 +126,7 @@ def test_a_probe_that_was_killed_is_deleted_after_an_hour(url: str, monkeypatch:
     assert left and objects.list("") == [], "it is no part of the run"
     objects.delete_leavings()
     assert temporary.list("") == left, "somebody may be at it"
-    monkeypatch.setattr("infra.objects.LEAVINGS_S", -5.0)
+    monkeypatch.setattr("infra.store.object_store.LEAVINGS_S", -5.0)
     objects.delete_leavings()
     assert temporary.list("") == []
 
@@ -140,9 +140,9 @@ class Overwriting(Memory):
 
 
 def test_a_store_without_create_if_absent_is_refused(tmp_path: Path) -> None:
-    from infra.claims import begin
+    from infra.execution.claims import begin
 
-    objects = Objects("overwriting://", Overwriting())
+    objects = ObjectStore("overwriting://", Overwriting())
     assert not objects.honours_create()
     assert objects.list("") == []
     with pytest.raises(UserError, match=r"ignores create-if-absent.*run.single_writer"):
@@ -164,7 +164,7 @@ class Racy(Memory):
 
 
 def test_a_store_that_lets_several_win_a_race_is_refused() -> None:
-    objects = Objects("racy://", Racy())
+    objects = ObjectStore("racy://", Racy())
     objects.create("key", b"first")
     with pytest.raises(FileExistsError):
         objects.create("key", b"late")
@@ -199,7 +199,7 @@ def test_a_412_in_other_words_than_those_of_aws(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_missing_bucket_is_named(s3: str) -> None:
-    objects = Objects("s3://no-such-bucket/run")
+    objects = ObjectStore("s3://no-such-bucket/run")
     assert objects.get_if_there("key") is None
     with pytest.raises(UserError, match=r"s3://no-such-bucket/run is not there: create its bucket"):
         objects.honours_create()
@@ -236,7 +236,7 @@ def test_a_failing_disk_leaves_nothing_behind(
 
 def test_a_writer_killed_halfway_leaves_no_half_object(folder: Path) -> None:
     kill = (
-        "import os, sys; from infra.objects import LocalBackend; os.fsync = lambda handle: os._exit(9)\n"
+        "import os, sys; from infra.store.object_store import LocalBackend; os.fsync = lambda handle: os._exit(9)\n"
         "getattr(LocalBackend(sys.argv[1]), sys.argv[2])('key', b'x' * 100_000)"
     )
     folder.mkdir()
@@ -270,11 +270,11 @@ class Failing(Memory):
 
 def test_what_may_pass_is_tried_again_until_the_deadline() -> None:
     passing = Failing(TimeoutError(), OSError(errno.EBUSY, "503"), ConnectionResetError())
-    assert Objects("", passing, clock=Clock()).get("key") == b"data"
+    assert ObjectStore("", passing, clock=Clock()).get("key") == b"data"
 
     clock, lasting = Clock(), Failing(*[TimeoutError("no answer")] * 10_000)
     with pytest.raises(StoreUnavailable, match=r"could not read key in sim://run within 60 s: no answer"):
-        Objects("sim://run", lasting, clock=clock).get("key")
+        ObjectStore("sim://run", lasting, clock=clock).get("key")
     assert 60 <= clock.now < 65
     assert 10 < lasting.requests["get"] < 60
 
@@ -287,13 +287,13 @@ class NoCredentialsError(Exception):
 def test_a_refusal_is_told_at_once(error: Exception) -> None:
     backend = Failing(error)
     with pytest.raises(UserError, match="refuses to read key"):
-        Objects("", backend, clock=Clock()).get("key")
+        ObjectStore("", backend, clock=Clock()).get("key")
     assert backend.requests["get"] == 1
 
 
 def test_a_mistake_is_not_blamed_on_the_store() -> None:
     with pytest.raises(TypeError):
-        Objects("", Failing(TypeError("a mistake")), clock=Clock()).get("key")
+        ObjectStore("", Failing(TypeError("a mistake")), clock=Clock()).get("key")
 
 
 def _files(folder: Path) -> list[str]:
@@ -314,7 +314,7 @@ def test_a_store_that_became_read_only_is_not_asked_again(number: int) -> None:
             self.put(key, data)
 
     memory = Closed()
-    objects = Objects("closed://", memory)
+    objects = ObjectStore("closed://", memory)
     with pytest.raises(UserError, match="the store closed: refuses to write key"):
         objects.put("key", b"")
     with pytest.raises(UserError, match=r"refuses to write log/0+\.json"):
@@ -328,14 +328,14 @@ def claim(store: RunStore) -> None:
 
 def test_a_store_that_is_a_link_to_nothing_is_refused(tmp_path: Path) -> None:
     (tmp_path / "runs").symlink_to(tmp_path / "gone")
-    objects = Objects(f"file://{tmp_path}/runs/run")
+    objects = ObjectStore(f"file://{tmp_path}/runs/run")
     for write in (lambda: objects.put("key", b""), objects.honours_create, lambda: claim(RunStore(objects))):
         with pytest.raises(UserError, match="refuses to"):
             write()
 
 
 def test_a_store_is_read_in_parts(url: str) -> None:
-    objects = Objects(url)
+    objects = ObjectStore(url)
     for size in (0, 1, 9, 10, 11, 25):
         data = bytes(range(size))
         objects.put("key", data)

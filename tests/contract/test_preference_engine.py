@@ -9,16 +9,16 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from rlhf.algorithms.masked import Totals
+from rlhf.algorithms.masked import LossNormalizers
 from rlhf.algorithms.objectives import PreferenceObjective
 from rlhf.batch import TrajectoryBatch
-from rlhf.config import Model
-from rlhf.engines.base import Schedule
+from rlhf.config import ModelConfig
+from rlhf.engines.base import OptimizerPlan
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.models import load_scorer
 from tests import tiny
 
-SCHEDULE = Schedule(
+PLAN = OptimizerPlan(
     lr=1e-3,
     betas=(0.8, 0.95),
     weight_decay=0.0,
@@ -50,7 +50,7 @@ def naive_scores(model: torch.nn.Module, pairs: TrajectoryBatch) -> torch.Tensor
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("budget", [1, 60, 10_000])
 def test_scores_are_those_of_the_classifier(budget: int, packing: bool, folder: Path, pairs: TrajectoryBatch) -> None:
-    engine = TorchEngine(load_scorer(Model(path=str(folder))), "reward", packing=packing)
+    engine = TorchEngine(load_scorer(ModelConfig(path=str(folder))), "reward", packing=packing)
     found = engine.infer(pairs, ("scores",), temperature=1.0, micro_batch_tokens=budget)["scores"].to_pylist()
     with torch.no_grad():
         expected = naive_scores(AutoModelForSequenceClassification.from_pretrained(folder), pairs)
@@ -60,8 +60,8 @@ def test_scores_are_those_of_the_classifier(budget: int, packing: bool, folder: 
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("budget", [1, 60, 10_000])
 def test_a_step_is_that_of_all_pairs(budget: int, packing: bool, folder: Path, pairs: TrajectoryBatch) -> None:
-    engine = TorchEngine(load_scorer(Model(path=str(folder))), "reward", packing=packing)
-    schedule = Schedule(**{**vars(SCHEDULE), "micro_batch_tokens": budget})
+    engine = TorchEngine(load_scorer(ModelConfig(path=str(folder))), "reward", packing=packing)
+    schedule = OptimizerPlan(**{**vars(PLAN), "micro_batch_tokens": budget})
     metrics = engine.update(pairs, PreferenceObjective(), schedule)
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     scores = naive_scores(model, pairs)
@@ -84,7 +84,7 @@ def test_a_step_is_that_of_all_pairs(budget: int, packing: bool, folder: Path, p
 def test_bradley_and_terry_by_hand() -> None:
     mask = torch.tensor([[0.0, 1.0], [1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
     scores = torch.tensor([[9.0, 2.0], [1.0, 9.0], [-1.0, 9.0], [9.0, 2.0]])
-    loss, metrics = PreferenceObjective()({"scores": scores}, {"loss_mask": mask}, Totals.of(mask))
+    loss, metrics = PreferenceObjective()({"scores": scores}, {"loss_mask": mask}, LossNormalizers.of(mask))
     expected = (np.log1p(np.exp(-1.0)) + np.log1p(np.exp(3.0))) / 2
     assert loss.item() == pytest.approx(expected, rel=1e-6)
     assert metrics["reward/accuracy"].item() == 0.5
@@ -92,8 +92,8 @@ def test_bradley_and_terry_by_hand() -> None:
 
 
 def test_a_new_head_says_nothing_and_learns(policy_folder: Path, pairs: TrajectoryBatch) -> None:
-    engine = TorchEngine(load_scorer(Model(path=str(policy_folder))), "reward")
-    first = engine.update(pairs, PreferenceObjective(), SCHEDULE)
+    engine = TorchEngine(load_scorer(ModelConfig(path=str(policy_folder))), "reward")
+    first = engine.update(pairs, PreferenceObjective(), PLAN)
     assert first["reward/loss"] == pytest.approx(np.log(2), rel=1e-6)
-    losses = [engine.update(pairs, PreferenceObjective(), SCHEDULE)["reward/loss"] for _ in range(30)]
+    losses = [engine.update(pairs, PreferenceObjective(), PLAN)["reward/loss"] for _ in range(30)]
     assert losses[-1] < 0.35, "half of what it was"

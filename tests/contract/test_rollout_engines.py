@@ -24,7 +24,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
 
 from rlhf.batch import TrajectoryBatch
-from rlhf.config import Model
+from rlhf.config import ModelConfig
 from rlhf.engines.base import Generation, Request, RolloutEngine, Sampling
 from rlhf.engines.hf_rollout import HFRollout
 from rlhf.engines.server_rollout import ServerRollout
@@ -43,7 +43,7 @@ Build = Callable[..., RolloutEngine]
 
 
 def hf_rollout(folder: Path, **options: Any) -> RolloutEngine:
-    model = Model(path=str(folder))
+    model = ModelConfig(path=str(folder))
     tokenizer = load_tokenizer(model) if (folder / "tokenizer.json").exists() else None
     return HFRollout(load_actor(model), eos_token_ids=EOS, tokenizer=tokenizer, **options)
 
@@ -101,7 +101,7 @@ def own(request: pytest.FixtureRequest) -> Kind:
 def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama whose weights are larger than usual, so that context matters; of a head's size that vLLM takes."""
     folder = model_folder(tmp_path_factory.mktemp("rollout"), hidden=128, intermediate=128)
-    model = load_actor(Model(path=str(folder)))
+    model = load_actor(ModelConfig(path=str(folder)))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 2:
@@ -143,7 +143,7 @@ def test_log_probs_are_those_of_the_train_engine(own: Kind, policy_folder: Path,
             "response_ids": tokens(found),
         }
     )
-    trainer = TorchEngine(load_actor(Model(path=str(policy_folder))), "policy", dtype=dtype, trainable=False)
+    trainer = TorchEngine(load_actor(ModelConfig(path=str(policy_folder))), "policy", dtype=dtype, trainable=False)
     expected = trainer.infer(batch, ["log_probs"], temperature=SAMPLING.temperature, micro_batch_tokens=200)
     for generation, log_probs in zip(found, expected["log_probs"].to_pylist(), strict=True):
         atol = own.close if dtype == "float32" else 0.3
@@ -151,7 +151,7 @@ def test_log_probs_are_those_of_the_train_engine(own: Kind, policy_folder: Path,
 
 
 def test_greedy_is_what_transformers_generates(kind: Kind, engine: RolloutEngine, policy_folder: Path) -> None:
-    model = load_actor(Model(path=str(policy_folder)))
+    model = load_actor(ModelConfig(path=str(policy_folder)))
     asked = requests(20)
     for request, generation in zip(asked, engine.generate(asked, replace(SAMPLING, temperature=0.0)), strict=True):
         prompt = torch.tensor([request.prompt_ids])
@@ -296,7 +296,7 @@ def test_requests_have_limits_of_their_own(kind: Kind, engine: RolloutEngine) ->
 
 def test_a_stop_text_ends_a_response_and_stays_in_it(kind: Kind, engine: RolloutEngine, policy_folder: Path) -> None:
     """Of two characters, which are two tokens here."""
-    tokenizer = load_tokenizer(Model(path=str(policy_folder)))
+    tokenizer = load_tokenizer(ModelConfig(path=str(policy_folder)))
     asked, endless = requests(), replace(kind.sampling, ignore_eos=True)
     whole = engine.generate(asked, endless)
     texts = [tokenizer.decode(list(generation.response_ids)) for generation in whole]
@@ -310,7 +310,7 @@ def test_a_stop_text_ends_a_response_and_stays_in_it(kind: Kind, engine: Rollout
 
 def test_new_weights_are_taken_over_in_place(kind: Kind, policy_folder: Path) -> None:
     """Nothing of the old ones stays, cached prompts included; and there is a way back."""
-    engine, trainer = kind.build(policy_folder), TorchEngine(load_actor(Model(path=str(policy_folder))), "policy")
+    engine, trainer = kind.build(policy_folder), TorchEngine(load_actor(ModelConfig(path=str(policy_folder))), "policy")
     first = engine.generate(requests(), kind.sampling)
     before = [(name, tensor.clone()) for name, tensor in trainer.weights()]
     with torch.no_grad():
@@ -346,7 +346,7 @@ def assert_distribution(drawn: Sequence[int], probs: np.ndarray) -> None:
 
 
 def probabilities(folder: Path, prompt: Sequence[int], temperature: float) -> np.ndarray:
-    model = load_actor(Model(path=str(folder))).double()
+    model = load_actor(ModelConfig(path=str(folder))).double()
     with torch.no_grad():
         logits = model(torch.tensor([prompt])).logits[0, -1]
     return np.asarray((logits / temperature).softmax(-1))
@@ -380,13 +380,13 @@ def test_top_p_keeps_the_smallest_set_and_its_proportions(own: Kind, policy_fold
 
 def test_positions_and_trajectories_draw_independently(own: Kind, policy_folder: Path, tmp_path: Path) -> None:
     """A model that says the same everywhere draws from one distribution, and no token tells its neighbours'."""
-    model = load_actor(Model(path=str(policy_folder)))
+    model = load_actor(ModelConfig(path=str(policy_folder)))
     with torch.no_grad():
         model.model.embed_tokens.weight[:] = model.model.embed_tokens.weight[10].clone()
         model.lm_head.weight[20:] = 0  # most of the probability in few tokens, so that pairs repeat
         model.lm_head.weight[:20] *= 2
     model.save_pretrained(tmp_path)
-    load_tokenizer(Model(path=str(policy_folder))).save_pretrained(tmp_path)
+    load_tokenizer(ModelConfig(path=str(policy_folder))).save_pretrained(tmp_path)
     found = own.build(tmp_path).generate(same_prompt(60), Sampling(1.0, 1.0, max_tokens=50, seed=10, ignore_eos=True))
     probs = probabilities(tmp_path, [10], 1.0)
     drawn = np.array(tokens(found))
@@ -400,7 +400,7 @@ def test_positions_and_trajectories_draw_independently(own: Kind, policy_folder:
 @pytest.mark.parametrize("training", [True, False])
 def test_a_shared_model_keeps_its_mode(policy_folder: Path, training: bool) -> None:
     """HFRollout's model may be the actor: it is used as it stands at each call, and left as it was found."""
-    model = load_actor(Model(path=str(policy_folder))).train(training)
+    model = load_actor(ModelConfig(path=str(policy_folder))).train(training)
     rollout = HFRollout(model, eos_token_ids=EOS)
     before = rollout.generate(requests(), SAMPLING)
     assert model.training is training
@@ -435,7 +435,7 @@ def test_a_sliding_window_is_the_models_own_mask(tmp_path: Path) -> None:
             initializer_range=0.3,
         )
         MistralForCausalLM(config).save_pretrained(tmp_path)
-    rollout, trainer = hf_rollout(tmp_path), TorchEngine(load_actor(Model(path=str(tmp_path))), "policy")
+    rollout, trainer = hf_rollout(tmp_path), TorchEngine(load_actor(ModelConfig(path=str(tmp_path))), "policy")
     generations = rollout.generate(requests(20), SAMPLING)
     batch = TrajectoryBatch.of(
         {

@@ -21,13 +21,13 @@ from safetensors.torch import load as load_safetensors
 from torch import Tensor
 
 from rlhf.algorithms import PPOClip
-from rlhf.algorithms.masked import Totals
+from rlhf.algorithms.masked import LossNormalizers
 from rlhf.algorithms.objectives import ActorObjective, CriticObjective, Objective, SupervisedObjective
 from rlhf.algorithms.policy_losses import ClipCov, KLCov, SelectingLoss
 from rlhf.batch import TrajectoryBatch, ragged
-from rlhf.config import LoRA, Model
+from rlhf.config import LoRAConfig, ModelConfig
 from rlhf.engines import token_outputs
-from rlhf.engines.base import Schedule, TrainEngine
+from rlhf.engines.base import OptimizerPlan, TrainEngine
 from rlhf.engines.deepspeed_engine import DeepSpeedEngine, Stage
 from rlhf.engines.fsdp_engine import FSDPEngine
 from rlhf.engines.torch_engine import TorchEngine
@@ -39,16 +39,18 @@ LOAD = {"policy": load_actor, "value": load_critic}
 CLOSE = 1e-5
 
 
-def torch_engine(folder: Path, head: Head, lora: LoRA | None = None, **options: Any) -> TrainEngine:
-    return TorchEngine(LOAD[head](Model(path=str(folder), lora=lora)), head, **options)
+def torch_engine(folder: Path, head: Head, lora: LoRAConfig | None = None, **options: Any) -> TrainEngine:
+    return TorchEngine(LOAD[head](ModelConfig(path=str(folder), lora=lora)), head, **options)
 
 
-def fsdp_engine(folder: Path, head: Head, lora: LoRA | None = None, **options: Any) -> TrainEngine:
-    return FSDPEngine(LOAD[head](Model(path=str(folder), lora=lora)), head, **options)
+def fsdp_engine(folder: Path, head: Head, lora: LoRAConfig | None = None, **options: Any) -> TrainEngine:
+    return FSDPEngine(LOAD[head](ModelConfig(path=str(folder), lora=lora)), head, **options)
 
 
-def deepspeed_engine(folder: Path, head: Head, stage: Stage, lora: LoRA | None = None, **options: Any) -> TrainEngine:
-    return DeepSpeedEngine(LOAD[head](Model(path=str(folder), lora=lora)), head, stage=stage, **options)
+def deepspeed_engine(
+    folder: Path, head: Head, stage: Stage, lora: LoRAConfig | None = None, **options: Any
+) -> TrainEngine:
+    return DeepSpeedEngine(LOAD[head](ModelConfig(path=str(folder), lora=lora)), head, stage=stage, **options)
 
 
 ENGINES: dict[str, Callable[..., TrainEngine]] = {
@@ -90,7 +92,7 @@ def kind(request: pytest.FixtureRequest, policy_folder: Path, critic_folder: Pat
 
 
 ALL = tuple(range(8))
-SCHEDULE = Schedule(
+PLAN = OptimizerPlan(
     lr=1e-3,
     betas=(0.8, 0.95),
     weight_decay=0.1,
@@ -143,7 +145,7 @@ def folder_of(files: dict[str, bytes], folder: Path) -> Path:
 
 def test_outputs_are_those_of_a_naive_pass(kind: Kind, batch: TrajectoryBatch) -> None:
     with torch.no_grad():
-        expected = naive(LOAD[kind.head](Model(path=str(kind.folder))).double(), kind.head, batch, 0.7)
+        expected = naive(LOAD[kind.head](ModelConfig(path=str(kind.folder))).double(), kind.head, batch, 0.7)
     engine = kind.build()
     before = engine.digest()
     assert_close(infer(engine, kind, batch), {name: [row.tolist() for row in rows] for name, rows in expected.items()})
@@ -164,15 +166,15 @@ def test_outputs_do_not_depend_on_micro_batches_order_or_company(kind: Kind, bat
 def test_a_step_is_that_of_the_whole_mini_batch(kind: Kind, batch: TrajectoryBatch, grad_clip: float | None) -> None:
     """The gradient is autograd's of the naive loss; the step is AdamW's (arXiv 1711.05101), by hand."""
     engine = kind.build()
-    metrics = engine.update(batch, kind.objective, replace(SCHEDULE, mini_batches=(ALL,), grad_clip=grad_clip))
+    metrics = engine.update(batch, kind.objective, replace(PLAN, mini_batches=(ALL,), grad_clip=grad_clip))
 
-    model = LOAD[kind.head](Model(path=str(kind.folder))).double()
+    model = LOAD[kind.head](ModelConfig(path=str(kind.folder))).double()
     outputs = {
         name: torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        for name, rows in naive(model, kind.head, batch, SCHEDULE.temperature).items()
+        for name, rows in naive(model, kind.head, batch, PLAN.temperature).items()
     }
     columns = {name: batch.padded(name).double() for name in kind.objective.columns}
-    loss, expected = kind.objective(outputs, columns, Totals.of(columns["loss_mask"]))
+    loss, expected = kind.objective(outputs, columns, LossNormalizers.of(columns["loss_mask"]))
     loss.backward()  # type: ignore[no-untyped-call]
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     assert norm > 2, "or clipping is not tested, nor a default of 1 that stays"
@@ -186,15 +188,15 @@ def test_a_step_is_that_of_the_whole_mini_batch(kind: Kind, batch: TrajectoryBat
         gradient, moment = parameter.grad * clipped, optimizer[f"exp_avg.{name}"].double() / (1 - 0.8)
         torch.testing.assert_close(moment, gradient, rtol=1e-4, atol=1e-4 * gradient.abs().max().item())
         # From the engine's own moment: AdamW divides by the gradient's size, so where that is rounding, so is the step.
-        step = SCHEDULE.lr * moment / (moment.abs() + 1e-8)
-        stepped = parameter * (1 - SCHEDULE.lr * SCHEDULE.weight_decay) - step
+        step = PLAN.lr * moment / (moment.abs() + 1e-8)
+        stepped = parameter * (1 - PLAN.lr * PLAN.weight_decay) - step
         torch.testing.assert_close(weights[name].double(), stepped.detach(), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("change", [{"micro_batch_tokens": 1}, {"micro_batch_tokens": 100_000}, {"grad_clip": None}])
 def test_updates_do_not_depend_on_micro_batches(kind: Kind, batch: TrajectoryBatch, change: dict[str, Any]) -> None:
     """Except for rounding (1e-6 of the gradient's norm), and there alone where AdamW magnifies it."""
-    schedule = replace(SCHEDULE, grad_clip=1e9)  # as good as none, which `grad_clip: null` is
+    schedule = replace(PLAN, grad_clip=1e9)  # as good as none, which `grad_clip: null` is
     engine, other = kind.build(), kind.build()
     engine.update(batch, kind.objective, schedule)
     other.update(batch, kind.objective, replace(schedule, **change))
@@ -213,7 +215,7 @@ def test_a_loss_that_picks_tokens_sees_the_whole_mini_batch(
     noise = np.random.default_rng(0).random(lengths.sum(), dtype=np.float32)
     batch = batch.with_column("selection_noise", ragged(noise, lengths))
     objective = ActorObjective(loss, None, "k1", 0.0, on_policy=False)
-    schedule = replace(SCHEDULE, grad_clip=1e9)
+    schedule = replace(PLAN, grad_clip=1e9)
     engines = [ENGINES[engine](policy_folder, "policy") for _ in range(3)]
     together = engines[0].update(batch, objective, replace(schedule, micro_batch_tokens=100_000))
     one_by_one = engines[1].update(batch, objective, replace(schedule, micro_batch_tokens=1))
@@ -227,8 +229,8 @@ def test_a_loss_that_picks_tokens_sees_the_whole_mini_batch(
 def test_how_it_is_computed_changes_nothing(kind: Kind, batch: TrajectoryBatch, option: str) -> None:
     engine, other = kind.build(), kind.build(**{option: True})
     assert_close(infer(other, kind, batch), infer(engine, kind, batch))
-    engine.update(batch, kind.objective, SCHEDULE)
-    other.update(batch, kind.objective, SCHEDULE)
+    engine.update(batch, kind.objective, PLAN)
+    other.update(batch, kind.objective, PLAN)
     assert_same_update(other, engine)
 
 
@@ -240,13 +242,13 @@ def test_logits_are_made_in_pieces(
     kind = kind_of(engine, "policy", policy_folder, policy_folder)
     whole, pieces = kind.build(), kind.build()
     expected = infer(whole, kind, batch)
-    whole.update(batch, kind.objective, SCHEDULE)
+    whole.update(batch, kind.objective, PLAN)
     head = pieces.model.get_output_embeddings()  # type: ignore[attr-defined]
     seen: list[int] = []
     head.register_forward_hook(lambda module, inputs, logits: seen.append(logits.numel() // logits.shape[-1]))
     monkeypatch.setattr(token_outputs, "LOGITS_BYTES", 3 * 4 * pieces.model.config.vocab_size)  # type: ignore[attr-defined]
     assert_close(infer(pieces, kind, batch), expected)
-    pieces.update(batch, kind.objective, SCHEDULE)
+    pieces.update(batch, kind.objective, PLAN)
     assert_same_update(pieces, whole)
     assert max(seen) == 3
 
@@ -260,15 +262,15 @@ def assert_same_update(engine: TrainEngine, other: TrainEngine) -> None:
         torch.testing.assert_close(optimizer[f"exp_avg.{name}"], moment, rtol=1e-3, atol=1e-4 * size)
         sure = moment.abs() > 1e-2 * size  # elsewhere a step of full length may come from little more than rounding
         assert sure.float().mean() > 0.1
-        torch.testing.assert_close(weights[name][sure], expected[sure], rtol=0, atol=0.02 * SCHEDULE.lr)
-        torch.testing.assert_close(weights[name], expected, rtol=0, atol=4.1 * SCHEDULE.lr)  # two steps, opposite
+        torch.testing.assert_close(weights[name][sure], expected[sure], rtol=0, atol=0.02 * PLAN.lr)
+        torch.testing.assert_close(weights[name], expected, rtol=0, atol=4.1 * PLAN.lr)  # two steps, opposite
 
 
 def test_the_same_update_gives_the_same_bits(kind: Kind, batch: TrajectoryBatch) -> None:
     engine, other = kind.build(), kind.build()
     assert engine.digest() == other.digest()
-    first, metrics = engine.digest(), engine.update(batch, kind.objective, SCHEDULE)
-    assert other.update(batch, kind.objective, SCHEDULE) == metrics
+    first, metrics = engine.digest(), engine.update(batch, kind.objective, PLAN)
+    assert other.update(batch, kind.objective, PLAN) == metrics
     assert engine.digest() == other.digest() != first
 
 
@@ -276,10 +278,10 @@ def test_metrics_are_means_over_the_steps_and_the_digest_covers_the_optimizer(
     kind: Kind, batch: TrajectoryBatch
 ) -> None:
     """At learning rate 0 every step starts from the same weights."""
-    engine, still = kind.build(), replace(SCHEDULE, lr=0.0)
+    engine, still = kind.build(), replace(PLAN, lr=0.0)
     before, digest = engine.state()["model.safetensors"], engine.digest()
     both = engine.update(batch, kind.objective, still)
-    each = [engine.update(batch, kind.objective, replace(still, mini_batches=(one,))) for one in SCHEDULE.mini_batches]
+    each = [engine.update(batch, kind.objective, replace(still, mini_batches=(one,))) for one in PLAN.mini_batches]
     assert both == pytest.approx({name: (each[0][name] + each[1][name]) / 2 for name in both}, rel=1e-6)
     assert engine.state()["model.safetensors"] == before
     assert engine.digest() != digest
@@ -298,8 +300,8 @@ def test_making_room_changes_nothing(
         moved.place(model=True, optimizer=False)
         assert infer(moved, kind, batch) == infer(other, kind, batch)
         moved.place(model=True, optimizer=True)
-        moved.update(batch, kind.objective, SCHEDULE)
-        other.update(batch, kind.objective, SCHEDULE)
+        moved.update(batch, kind.objective, PLAN)
+        other.update(batch, kind.objective, PLAN)
         assert moved.digest() == other.digest()
     assert moved.state() == other.state()
 
@@ -310,18 +312,18 @@ def test_state_round_trips_bit_by_bit(kind: Kind, batch: TrajectoryBatch) -> Non
     for steps in range(2):  # the state of an engine that has never stepped is one, too
         files, digest = engine.state(), engine.digest()
         fresh, other = kind.build(), kind.build()
-        other.update(batch, kind.objective, replace(SCHEDULE, lr=0.1))
-        engine.update(batch, kind.objective, SCHEDULE)
+        other.update(batch, kind.objective, replace(PLAN, lr=0.1))
+        engine.update(batch, kind.objective, PLAN)
         for loaded in (fresh, other):
             loaded.load_state(files)
             assert loaded.digest() == digest, steps
-            loaded.update(batch, kind.objective, SCHEDULE)
+            loaded.update(batch, kind.objective, PLAN)
             assert loaded.digest() == engine.digest()
 
 
 def test_state_is_safetensors_and_json_and_a_model_folder(kind: Kind, batch: TrajectoryBatch, tmp_path: Path) -> None:
     engine = kind.build(dtype="bfloat16")
-    engine.update(batch, kind.objective, SCHEDULE)
+    engine.update(batch, kind.objective, PLAN)
     files = engine.state()
     for name, content in files.items():
         assert name.endswith((".safetensors", ".json")), name
@@ -344,10 +346,10 @@ def test_nan_is_refused_and_the_engine_can_be_loaded_anew(kind: Kind, batch: Tra
     engine, healthy = kind.build(), kind.build()
     before = engine.state()
     with pytest.raises(NotFinite, match=r"norm is (nan|inf)"):
-        engine.update(spoiled, kind.objective, SCHEDULE)
+        engine.update(spoiled, kind.objective, PLAN)
     engine.load_state(before)
     assert engine.digest() == healthy.digest()
-    assert engine.update(batch, kind.objective, SCHEDULE) == healthy.update(batch, kind.objective, SCHEDULE)
+    assert engine.update(batch, kind.objective, PLAN) == healthy.update(batch, kind.objective, PLAN)
     assert engine.digest() == healthy.digest()
 
 
@@ -357,10 +359,10 @@ def test_an_aborted_update_leaves_no_gradients_behind(kind: Kind, batch: Traject
     for steps in range(2):  # the state of an engine that has never stepped is one, too
         before = engine.state()
         with pytest.raises(KeyboardInterrupt):
-            engine.update(batch, Aborts(kind.objective), replace(SCHEDULE, mini_batches=(ALL,)))
+            engine.update(batch, Aborts(kind.objective), replace(PLAN, mini_batches=(ALL,)))
         engine.load_state(before)
         assert engine.digest() == healthy.digest(), steps
-        assert engine.update(batch, kind.objective, SCHEDULE) == healthy.update(batch, kind.objective, SCHEDULE)
+        assert engine.update(batch, kind.objective, PLAN) == healthy.update(batch, kind.objective, PLAN)
         assert engine.digest() == healthy.digest()
 
 
@@ -383,7 +385,7 @@ class Aborts:
 def test_without_a_step_nothing_changes(kind: Kind, batch: TrajectoryBatch) -> None:
     engine = kind.build()
     before = engine.digest()
-    assert engine.update(batch, kind.objective, replace(SCHEDULE, mini_batches=())) == {}
+    assert engine.update(batch, kind.objective, replace(PLAN, mini_batches=())) == {}
     assert engine.digest() == before
 
 
@@ -395,8 +397,8 @@ def test_masked_tokens_do_not_enter_an_update(kind: Kind, batch: TrajectoryBatch
         {name: values if name == kind.learned_from else batch.array(name) for name in batch.columns}
     )
     engine, other = kind.build(), kind.build()
-    engine.update(batch, kind.objective, SCHEDULE)
-    other.update(spoiled, kind.objective, SCHEDULE)
+    engine.update(batch, kind.objective, PLAN)
+    other.update(spoiled, kind.objective, PLAN)
     assert engine.digest() == other.digest()
 
 
@@ -407,7 +409,7 @@ def test_bfloat16_is_close_to_float32_and_not_the_same(kind: Kind, batch: Trajec
     assert found != expected
     assert_close(found, expected, atol=0.3)
     for one in (engine, rounded):
-        one.update(batch, kind.objective, replace(SCHEDULE, mini_batches=(ALL,)))
+        one.update(batch, kind.objective, replace(PLAN, mini_batches=(ALL,)))
     moments, rounded_moments = (tensors(one)[1] for one in (engine, rounded))
     for name in (name for name in moments if name.startswith("exp_avg.")):
         assert torch.cosine_similarity(moments[name].flatten(), rounded_moments[name].flatten(), dim=0) > 0.97, name
@@ -418,7 +420,7 @@ def test_it_learns(kind: Kind, batch: TrajectoryBatch) -> None:
         (SupervisedObjective(), "sft/loss") if kind.head == "policy" else (CriticObjective(None), "critic/vf_loss")
     )
     engine = kind.build()
-    schedule = replace(SCHEDULE, lr=1e-2, grad_clip=None, mini_batches=(ALL,), micro_batch_tokens=1000)
+    schedule = replace(PLAN, lr=1e-2, grad_clip=None, mini_batches=(ALL,), micro_batch_tokens=1000)
     losses = [engine.update(batch, objective, schedule)[name] for _ in range(15)]
     assert losses[-1] < 0.5 * losses[0]
 
@@ -428,4 +430,4 @@ def test_a_reference_holds_no_optimizer(kind: Kind, batch: TrajectoryBatch) -> N
     assert infer(reference, kind, batch) == infer(kind.build(), kind, batch)
     assert tensors(reference)[1] == {}
     with pytest.raises(AssertionError):
-        reference.update(batch, kind.objective, SCHEDULE)
+        reference.update(batch, kind.objective, PLAN)

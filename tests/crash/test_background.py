@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from infra.records import Shard, Snapshot
+from infra.store.records import ShardCommit, Snapshot
 from rlhf.config import RunConfig
 from tests.crash.conftest import ITERATIONS
 from tests.history import History
@@ -40,7 +40,7 @@ def test_the_next_iteration_generates_meanwhile(
     assert durable == list(range(1, ITERATIONS + 1)), "each of them, the last one too"
     for version in durable[:-1]:
         before = commits[: [isinstance(each, Snapshot) and each.version == version for each in commits].index(True)]
-        assert any(isinstance(each, Shard) and each.iteration == version for each in before)
+        assert any(isinstance(each, ShardCommit) and each.iteration == version for each in before)
     assert set(history.run.state.snapshots) == {ITERATIONS}, "older ones are let go as in the foreground"
     assert len(list(history.folder.glob("checkpoints/actor/*/*.safetensors"))) == 2
 

@@ -56,9 +56,9 @@ def test_sigterm(
 
 
 def _grace(seconds: float) -> None:
-    import infra.stopping
+    import infra.execution.stopping
 
-    infra.stopping.GRACE_S = seconds
+    infra.execution.stopping.GRACE_S = seconds
 
 
 def test_a_stage_that_does_not_end_is_abandoned(

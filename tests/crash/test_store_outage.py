@@ -22,9 +22,9 @@ OUTAGE = {
 
 
 def _little_patience() -> None:
-    from infra.objects import Objects
+    from infra.store.object_store import ObjectStore
 
-    kwdefaults = Objects.__init__.__kwdefaults__
+    kwdefaults = ObjectStore.__init__.__kwdefaults__
     assert kwdefaults is not None
     kwdefaults["deadline_s"] = 0.3
 

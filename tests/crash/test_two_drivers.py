@@ -69,7 +69,7 @@ def test_a_stopped_driver_wakes_after_a_take_over(
     assert refused.wait() == 3
     assert refused.text.count("error:") == 1
     assert "--take-over" in refused.text.splitlines()[-1]
-    assert len(History.of(config).state.open_epochs) == 1, "a driver that is refused claims nothing"
+    assert len(History.of(config).state.open_terms) == 1, "a driver that is refused claims nothing"
 
     second = processes.cli("resume", config.run.name, "--store", config.run.store, "--take-over")
     assert second.wait() == 0, second.text
@@ -77,7 +77,7 @@ def test_a_stopped_driver_wakes_after_a_take_over(
 
     first.signal(signal.SIGCONT)
     assert first.wait() == 3, first.text
-    assert "another driver (epoch 2" in first.text.splitlines()[-1]
+    assert "another driver (term 2" in first.text.splitlines()[-1]
     assert History.of(config).records == records, "it commits nothing"
     check_finished(config, uninterrupted)
 
@@ -90,7 +90,7 @@ def test_a_take_over_fences_a_driver_at_work(
     wait_until(lambda: History.of(config).state.iteration == 1)
     second = processes.cli("train", config_file, "--take-over")
     assert (first.wait(), second.wait()) == (3, 0), first.text + second.text
-    assert {record.epoch for record in History.of(config).records} == {1, 2}
+    assert {record.term for record in History.of(config).records} == {1, 2}
     check_finished(config, uninterrupted)
 
 

@@ -26,12 +26,12 @@ def stepping() -> None:
 
 def on_another_machine() -> None:
     """In a driver: another name, and a clock that is five minutes ahead."""
-    import infra.heartbeat
+    import infra.execution.heartbeat
 
     time_of_day = time.time
     time.time = lambda: time_of_day() + AHEAD_S
     socket.gethostname = lambda: "elsewhere"
-    infra.heartbeat._boot_id = lambda: "another boot"
+    infra.execution.heartbeat._boot_id = lambda: "another boot"
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flows.train import train
-from infra.log import Corrupt
+from infra.store.log import Corrupt
 from rlhf.config import RunConfig
 from rlhf.errors import UserError
 from tests import tiny

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from infra.objects import Objects
+from infra.store.object_store import ObjectStore
 from rlhf.config import RunConfig
 from tests import tiny
 from tests.history import History
@@ -77,7 +77,7 @@ def test_a_deleted_prefix_of_a_bucket(s3: str, workspace: Path, processes: Proce
     config = config_at(workspace, f"{s3}/deleted")
     moment = Fault("put", "trajectories/score/iteration=000001/", "before", action=signal.SIGSTOP)
     child = stopped_in(moment, processes, config)
-    objects = Objects(f"{s3}/deleted/run")
+    objects = ObjectStore(f"{s3}/deleted/run")
     objects.delete(objects.list(""))
     child.signal(signal.SIGCONT)
     assert child.wait(600) == 1, child.text

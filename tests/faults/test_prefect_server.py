@@ -70,7 +70,7 @@ def test_a_run_outlives_a_restart_of_the_server(workspace: Path, tmp_path: Path)
             assert driver.wait(timeout=180) == 0
     history = History.of(config)
     history.check_sound()
-    assert (history.state.iteration, history.state.epoch) == (12, 1), "the same driver went on"
+    assert (history.state.iteration, history.state.term) == (12, 1), "the same driver went on"
 
 
 def test_a_server_that_has_no_place_for_a_task_stops_nothing(workspace: Path, tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_a_server_that_has_no_place_for_a_task_stops_nothing(workspace: Path, tm
     assert full.struck == 0, "nobody asks"
     history = History.of(config)
     history.check_sound()
-    assert (history.state.iteration, history.state.epoch) == (2, 1)
+    assert (history.state.iteration, history.state.term) == (2, 1)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_a_driver_that_is_stopped_stops_though_prefect_is_not_told(
     history = History.of(config)
     history.check_sound(killed=True)
     assert history.state.iteration < 200
-    assert history.state.epoch == 1
+    assert history.state.term == 1
 
 
 def test_fits_need_no_server_either(workspace: Path, tmp_path: Path) -> None:

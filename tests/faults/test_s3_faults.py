@@ -12,9 +12,9 @@ import pytest
 import s3fs
 
 from flows.train import train
-from infra.claims import run_url
-from infra.objects import Objects
+from infra.execution.claims import run_url
 from infra.runs import open_run
+from infra.store.object_store import ObjectStore
 from rlhf.config import RunConfig
 from rlhf.errors import UserError
 from tests import tiny
@@ -91,7 +91,7 @@ def test_a_store_that_lets_several_writers_win_a_race_is_refused(
         monkeypatch.setenv("AWS_ENDPOINT_URL", url)
         s3fs.S3FileSystem.clear_instance_cache()
         config = run_config(workspace, f"{s3}/races-{uuid.uuid4().hex}")
-        objects = Objects(run_url(config.run.store, "faulty"))
+        objects = ObjectStore(run_url(config.run.store, "faulty"))
         objects.create("log/one", b"first")
         with pytest.raises(FileExistsError):
             objects.create("log/one", b"second")

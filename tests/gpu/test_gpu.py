@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from infra.objects import Objects
-from infra.store import RunStore
+from infra.store.object_store import ObjectStore
+from infra.store.run_store import RunStore
 from infra.workers.worker import Worker
 from rlhf.batch import TrajectoryBatch
-from rlhf.config import Model
+from rlhf.config import ModelConfig
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.models import load_actor
 from tests import tiny
@@ -23,7 +23,7 @@ from tests.contract.conftest import batch, critic_folder, policy_folder
 from tests.contract.test_train_engines import (
     ALL,
     ENGINES,
-    SCHEDULE,
+    PLAN,
     assert_close,
     assert_same_update,
     infer,
@@ -59,7 +59,7 @@ def test_a_gpu_computes_what_a_cpu_computes(
     assert on_gpu.digest() == on_cpu.digest()
     assert_close(infer(on_gpu, kind, batch), infer(on_cpu, kind, batch))
     for one in (on_gpu, on_cpu):
-        one.update(batch, kind.objective, SCHEDULE)
+        one.update(batch, kind.objective, PLAN)
     assert_same_update(on_gpu, on_cpu)
 
 
@@ -73,10 +73,10 @@ def test_packing_with_attention_that_skips_what_lies_between(
         pytest.importorskip("flash_attn")
     kind = kind_of("torch", "policy", policy_folder, policy_folder)
     plain = kind.build(dtype="bfloat16")
-    model = load_actor(Model(path=str(policy_folder), attention=attention))
+    model = load_actor(ModelConfig(path=str(policy_folder), attention=attention))
     packed = TorchEngine(model, "policy", dtype="bfloat16", packing=True)
     assert_close(infer(packed, kind, batch), infer(plain, kind, batch), atol=0.3)  # as bfloat16 is to float32
-    packed.update(batch, kind.objective, replace(SCHEDULE, mini_batches=(ALL,)))
+    packed.update(batch, kind.objective, replace(PLAN, mini_batches=(ALL,)))
 
 
 @pytest.mark.parametrize("engine", ["torch", "fsdp", "zero1", "zero2"])
@@ -91,7 +91,7 @@ def test_what_gives_way_frees_its_memory(
     before = torch.cuda.memory_allocated()
     built, other = kind.build(), kind.build()
     for one in (built, other):
-        one.update(batch, kind.objective, SCHEDULE)
+        one.update(batch, kind.objective, PLAN)
     taken = (torch.cuda.memory_allocated() - before) // 2
     built.place(model=True, optimizer=False)
     learning = torch.cuda.memory_allocated() - before - taken
@@ -101,21 +101,21 @@ def test_what_gives_way_frees_its_memory(
     assert left < 0.1 * taken
     built.place(model=True, optimizer=True)
     for one in (built, other):
-        one.update(batch, kind.objective, SCHEDULE)
+        one.update(batch, kind.objective, PLAN)
     assert built.digest() == other.digest()
 
 
-def test_the_peak_of_colocated_models_is_lower_by_turns(tmp_path: Path) -> None:
+def test_the_peak_of_colocated_models_is_lower_where_idle_ones_are_offloaded(tmp_path: Path) -> None:
     tiny.workspace(tmp_path)
     tiny.model_folder(tmp_path / "model", hidden=512, layers=4, intermediate=2048)
     peaks = {}
-    for by_turns in (False, True):
-        config = tiny.config(tmp_path, actor__by_turns=by_turns, critic__by_turns=by_turns)
-        worker = Worker(config, RunStore(Objects(f"file://{tmp_path}/{by_turns}")))
+    for offload in (False, True):
+        config = tiny.config(tmp_path, actor__offload_when_idle=offload, critic__offload_when_idle=offload)
+        worker = Worker(config, RunStore(ObjectStore(f"file://{tmp_path}/{offload}")))
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         for role in ("rollout", "reference", "critic", "actor"):
             worker.engine(role, learns=role in ("actor", "critic"))
-        peaks[by_turns] = torch.cuda.max_memory_allocated() - before
+        peaks[offload] = torch.cuda.max_memory_allocated() - before
         del worker
     assert peaks[True] < 0.5 * peaks[False], "three models, one at a time"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import yaml
 
-from infra.records import Assigned
+from infra.store.records import Assigned
 from rlhf.config import RunConfig
 from tests import tiny
 from tests.history import History

@@ -88,7 +88,7 @@ def test_a_deployed_run_survives_its_process(
         os.kill(driver, signal.SIGKILL)
         died_at = History.of(config).state.iteration
         wait(lambda: History.of(config).state.iteration > died_at + 2)
-        assert History.of(config).state.epoch == 2
+        assert History.of(config).state.term == 2
         only = FlowRunFilter(deployment_id=FlowRunFilterDeploymentId(any_=[deployed.id]))
         begun = [one for one in client.read_flow_runs(flow_run_filter=only) if one.state_name != "Scheduled"]
         assert [one.id for one in begun] == [run.id], "the same flow run, not another"

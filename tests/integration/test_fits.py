@@ -12,8 +12,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from infra.objects import Objects
-from infra.store import RunStore
+from infra.store.object_store import ObjectStore
+from infra.store.run_store import RunStore
 from tests import tiny
 from tests.crash.test_two_drivers import wait_until
 from tests.processes import Child, Fault, Processes
@@ -53,7 +53,7 @@ def test_stopped_killed_and_contested_it_comes_out_the_same(sft: Any, processes:
 
     slow = sft("slow", faults=(Fault("step", count=0, delay_s=8.0),))
     url = f"file://{processes.folder}/runs/slow"
-    wait_until(lambda: RunStore(Objects(url)).log.read().iteration >= 1)
+    wait_until(lambda: RunStore(ObjectStore(url)).log.read().iteration >= 1)
     contested = sft("slow")
     assert contested.wait() == 3, contested.text
     assert "run slow is being driven (pid" in contested.text

@@ -12,8 +12,8 @@ import yaml
 
 from flows.rescore import begin
 from flows.train import train
-from infra.records import Fork
 from infra.runs import open_run
+from infra.store.records import Fork
 from rlhf.config import RunConfig
 from tests import tiny
 from tests.history import History

@@ -16,9 +16,9 @@ import psutil
 import pytest
 import yaml
 
-from infra.log import Fenced
-from infra.objects import StoreUnavailable
-from infra.records import Weights
+from infra.store.log import Fenced
+from infra.store.object_store import StoreUnavailable
+from infra.store.records import Weights
 from infra.workers.calls import Call, RowsCall
 from infra.workers.ray_group import RayGroup
 from infra.workers.worker import Worker
@@ -138,7 +138,7 @@ def test_drivers_and_workers_that_are_killed_leave_no_trace(runs: Runs) -> None:
     assert child.text.count("starting pool train") == 2
     history = runs.finish(config)
     assert history.results == expected.results
-    assert history.state.epoch == 2, "the first driver came through; the second found the run done"
+    assert history.state.term == 2, "the first driver came through; the second found the run done"
 
 
 def test_a_rollout_in_a_pool_of_its_own_has_the_newest_weights(runs: Runs, tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_a_group_whose_ranks_part_begins_anew(runs: Runs, tmp_path: Path) -> Non
     config = runs.config("parts")
     asked = RowsCall(Call(1, "generate", 0, StageConfig()), one_rank_fails, ())
     group = RayGroup(config, f"file://{tmp_path}/runs/parts", "train", threads=1, identity="")
-    group.epoch = 1
+    group.term = 1
     weights = Weights(version=0, digest="first")
     try:
         group.call(Worker.load, "actor", weights, None)
@@ -196,10 +196,10 @@ def test_a_group_whose_ranks_part_begins_anew(runs: Runs, tmp_path: Path) -> Non
         with pytest.raises(StoreUnavailable, match="rank 1"):
             group.call(Worker.rows, asked)
         assert not group.call(Worker.has_weights, "actor", weights), "new processes hold nothing"
-        group.epoch = 3
+        group.term = 3
         group.call(Worker.load, "actor", weights, None)
-        group.epoch = 2
-        with pytest.raises(Fenced, match="serves epoch 3"):
+        group.term = 2
+        with pytest.raises(Fenced, match="serves term 3"):
             group.call(Worker.has_weights, "actor", weights)
     finally:
         group.end()

@@ -155,7 +155,7 @@ def test_a_process_reward_besides_a_rule_with_dynamic_sampling(workspace: Path, 
             "on_error": "zero",
             "model": {"path": str(judge), "dtype": "float32", "kind": "process", "step_separator": "e", "weight": 2.0},
         },
-        actor__by_turns=True,
+        actor__offload_when_idle=True,
         algorithm={"advantage": "grpo", "dynamic_sampling": {"max_prompts": 8}},
         train__iterations=1,
     )

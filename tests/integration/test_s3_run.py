@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from flows.train import train
-from infra.claims import run_url
+from infra.execution.claims import run_url
 from infra.query import query
 from infra.runs import open_run
 from tasks.plan import fork_run

@@ -12,11 +12,11 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-from infra.log import Fenced
-from infra.manifest import Checkpoint, Fingerprint, Manifest
-from infra.records import Claim, Shard, ShardRef, Stage, Weights
 from infra.runs import open_run
-from infra.store import RunStore
+from infra.store.log import Fenced
+from infra.store.manifest import Checkpoint, Fingerprint, Manifest
+from infra.store.records import Claim, ShardCommit, ShardRef, StageCommit, Weights
+from infra.store.run_store import RunStore
 from rlhf.errors import UserError
 from rlhf.schema import TRAJECTORY
 from tests import tiny
@@ -44,33 +44,33 @@ def rows(iteration: int, shard: int, samples: int = 2) -> pa.Table:
     return pa.table(columns, schema=TRAJECTORY.arrow(COLUMNS))
 
 
-def write(store: RunStore, shard: int, attempt: int = 0) -> Shard:
+def write(store: RunStore, shard: int, attempt: int = 0) -> ShardCommit:
     iteration = store.state.iteration
     data = store.write_shard(iteration, "generate", attempt, shard, rows(iteration, shard))
-    return Shard(
+    return ShardCommit(
         iteration=iteration,
         stage="generate",
         shard=shard,
-        epoch=store.log.epoch,
+        term=store.log.term,
         data=data,
         fingerprint="",
         seconds=0.1,
     )
 
 
-def complete(store: RunStore, *data: ShardRef) -> Stage:
+def complete(store: RunStore, *data: ShardRef) -> StageCommit:
     iteration, fingerprint = store.state.iteration, Fingerprint(parts={"stage": "generate"})
     manifest = Manifest(
         iteration=iteration,
         stage="generate",
-        epoch=store.log.epoch,
+        term=store.log.term,
         attempt=0,
         fingerprint=fingerprint,
         config={},
         shards=data,
     )
     reference = store.write_manifest(manifest)
-    return Stage(iteration=iteration, stage="generate", manifest=reference, fingerprint=fingerprint.digest)
+    return StageCommit(iteration=iteration, stage="generate", manifest=reference, fingerprint=fingerprint.digest)
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_a_run_in_a_bucket(url: str) -> None:
     write(first, 1)  # and was killed
 
     second = claimed(url)
-    assert second.log.epoch == 2
+    assert second.log.term == 2
     assert second.state.iteration == 1
     assert set(second.committed_shards("generate")) == {0}
     with pytest.raises(Fenced):

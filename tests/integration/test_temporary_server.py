@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from flows.temporary_server import MARK, end_orphans
-from infra.clock import born
+from infra.store.clock import born
 
 
 def server_of(owner: str) -> psutil.Popen:

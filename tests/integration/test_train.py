@@ -14,7 +14,7 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 from safetensors.torch import load_file
 
-from infra.records import Claim, Diverged, Skip
+from infra.store.records import Claim, Diverged, Skip
 from rlhf.algorithms.kl import AdaptiveCoefficient
 from rlhf.config import RunConfig
 from tests import tiny
@@ -289,7 +289,7 @@ def test_an_update_that_is_not_finite_can_be_passed_over(ratchet: Ratchet) -> No
 def test_taking_turns_changes_nothing(ratchet: Ratchet) -> None:
     done(ratchet())
     expected = ratchet.history.results
-    done(ratchet(run__name="by-turns", actor__by_turns=True, critic__by_turns=True))
+    done(ratchet(run__name="by-turns", actor__offload_when_idle=True, critic__offload_when_idle=True))
     assert ratchet.history.results == expected
 
 
@@ -342,7 +342,7 @@ def test_a_replay_that_differs(ratchet: Ratchet) -> None:
 
 def test_two_runs_in_one_process_one_inside_the_other(ratchet: Ratchet, prefect_server: str) -> None:
     from flows.iteration import iteration
-    from infra.driver import driving
+    from infra.execution.driver import driving
     from tasks.pipeline import dependencies
 
     done(ratchet(train__iterations=3))

@@ -169,5 +169,5 @@ def test_vllm_may_die_hang_and_outlives_no_driver(config: RunConfig, processes: 
     assert not list(Path("/dev/shm").glob(f"ratchet-vllm-{child.process.pid}-*")), "nothing of it stays in memory"
     history = History.of(config)
     history.check_sound(killed=True)
-    assert history.state.epoch == 1, "one driver, all along"
+    assert history.state.term == 1, "one driver, all along"
     assert max(gap(history).values()) < 1e-3, "a new one is brought to the newest weights"

@@ -10,8 +10,8 @@ from typing import Any
 
 import psutil
 
-from infra.objects import Objects
-from infra.records import Close, Shard, Stage
+from infra.store.object_store import ObjectStore
+from infra.store.records import Finalize, ShardCommit, StageCommit
 from tests.history import History
 from tests.torture.kinds import Kind
 
@@ -31,7 +31,7 @@ def history_of(url: str, folder: Path) -> History:
     """Of a run anywhere: one on S3 is copied first."""
     if url.startswith("file://"):
         return History.at(Path(url.removeprefix("file://")))
-    objects, copy = Objects(url), folder / "copy"
+    objects, copy = ObjectStore(url), folder / "copy"
     shutil.rmtree(copy, ignore_errors=True)
     for key in objects.list(""):
         path = copy / key
@@ -61,11 +61,11 @@ def check(kind: Kind, url: str, folder: Path, expected: Result) -> None:
 def named(history: History) -> set[str]:
     """Keys of all that the records name, and what that names in turn."""
     keys: set[str] = set()
-    for commit in history.commits(Stage):
+    for commit in history.commits(StageCommit):
         manifest = json.loads((history.folder / commit.manifest.key).read_text())
         keys |= {commit.manifest.key, *(shard["key"] for shard in manifest["shards"])}
-    keys |= {shard.data.key for shard in history.commits(Shard)}
-    for close in history.commits(Close):
+    keys |= {shard.data.key for shard in history.commits(ShardCommit)}
+    for close in history.commits(Finalize):
         keys |= {close.index.key, close.metrics.key}
     for roles in history.state.snapshots.values():
         for ref in roles.values():

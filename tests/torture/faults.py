@@ -19,8 +19,8 @@ from urllib.parse import urlparse
 
 import psutil
 
-from infra.objects import Objects
 from infra.runs import open_run
+from infra.store.object_store import ObjectStore
 from tests.faults.proxy import Action, Rule, proxy
 from tests.faults.test_clocks import stepping
 from tests.processes import Child, Fault, Processes
@@ -68,8 +68,8 @@ class Victim:
         return f"{self.store}/run"
 
     @property
-    def objects(self) -> Objects:
-        return Objects(self.url)
+    def objects(self) -> ObjectStore:
+        return ObjectStore(self.url)
 
     def start(self, *faults: Fault, take_over: bool = False) -> Child:
         """A driver, as a user starts it."""

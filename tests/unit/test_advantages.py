@@ -186,7 +186,7 @@ def test_options_of_all(kind: type[AdvantageEstimator]) -> None:
     assert kind().clipped(scores) is scores
     flat = torch.tensor([1, 1, 0])
     assert kind().teaches(tensor(7, 7, 9), flat).tolist() == [True, True, kind is GAE], "GRPO compares, GAE does not"
-    kept = kind(drop_flat_groups=True).teaches(tensor(7, 8, 9), flat)
+    kept = kind(drop_zero_std_groups=True).teaches(tensor(7, 8, 9), flat)
     assert kept.tolist() == [True, True, False]
 
 

@@ -105,7 +105,7 @@ def test_scores_are_clipped_but_shown_as_they_are() -> None:
 
 
 def test_flat_groups_leave_the_losses() -> None:
-    rows, outputs = computed({"advantage": {"type": "dr_grpo", "drop_flat_groups": True}}, score=[1.0, 1.0])
+    rows, outputs = computed({"advantage": {"type": "dr_grpo", "drop_zero_std_groups": True}}, score=[1.0, 1.0])
     assert rows["loss_mask"] == [[0, 0, 0], [0, 0]]
     assert outputs["metrics"]["actor/loss_tokens_share"] == 0
 
@@ -178,7 +178,7 @@ def test_an_estimator_that_compares_nothing_keeps_a_lone_survivor(estimator: str
 
 
 def test_a_flat_group_that_leaves_the_losses_does_not_enter_whitening() -> None:
-    options = {"type": "reinforce_plus_plus", "drop_flat_groups": True}
+    options = {"type": "reinforce_plus_plus", "drop_zero_std_groups": True}
     whole = {name: [*column[:4], column[3]] for name, column in FIVE.items() if name != "prompt_id"}
     whole |= {"trajectory_id": FIVE["trajectory_id"], "prompt_id": FIVE["prompt_id"], "score": [1.0, 2, 3, 4, 500]}
     rows, _ = computed({"advantage": options}, **whole)

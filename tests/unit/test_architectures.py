@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 from rlhf.batch import TrajectoryBatch
-from rlhf.config import Model
+from rlhf.config import ModelConfig
 from rlhf.engines.token_outputs import Head
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.errors import UserError
@@ -46,7 +46,7 @@ SMALL: dict[str, dict[str, Any]] = {
 BATCH = TrajectoryBatch.of({"prompt_ids": [[3, 7], [5]], "response_ids": [[11, 2, 40], [9, 1, 1, 30]]})
 
 
-def folder(path: Path, kind: str, head: Head = "policy") -> Model:
+def folder(path: Path, kind: str, head: Head = "policy") -> ModelConfig:
     """A model with random weights, and much dropout wherever its config names one."""
     config = AutoConfig.for_model(kind, **{"vocab_size": 50, "hidden_size": 16, "pad_token_id": 0} | SMALL[kind])
     for name in [name for name in vars(config) if "dropout" in name or "pdrop" in name]:
@@ -56,14 +56,14 @@ def folder(path: Path, kind: str, head: Head = "policy") -> Model:
         torch.manual_seed(0)
         config.num_labels = 1
         auto.from_config(config).save_pretrained(path)
-    return Model(path=str(path), dtype="float32")
+    return ModelConfig(path=str(path), dtype="float32")
 
 
 @pytest.mark.parametrize("kind", ["llama", "opt", "t5"])
 def test_an_architecture_that_cannot_be_what_is_asked_for_is_refused(kind: str, tmp_path: Path) -> None:
     config = AutoConfig.for_model(kind, **({"vocab_size": 50} | SMALL.get(kind, {})))
     config.save_pretrained(tmp_path)
-    model = Model(path=str(tmp_path))
+    model = ModelConfig(path=str(tmp_path))
     if kind == "t5":
         with pytest.raises(UserError, match=r"model.path .*AutoModelForCausalLM for t5, so it cannot be the policy"):
             check_architecture(model, "model", is_critic=False)
@@ -124,7 +124,7 @@ def test_soft_capped_attention_is_computed_eagerly(tmp_path: Path) -> None:
         for parameter in whole.parameters():
             torch.nn.init.normal_(parameter)
     whole.save_pretrained(tmp_path)
-    model = Model(path=str(tmp_path), dtype="float32")
+    model = ModelConfig(path=str(tmp_path), dtype="float32")
     assert attention_of(model) == ("eager", "it caps the logits of its attention, which sdpa leaves out")
     ids = torch.tensor([[3, 7, 11, 2, 40]])
     with torch.no_grad():

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from pydantic import ValidationError
 
 from rlhf.algorithms import GRPO, KLPenalty
 from rlhf.config import RunConfig, keys, load_config, parse_config, stored_config, yaml_text
-from rlhf.config.older import changed_since
+from rlhf.config.older import RenamedKey, changed_since
 from rlhf.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -81,8 +82,8 @@ def test_the_minimal_config_is_the_documented_default(file: Path) -> None:
         ("actor.micro_batch_tokens=1023", "actor.micro_batch_tokens is 1023, less than one trajectory may have (data.max_prompt_tokens + rollout.max_response_tokens = 1024): raise it"),  # noqa: E501
         ("critic.sequence_parallel=2", "critic.sequence_parallel is 2, which does not divide the number of processes that hold the critic (1): change one of them"),  # noqa: E501
         ("pools={all: {workers: 3}}; actor.sequence_parallel=2", "actor.sequence_parallel is 2, which does not divide the number of processes that hold the actor (3)"),  # noqa: E501
-        ("actor.engine=fsdp; actor.by_turns=true; actor.offload=true", "actor.by_turns moves to host memory what actor.offload keeps there all the time: choose one"),  # noqa: E501
-        ("critic.engine=deepspeed; critic.zero_stage=3; critic.by_turns=true", "critic.by_turns does not go with critic.zero_stage 3"),  # noqa: E501
+        ("actor.engine=fsdp; actor.offload_when_idle=true; actor.offload=true", "actor.offload_when_idle moves to host memory what actor.offload keeps there all the time: choose one"),  # noqa: E501
+        ("critic.engine=deepspeed; critic.zero_stage=3; critic.offload_when_idle=true", "critic.offload_when_idle does not go with critic.zero_stage 3"),  # noqa: E501
         ("pools={all: {workers: 2}}; actor.tensor_parallel=2", "actor.tensor_parallel is for engine fsdp, alone: not with actor.engine torch"),  # noqa: E501
         ("pools={all: {workers: 2}}; model.lora={}; actor={engine: fsdp, tensor_parallel: 2}", "actor.tensor_parallel is for engine fsdp, alone: not with model.lora"),  # noqa: E501
         ("pools={a: {workers: 2}, b: {}}; placement={actor: a, critic: a, rollout: a, reference: b}; actor.sequence_parallel=2; algorithm.kl.in_reward=0.1", "reference.sequence_parallel is 2, which does not divide the number of processes that hold the reference (1)"),  # noqa: E501
@@ -96,7 +97,7 @@ def test_the_minimal_config_is_the_documented_default(file: Path) -> None:
         ("algorithm.advantage={type: grpo}; critic.warmup_iterations=1", "critic.warmup_iterations is set, but algorithm.advantage grpo has no critic: remove it"),  # noqa: E501
         ("algorithm.advantage={type: grpo}; rollout.n=1", "algorithm.advantage grpo compares the trajectories of a prompt, but rollout.n is 1: raise rollout.n"),  # noqa: E501
         ("algorithm.dynamic_sampling.max_prompts=128; rollout.n=1", "algorithm.dynamic_sampling compares the trajectories of a prompt, but rollout.n is 1: raise rollout.n"),  # noqa: E501
-        ("algorithm.advantage.drop_flat_groups=true; rollout.n=1", "algorithm.advantage.drop_flat_groups compares the trajectories"),  # noqa: E501
+        ("algorithm.advantage.drop_zero_std_groups=true; rollout.n=1", "algorithm.advantage.drop_zero_std_groups compares the trajectories"),  # noqa: E501
         ("algorithm.dynamic_sampling.max_prompts=63", "algorithm.dynamic_sampling.max_prompts is 63, less than data.prompts_per_iteration 64: raise it"),  # noqa: E501
         ("algorithm.overlong_penalty.buffer_tokens=513", "algorithm.overlong_penalty.buffer_tokens is 513, more than rollout.max_response_tokens 512: lower it"),  # noqa: E501
         ("algorithm.advantage=egpo; algorithm.rollout_correction.bypass=true", "algorithm.advantage egpo needs the entropy"),  # noqa: E501
@@ -201,8 +202,8 @@ def test_which_stages_exist() -> None:
     assert config.with_values({"algorithm.advantage": "remax"}).needs_greedy_scores
     assert not config.needs_greedy_scores
     sampling = config.with_values({"algorithm.dynamic_sampling.max_prompts": 200})
-    assert (sampling.selects, sampling.most_prompts) == (True, 200)
-    assert (config.selects, config.most_prompts) == (False, 64)
+    assert (sampling.selects, sampling.max_prompts) == (True, 200)
+    assert (config.selects, config.max_prompts) == (False, 64)
 
 
 def test_every_key_is_documented_and_every_default_is_yaml() -> None:
@@ -283,6 +284,26 @@ def test_what_older_releases_stored_is_read_in_todays_keys() -> None:
         once_legal.with_values({})
     forked = once_legal.with_values({"run.name": "other"}, ["algorithm.kl.loss_estimator=k3"])
     assert (forked.run.name, forked.algorithm.kl.loss_estimator) == ("other", "k3")
+
+
+def test_old_names_of_keys_still_work_and_a_note_says_the_new_ones(file: Path) -> None:
+    old = ["actor.by_turns=true", "algorithm.advantage={type: grpo, drop_flat_groups: true}"]
+    with pytest.warns(RenamedKey) as notes:
+        config = load_config(file, old)
+    assert config.actor.offload_when_idle
+    assert config.algorithm.advantage.drop_zero_std_groups
+    assert [str(note.message) for note in notes] == [
+        "actor.by_turns is called actor.offload_when_idle now: the old name still works",
+        "algorithm.advantage.drop_flat_groups is called algorithm.advantage.drop_zero_std_groups now: the old name "
+        "still works",
+    ]
+    with pytest.warns(RenamedKey):
+        assert not config.with_values({}, ["actor.by_turns=false"]).actor.offload_when_idle
+    stored = config.model_dump(mode="json")
+    stored["actor"]["by_turns"] = stored["actor"].pop("offload_when_idle")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert stored_config(stored, "the claim") == config
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from rlhf.config import Model, parse_config
+from rlhf.config import ModelConfig, parse_config
 from rlhf.data import datasets, files
 from rlhf.data.prompts import PromptDataset, encode
 from rlhf.errors import UserError
@@ -91,7 +91,7 @@ def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("tokenizer")
     tiny.model_folder(folder)
-    return load_tokenizer(Model(path=str(folder)))
+    return load_tokenizer(ModelConfig(path=str(folder)))
 
 
 def prompts(path: Path, *contents: str) -> PromptDataset:

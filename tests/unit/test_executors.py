@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from infra.executors import Executors, InputLost, StageHandle
-from infra.manifest import Fingerprint, Manifest
-from infra.records import Ahead, Claim, Close, ObjectRef, RunState, Shard, ShardRef, Stage, Weights
+from infra.execution.executors import Executors, InputLost, StageHandle
+from infra.store.manifest import Fingerprint, Manifest
+from infra.store.records import Ahead, Claim, Finalize, ObjectRef, RunState, ShardCommit, ShardRef, StageCommit, Weights
 from rlhf.errors import NotFinite, RatchetError
 
 SHARD = ShardRef(key="k", sha256="s", rows=1, bytes=1)
@@ -19,7 +19,7 @@ SHARD = ShardRef(key="k", sha256="s", rows=1, bytes=1)
 def manifest(stage: str) -> Manifest:
     fingerprint = Fingerprint(parts={})
     return Manifest(
-        iteration=0, stage=stage, epoch=1, attempt=0, fingerprint=fingerprint, config={}, shards=(SHARD,) * 3
+        iteration=0, stage=stage, term=1, attempt=0, fingerprint=fingerprint, config={}, shards=(SHARD,) * 3
     )
 
 
@@ -142,32 +142,32 @@ def claim(ahead: int = 2) -> Claim:
 
 
 def test_what_is_ahead_becomes_what_is_open() -> None:
-    """With its prompts, and with the epochs of whoever generated it: a third driver asks what config it had."""
+    """With its prompts, and with the terms of whoever generated it: a third driver asks what config it had."""
     state = RunState(weights={"actor": Weights(version=0, digest="d")}, starting={})
     ref = ObjectRef(key="index", sha256="s")
 
-    def shard(iteration: int, number: int, epoch: int) -> Shard:
-        return Shard(
-            iteration=iteration, stage="generate", shard=number, epoch=epoch, data=SHARD, fingerprint="f", seconds=0.0
+    def shard(iteration: int, number: int, term: int) -> ShardCommit:
+        return ShardCommit(
+            iteration=iteration, stage="generate", shard=number, term=term, data=SHARD, fingerprint="f", seconds=0.0
         )
 
-    def stage(iteration: int, cursor: int) -> Stage:
-        return Stage(iteration=iteration, stage="generate", manifest=ref, fingerprint="f", cursor=cursor)
+    def stage(iteration: int, cursor: int) -> StageCommit:
+        return StageCommit(iteration=iteration, stage="generate", manifest=ref, fingerprint="f", cursor=cursor)
 
-    def close(iteration: int) -> Close:
-        return Close(iteration=iteration, index=ref, metrics=SHARD)
+    def close(iteration: int) -> Finalize:
+        return Finalize(iteration=iteration, index=ref, metrics=SHARD)
 
-    for epoch, commits in (
+    for term, commits in (
         (1, [claim(), stage(0, 10), shard(1, 0, 1), shard(1, 1, 1), stage(1, 20), shard(2, 0, 1)]),
         (2, [claim(), close(0)]),
     ):
         for commit in commits:
-            state.apply_commit(commit, epoch)
+            state.apply_commit(commit, term)
     assert (state.iteration, state.cursor, state.cursor_before(2)) == (1, 20, 20)
     assert set(state.stages) == {"generate"}
     assert state.shards["generate"].keys() == {0, 1}
     assert isinstance(state.ahead[2], Ahead)
-    assert state.open_epochs.keys() == {1, 2}, "a shard of the first is not complete"
+    assert state.open_terms.keys() == {1, 2}, "a shard of the first is not complete"
     state.apply_commit(close(1), 2)
     assert state.shards["generate"].keys() == {0}
     assert not state.ahead

@@ -17,32 +17,32 @@ import psutil
 import pyarrow as pa
 import pytest
 
-from infra import heartbeat
-from infra.clock import born
-from infra.log import TAIL, Corrupt, Deleted, Fenced, RunLog, slot_key
-from infra.manifest import Fingerprint, Manifest
-from infra.objects import Objects, StoreUnavailable
-from infra.records import (
+from infra.execution import heartbeat
+from infra.execution.stopping import Stopping
+from infra.store.clock import born
+from infra.store.log import TAIL, Corrupt, Deleted, Fenced, RunLog, slot_key
+from infra.store.manifest import Fingerprint, Manifest
+from infra.store.object_store import ObjectStore, StoreUnavailable
+from infra.store.records import (
     PAGE,
     Claim,
+    Expire,
     ObjectRef,
-    Retire,
     RunState,
-    Shard,
+    ShardCommit,
     ShardRef,
     Skip,
     Snapshot,
-    Stage,
+    StageCommit,
     Weights,
     sha256_of,
 )
-from infra.stopping import Stopping
-from infra.store import CLOSE, RunStore
+from infra.store.run_store import CLOSE, RunStore
 from rlhf.errors import UserError
 from tests.simulated import Clock, Fault, Memory, Simulated
 
 
-def claimed(objects: Objects, *, claims: int = 1) -> RunStore:
+def claimed(objects: ObjectStore, *, claims: int = 1) -> RunStore:
     store = RunStore(objects)
     for _ in range(claims):
         store.log.claim(Claim(config={}, code="", packages={}, threads=1, host="here", initial={"actor": weights(0)}))
@@ -63,16 +63,16 @@ def skip_iteration(store: RunStore) -> None:
 def write_shard(store: RunStore, shard: int, *, stage: str = "generate", attempt: int = 0, rows: int = 3) -> ShardRef:
     iteration = store.state.iteration
     ids = [f"it{iteration:06d}-p{shard:05d}-s{row:02d}" for row in range(rows)]
-    table = pa.table({"trajectory_id": ids, "epoch": [store.log.epoch] * rows})
+    table = pa.table({"trajectory_id": ids, "epoch": [store.log.term] * rows})
     return store.write_shard(iteration, stage, attempt, shard, table)
 
 
-def as_shard(store: RunStore, shard: int, data: ShardRef, stage: str = "generate") -> Shard:
-    return Shard(
+def as_shard(store: RunStore, shard: int, data: ShardRef, stage: str = "generate") -> ShardCommit:
+    return ShardCommit(
         iteration=store.state.iteration,
         stage=stage,
         shard=shard,
-        epoch=store.log.epoch,
+        term=store.log.term,
         data=data,
         fingerprint="",
         seconds=0.0,
@@ -81,12 +81,12 @@ def as_shard(store: RunStore, shard: int, data: ShardRef, stage: str = "generate
 
 def as_stage(
     store: RunStore, *data: ShardRef, stage: str = "generate", metrics: dict[str, float] | None = None
-) -> Stage:
+) -> StageCommit:
     iteration, fingerprint = store.state.iteration, Fingerprint(parts={})
     manifest = Manifest(
         iteration=iteration,
         stage=stage,
-        epoch=store.log.epoch,
+        term=store.log.term,
         attempt=0,
         fingerprint=fingerprint,
         config={},
@@ -94,10 +94,10 @@ def as_stage(
         metrics=metrics or {},
     )
     reference = store.write_manifest(manifest)
-    return Stage(iteration=iteration, stage=stage, manifest=reference, fingerprint=fingerprint.digest)
+    return StageCommit(iteration=iteration, stage=stage, manifest=reference, fingerprint=fingerprint.digest)
 
 
-def a_run(objects: Objects) -> RunStore:
+def a_run(objects: ObjectStore) -> RunStore:
     """Two iterations and a half, with real files."""
     store = claimed(objects)
     for _ in range(3):
@@ -115,15 +115,15 @@ def memory() -> Memory:
 
 
 @pytest.fixture
-def objects(memory: Memory) -> Objects:
-    return Objects("sim://run", memory, clock=Clock())
+def objects(memory: Memory) -> ObjectStore:
+    return ObjectStore("sim://run", memory, clock=Clock())
 
 
 @pytest.fixture(scope="module")
 def long_run() -> dict[str, bytes]:
     """The objects of a run of 1000 closed iterations."""
     memory = Memory()
-    store = claimed(Objects("", memory))
+    store = claimed(ObjectStore("", memory))
     for _ in range(1000):
         skip_iteration(store)
     return memory.objects
@@ -134,12 +134,12 @@ def long_run() -> dict[str, bytes]:
 
 @pytest.mark.parametrize("length", [0, 1, 2, 3, 7, 8, 9, 100])
 @pytest.mark.parametrize("closing", [False, True])
-def test_the_end_is_found_without_the_hint(length: int, closing: bool, memory: Memory, objects: Objects) -> None:
+def test_the_end_is_found_without_the_hint(length: int, closing: bool, memory: Memory, objects: ObjectStore) -> None:
     store = RunStore(objects)
     while store.state.slot + 1 < length:
         if closing and store.state.stages:
             store.close({})
-        elif closing and store.state.epoch and store.state.slot + 2 < length:
+        elif closing and store.state.term and store.state.slot + 2 < length:
             store.commit(as_stage(store))
         else:
             store.log.claim(Claim(config={}, code="", packages={}, threads=1, host="", initial={}))
@@ -155,7 +155,7 @@ def test_the_end_is_found_without_the_hint(length: int, closing: bool, memory: M
 
 def test_history_is_found_in_two_reads(long_run: dict[str, bytes]) -> None:
     memory = Memory(long_run)
-    store = RunStore(Objects("", memory))
+    store = RunStore(ObjectStore("", memory))
     store.log.read()
     assert store.state.iteration == 1000
     for iteration in [*range(3 * PAGE + 3), *range(1000 - PAGE, 1000)]:
@@ -174,16 +174,16 @@ def test_history_is_found_in_two_reads(long_run: dict[str, bytes]) -> None:
 def test_resuming_costs_the_same_however_long_the_run(long_run: dict[str, bytes]) -> None:
     def cost(iterations: int) -> dict[str, int]:
         memory = Memory()
-        store = claimed(Objects("", memory))
+        store = claimed(ObjectStore("", memory))
         for _ in range(iterations):
             skip_iteration(store)
         return resume(memory)
 
     def resume(memory: Memory) -> dict[str, int]:
         memory.requests.clear()
-        store = claimed(Objects("", memory))
+        store = claimed(ObjectStore("", memory))
         store.sweep(["generate", "score"])
-        assert store.state.epoch == 2
+        assert store.state.term == 2
         return dict(memory.requests)
 
     short, long = cost(10), resume(Memory(dict(long_run)))
@@ -194,17 +194,17 @@ def test_resuming_costs_the_same_however_long_the_run(long_run: dict[str, bytes]
 
 def test_resuming_without_the_hint_costs_a_few_reads(long_run: dict[str, bytes]) -> None:
     memory = Memory({key: data for key, data in long_run.items() if key != TAIL})
-    store = RunStore(Objects("", memory))
+    store = RunStore(ObjectStore("", memory))
     assert store.log.read().iteration == 1000
     assert set(memory.requests) == {"get"}
     assert memory.requests.total() <= 30
 
 
-def test_a_snapshot_that_is_lost_can_still_be_retired(objects: Objects) -> None:
+def test_a_snapshot_that_is_lost_can_still_be_retired(objects: ObjectStore) -> None:
     store = claimed(objects)
     lost = ObjectRef(key="checkpoints/actor/000001.1-0/manifest.json", sha256="0" * 64)
     store.commit(Snapshot(version=1, roles={"actor": lost}))
-    store.commit_snapshot([Retire(version=1)])
+    store.commit_snapshot([Expire(version=1)])
     assert store.state.snapshots == {}
 
 
@@ -213,20 +213,20 @@ def test_an_index_stays_small(long_run: dict[str, bytes]) -> None:
 
 
 @pytest.mark.parametrize("hint", [b"", b"{", b"\xff", b"[]", b'{"key": "index/9.json", "sha256": "0"}'])
-def test_a_damaged_hint_is_no_loss(hint: bytes, memory: Memory, objects: Objects) -> None:
+def test_a_damaged_hint_is_no_loss(hint: bytes, memory: Memory, objects: ObjectStore) -> None:
     state = a_run(objects).state
     memory.objects[TAIL] = hint
     assert RunLog(objects).read() == state
 
 
-def test_a_hint_that_cannot_be_written_fails_nothing(memory: Memory, objects: Objects) -> None:
+def test_a_hint_that_cannot_be_written_fails_nothing(memory: Memory, objects: ObjectStore) -> None:
     class NoHint(Memory):
         def put(self, key: str, data: bytes) -> None:
             if key == TAIL:
                 raise TimeoutError
             super().put(key, data)
 
-    store = a_run(Objects("", NoHint(memory.objects), clock=Clock()))
+    store = a_run(ObjectStore("", NoHint(memory.objects), clock=Clock()))
     assert store.state.iteration == 2
     assert RunLog(objects).read() == store.state
 
@@ -237,7 +237,7 @@ def test_a_hint_that_cannot_be_written_fails_nothing(memory: Memory, objects: Ob
 def on_a_store_that_fails(*faults: Fault | None, stages: bool = False) -> tuple[RunStore, Simulated]:
     """A driver whose next requests go as `faults` say; it tries each only once."""
     backend = Simulated(Clock(), lambda: None)
-    store = claimed(Objects("", backend, deadline_s=0.0, clock=backend.clock))
+    store = claimed(ObjectStore("", backend, deadline_s=0.0, clock=backend.clock))
     if stages:
         store.commit(as_stage(store))
     script = iter(faults)
@@ -265,7 +265,7 @@ def test_an_append_in_doubt_is_brought_to_an_end(effect: Any) -> None:
     assert set(store.committed_shards("generate")) == {0}
     store.commit(as_shard(store, 1, data[1]))
     backend.clock.sleep(100.0)
-    assert RunLog(Objects("", Memory(backend.objects))).read() == store.state
+    assert RunLog(ObjectStore("", Memory(backend.objects))).read() == store.state
     assert store.state.slot == 2
 
 
@@ -277,7 +277,7 @@ def test_a_close_in_doubt_is_not_closed_again(effect: Any) -> None:
         store.close({"loss": 1.0})
     with pytest.raises(AssertionError, match="iteration 1 has not begun"):
         store.close({"loss": 2.0})
-    state = RunStore(Objects("", Memory(backend.objects))).log.read()
+    state = RunStore(ObjectStore("", Memory(backend.objects))).log.read()
     assert state.iteration == 1
     metrics = store.iteration_state(0).metrics
     assert metrics is not None
@@ -305,25 +305,25 @@ def test_a_close_that_failed_before_its_record_is_tried_under_other_names() -> N
 # An older driver is fenced.
 
 
-def test_an_older_driver_is_fenced(objects: Objects) -> None:
+def test_an_older_driver_is_fenced(objects: ObjectStore) -> None:
     older = claimed(objects)
     newer = claimed(objects)
-    assert (older.log.epoch, newer.log.epoch) == (1, 2)
+    assert (older.log.term, newer.log.term) == (1, 2)
     for _ in range(2):
-        with pytest.raises(Fenced, match=r"epoch 2, on here.*epoch 1") as stopped:
+        with pytest.raises(Fenced, match=r"term 2, on here.*term 1") as stopped:
             older.commit(as_stage(older))
     assert stopped.value.exit_code == 3
     newer.commit(as_stage(newer))
     assert newer.state.slot == 2
 
 
-def test_a_claim_that_is_overtaken_takes_the_next_epoch() -> None:
-    backend = Simulated(Clock(), lambda: others.append(claimed(Objects("", Memory(backend.objects)))))
+def test_a_claim_that_is_overtaken_takes_the_next_term() -> None:
+    backend = Simulated(Clock(), lambda: others.append(claimed(ObjectStore("", Memory(backend.objects)))))
     others: list[RunStore] = []
     backend.next_fault = lambda kind: Fault("overtaken") if kind == "create" and len(others) < 3 else None
-    store = claimed(Objects("", backend, clock=backend.clock))
-    assert [other.log.epoch for other in others] == [1, 2, 3]
-    assert store.log.epoch == 4
+    store = claimed(ObjectStore("", backend, clock=backend.clock))
+    assert [other.log.term for other in others] == [1, 2, 3]
+    assert store.log.term == 4
     with pytest.raises(Fenced):
         others[-1].commit(as_stage(others[-1]))
 
@@ -336,7 +336,7 @@ def test_a_fenced_driver_takes_its_late_files_along(away: bool, memory: Memory) 
                 raise TimeoutError
             super().delete(keys)
 
-    objects = Objects("", Away(memory.objects), clock=Clock())
+    objects = ObjectStore("", Away(memory.objects), clock=Clock())
     older = claimed(objects)
     kept = write_shard(older, 0)
     older.commit(as_shard(older, 0, kept))
@@ -348,31 +348,31 @@ def test_a_fenced_driver_takes_its_late_files_along(away: bool, memory: Memory) 
     assert (late.key in memory.objects) == away
 
 
-def test_claims_at_the_same_moment_follow_each_other(objects: Objects) -> None:
-    together, epochs = threading.Barrier(6), []
+def test_claims_at_the_same_moment_follow_each_other(objects: ObjectStore) -> None:
+    together, terms = threading.Barrier(6), []
 
     def claim() -> None:
         together.wait()
-        epochs.append(claimed(objects).log.epoch)
+        terms.append(claimed(objects).log.term)
 
     threads = [threading.Thread(target=claim) for _ in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(epochs) == [1, 2, 3, 4, 5, 6]
+    assert sorted(terms) == [1, 2, 3, 4, 5, 6]
     assert RunLog(objects).read().slot == 5
 
 
 # What is damaged is noticed, and named.
 
 
-def test_damaged_and_missing_objects_are_named(memory: Memory, objects: Objects) -> None:
+def test_damaged_and_missing_objects_are_named(memory: Memory, objects: ObjectStore) -> None:
     store = a_run(objects)
     shard = store.committed_shards("generate")[0].data
     stage = store.committed_stage(2, "generate")
     closed = store.iteration_state(1)
-    assert isinstance(stage, Stage)
+    assert isinstance(stage, StageCommit)
     assert closed.index is not None
     reads = {
         shard.key: lambda: store.read_shard(shard),
@@ -392,7 +392,9 @@ def test_damaged_and_missing_objects_are_named(memory: Memory, objects: Objects)
 
 @pytest.mark.parametrize("slot", [2, 4])
 @pytest.mark.parametrize("change", [b'"threads":2', b'"threads": 1'])
-def test_a_record_that_was_tampered_with_is_noticed(change: bytes, slot: int, memory: Memory, objects: Objects) -> None:
+def test_a_record_that_was_tampered_with_is_noticed(
+    change: bytes, slot: int, memory: Memory, objects: ObjectStore
+) -> None:
     """By its own digest: the newest has no other after it that would tell."""
     claimed(objects, claims=5)
     key = slot_key(slot)
@@ -403,7 +405,7 @@ def test_a_record_that_was_tampered_with_is_noticed(change: bytes, slot: int, me
 
 
 @pytest.mark.parametrize("bit", range(8))
-def test_no_bit_of_a_record_can_change_unnoticed(bit: int, memory: Memory, objects: Objects) -> None:
+def test_no_bit_of_a_record_can_change_unnoticed(bit: int, memory: Memory, objects: ObjectStore) -> None:
     claimed(objects)
     key = slot_key(0)
     whole = memory.objects[key]
@@ -413,7 +415,7 @@ def test_no_bit_of_a_record_can_change_unnoticed(bit: int, memory: Memory, objec
             RunLog(objects).read()
 
 
-def test_a_record_of_version_2_is_told_by_the_one_after_it(memory: Memory, objects: Objects) -> None:
+def test_a_record_of_version_2_is_told_by_the_one_after_it(memory: Memory, objects: ObjectStore) -> None:
     """It has no digest of its own."""
     claimed(objects, claims=2)
     for slot in range(2):
@@ -428,7 +430,7 @@ def test_a_record_of_version_2_is_told_by_the_one_after_it(memory: Memory, objec
 
 
 @pytest.mark.parametrize("lost", range(1, 13))
-def test_a_lost_record_is_not_taken_for_the_end(lost: int, memory: Memory, objects: Objects) -> None:
+def test_a_lost_record_is_not_taken_for_the_end(lost: int, memory: Memory, objects: ObjectStore) -> None:
     """A driver would otherwise fill the hole, and delete what is committed after it."""
     claimed(objects, claims=14)
     for slot in range(lost, min(lost + 3, 13)):
@@ -439,7 +441,7 @@ def test_a_lost_record_is_not_taken_for_the_end(lost: int, memory: Memory, objec
     assert memory.objects == before, "nothing was written, and nothing was deleted"
 
 
-def test_an_end_that_the_hint_contradicts_is_not_taken_for_the_end(memory: Memory, objects: Objects) -> None:
+def test_an_end_that_the_hint_contradicts_is_not_taken_for_the_end(memory: Memory, objects: ObjectStore) -> None:
     a_run(objects)
     newest = max(key for key in memory.objects if key.startswith("log/0"))
     hinted = RunState.model_validate_json(memory.objects[json.loads(memory.objects[TAIL])["key"]]).slot
@@ -453,7 +455,7 @@ def test_an_end_that_the_hint_contradicts_is_not_taken_for_the_end(memory: Memor
         log.check_end()
 
 
-def test_a_lost_record_that_closed_an_iteration_is_missed(memory: Memory, objects: Objects) -> None:
+def test_a_lost_record_that_closed_an_iteration_is_missed(memory: Memory, objects: ObjectStore) -> None:
     """Nothing is after it but the hint, which was written when it was there; what it retired is deleted by now."""
     store = claimed(objects)
     skip_iteration(store)
@@ -464,7 +466,7 @@ def test_a_lost_record_that_closed_an_iteration_is_missed(memory: Memory, object
     assert memory.objects == before
 
 
-def test_others_who_append_meanwhile_are_no_hole(memory: Memory, objects: Objects) -> None:
+def test_others_who_append_meanwhile_are_no_hole(memory: Memory, objects: ObjectStore) -> None:
     store = claimed(objects)
     reader = RunLog(objects)
     assert reader.read().slot == 0
@@ -474,27 +476,27 @@ def test_others_who_append_meanwhile_are_no_hole(memory: Memory, objects: Object
     assert store.log.read().slot == 3
 
 
-def test_a_record_of_another_run_does_not_fit_in(memory: Memory, objects: Objects) -> None:
+def test_a_record_of_another_run_does_not_fit_in(memory: Memory, objects: ObjectStore) -> None:
     claimed(objects, claims=3)
     other = Memory()
-    claimed(Objects("", other), claims=3)
+    claimed(ObjectStore("", other), claims=3)
     memory.objects[slot_key(1)] = other.objects[slot_key(1)]
     with pytest.raises(Corrupt, match="log record 1 does not follow"):
         RunLog(objects).read()
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"\xff\xfe", b"[]", b"{}", b'{"schema_version": 2}'])
-def test_a_record_that_cannot_be_read_is_named(data: bytes, memory: Memory, objects: Objects) -> None:
+def test_a_record_that_cannot_be_read_is_named(data: bytes, memory: Memory, objects: ObjectStore) -> None:
     claimed(objects, claims=3)
     memory.objects[slot_key(1)] = data
     with pytest.raises((Corrupt, UserError), match=r"log(/| record )0*1(\.json|) is (damaged|of schema version None)"):
         RunLog(objects).read()
 
 
-def test_a_newer_release_is_told_in_one_line(memory: Memory, objects: Objects) -> None:
+def test_a_newer_release_is_told_in_one_line(memory: Memory, objects: ObjectStore) -> None:
     store = a_run(objects)
     stage = store.committed_stage(2, "generate")
-    assert isinstance(stage, Stage)
+    assert isinstance(stage, StageCommit)
 
     tree = json.loads(memory.objects[stage.manifest.key]) | {"schema_version": 99, "invented": "later"}
     newer = json.dumps(tree).encode()
@@ -513,7 +515,7 @@ def test_a_newer_release_is_told_in_one_line(memory: Memory, objects: Objects) -
     assert "\n" not in str(told.value)
 
 
-def test_numbers_that_are_none_survive(objects: Objects) -> None:
+def test_numbers_that_are_none_survive(objects: ObjectStore) -> None:
     """A metric may be NaN, such as an explained variance of equal returns; JSON has no word for it."""
     store = claimed(objects)
     nan, inf = float("nan"), float("inf")
@@ -539,7 +541,7 @@ TRIES = 12
 
 def test_the_sweep_deletes_orphans_and_nothing_else(tmp_path: Path) -> None:
     """What pandas reads in the folder, as it stands, is each committed row once."""
-    objects = Objects(f"file://{tmp_path}/run")
+    objects = ObjectStore(f"file://{tmp_path}/run")
     first = a_run(objects)  # all of iteration 2's generate is committed
     write_shard(first, 0, stage="score", attempt=0)
     second = claimed(objects)  # was killed after each kind of write
@@ -576,7 +578,7 @@ def test_the_sweep_deletes_orphans_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_a_second_try_deletes_what_the_first_left(tmp_path: Path) -> None:
-    store = claimed(Objects(f"file://{tmp_path}/run"))
+    store = claimed(ObjectStore(f"file://{tmp_path}/run"))
     assert store.begin_attempt(0, "generate") == 0
     data = write_shard(store, 0)
     store.commit(as_shard(store, 0, data))
@@ -599,18 +601,18 @@ def sleeper() -> Iterator[psutil.Process]:
 
 def beat(process: psutil.Process | None = None, **changes: Any) -> heartbeat.Beat:
     process = process or psutil.Process()
-    fields = {"epoch": 1, "host": heartbeat.socket.gethostname(), "boot": heartbeat._boot_id(), "pid": process.pid}
+    fields = {"term": 1, "host": heartbeat.socket.gethostname(), "boot": heartbeat._boot_id(), "pid": process.pid}
     return heartbeat.Beat(**({**fields, "born": born(process), "count": 1} | changes))
 
 
-def put(objects: Objects, beat: heartbeat.Beat) -> heartbeat.Beat:
+def put(objects: ObjectStore, beat: heartbeat.Beat) -> heartbeat.Beat:
     objects.put(heartbeat.KEY, beat.model_dump_json().encode())
     return beat
 
 
 @pytest.mark.parametrize("step_s", [-300.0, 300.0])
 def test_a_clock_that_is_set_makes_nobody_seem_dead(
-    step_s: float, objects: Objects, sleeper: psutil.Process, monkeypatch: pytest.MonkeyPatch
+    step_s: float, objects: ObjectStore, sleeper: psutil.Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel knows when a process started as time since the machine did; the rest follows from the clock."""
     alive, started = put(objects, beat(sleeper)), sleeper.create_time()
@@ -623,12 +625,12 @@ def test_a_clock_that_is_set_makes_nobody_seem_dead(
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b'{"epoch": 1}', b"\x00\xff"])
-def test_a_beat_that_cannot_be_read_is_none(data: bytes, objects: Objects) -> None:
+def test_a_beat_that_cannot_be_read_is_none(data: bytes, objects: ObjectStore) -> None:
     objects.put(heartbeat.KEY, data)
     assert heartbeat.is_alive(objects) is None
 
 
-def test_a_process_of_this_host_is_looked_at(objects: Objects, sleeper: psutil.Process) -> None:
+def test_a_process_of_this_host_is_looked_at(objects: ObjectStore, sleeper: psutil.Process) -> None:
     assert heartbeat.is_alive(objects) is None
     alive = put(objects, beat(sleeper))
     assert heartbeat.is_alive(objects) == alive
@@ -654,7 +656,9 @@ class Meanwhile(Clock):
 
 
 @pytest.mark.parametrize("elsewhere", [{"host": "elsewhere"}, {"boot": "before"}])
-def test_another_host_is_watched(elsewhere: dict[str, str], objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_host_is_watched(
+    elsewhere: dict[str, str], objects: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(heartbeat, "time", clock := Meanwhile())
     put(objects, beat(**elsewhere))
     said: list[str] = []
@@ -663,7 +667,7 @@ def test_another_host_is_watched(elsewhere: dict[str, str], objects: Objects, mo
     assert len(said) == 1
     assert "watching" in said[0]
 
-    for change, alive in (({"count": 2}, True), ({"epoch": 2}, True), ({"stopped": True}, False)):
+    for change, alive in (({"count": 2}, True), ({"term": 2}, True), ({"stopped": True}, False)):
         put(objects, beat(**elsewhere))
         clock.happens = partial(put, objects, beat(**(elsewhere | change)))
         assert (heartbeat.is_alive(objects) is not None) == alive
@@ -681,7 +685,7 @@ class Watched(Stopping):
 
 
 def test_a_driver_whose_run_is_deleted_is_stopped_and_leaves_nothing(
-    memory: Memory, objects: Objects, monkeypatch: pytest.MonkeyPatch
+    memory: Memory, objects: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where a shard takes long: nobody waits for its commit."""
     monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.02)
@@ -699,7 +703,7 @@ def test_a_driver_whose_run_is_deleted_is_stopped_and_leaves_nothing(
     assert memory.objects == {}
 
 
-def test_a_damaged_first_record_is_no_other_run(memory: Memory, objects: Objects) -> None:
+def test_a_damaged_first_record_is_no_other_run(memory: Memory, objects: ObjectStore) -> None:
     """A driver at work goes on, and who reads the whole log is told."""
     store = claimed(objects)
     memory.objects[slot_key(0)] = memory.objects[slot_key(0)][:-9]
@@ -713,7 +717,7 @@ def test_a_damaged_first_record_is_no_other_run(memory: Memory, objects: Objects
 
 def first_of_another_run() -> bytes:
     other = Memory()
-    claimed(Objects("", other))
+    claimed(ObjectStore("", other))
     return other.objects[slot_key(0)]
 
 
@@ -726,7 +730,7 @@ def test_what_ended_a_driver_is_told_where_the_store_is_away(monkeypatch: pytest
                 raise TimeoutError
             return super()._request(kind, operation)
 
-    log = claimed(Objects("", Away(), clock=Clock())).log
+    log = claimed(ObjectStore("", Away(), clock=Clock())).log
 
     def drive() -> None:
         with heartbeat.beating(log, Watched()):
@@ -737,14 +741,16 @@ def test_what_ended_a_driver_is_told_where_the_store_is_away(monkeypatch: pytest
         drive()
 
 
-def test_a_driver_beats_stops_when_asked_and_says_goodbye(objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_beats_stops_when_asked_and_says_goodbye(
+    objects: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.02)
     stopping = Watched()
     beating = heartbeat.Heartbeat(claimed(objects, claims=3).log, stopping)
     try:
         alive = heartbeat.is_alive(objects)
         assert alive is not None
-        assert alive.epoch == 3
+        assert alive.term == 3
         deadline = time.monotonic() + 10
         while heartbeat.read(objects).count < alive.count + 2:  # type: ignore[union-attr]
             assert time.monotonic() < deadline
@@ -763,14 +769,14 @@ def test_a_driver_beats_stops_when_asked_and_says_goodbye(objects: Objects, monk
     assert objects.get_if_there(heartbeat.stop_key(2)) is not None
 
 
-def test_an_older_driver_leaves_the_beat_to_the_newer(objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_driver_leaves_the_beat_to_the_newer(objects: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.02)
     older = heartbeat.Heartbeat(claimed(objects).log, Watched())
-    newer = put(objects, beat(epoch=2, count=7))
+    newer = put(objects, beat(term=2, count=7))
     deadline = time.monotonic() + 60
     while older._thread.is_alive():  # it may have been about to beat: a newer driver beats again, too
         assert time.monotonic() < deadline
-        newer = put(objects, beat(epoch=2, count=newer.count + 1))
+        newer = put(objects, beat(term=2, count=newer.count + 1))
         older._thread.join(0.05)
     older.close()
     assert heartbeat.read(objects) == newer
@@ -787,7 +793,7 @@ def test_a_store_that_is_away_does_not_stop_the_heart(monkeypatch: pytest.Monkey
             return super()._request(kind, operation)
 
     backend = Away()
-    objects = Objects("", backend, clock=Clock())
+    objects = ObjectStore("", backend, clock=Clock())
     beating = heartbeat.Heartbeat(claimed(objects).log, Watched())
     away.set()
     time.sleep(0.1)

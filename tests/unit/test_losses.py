@@ -14,7 +14,7 @@ from torch import Tensor
 from rlhf.algorithms import PolicyLoss, PPOClip
 from rlhf.algorithms.base import Algorithm
 from rlhf.algorithms.kl import Estimator
-from rlhf.algorithms.masked import Aggregation, Totals
+from rlhf.algorithms.masked import Aggregation, LossNormalizers
 from rlhf.algorithms.objectives import ActorObjective, CriticObjective, Objective, SupervisedObjective
 from rlhf.algorithms.policy_losses import (
     CISPO,
@@ -57,7 +57,7 @@ def test_ppo_clip_by_hand(
 ) -> None:
     log_probs = row(math.log(ratio) - 1).requires_grad_()
     ppo = PPOClip(clip_ratio_low=0.1, clip_ratio_high=0.3, clip_ratio_c=2.5)
-    found, metrics = ppo(log_probs, row(-1), row(advantage), row(1), Totals(1, 1, 1))
+    found, metrics = ppo(log_probs, row(-1), row(advantage), row(1), LossNormalizers(1, 1, 1))
     (gradient,) = torch.autograd.grad(found, log_probs)
     assert found.item() == pytest.approx(loss, rel=1e-12)
     assert gradient.item() == pytest.approx(slope, rel=1e-12)
@@ -83,9 +83,9 @@ MASK = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0]], dtype=torch.float64)
 )
 def test_aggregation_by_hand(how: Aggregation, expected: float) -> None:
     """The ratio is 1, so that a token's loss is minus its advantage."""
-    zeros, totals = torch.zeros_like(LOSSES), Totals.of(MASK)
-    assert totals == Totals(tokens=4, sequences=2, horizon=3)
-    found, _ = PPOClip(aggregate=how)(zeros, zeros, -LOSSES, MASK, totals)
+    zeros, normalizers = torch.zeros_like(LOSSES), LossNormalizers.of(MASK)
+    assert normalizers == LossNormalizers(tokens=4, sequences=2, horizon=3)
+    found, _ = PPOClip(aggregate=how)(zeros, zeros, -LOSSES, MASK, normalizers)
     assert found.item() == pytest.approx(expected, rel=1e-7)
 
 
@@ -98,7 +98,7 @@ def test_actor_objective_adds_entropy_and_kl_by_hand() -> None:
         "old_log_probs": row(-1, -1, 99),
         "ref_log_probs": row(-3, -1, 99),
     }
-    loss, metrics = objective(outputs, batch, Totals(2, 1, 2))
+    loss, metrics = objective(outputs, batch, LossNormalizers(2, 1, 2))
     # policy -(1 + 3) / 2; entropy (2 + 4) / 2; KL (2^2 / 2 + 0) / 2
     assert loss.item() == pytest.approx(-2 - 0.25 * 3 + 0.5 * 1)
     expected = {"pg_loss": -2, "entropy_loss": 3, "kl_loss": 1, "pg_clipfrac": 0, "pg_clipfrac_lower": 0, "ppo_kl": 0}
@@ -112,7 +112,9 @@ def test_on_policy_the_ratio_is_one_and_its_gradient_is_the_policy_gradient() ->
     assert objective.columns == ("loss_mask", "advantages")
     assert objective.outputs == ("log_probs",)
     log_probs = row(-1, -2).requires_grad_()
-    loss, _ = objective({"log_probs": log_probs}, {"loss_mask": row(1, 1), "advantages": row(3, -5)}, Totals(2, 1, 2))
+    loss, _ = objective(
+        {"log_probs": log_probs}, {"loss_mask": row(1, 1), "advantages": row(3, -5)}, LossNormalizers(2, 1, 2)
+    )
     (gradient,) = torch.autograd.grad(loss, log_probs)
     assert loss.item() == 1
     assert torch.equal(gradient, row(-1.5, 2.5))
@@ -148,7 +150,7 @@ HERE = row(1, 1, 1, 1, 0)
 def test_slopes_by_hand(loss: TokenLoss, slopes: list[float]) -> None:
     log_probs = NEW.log().requires_grad_()
     summed = loss.model_copy(update={"aggregate": "token-sum"})
-    found, _ = summed(log_probs, OLD.log(), ADVANTAGES, HERE, Totals.of(HERE))
+    found, _ = summed(log_probs, OLD.log(), ADVANTAGES, HERE, LossNormalizers.of(HERE))
     (gradient,) = torch.autograd.grad(found, log_probs)
     torch.testing.assert_close(gradient, -row(*slopes, 0) * ADVANTAGES, rtol=1e-10, atol=1e-12)
 
@@ -158,18 +160,20 @@ def test_rollout_weights_scale_each_tokens_loss() -> None:
     log_probs = NEW.log()
     plain, weighted = (
         GPGLoss(aggregate="token-sum")(
-            log_probs, OLD.log(), ADVANTAGES, HERE, Totals.of(HERE), rollout_is_weights=given
+            log_probs, OLD.log(), ADVANTAGES, HERE, LossNormalizers.of(HERE), rollout_is_weights=given
         )[0]
         for given in (None, weights)
     )
     each = -ADVANTAGES * log_probs
     assert plain.item() == pytest.approx(each[0, :4].sum().item())
     assert weighted.item() == pytest.approx((each * weights)[0, :4].sum().item())
-    gmpo, _ = GMPO()(OLD.log(), OLD.log(), ADVANTAGES, HERE, Totals.of(HERE), rollout_is_weights=row(1, 4, 1, 4, 99))
+    gmpo, _ = GMPO()(
+        OLD.log(), OLD.log(), ADVANTAGES, HERE, LossNormalizers.of(HERE), rollout_is_weights=row(1, 4, 1, 4, 99)
+    )
     assert gmpo.item() == pytest.approx(2 / 4 * 2)  # mean advantage -1/2; geometric mean of the weights 2
     objective = ActorObjective(GPGLoss(), None, "k1", 0.0, on_policy=False, weighted=True)
     batch = {"loss_mask": HERE, "advantages": ADVANTAGES, "rollout_is_weights": weights}
-    loss, _ = objective({"log_probs": log_probs}, batch, Totals.of(HERE))
+    loss, _ = objective({"log_probs": log_probs}, batch, LossNormalizers.of(HERE))
     assert loss.item() == pytest.approx(weighted.item() / 4)
 
 
@@ -178,7 +182,7 @@ def test_the_horizon_is_what_the_objective_says() -> None:
     batch = {"loss_mask": row(1, 1), "advantages": row(3, 5)}
     found = [
         ActorObjective(loss, None, "k1", 0.0, on_policy=True, horizon=horizon)(
-            {"log_probs": row(-1, -1)}, batch, Totals(2, 1, 2)
+            {"log_probs": row(-1, -1)}, batch, LossNormalizers(2, 1, 2)
         )
         for horizon in (None, 16)
     ]
@@ -188,7 +192,7 @@ def test_the_horizon_is_what_the_objective_says() -> None:
 def test_sapo_by_hand() -> None:
     """At a ratio of 1 the gate's value is 2 / tau and its slope 1, whatever tau: the plain policy gradient."""
     log_probs = row(-1, -2).requires_grad_()
-    found, _ = SAPO(tau_pos=2, tau_neg=4)(log_probs, row(-1, -2), row(3, -5), row(1, 1), Totals(2, 1, 2))
+    found, _ = SAPO(tau_pos=2, tau_neg=4)(log_probs, row(-1, -2), row(3, -5), row(1, 1), LossNormalizers(2, 1, 2))
     (gradient,) = torch.autograd.grad(found, log_probs)
     assert found.item() == pytest.approx((-3 * 2 / 2 + 5 * 2 / 4) / 2)
     torch.testing.assert_close(gradient, row(-3, 5) / 2, rtol=1e-7, atol=0)
@@ -197,13 +201,13 @@ def test_sapo_by_hand() -> None:
 def test_gspo_and_gmpo_see_whole_responses() -> None:
     """Ratios 2 and 1/2 make a sequence whose mean log-ratio is 0; GMPO clips them first, on the advantage's side."""
     old, new, here = row(-2, -2), row(-2 + math.log(2), -2 - math.log(2)), row(1, 1)
-    gspo, metrics = GSPO()(new, old, row(3, 3), here, Totals.of(here))
+    gspo, metrics = GSPO()(new, old, row(3, 3), here, LossNormalizers.of(here))
     assert gspo.item() == pytest.approx(-3)
     assert metrics["pg_clipfrac"].item() == 0
-    gmpo, metrics = GMPO(clip_ratio_low=0.1, clip_ratio_high=0.2)(new, old, row(3, 3), here, Totals.of(here))
+    gmpo, metrics = GMPO(clip_ratio_low=0.1, clip_ratio_high=0.2)(new, old, row(3, 3), here, LossNormalizers.of(here))
     assert gmpo.item() == pytest.approx(-3 * math.exp((0.2 - math.log(2)) / 2))
     assert metrics["pg_clipfrac"].item() == pytest.approx(1)
-    gmpo, metrics = GMPO(clip_ratio_low=0.1, clip_ratio_high=0.2)(new, old, row(-3, -3), here, Totals.of(here))
+    gmpo, metrics = GMPO(clip_ratio_low=0.1, clip_ratio_high=0.2)(new, old, row(-3, -3), here, LossNormalizers.of(here))
     assert gmpo.item() == pytest.approx(3 * math.exp((math.log(2) - 0.1) / 2))
 
 
@@ -218,7 +222,7 @@ def test_clip_cov_draws_among_the_tokens_of_middling_covariance() -> None:
     selected = loss.select(*arguments, noise=row(0, 0.3, 0, 0.2, 0))
     assert selected.tolist() == [[False, True, False, False, False]]
     log_probs = COV_LOG_PROBS.clone().requires_grad_()
-    found, metrics = loss(log_probs, *arguments[1:], Totals.of(COV_MASK), selected=selected)
+    found, metrics = loss(log_probs, *arguments[1:], LossNormalizers.of(COV_MASK), selected=selected)
     (gradient,) = torch.autograd.grad(found, log_probs)
     torch.testing.assert_close(gradient, row(-1, 0, -0.5, 0.25, 0), rtol=1e-12, atol=1e-12)
     assert metrics["pg_clipfrac"].item() == pytest.approx(0.25)
@@ -232,7 +236,7 @@ def test_clip_cov_draws_among_the_tokens_of_middling_covariance() -> None:
 def test_kl_cov_holds_the_tokens_of_largest_covariance() -> None:
     loss = KLCov(kl_cov_ratio=0.3, ppo_kl_coef=0.5)
     old = COV_LOG_PROBS - 0.1
-    found, metrics = loss(COV_LOG_PROBS, old, COV_ADVANTAGES, COV_MASK, Totals.of(COV_MASK))
+    found, metrics = loss(COV_LOG_PROBS, old, COV_ADVANTAGES, COV_MASK, LossNormalizers.of(COV_MASK))
     assert found.item() == pytest.approx((-math.exp(0.1) * 4 + 0.5 * 0.1) / 4)
     assert metrics["ppo_kl"].item() == pytest.approx(0.1)
 
@@ -253,7 +257,7 @@ def test_value_loss_by_hand(
 ) -> None:
     values = row(predicted).requires_grad_()
     batch = {"loss_mask": row(1), "returns": row(3), "values": row(1)}
-    loss, metrics = CriticObjective(cliprange)({"values": values}, batch, Totals(1, 1, 1))
+    loss, metrics = CriticObjective(cliprange)({"values": values}, batch, LossNormalizers(1, 1, 1))
     (gradient,) = torch.autograd.grad(loss, values)
     assert loss.item() == pytest.approx(error**2 / 2)
     assert gradient.item() == pytest.approx(slope)
@@ -262,7 +266,9 @@ def test_value_loss_by_hand(
 
 
 def test_supervised_loss_is_the_mean_negative_log_likelihood() -> None:
-    loss, _ = SupervisedObjective()({"log_probs": row(-1, -2, -99)}, {"loss_mask": row(1, 1, 0)}, Totals(2, 1, 2))
+    loss, _ = SupervisedObjective()(
+        {"log_probs": row(-1, -2, -99)}, {"loss_mask": row(1, 1, 0)}, LossNormalizers(2, 1, 2)
+    )
     assert loss.item() == 1.5
 
 
@@ -299,11 +305,11 @@ def selected_by(objective: Objective, batch: Batch) -> Batch:
     return batch | {"selected": objective.selection(batch, columns_of(objective, batch))}
 
 
-def compute(objective: Objective, batch: Batch, totals: Totals) -> dict[str, Tensor]:
+def compute(objective: Objective, batch: Batch, normalizers: LossNormalizers) -> dict[str, Tensor]:
     """The loss, its gradient in each output, and the metrics, as shares of `totals`."""
     outputs = {name: batch[name].clone().requires_grad_() for name in objective.outputs}
     columns = columns_of(objective, batch) | ({"selected": batch["selected"]} if "selected" in batch else {})
-    loss, metrics = objective(outputs, columns, totals)
+    loss, metrics = objective(outputs, columns, normalizers)
     gradients = torch.autograd.grad(loss, tuple(outputs.values()))
     return {"loss": loss, **dict(zip(outputs, gradients, strict=True)), **metrics}
 
@@ -316,13 +322,13 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 @properties
 @given(batches(), st.sampled_from(GARBAGE), st.integers(0, 3))
 def test_masked_positions_never_matter(objective: Objective, batch: Batch, garbage: float, wider: int) -> None:
-    totals = Totals.of(batch["mask"])
-    found = compute(objective, selected_by(objective, batch), totals)
+    normalizers = LossNormalizers.of(batch["mask"])
+    found = compute(objective, selected_by(objective, batch), normalizers)
     assert all(value.isfinite().all() for value in found.values())
     assert all((found[name][batch["mask"] == 0] == 0).all() for name in objective.outputs)
-    assert_same(compute(objective, selected_by(objective, spoiled(batch, garbage)), totals), found)
+    assert_same(compute(objective, selected_by(objective, spoiled(batch, garbage)), normalizers), found)
     wide = {name: torch.nn.functional.pad(x, (0, wider)) if x.dim() == 2 else x for name, x in found.items()}
-    assert_same(compute(objective, selected_by(objective, padded(batch, wider)), totals), wide)
+    assert_same(compute(objective, selected_by(objective, padded(batch, wider)), normalizers), wide)
 
 
 @objectives
@@ -330,15 +336,15 @@ def test_masked_positions_never_matter(objective: Objective, batch: Batch, garba
 @given(batches(), st.data())
 def test_order_and_micro_batches_never_matter(objective: Objective, batch: Batch, data: st.DataObject) -> None:
     """Rows in any order and in any pieces: the shares add up to the whole."""
-    totals, count = Totals.of(batch["mask"]), len(batch["mask"])
+    normalizers, count = LossNormalizers.of(batch["mask"]), len(batch["mask"])
     batch = selected_by(objective, batch)
-    whole = compute(objective, batch, totals)
+    whole = compute(objective, batch, normalizers)
     order = data.draw(st.permutations(range(count)))
     cuts = sorted(data.draw(st.sets(st.integers(1, count - 1)) if count > 1 else st.just(set())))
     pieces = [order[start:stop] for start, stop in zip([0, *cuts], [*cuts, count], strict=True)]
     summed = {name: torch.zeros_like(value) for name, value in whole.items()}
     for piece in pieces:
-        for name, value in compute(objective, rows(batch, piece), totals).items():
+        for name, value in compute(objective, rows(batch, piece), normalizers).items():
             if name in objective.outputs:
                 summed[name][piece] = value
             else:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from rlhf.config import Model
+from rlhf.config import ModelConfig
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.errors import UserError
 from rlhf.models import (
@@ -33,14 +33,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.model_folder(tmp_path_factory.mktemp("model"))
 
 
-def model(folder: Path) -> Model:
-    return Model(path=str(folder))
+def model(folder: Path) -> ModelConfig:
+    return ModelConfig(path=str(folder))
 
 
 @pytest.mark.parametrize("path", ["./no/such/folder", "/no/such/folder", "nofolder", "a/b/c"])
 def test_a_missing_folder(path: str) -> None:
     with pytest.raises(UserError, match=f"model.path {path} does not exist: name a model folder"):
-        model_folder(Model(path=path))
+        model_folder(ModelConfig(path=path))
 
 
 def test_a_folder_without_a_config(tmp_path: Path) -> None:
@@ -135,12 +135,12 @@ def test_a_chat_template_of_ones_own(folder: Path, tmp_path: Path) -> None:
     """It takes the place of the tokenizer's, tells two runs apart, and goes with the tokenizer."""
     path = tmp_path / "own.jinja"
     path.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}")
-    own = Model(path=str(folder), chat_template=str(path))
+    own = ModelConfig(path=str(folder), chat_template=str(path))
     tokenizer = load_tokenizer(own)
     said = [{"role": "user", "content": "why"}]
     assert tokenizer.apply_chat_template(said, tokenize=False) == "user: why"
     tokenizer.save_pretrained(tmp_path / "saved")
-    again = load_tokenizer(Model(path=str(shutil.copytree(folder, tmp_path / "saved", dirs_exist_ok=True))))
+    again = load_tokenizer(ModelConfig(path=str(shutil.copytree(folder, tmp_path / "saved", dirs_exist_ok=True))))
     assert again.apply_chat_template(said, tokenize=False) == "user: why"
     before = tokenizer_digest(own)
     assert before != tokenizer_digest(model(folder))
@@ -151,4 +151,4 @@ def test_a_chat_template_of_ones_own(folder: Path, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"own\.jinja is not a chat template"):
             load_tokenizer(own)
     with pytest.raises(UserError, match=r"none\.jinja is not a chat template: .*No such file"):
-        load_tokenizer(Model(path=str(folder), chat_template="none.jinja"))
+        load_tokenizer(ModelConfig(path=str(folder), chat_template="none.jinja"))

@@ -11,12 +11,12 @@ from infra.workers.engines import Engines
 from infra.workers.resources import Resources
 from rlhf.batch import TrajectoryBatch
 from rlhf.config import parse_config
-from rlhf.engines.base import Schedule
+from rlhf.engines.base import OptimizerPlan
 from tasks.optimizer_steps import optimizer_steps
 from tasks.update_actor import UpdateActorConfig
 
 
-def schedule(masks: list[list[int]], iteration: int = 0, skipped: int = 0, **actor: Any) -> Schedule:
+def schedule(masks: list[list[int]], iteration: int = 0, skipped: int = 0, **actor: Any) -> OptimizerPlan:
     """Of an actor that learns from mini-batches of 16 trajectories."""
     tree = {
         "model": {"path": "model"},

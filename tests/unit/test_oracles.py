@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlhf.algorithms import Advantage, PolicyLoss
 from rlhf.algorithms.kl import AdaptiveCoefficient, Estimator, kl_divergence
-from rlhf.algorithms.masked import Totals
+from rlhf.algorithms.masked import LossNormalizers
 from rlhf.algorithms.objectives import CriticObjective
 from rlhf.algorithms.rollout_correction import ImportanceWeights, Rejection, off_policy_metrics
 from tests.oracles import RECORDED, Case
@@ -54,7 +54,7 @@ def policy_loss(case: Case) -> dict[str, Tensor]:
     )
     log_probs, mask = case.inputs["log_probs"].clone().requires_grad_(), case.inputs["response_mask"]
     old, advantages = case.inputs["old_log_probs"], case.inputs["advantages"]
-    loss, metrics = loss_function(log_probs, old, advantages, mask, Totals.of(mask))
+    loss, metrics = loss_function(log_probs, old, advantages, mask, LossNormalizers.of(mask))
     (gradient,) = torch.autograd.grad(loss, log_probs)
     return {"loss": loss, "grad": gradient, **metrics}
 
@@ -64,7 +64,7 @@ def value_loss(case: Case) -> dict[str, Tensor]:
     batch = {"loss_mask": mask, "returns": case.inputs["returns"], "values": case.inputs["values"]}
     objective = CriticObjective(case.params["cliprange_value"], case.params["loss_agg_mode"])
     predicted = case.inputs["values_pred"].clone().requires_grad_()
-    loss, metrics = objective({"values": predicted}, batch, Totals.of(mask))
+    loss, metrics = objective({"values": predicted}, batch, LossNormalizers.of(mask))
     (gradient,) = torch.autograd.grad(loss, predicted)
     return {"loss": loss, "grad": gradient, "clipfrac": metrics["critic/vf_clipfrac"]}
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rlhf.config import Actor, Model, RunConfig, load_config, parse_config
-from rlhf.config.sections import Algorithm, Critic, Data, Reference, Rollout
+from rlhf.config import ActorConfig, ModelConfig, RunConfig, load_config, parse_config
+from rlhf.config.sections import AlgorithmConfig, CriticConfig, DataConfig, ReferenceConfig, RolloutConfig
 from rlhf.schema import TRAJECTORY
 from rlhf.stage_config import StageConfig, key
 from tasks.pipeline import STAGES, dependencies, names_of, update_of
@@ -22,13 +22,13 @@ MINIMAL: dict[str, Any] = {"model": {"path": "somewhere"}, "data": {"train": ["p
 
 
 class Everything(StageConfig):
-    model: Model = key("model")
-    data: Data = key("data")
-    rollout: Rollout = key("rollout")
-    algorithm: Algorithm = key("algorithm")
-    actor: Actor = key("actor")
-    critic: Critic | None = key("critic")
-    reference: Reference = key("reference")
+    model: ModelConfig = key("model")
+    data: DataConfig = key("data")
+    rollout: RolloutConfig = key("rollout")
+    algorithm: AlgorithmConfig = key("algorithm")
+    actor: ActorConfig = key("actor")
+    critic: CriticConfig | None = key("critic")
+    reference: ReferenceConfig = key("reference")
 
 
 class WarmUp(StageConfig):

@@ -9,8 +9,8 @@ import httpx
 import pytest
 from prefect.exceptions import Abort, PrefectHTTPStatusError
 
-from infra.objects import StoreUnavailable
-from infra.stopping import Stopped
+from infra.execution.stopping import Stopped
+from infra.store.object_store import StoreUnavailable
 from rlhf.errors import NotFinite
 from tasks import recording
 from tasks.recording import noted, recorded

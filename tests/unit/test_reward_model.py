@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
 from examples.countdown_model import build_tokenizer
-from rlhf.config import RewardModel, parse_config
+from rlhf.config import RewardModelConfig, parse_config
 from rlhf.data.prompts import Messages, with_response
 from rlhf.engines.reward_engine import RewardEngine, step_ends, text_lengths
 from rlhf.errors import UserError
@@ -43,7 +43,7 @@ def test_scores_are_those_of_the_model_asked_one_by_one(
     if template:
         (tmp_path / "template.jinja").write_text(template)
         options["chat_template"] = str(tmp_path / "template.jinja")
-    config = RewardModel(**options)
+    config = RewardModelConfig(**options)
     tokenizer = load_tokenizer(config)
     engine = RewardEngine(load_reward_model(config), tokenizer)
     alone = AutoModelForSequenceClassification.from_pretrained(folder)
@@ -66,7 +66,7 @@ def test_scores_are_those_of_the_model_asked_one_by_one(
 
 def test_a_process_reward_is_read_at_the_last_token_of_each_step(base: Path, tmp_path: Path) -> None:
     folder = tiny.reward_model_folder(tmp_path / "judge", base, process=True, labels=2)
-    config = RewardModel(path=str(folder), dtype="float32", kind="process", step_separator=".")
+    config = RewardModelConfig(path=str(folder), dtype="float32", kind="process", step_separator=".")
     engine = RewardEngine(load_reward_model(config), load_tokenizer(config))
     found = engine.steps(SAID, ".", micro_batch_tokens=10_000)
     model = AutoModelForTokenClassification.from_pretrained(folder)
@@ -85,7 +85,9 @@ def test_a_process_reward_is_read_at_the_last_token_of_each_step(base: Path, tmp
 def test_a_template_that_changes_responses_loses_their_steps(base: Path, tmp_path: Path) -> None:
     folder = tiny.reward_model_folder(tmp_path / "judge", base, process=True)
     (tmp_path / "upper.jinja").write_text("{% for m in messages %}{{ m.content | upper }}{% endfor %}")
-    config = RewardModel(path=str(folder), dtype="float32", kind="process", chat_template=str(tmp_path / "upper.jinja"))
+    config = RewardModelConfig(
+        path=str(folder), dtype="float32", kind="process", chat_template=str(tmp_path / "upper.jinja")
+    )
     engine = RewardEngine(load_reward_model(config), load_tokenizer(config))
     with pytest.raises(UserError, match="chat template changes a response"):
         engine.steps([([{"role": "user", "content": "a"}], "b")], ".", micro_batch_tokens=100)
@@ -119,7 +121,7 @@ def test_a_character_of_several_tokens_is_said_by_the_last() -> None:
 
 def test_conversations_that_are_too_long_are_refused(base: Path, tmp_path: Path) -> None:
     folder = tiny.reward_model_folder(tmp_path / "judge", base, max_position_embeddings=16)
-    config = RewardModel(path=str(folder), dtype="float32")
+    config = RewardModelConfig(path=str(folder), dtype="float32")
     engine = RewardEngine(load_reward_model(config), load_tokenizer(config))
     with pytest.raises(UserError, match="reads at most 16 tokens"):
         engine.scores(SAID, micro_batch_tokens=100)
@@ -127,13 +129,13 @@ def test_conversations_that_are_too_long_are_refused(base: Path, tmp_path: Path)
 
 def test_what_is_no_reward_model_is_refused(base: Path) -> None:
     with pytest.raises(UserError, match=r"lacks score\.weight: it is no outcome reward model"):
-        load_reward_model(RewardModel(path=str(base)))
+        load_reward_model(RewardModelConfig(path=str(base)))
 
 
 def test_a_critic_begins_as_the_reward_model(base: Path, tmp_path: Path) -> None:
     """Its values are the scores that the reward model would give there."""
     folder = tiny.reward_model_folder(tmp_path / "judge", base)
-    critic = load_critic(RewardModel(path=str(folder)))
+    critic = load_critic(RewardModelConfig(path=str(folder)))
     judge = AutoModelForSequenceClassification.from_pretrained(folder)
     ids = torch.tensor([[5, 6, 7, 8]])
     with torch.no_grad():
@@ -159,7 +161,7 @@ def test_a_critic_of_several_labels_is_refused(base: Path, tmp_path: Path) -> No
     folder = tiny.reward_model_folder(tmp_path / "judge", base, labels=2)
     for load in (load_critic, load_scorer):
         with pytest.raises(UserError, match="is a classifier with several labels"):
-            load(RewardModel(path=str(folder)))
+            load(RewardModelConfig(path=str(folder)))
 
 
 def test_the_sections_short_forms() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlhf.config import Reward
+from rlhf.config import RewardConfig
 from rlhf.data.prompts import PromptDataset
 from rlhf.errors import NotFinite, UserError
 from rlhf.rewards import RewardFailed, Score
@@ -142,5 +142,5 @@ def test_a_reward_is_tried_on_each_file(tmp_path: Path) -> None:
         row = {"data_source": "countdown", "prompt": [{"role": "user", "content": "3 from 1 and 2"}]}
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(row | {"reward_model": {"ground_truth": truth}}) + "\n")
     prompts = PromptDataset([str(tmp_path / "train.jsonl"), str(tmp_path / "held_out.jsonl")]).prompts
-    [failure] = try_rewards(Reward(function="countdown"), prompts)
+    [failure] = try_rewards(RewardConfig(function="countdown"), prompts)
     assert f"{tmp_path}/held_out.jsonl, line 1" in failure

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from rlhf.config import Model
+from rlhf.config import ModelConfig
 from rlhf.data.examples import preferences, supervised
 from rlhf.data.prompts import Prompt, encode, end_of_turn
 from rlhf.models import eos_token_ids, tokenizer_digest
@@ -194,10 +194,10 @@ def test_the_digest_tells_what_stands_around_texts_and_is_that_of_the_files_othe
     for name, kind in {"plain": "gpt-2", "begins": "llama-2"}.items():
         folder = tiny.model_folder(tmp_path / name)
         tokenizer_of(kind).save_pretrained(folder)
-        model = Model(path=str(folder))
+        model = ModelConfig(path=str(folder))
         digests[name] = tokenizer_digest(model) == tokenizer_digest(model, writes=False)
     assert digests == {"plain": True, "begins": False}
     folder = tiny.model_folder(tmp_path / "chat")
     chat_tokenizer("chatml").save_pretrained(folder)
-    model = Model(path=str(folder))
+    model = ModelConfig(path=str(folder))
     assert tokenizer_digest(model) != tokenizer_digest(model, writes=False)

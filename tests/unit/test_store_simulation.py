@@ -24,25 +24,25 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from infra.log import TAIL, Fenced
-from infra.manifest import Checkpoint, Fingerprint, Manifest
-from infra.objects import Objects, StoreUnavailable
-from infra.records import (
+from infra.store.log import TAIL, Fenced
+from infra.store.manifest import Checkpoint, Fingerprint, Manifest
+from infra.store.object_store import ObjectStore, StoreUnavailable
+from infra.store.records import (
     Claim,
-    Close,
     Commit,
+    Finalize,
     ObjectRef,
     Record,
     RunState,
-    Shard,
+    ShardCommit,
     ShardRef,
     Skip,
     Snapshot,
-    Stage,
+    StageCommit,
     Weights,
     sha256_of,
 )
-from infra.store import RunStore
+from infra.store.run_store import RunStore
 from tests.simulated import Clock, Fault, Killed, Memory, Simulated
 
 SHARDS = 2
@@ -70,7 +70,7 @@ TRIES = 8
 class Watched(RunStore):
     """A driver's store that notes what was tried, and what was acknowledged."""
 
-    def __init__(self, objects: Objects, name: str) -> None:
+    def __init__(self, objects: ObjectStore, name: str) -> None:
         super().__init__(objects)
         self.name = name
         self.tried: list[str] = []
@@ -95,7 +95,7 @@ class Drivers(RuleBasedStateMachine):
         self.stores: list[Watched] = []
         self.running: list[Watched] = []
         self.nonces = itertools.count()
-        self.reader = RunStore(Objects("", Memory(self.backend.objects)))
+        self.reader = RunStore(ObjectStore("", Memory(self.backend.objects)))
         # What the log said whenever it was looked at:
         self.log: list[bytes] = []
         self.states = [RunState()]
@@ -111,7 +111,7 @@ class Drivers(RuleBasedStateMachine):
     # What happens.
 
     def start(self, deadline_s: float) -> Watched:
-        objects = Objects("", self.backend, deadline_s=deadline_s, clock=self.clock)
+        objects = ObjectStore("", self.backend, deadline_s=deadline_s, clock=self.clock)
         store = Watched(objects, f"driver {next(self.nonces)}")
         self.stores.append(store)
         self.running.append(store)
@@ -131,7 +131,7 @@ class Drivers(RuleBasedStateMachine):
         with self.under(weather, data):
             for _ in range(steps):
                 if store in self.running:
-                    self.perform(store, self.claim if store.log.epoch == 0 else self.next_stage)
+                    self.perform(store, self.claim if store.log.term == 0 else self.next_stage)
 
     @contextmanager
     def under(self, weather: str, data: st.DataObject) -> Iterator[None]:
@@ -168,7 +168,7 @@ class Drivers(RuleBasedStateMachine):
     @rule(data=st.data())
     def read(self, data: st.DataObject) -> None:
         """Someone who reads for the first time, with failures on the way: the right answer, or none."""
-        reader = RunStore(Objects("", self.backend, deadline_s=2.0, clock=self.clock))
+        reader = RunStore(ObjectStore("", self.backend, deadline_s=2.0, clock=self.clock))
         with self.under("gale", data), suppress(StoreUnavailable, Killed):
             state = reader.log.read()
             self.look()
@@ -179,11 +179,11 @@ class Drivers(RuleBasedStateMachine):
     def claim(self, store: Watched) -> None:
         store.claim()
         self.look()
-        assert self.claims[store.log.epoch] == store.name, "two drivers hold one epoch"
+        assert self.claims[store.log.term] == store.name, "two drivers hold one term"
         written = {key for key in self.backend.objects if f"iteration={store.state.iteration:06d}/" in key}
         kept = {shard.data.key for shard in store.committed_shards("generate").values()}
         left = {key for key in written - kept if key.startswith("trajectories/")}
-        assert all(int(key.split("/")[-1].split("-")[0]) >= store.log.epoch for key in left), "not swept"
+        assert all(int(key.split("/")[-1].split("-")[0]) >= store.log.term for key in left), "not swept"
 
     def next_stage(self, store: Watched) -> None:
         done = set(store.state.stages)
@@ -201,11 +201,11 @@ class Drivers(RuleBasedStateMachine):
             if number in shards:
                 continue
             table = pa.table({"trajectory_id": [f"it{iteration}-s{number}"], "nonce": [next(self.nonces)]})
-            shards[number] = Shard(
+            shards[number] = ShardCommit(
                 iteration=iteration,
                 stage="generate",
                 shard=number,
-                epoch=store.log.epoch,
+                term=store.log.term,
                 data=store.write_shard(iteration, "generate", attempt, number, table),
                 fingerprint=f"{next(self.nonces)}",
                 seconds=0.1,
@@ -237,18 +237,18 @@ class Drivers(RuleBasedStateMachine):
         checkpoint = store.write_checkpoint_manifest(folder, Checkpoint(role="actor", weights=weights, files=files))
         store.close({"loss": float(next(self.nonces))}, Snapshot(version=version, roles={"actor": checkpoint}))
 
-    def stage(self, store: Watched, iteration: int, name: str, attempt: int, data: tuple[ShardRef, ...]) -> Stage:
+    def stage(self, store: Watched, iteration: int, name: str, attempt: int, data: tuple[ShardRef, ...]) -> StageCommit:
         fingerprint = Fingerprint(parts={"nonce": next(self.nonces)})
         manifest = Manifest(
             iteration=iteration,
             stage=name,
-            epoch=store.log.epoch,
+            term=store.log.term,
             attempt=attempt,
             fingerprint=fingerprint,
             config={},
             shards=data,
         )
-        return Stage(
+        return StageCommit(
             iteration=iteration,
             stage=name,
             manifest=store.write_manifest(manifest),
@@ -258,7 +258,7 @@ class Drivers(RuleBasedStateMachine):
 
     def perform(self, store: Watched, action: Callable[[Watched], None]) -> None:
         self.look()
-        behind = 0 < store.log.epoch < max(self.claims, default=0)
+        behind = 0 < store.log.term < max(self.claims, default=0)
         tried, failed = len(store.tried), self.backend.failed
         try:
             action(store)
@@ -266,7 +266,7 @@ class Drivers(RuleBasedStateMachine):
             assert self.backend.failed > failed, "the store answered every time"
         except Fenced:
             self.look()
-            assert store.log.epoch < max(self.claims), "nobody has taken the run over"
+            assert store.log.term < max(self.claims), "nobody has taken the run over"
         except Killed:
             self.running.remove(store)
         else:
@@ -276,7 +276,7 @@ class Drivers(RuleBasedStateMachine):
 
     def overtake(self) -> None:
         """Another driver claims, in the middle of a request of this one."""
-        store = Watched(Objects("", Memory(self.backend.objects)), f"driver {next(self.nonces)}")
+        store = Watched(ObjectStore("", Memory(self.backend.objects)), f"driver {next(self.nonces)}")
         store.claim()
         store.objects.backend = self.backend
         store.objects.clock, store.objects.deadline_s = self.clock, 0.0
@@ -298,19 +298,19 @@ class Drivers(RuleBasedStateMachine):
     def follow(self, record: Record, data: bytes) -> None:
         before, after = self.states[-1], self.states[-1].model_copy(deep=True)
         if any(isinstance(commit, Claim) for commit in record.commits):
-            assert record.epoch == before.epoch + 1
-            self.claims[record.epoch] = record.commits[0].code
+            assert record.term == before.term + 1
+            self.claims[record.term] = record.commits[0].code
         else:
-            assert record.epoch == before.epoch, "a record of an older epoch follows a newer claim"
+            assert record.term == before.term, "a record of an older term follows a newer claim"
             self.commits.append(_text(record.commits))
         after.apply(record, sha256_of(data))
         for commit in record.commits:
-            if isinstance(commit, Shard | Stage | Skip | Close):
+            if isinstance(commit, ShardCommit | StageCommit | Skip | Finalize):
                 assert commit.iteration == before.iteration
                 thing = (commit.iteration, getattr(commit, "stage", "close"), getattr(commit, "shard", None))
                 assert thing not in self.done, f"{thing} is committed twice"
                 self.done.add(thing)
-            if isinstance(commit, Close):
+            if isinstance(commit, Finalize):
                 index = RunState.model_validate_json(self.backend.objects[commit.index.key])
                 assert index.metric_values.keys() == {"loss"}
                 update = {"metrics": commit.metrics, "metric_values": index.metric_values}
@@ -336,7 +336,7 @@ class Drivers(RuleBasedStateMachine):
     @invariant()
     def is_read(self) -> None:
         """By somebody new, and by somebody who has read before."""
-        fresh = RunStore(Objects("", Memory(self.backend.objects)))
+        fresh = RunStore(ObjectStore("", Memory(self.backend.objects)))
         assert fresh.log.read() == self.states[-1]
         assert self.reader.log.read() == self.states[-1]
         for iteration, state in enumerate(self.closed):
@@ -353,21 +353,21 @@ def _hint(key: str, sha256: str) -> bytes:
 
 def _refs(commit: Commit) -> list[ObjectRef | ShardRef]:
     match commit:
-        case Shard():
+        case ShardCommit():
             return [commit.data]
-        case Stage():
+        case StageCommit():
             return [commit.manifest]
         case Snapshot():
             return list(commit.roles.values())
-        case Close():
+        case Finalize():
             return [commit.index, commit.metrics]
         case _:
             return []
 
 
 def test_drivers_on_a_store_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infra.records.PAGE", 3)
-    monkeypatch.setattr("infra.store.PAGE", 3)
+    monkeypatch.setattr("infra.store.records.PAGE", 3)
+    monkeypatch.setattr("infra.store.run_store.PAGE", 3)
     run_state_machine_as_test(
         Drivers,
         settings=settings(

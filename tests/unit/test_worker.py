@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from infra.log import Fenced
-from infra.objects import Objects
-from infra.records import Weights
-from infra.store import RunStore
+from infra.store.log import Fenced
+from infra.store.object_store import ObjectStore
+from infra.store.records import Weights
+from infra.store.run_store import RunStore
 from infra.workers.calls import Call, Context, RowsCall, ShardOutput, ShardSummary, UpdateCall
 from infra.workers.engines import Engines
 from infra.workers.worker import Worker, WrongPolicyVersion
@@ -34,7 +34,7 @@ class Counting:
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Worker:
     monkeypatch.setattr(Engines, "_build", lambda self, role: Counting())
-    worker = Worker(tiny.config(tmp_path), RunStore(Objects(f"file://{tmp_path}")))
+    worker = Worker(tiny.config(tmp_path), RunStore(ObjectStore(f"file://{tmp_path}")))
     worker.mark_as_version("actor", BEFORE)
     return worker
 
@@ -42,8 +42,8 @@ def worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Worker:
 Update = Callable[[Context[StageConfig]], dict[str, float]]
 
 
-def call(epoch: int = 1, weights: Weights = BEFORE) -> Call[StageConfig]:
-    return Call(epoch, "update_actor", 3, StageConfig(), role="actor", weights=weights)
+def call(term: int = 1, weights: Weights = BEFORE) -> Call[StageConfig]:
+    return Call(term, "update_actor", 3, StageConfig(), role="actor", weights=weights)
 
 
 def step(context: Context[StageConfig]) -> dict[str, float]:
@@ -85,9 +85,9 @@ def test_a_worker_with_other_weights_asks_to_be_restored(worker: Worker) -> None
 
 
 def test_a_worker_serves_no_older_driver(worker: Worker) -> None:
-    worker.update(UpdateCall(call(epoch=2), step))
-    with pytest.raises(Fenced, match="epoch 2"):
-        worker.update(UpdateCall(call(epoch=1, weights=AFTER), step))
+    worker.update(UpdateCall(call(term=2), step))
+    with pytest.raises(Fenced, match="term 2"):
+        worker.update(UpdateCall(call(term=1, weights=AFTER), step))
 
 
 def test_what_shares_the_actors_tensors_is_built_anew_with_it(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_what_shares_the_actors_tensors_is_built_anew_with_it(tmp_path: Path) ->
 
     tiny.workspace(tmp_path)
     config = tiny.config(tmp_path, model__lora={"r": 2})
-    worker = Worker(config, RunStore(Objects(f"file://{tmp_path}")))
+    worker = Worker(config, RunStore(ObjectStore(f"file://{tmp_path}")))
     for _ in range(2):
         worker.load("actor", BEFORE, None)
         actor, reference = worker.engines.model("actor"), worker.engines.inference("reference")
@@ -120,14 +120,14 @@ def test_models_that_share_a_device_take_turns(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(ModelEngine, "place", place)
     monkeypatch.setattr(HFRollout, "place", place)
     tiny.workspace(tmp_path)
-    turns = {"actor__by_turns": True, "critic__by_turns": True}
+    turns = {"actor__offload_when_idle": True, "critic__offload_when_idle": True}
     for changes, roles in (
         ({}, {"rollout": "actor", "actor": "actor", "reference": "reference", "critic": "critic"}),
         ({"actor__engine": "fsdp"}, {"rollout": "rollout", "actor": "actor", "critic": "critic"}),
         ({"model__lora": {"r": 2}}, {"rollout": "actor", "actor": "actor", "reference": "actor", "critic": "critic"}),
     ):
         there.clear()
-        worker = Worker(tiny.config(tmp_path, **turns, **changes), RunStore(Objects(f"file://{tmp_path}")))
+        worker = Worker(tiny.config(tmp_path, **turns, **changes), RunStore(ObjectStore(f"file://{tmp_path}")))
         engines = worker.engines
         for _ in range(2):
             for role, owner in roles.items():

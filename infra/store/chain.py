@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 
-from infra.log import slot_key
 from infra.progress import report
-from infra.records import Record, sha256_of
-from infra.store import RunStore
+from infra.store.log import slot_key
+from infra.store.records import Record, sha256_of
+from infra.store.run_store import RunStore
 
 AT_ONCE = 16
 """Requests to the store at the same time."""

@@ -15,8 +15,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextvars import copy_context
 from dataclasses import dataclass
 
-from infra.manifest import Manifest
-from infra.records import ShardRef
+from infra.store.manifest import Manifest
+from infra.store.records import ShardRef
 from rlhf.errors import NotFinite, RatchetError
 
 POLL_S = 0.2

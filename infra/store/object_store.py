@@ -232,7 +232,7 @@ def backend_for(url: str) -> Backend:
     return LocalBackend(root) if "file" in fs.protocol else FsspecBackend(url)
 
 
-class Objects:
+class ObjectStore:
     """A folder of objects, with bounded retries."""
 
     def __init__(
@@ -242,16 +242,16 @@ class Objects:
         self.backend = backend_for(url) if backend is None else backend
         self.deadline_s = deadline_s
         self.clock = clock
-        self._others: dict[str, Objects] = {}
+        self._others: dict[str, ObjectStore] = {}
 
-    def of_run(self, run: str | None) -> Objects:
+    def of_run(self, run: str | None) -> ObjectStore:
         """The folder of another run: its URL, or ``../name`` for one beside this; this one for None."""
         if run is None:
             return self
         if run not in self._others:
             parent, _, _ = self.url.rpartition("/")
             url = f"{parent}/{run.removeprefix('../')}" if run.startswith("../") else run
-            self._others[run] = Objects(url, deadline_s=self.deadline_s, clock=self.clock)
+            self._others[run] = ObjectStore(url, deadline_s=self.deadline_s, clock=self.clock)
         return self._others[run]
 
     def create(self, key: str, data: bytes) -> None:

@@ -15,20 +15,21 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
-from pydantic import BaseModel
+from pydantic import Field
 
-from infra.clock import born, is_same
-from infra.log import TAIL, Deleted, RunLog, slot_key
-from infra.objects import Objects, StoreUnavailable
-from infra.stopping import Stopping
+from infra.execution.stopping import Stopping
+from infra.store.clock import born, is_same
+from infra.store.log import TAIL, Deleted, RunLog, slot_key
+from infra.store.object_store import ObjectStore, StoreUnavailable
+from infra.store.records import Stored
 from rlhf.errors import RatchetError
 
 KEY = "log/heartbeat.json"
 INTERVAL_S = 5.0
 
 
-class Beat(BaseModel):
-    epoch: int
+class Beat(Stored):
+    term: int = Field(alias="epoch")
     host: str
     boot: str
     pid: int
@@ -38,9 +39,9 @@ class Beat(BaseModel):
     stopped: bool = False
 
 
-def stop_key(epoch: int) -> str:
-    """An object that asks the driver of an epoch to stop."""
-    return f"log/stop-{epoch}.json"
+def stop_key(term: int) -> str:
+    """An object that asks the driver of a term to stop."""
+    return f"log/stop-{term}.json"
 
 
 @contextmanager
@@ -64,7 +65,7 @@ class Heartbeat:
     """Beats from a thread of its own until closed; stops the driver when somebody asks for it, or deletes its run."""
 
     def __init__(self, log: RunLog, stopping: Stopping) -> None:
-        self.log, self.objects, self.epoch, self.stopping = log, log.objects, log.epoch, stopping
+        self.log, self.objects, self.term, self.stopping = log, log.objects, log.term, stopping
         self._closed = threading.Event()
         self._count = 0
         self._beat()
@@ -79,9 +80,9 @@ class Heartbeat:
                 self._delete_what_is_left()
                 return
             current = read(self.objects)
-            if current is None or current.epoch <= self.epoch:
+            if current is None or current.term <= self.term:
                 self._beat(stopped=True)
-                self.objects.delete([stop_key(self.epoch)])
+                self.objects.delete([stop_key(self.term)])
 
     def _delete_what_is_left(self) -> None:
         """Of a run that was deleted: what this driver wrote before it knew. If only its log was, the rest is left to
@@ -90,10 +91,10 @@ class Heartbeat:
         if "run.json" in there:
             mine = []
         else:
-            tag = re.compile(rf"[./]{self.epoch}-\d")
+            tag = re.compile(rf"[./]{self.term}-\d")
             mine = [key for key in there if tag.search(key)]
         if self.objects.get_if_there(slot_key(0)) is None and slot_key(0) not in there:
-            self.objects.delete([KEY, TAIL, stop_key(self.epoch), *mine])
+            self.objects.delete([KEY, TAIL, stop_key(self.term), *mine])
             self.objects.delete_empty_folders()
 
     def _run(self) -> None:
@@ -104,10 +105,10 @@ class Heartbeat:
                     self.stopping.fail(Deleted.of(self.objects.url))
                     return
                 current = read(self.objects)
-                if current is not None and current.epoch > self.epoch:
+                if current is not None and current.term > self.term:
                     return  # a newer driver beats now; the log tells this one at its next commit
                 self._beat()
-                if self.objects.get_if_there(stop_key(self.epoch)) is not None:
+                if self.objects.get_if_there(stop_key(self.term)) is not None:
                     self.stopping.request()
             except RatchetError:
                 continue  # a missed beat is not an error: the next may pass
@@ -116,7 +117,7 @@ class Heartbeat:
         self._count += 1
         me = psutil.Process()
         beat = Beat(
-            epoch=self.epoch,
+            term=self.term,
             host=socket.gethostname(),
             boot=_boot_id(),
             pid=me.pid,
@@ -127,7 +128,7 @@ class Heartbeat:
         self.objects.put(KEY, beat.model_dump_json().encode())
 
 
-def read(objects: Objects) -> Beat | None:
+def read(objects: ObjectStore) -> Beat | None:
     """The newest beat; None if there is none that can be read."""
     data = objects.get_if_there(KEY)
     try:
@@ -136,7 +137,7 @@ def read(objects: Objects) -> Beat | None:
         return None
 
 
-def is_alive(objects: Objects, waiting: Callable[[str], None] = lambda message: None) -> Beat | None:
+def is_alive(objects: ObjectStore, waiting: Callable[[str], None] = lambda message: None) -> Beat | None:
     """The beat of a live driver, if there is one. May watch for a while if the driver was on another host."""
     beat = read(objects)
     if beat is None or beat.stopped:
@@ -150,7 +151,7 @@ def is_alive(objects: Objects, waiting: Callable[[str], None] = lambda message: 
         now = read(objects)
         if now is None or now.stopped:
             return None
-        if now.count != beat.count or now.epoch != beat.epoch:
+        if now.count != beat.count or now.term != beat.term:
             return now
     return None
 

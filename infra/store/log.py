@@ -1,7 +1,7 @@
 """The commit log of a run: records in numbered slots, created if absent. The only commit point there is.
 
-One driver at a time may append: starting appends a claim of the next epoch, and a driver that meets a claim of a
-higher epoch is fenced. After an error the slot is read back, so that an answer lost on its way is never taken for
+One driver at a time may append: starting appends a claim of the next term, and a driver that meets a claim of a
+higher term is fenced. After an error the slot is read back, so that an answer lost on its way is never taken for
 a failure.
 """
 
@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 
-from infra.objects import Objects, StoreUnavailable, is_full, is_refusal, is_transient
-from infra.records import READABLE, Claim, Commit, M, ObjectRef, Record, RunState, seen_from_fork, sha256_of
+from infra.store.object_store import ObjectStore, StoreUnavailable, is_full, is_refusal, is_transient
+from infra.store.records import READABLE, Claim, Commit, M, ObjectRef, Record, RunState, seen_from_fork, sha256_of
 from rlhf.errors import RatchetError, UserError
 
 TAIL = "log/tail.json"
@@ -47,10 +47,10 @@ def slot_key(slot: int) -> str:
 
 
 class RunLog:
-    def __init__(self, objects: Objects) -> None:
+    def __init__(self, objects: ObjectStore) -> None:
         self.objects = objects
-        self.epoch = 0
-        """This driver's epoch; 0 while it has not claimed."""
+        self.term = 0
+        """This driver's term; 0 while it has not claimed."""
         self._first = ""
         """The first record's uuid, as this driver found it when it claimed; empty if it was lost before."""
         self._state = RunState()
@@ -117,9 +117,9 @@ class RunLog:
         """The state before the close that names this index."""
         return read_model(self.objects, ref, RunState)
 
-    def claim_of(self, epoch: int) -> Claim:
-        """The claim of an epoch that worked on the open iteration."""
-        return self.claim_at(self.state.open_epochs[epoch].slot)
+    def claim_of(self, term: int) -> Claim:
+        """The claim of a term that worked on the open iteration."""
+        return self.claim_at(self.state.open_terms[term].slot)
 
     def claim_at(self, slot: int) -> Claim:
         return next(commit for commit in self.record(slot).commits if isinstance(commit, Claim))
@@ -162,14 +162,14 @@ class RunLog:
     # Writing.
 
     def claim(self, claim: Claim) -> None:
-        """Take the run: append the claim of the next epoch, after whatever others append meanwhile."""
+        """Take the run: append the claim of the next term, after whatever others append meanwhile."""
         with self._lock:
             self.read()
             self.check_end()
             while True:
-                epoch = self._state.epoch + 1
-                if self._fill(self._next_record((claim,), epoch)):
-                    self.epoch = epoch
+                term = self._state.term + 1
+                if self._fill(self._next_record((claim,), term)):
+                    self.term = term
                     self._first = self._uuid_of_the_first() or ""
                     return
 
@@ -178,15 +178,15 @@ class RunLog:
         nobody can say whether they are committed: `state` then knows, as soon as the store answers again."""
         with self._lock:
             self._settle()
-            self._check_epoch()
-            self._doubtful = self._next_record(commits, self.epoch)
+            self._check_term()
+            self._doubtful = self._next_record(commits, self.term)
             self._settle()
 
     def check_claim(self) -> None:
         """Raises `Fenced` if a newer driver holds the run: to be asked where it may be why something failed."""
         with self._lock:
             self.read()
-            self._check_epoch()
+            self._check_term()
 
     def _settle(self) -> None:
         """Bring an append to its end: the very record that may be there already is written, never another."""
@@ -199,22 +199,22 @@ class RunLog:
             raise
         self._doubtful = None
         if not mine:
-            self._check_epoch()
-            raise Corrupt(f"log record {self._state.slot} is of epoch {self.epoch}, but this driver did not write it")
+            self._check_term()
+            raise Corrupt(f"log record {self._state.slot} is of term {self.term}, but this driver did not write it")
 
-    def _check_epoch(self) -> None:
-        newest, claim = self._state.epoch, self._state.claim
-        if newest != self.epoch:
+    def _check_term(self) -> None:
+        newest, claim = self._state.term, self._state.claim
+        if newest != self.term:
             raise Fenced(
-                f"another driver (epoch {newest}{f', on {claim.host}' if claim else ''}) has taken the run "
-                f"over from this one (epoch {self.epoch}); it goes on there, and this driver stops"
+                f"another driver (term {newest}{f', on {claim.host}' if claim else ''}) has taken the run "
+                f"over from this one (term {self.term}); it goes on there, and this driver stops"
             )
 
-    def _next_record(self, commits: tuple[Commit, ...], epoch: int) -> Record:
+    def _next_record(self, commits: tuple[Commit, ...], term: int) -> Record:
         return Record(
             uuid=uuid.uuid4().hex,
             slot=self._state.slot + 1,
-            epoch=epoch,
+            term=term,
             previous=self._state.sha256,
             at=datetime.now(UTC),
             commits=commits,
@@ -242,7 +242,7 @@ class RunLog:
                 error = raised
                 found = self.objects.get_if_there(key)
             if found is not None:
-                if self.epoch > 0 and self.is_deleted(record.slot):
+                if self.term > 0 and self.is_deleted(record.slot):
                     if found == data:  # without those before it, it is no log
                         self.objects.delete([key])
                     raise Deleted.of(self.objects.url)
@@ -302,7 +302,7 @@ def check_version(tree: dict[str, object], what: str) -> None:
         )
 
 
-def read_verified(objects: Objects, ref: ObjectRef) -> bytes:
+def read_verified(objects: ObjectStore, ref: ObjectRef) -> bytes:
     """An object's bytes, if they are what its reference says; raises `Corrupt`, naming it, if not."""
     holder = objects.of_run(ref.run)
     try:
@@ -314,7 +314,7 @@ def read_verified(objects: Objects, ref: ObjectRef) -> bytes:
     return data
 
 
-def read_model(objects: Objects, ref: ObjectRef, model: type[M]) -> M:
+def read_model(objects: ObjectStore, ref: ObjectRef, model: type[M]) -> M:
     """A JSON object of this schema version; what it refers to is held by the run that holds it."""
     data = read_verified(objects, ref)
     check_version(json.loads(data), ref.key)

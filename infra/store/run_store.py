@@ -1,7 +1,7 @@
 """A run's folder: data files, manifests, checkpoints, metrics and the log that makes them exist.
 
 Everything but the log is immutable and uniquely named, and is written before the record that commits it. A name holds
-the epoch and the attempt, so that a writer never meets another's file.
+the term and the attempt, so that a writer never meets another's file.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from contextlib import suppress
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from infra.log import Corrupt, Fenced, RunLog, read_model, read_verified
-from infra.manifest import Checkpoint, File, Manifest, Registration
-from infra.objects import Objects, StoreUnavailable
-from infra.records import (
+from infra.store.log import Corrupt, Fenced, RunLog, read_model, read_verified
+from infra.store.manifest import Checkpoint, File, Manifest, Registration
+from infra.store.object_store import ObjectStore, StoreUnavailable
+from infra.store.records import (
     PAGE,
     SCHEMA_VERSION,
     Ahead,
-    Close,
     Commit,
+    Expire,
+    Finalize,
     ObjectRef,
-    Retire,
     RunState,
-    Shard,
+    ShardCommit,
     ShardRef,
     Skip,
-    Stage,
+    StageCommit,
     Weights,
     named_here,
     sha256_of,
@@ -48,7 +48,7 @@ REPORT = "report.html"
 class RunStore:
     """One run in one folder; reading needs no claim."""
 
-    def __init__(self, objects: Objects) -> None:
+    def __init__(self, objects: ObjectStore) -> None:
         self.objects = objects
         self.log = RunLog(objects)
         self._lock = threading.Lock()
@@ -58,7 +58,7 @@ class RunStore:
 
     @classmethod
     def at(cls, url: str) -> RunStore:
-        return cls(Objects(url))
+        return cls(ObjectStore(url))
 
     @property
     def state(self) -> RunState:
@@ -76,7 +76,7 @@ class RunStore:
             attempt = self._attempts.get((iteration, stage), -1) + 1
             self._attempts[iteration, stage] = attempt
         if attempt:
-            mine = [key for key in self._uncommitted(iteration, stage) if _epoch_of(key) == self.log.epoch]
+            mine = [key for key in self._uncommitted(iteration, stage) if _term_of(key) == self.log.term]
             self.objects.delete(mine)
         return attempt
 
@@ -98,15 +98,15 @@ class RunStore:
                 self.objects.delete(ref.key for commit in commits for ref in named_here(commit))
             raise
 
-    def committed_shards(self, stage: str, iteration: int | None = None) -> dict[int, Shard]:
+    def committed_shards(self, stage: str, iteration: int | None = None) -> dict[int, ShardCommit]:
         """Shards of an iteration, by default of the open one, whether or not their stage is complete."""
         state = self.state if iteration is None else self.iteration_state(iteration)
         return state.shards.get(stage, {})
 
-    def committed_stage(self, iteration: int, stage: str) -> Stage | Skip | None:
+    def committed_stage(self, iteration: int, stage: str) -> StageCommit | Skip | None:
         return self.iteration_state(iteration).stages.get(stage)
 
-    def manifest(self, stage: Stage) -> Manifest:
+    def manifest(self, stage: StageCommit) -> Manifest:
         ref, known = stage.manifest, self._manifests
         if (found := known.get(ref)) is None:
             found = known[ref] = read_model(self.objects, ref, Manifest)
@@ -115,14 +115,14 @@ class RunStore:
     def shards_of(self, state: RunState, stage: str) -> list[ShardRef]:
         """The data files that a stage has committed in an iteration, whether or not it is complete."""
         committed = state.stages.get(stage)
-        if isinstance(committed, Stage):
+        if isinstance(committed, StageCommit):
             return list(self.manifest(committed).shards)
         return [shard.data for _, shard in sorted(state.shards.get(stage, {}).items())]
 
     def manifests(self, iteration: int) -> dict[str, Manifest]:
         """Every stage that an iteration has committed with a manifest, in the order in which they were committed."""
         stages = self.iteration_state(iteration).stages
-        return {name: self.manifest(stage) for name, stage in stages.items() if isinstance(stage, Stage)}
+        return {name: self.manifest(stage) for name, stage in stages.items() if isinstance(stage, StageCommit)}
 
     def columns_of(self, state: RunState, stage: str) -> tuple[str, ...]:
         """The columns that a stage has committed in an iteration, besides `trajectory_id`."""
@@ -185,21 +185,21 @@ class RunStore:
             now = {"metrics": metrics_ref, "metric_values": values, "schema_version": SCHEMA_VERSION}
             summary = state.model_copy(update=now)
             index = self._write(f"index/{iteration:06d}.{tag}.json", summary.model_dump_json().encode())
-            self.commit_snapshot([Close(iteration=iteration, index=index, metrics=metrics_ref), *also])
+            self.commit_snapshot([Finalize(iteration=iteration, index=index, metrics=metrics_ref), *also])
         self.log.write_tail(index)
         with self._lock:
             self._attempts = {key: count for key, count in self._attempts.items() if key[0] > iteration}
         self._manifests = {}
 
     def sweep(self, stages: Iterable[str]) -> None:
-        """Delete what drivers of older epochs wrote into the open iteration, or ahead of it, and never committed."""
+        """Delete what drivers of older terms wrote into the open iteration, or ahead of it, and never committed."""
         self.objects.delete_leavings()
-        older = {epoch: found.ahead for epoch, found in self.state.open_epochs.items() if epoch < self.log.epoch}
+        older = {term: found.ahead for term, found in self.state.open_terms.items() if term < self.log.term}
         if not older:
             return
         iterations = range(self.state.iteration, self.state.iteration + 1 + max(older.values()))
         left = [key for stage in (*stages, CLOSE) for k in iterations for key in self._uncommitted(k, stage)]
-        self.objects.delete(key for key in left if _epoch_of(key) < self.log.epoch)
+        self.objects.delete(key for key in left if _term_of(key) < self.log.term)
 
     def _uncommitted(self, iteration: int, stage: str) -> list[str]:
         """Files of a stage of an iteration, or of its close, that no record names."""
@@ -255,8 +255,8 @@ class RunStore:
 
     def commit_snapshot(self, commits: Sequence[Commit]) -> None:
         """Commit, and then delete what the commits retire."""
-        retired = [commit.version for commit in commits if isinstance(commit, Retire)]
-        doomed = [ref for version in retired for ref in self.state.snapshots[version].values()]
+        expired = [commit.version for commit in commits if isinstance(commit, Expire)]
+        doomed = [ref for version in expired for ref in self.state.snapshots[version].values()]
         if commits:
             self.commit(*commits)
         self._delete_checkpoints(doomed)
@@ -277,12 +277,12 @@ class RunStore:
 
     # Writing immutable objects.
 
-    def write_as(self, epoch: int) -> None:
-        """Name what is written after this epoch: for a worker in another process than the driver that claimed."""
-        self.log.epoch = epoch
+    def write_as(self, term: int) -> None:
+        """Name what is written after this term: for a worker in another process than the driver that claimed."""
+        self.log.term = term
 
     def _tag(self, attempt: int) -> str:
-        return f"{self.log.epoch}-{attempt}"
+        return f"{self.log.term}-{attempt}"
 
     def _write(self, key: str, data: bytes) -> ObjectRef:
         self.objects.put(key, data)
@@ -302,8 +302,8 @@ def _shard_key(iteration: int, stage: str, tag: str, shard: int) -> str:
     return f"{_shard_folder(iteration, stage)}/{tag}-part-{shard:05d}.parquet"
 
 
-def _epoch_of(key: str) -> int:
-    """The epoch in a file's tag."""
+def _term_of(key: str) -> int:
+    """The term in a file's tag."""
     tag = re.search(r"[/.](\d+)-\d+(-part-\d+)?\.parquet$", key)
     return int(tag[1]) if tag is not None else sys.maxsize
 

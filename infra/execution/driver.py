@@ -13,19 +13,19 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, Literal
 
-from infra.claims import begin, claim, code_digest, package_versions, run_url
-from infra.executors import Executors, StageHandle
-from infra.heartbeat import beating
-from infra.log import Corrupt
-from infra.objects import Objects, StoreUnavailable
+from infra.execution.claims import begin, claim, code_digest, package_versions, run_url
+from infra.execution.executors import Executors, StageHandle
+from infra.execution.heartbeat import beating
+from infra.execution.snapshots import Snapshots
+from infra.execution.stopping import Stopping, on_signals
 from infra.progress import report
-from infra.records import RunState, Weights
-from infra.snapshots import Snapshots
-from infra.stopping import Stopping, on_signals
-from infra.store import RunStore
-from infra.workers.groups import Groups
+from infra.store.log import Corrupt
+from infra.store.object_store import ObjectStore, StoreUnavailable
+from infra.store.records import RunState, Weights
+from infra.store.run_store import RunStore
+from infra.workers.groups import WorkerGroups
 from infra.workers.ray_group import GroupLost
-from rlhf.config import Data, Model, Reward, RunConfig, differences, stored_config, yaml_text
+from rlhf.config import DataConfig, ModelConfig, RewardConfig, RunConfig, differences, stored_config, yaml_text
 from rlhf.config.older import changed_since
 from rlhf.data.prompts import PromptDataset
 from rlhf.environments import check_environment, environment_digest
@@ -49,7 +49,7 @@ MANY_PROMPTS = 10_000
 
 
 @dataclass
-class Rollout:
+class AheadRollouts:
     """What generates ahead of the open iteration, where `rollout.mode` lets it."""
 
     turn: threading.Lock = field(default_factory=threading.Lock)
@@ -81,9 +81,9 @@ class Driver:
     def __init__(self, config: RunConfig, store: RunStore) -> None:
         self.config = config
         self.store = store
-        self.groups = Groups(config, store, self._identity)
+        self.groups = WorkerGroups(config, store, self._identity)
         self.executors = Executors()
-        self.rollout = Rollout()
+        self.rollout = AheadRollouts()
         self.snapshots = Snapshots(config, store, self.groups)
         self._digests: dict[Outside, str | None] = {}
         self.restoring = threading.RLock()
@@ -95,8 +95,8 @@ class Driver:
         return self.store.state
 
     @property
-    def epoch(self) -> int:
-        return self.store.log.epoch
+    def term(self) -> int:
+        return self.store.log.term
 
     def tidy(self) -> None:
         """While stages compute: a snapshot that was written in the background is committed."""
@@ -224,7 +224,7 @@ def check_inputs(config: RunConfig) -> None:
 
 
 @cache
-def say_attention(model: Model) -> None:
+def say_attention(model: ModelConfig) -> None:
     """Once a process: models have it in common, and the command line looks before the driver does."""
     attention, reason = attention_of(model)
     if reason is not None:
@@ -232,11 +232,11 @@ def say_attention(model: Model) -> None:
 
 
 @cache  # the command line looks before it starts Prefect, and the driver before it claims
-def _check_files(paths: tuple[str, ...], model: Model, data: Data, reward: str) -> None:
-    check_prompts(PromptDataset(paths), model, data, Reward.model_validate_json(reward))
+def _check_files(paths: tuple[str, ...], model: ModelConfig, data: DataConfig, reward: str) -> None:
+    check_prompts(PromptDataset(paths), model, data, RewardConfig.model_validate_json(reward))
 
 
-def check_prompts(dataset: PromptDataset, model: Model, data: Data, reward: Reward) -> None:
+def check_prompts(dataset: PromptDataset, model: ModelConfig, data: DataConfig, reward: RewardConfig) -> None:
     """Refuse prompts that are too long, that lack what a built-in reward compares with, or that no reward can score."""
     if comparing := [name for name in reward.functions if name in COMPARING]:
         for prompt in dataset.prompts:
@@ -272,7 +272,7 @@ def _check_packages(config: RunConfig) -> None:
 
 def _open(config: RunConfig, dependencies: Dependencies, take_over: bool, check: Callable[[Driver], None]) -> Driver:
     """Check everything that a user may have got wrong, then claim. No model is loaded yet."""
-    store = RunStore(Objects(run_url(config.run.store, config.run.name)))
+    store = RunStore(ObjectStore(run_url(config.run.store, config.run.name)))
     driver = Driver(config, store)
     check_inputs(config)
     state = begin(store, config, take_over)

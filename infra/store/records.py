@@ -21,8 +21,16 @@ PAGE = 64
 """Closed iterations a page of the history holds: finding one takes at most two reads."""
 
 
-class Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
+class Stored(BaseModel):
+    """What lies in the store as JSON. A driver's term is called ``epoch`` there, as it was in the first releases."""
+
+    model_config = ConfigDict(
+        extra="forbid", ser_json_inf_nan="constants", populate_by_name=True, serialize_by_alias=True
+    )
+
+
+class Frozen(Stored):
+    model_config = ConfigDict(frozen=True)
 
 
 class ObjectRef(Frozen):
@@ -49,7 +57,7 @@ class Weights(Frozen):
 
 
 class Claim(Frozen):
-    """A driver takes the run: every older epoch is fenced from here on."""
+    """A driver takes the run: every older term is fenced from here on."""
 
     model_config = ConfigDict(extra="ignore")  # older releases wrote `shards`
 
@@ -69,21 +77,21 @@ class Claim(Frozen):
     """Weights that roles start from, by digest of the model's files."""
 
 
-class Shard(Frozen):
+class ShardCommit(Frozen):
     kind: Literal["shard"] = "shard"
     iteration: int
     stage: str
     shard: int
-    epoch: int
+    term: int = Field(alias="epoch")
     data: ShardRef
     fingerprint: str = ""
-    """Of releases before schema version 4; what a shard depends on follows from its epoch's claim."""
+    """Of releases before schema version 4; what a shard depends on follows from its term's claim."""
     seconds: float
     outputs: dict[str, JsonValue] = {}
     """Small results besides the rows, such as metrics."""
 
 
-class Stage(Frozen):
+class StageCommit(Frozen):
     """A stage is complete; `manifest` says what it read, wrote and depended on."""
 
     kind: Literal["stage"] = "stage"
@@ -143,14 +151,14 @@ class Diverged(Frozen):
     replayed: str
 
 
-class Retire(Frozen):
+class Expire(Frozen):
     """A snapshot is no longer needed; its files may be deleted."""
 
     kind: Literal["retire"] = "retire"
     version: int
 
 
-class Close(Frozen):
+class Finalize(Frozen):
     """An iteration is complete; `index` sums up everything before this record."""
 
     kind: Literal["close"] = "close"
@@ -159,7 +167,7 @@ class Close(Frozen):
     metrics: ShardRef
 
 
-class OpenEpoch(Frozen):
+class OpenTerm(Frozen):
     model_config = ConfigDict(extra="ignore")  # older releases wrote `shards`
 
     slot: int
@@ -168,25 +176,21 @@ class OpenEpoch(Frozen):
     """How many iterations beyond the open one its driver may generate."""
 
 
-class Ahead(BaseModel):
+class Ahead(Stored):
     """What is committed of an iteration that is not open yet: its generations."""
 
-    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
-
-    shards: dict[str, dict[int, Shard]] = {}
-    stages: dict[str, Stage | Skip] = {}
+    shards: dict[str, dict[int, ShardCommit]] = {}
+    stages: dict[str, StageCommit | Skip] = {}
     assigned: dict[int, Weights] = {}
 
 
-class RunState(BaseModel):
+class RunState(Stored):
     """What a run is at one slot of its log: bounded in size, however long the run."""
-
-    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
     schema_version: int = SCHEMA_VERSION
     slot: int = -1
     sha256: str = ""
-    epoch: int = 0
+    term: int = Field(0, alias="epoch")
     claim: Claim | None = None
     iteration: int = 0
     """The open iteration; all before it are closed."""
@@ -199,9 +203,9 @@ class RunState(BaseModel):
     """Where each role stood when the open iteration began: what its stages work with, and its updates start from."""
     controllers: dict[str, float] = {}
     snapshots: dict[int, dict[str, ObjectRef]] = {}
-    shards: dict[str, dict[int, Shard]] = {}
+    shards: dict[str, dict[int, ShardCommit]] = {}
     """Committed shards of the open iteration, by stage."""
-    stages: dict[str, Stage | Skip] = {}
+    stages: dict[str, StageCommit | Skip] = {}
     """Committed stages of the open iteration."""
     assigned: dict[int, Weights] = {}
     """By shard of the open iteration, what generates it, where that is not what the iteration began with."""
@@ -212,7 +216,7 @@ class RunState(BaseModel):
     metric_values: dict[str, float] = {}
     """In an index: what that file holds, so that looking at an iteration needs no other object. Indexes of older
     releases have none."""
-    open_epochs: dict[int, OpenEpoch] = {}
+    open_terms: dict[int, OpenTerm] = Field({}, alias="open_epochs")
     """Epochs that worked on the open iteration."""
     index: ObjectRef | None = None
     recent: list[ObjectRef] = []
@@ -226,9 +230,9 @@ class RunState(BaseModel):
             raise ValueError(f"log record {record.slot} does not follow record {self.slot}: the log was tampered with")
         self.slot, self.sha256 = record.slot, sha256
         for commit in record.commits:
-            self.apply_commit(commit, record.epoch)
+            self.apply_commit(commit, record.term)
 
-    def apply_commit(self, commit: Commit, epoch: int) -> None:
+    def apply_commit(self, commit: Commit, term: int) -> None:
         match commit:
             case Fork():
                 began = commit.state.model_copy(deep=True, update={"slot": self.slot, "sha256": self.sha256})
@@ -236,20 +240,20 @@ class RunState(BaseModel):
                     setattr(self, name, getattr(began, name))
                 self.claim = commit.claim
             case Claim():
-                self.epoch, self.claim = epoch, commit
-                self.open_epochs[epoch] = OpenEpoch(slot=self.slot, ahead=commit.ahead)
+                self.term, self.claim = term, commit
+                self.open_terms[term] = OpenTerm(slot=self.slot, ahead=commit.ahead)
                 for role, first in commit.initial.items():
                     weights = Weights(version=self.iteration, digest=first.digest)  # a fork may begin a role late
                     self.initial.setdefault(role, weights)
                     self.weights.setdefault(role, weights)
                     self.starting.setdefault(role, weights)
-            case Shard():
+            case ShardCommit():
                 self._of(commit.iteration).shards.setdefault(commit.stage, {})[commit.shard] = commit
             case Assigned():
                 self._of(commit.iteration).assigned[commit.shard] = commit.weights
-            case Stage() if commit.iteration > self.iteration:
+            case StageCommit() if commit.iteration > self.iteration:
                 self._of(commit.iteration).stages[commit.stage] = commit
-            case Stage():
+            case StageCommit():
                 self.stages[commit.stage] = commit
                 if commit.weights is not None and commit.role is not None:
                     self.weights[commit.role] = commit.weights
@@ -266,9 +270,9 @@ class RunState(BaseModel):
                 self.snapshots[commit.version] = dict(commit.roles)
             case Diverged():
                 pass
-            case Retire():
+            case Expire():
                 self.snapshots.pop(commit.version, None)
-            case Close():
+            case Finalize():
                 self.index = commit.index
                 self.recent.append(commit.index)
                 if len(self.recent) == PAGE:
@@ -283,12 +287,12 @@ class RunState(BaseModel):
                 self.metrics, self.metric_values = None, {}
                 self.starting = dict(self.weights)
                 committed = [shard for k in self.ahead.values() for one in k.shards.values() for shard in one.values()]
-                still = {epoch, *(shard.epoch for shard in committed)}
-                self.open_epochs = {number: found for number, found in self.open_epochs.items() if number in still}
+                still = {term, *(shard.term for shard in committed)}
+                self.open_terms = {number: found for number, found in self.open_terms.items() if number in still}
                 if (begun := self.ahead.pop(self.iteration, None)) is not None:
                     self.shards, self.assigned = begun.shards, begun.assigned
                     for stage in begun.stages.values():
-                        self.apply_commit(stage, epoch)
+                        self.apply_commit(stage, term)
 
     def _of(self, iteration: int) -> RunState | Ahead:
         return self if iteration == self.iteration else self.ahead.setdefault(iteration, Ahead())
@@ -314,18 +318,19 @@ class Fork(Frozen):
 
 
 Commit = Annotated[
-    Fork | Claim | Shard | Stage | Assigned | Skip | Snapshot | Diverged | Retire | Close, Field(discriminator="kind")
+    Fork | Claim | ShardCommit | StageCommit | Assigned | Skip | Snapshot | Diverged | Expire | Finalize,
+    Field(discriminator="kind"),
 ]
 
 
 def named_here(commit: Commit) -> list[ObjectRef]:
     """What a commit names in its own run's folder, but for the snapshots, which may be retired."""
     refs: list[ObjectRef] = []
-    if isinstance(commit, Shard):
+    if isinstance(commit, ShardCommit):
         refs = [commit.data]
-    elif isinstance(commit, Stage):
+    elif isinstance(commit, StageCommit):
         refs = [commit.manifest]
-    elif isinstance(commit, Close):
+    elif isinstance(commit, Finalize):
         refs = [commit.index, commit.metrics]
     return [ref for ref in refs if ref.run is None]
 
@@ -336,7 +341,7 @@ class Record(Frozen):
     schema_version: int = SCHEMA_VERSION
     uuid: str
     slot: int
-    epoch: int
+    term: int = Field(alias="epoch")
     previous: str
     """sha256 of the record before this one; empty for the first."""
     at: datetime

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from infra import heartbeat
-from infra.log import Fenced
-from infra.objects import Objects
+from infra.execution import heartbeat
 from infra.progress import report
-from infra.records import SCHEMA_VERSION, Claim, Fork, RunState, Weights
-from infra.store import RunStore
-from rlhf.config import Run
+from infra.store.log import Fenced
+from infra.store.object_store import ObjectStore
+from infra.store.records import SCHEMA_VERSION, Claim, Fork, RunState, Weights
+from infra.store.run_store import RunStore
+from rlhf.config import RunSection
 from rlhf.errors import UserError
 
 PACKAGES = (
@@ -39,7 +39,7 @@ class Config(Protocol):
     """Of any kind of run."""
 
     @property
-    def run(self) -> Run: ...
+    def run(self) -> RunSection: ...
 
     def model_dump(self, *, mode: str) -> dict[str, Any]: ...
 
@@ -106,7 +106,7 @@ def refuse_if_driven(store: RunStore, take_over: bool) -> None:
         )
 
 
-def check_store(objects: Objects, config: Config) -> None:
+def check_store(objects: ObjectStore, config: Config) -> None:
     """Refuse a store on which two drivers could overwrite each other's commits."""
     if not config.run.single_writer and not objects.honours_create():
         raise UserError(
@@ -154,7 +154,7 @@ def package_versions() -> dict[str, str]:
 def code_digest() -> str:
     """sha256 over the sources of the four packages."""
     digest = hashlib.sha256()
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     for package in ("flows", "tasks", "rlhf", "infra"):
         for path in sorted((root / package).rglob("*.py")):
             digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())

@@ -12,17 +12,17 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from infra.progress import report
-from infra.records import Commit, Retire, Snapshot
-from infra.store import RunStore
-from infra.workers.groups import Groups
+from infra.store.records import Commit, Expire, Snapshot
+from infra.store.run_store import RunStore
+from infra.workers.groups import WorkerGroups
 from infra.workers.worker import Worker
-from rlhf.config import Checkpoint, RunConfig
+from rlhf.config import CheckpointConfig, RunConfig
 
 R = TypeVar("R")
 
 
 class Snapshots:
-    def __init__(self, config: RunConfig, store: RunStore, groups: Groups) -> None:
+    def __init__(self, config: RunConfig, store: RunStore, groups: WorkerGroups) -> None:
         self.config, self.store, self.groups = config, store, groups
         self._lock = threading.RLock()
         self.being_written: int | None = None
@@ -48,7 +48,7 @@ class Snapshots:
             return []
         there = self.store.state.snapshots
         kept = kept_snapshots([*there, version], self.config.checkpoint)
-        return [Snapshot(version=version, roles=durable), *(Retire(version=old) for old in there if old not in kept)]
+        return [Snapshot(version=version, roles=durable), *(Expire(version=old) for old in there if old not in kept)]
 
     def _in_all_roles(self, method: Callable[[Worker, str], R]) -> dict[str, R]:
         """What each role's workers answer; those of different pools at the same time."""
@@ -67,7 +67,7 @@ class Snapshots:
             self.store.commit_snapshot(self.finish())
 
 
-def kept_snapshots(versions: list[int], checkpoint: Checkpoint) -> set[int]:
+def kept_snapshots(versions: list[int], checkpoint: CheckpointConfig) -> set[int]:
     """The newest `keep.last`, and those of every `keep.every` iterations."""
     every = checkpoint.keep.every
     return set(sorted(versions)[-checkpoint.keep.last :]) | {v for v in versions if every and v % every == 0}

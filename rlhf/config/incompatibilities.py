@@ -8,7 +8,7 @@ from rlhf.config.reading import yaml_text
 
 if TYPE_CHECKING:
     from rlhf.config.run import RunConfig
-    from rlhf.config.sections import Trainer
+    from rlhf.config.sections import TrainerConfig
 
 
 def _roles_are_placed(config: RunConfig) -> None:
@@ -57,14 +57,15 @@ def check_combinations(config: RunConfig) -> None:
                 )
         if trainer.tensor_parallel > 1:
             _tensor_parallel_fits(config, role, trainer)
-        if trainer.by_turns and trainer.offload:
+        if trainer.offload_when_idle and trainer.offload:
             raise ValueError(
-                f"{role}.by_turns moves to host memory what {role}.offload keeps there all the time: choose one"
+                f"{role}.offload_when_idle moves to host memory what {role}.offload keeps there all the time: choose "
+                "one"
             )
-        if trainer.by_turns and trainer.engine == "deepspeed" and trainer.zero_stage == 3:
+        if trainer.offload_when_idle and trainer.engine == "deepspeed" and trainer.zero_stage == 3:
             raise ValueError(
-                f"{role}.by_turns does not go with {role}.zero_stage 3, whose state DeepSpeed does not move: use "
-                f"{role}.offload, a lower stage, or {role}.engine fsdp"
+                f"{role}.offload_when_idle does not go with {role}.zero_stage 3, whose state DeepSpeed does not move: "
+                f"use {role}.offload, a lower stage, or {role}.engine fsdp"
             )
         size = trainer.mini_batch_trajectories
         if size > total:
@@ -158,7 +159,7 @@ def _rollout_fits(config: RunConfig) -> None:
         )
 
 
-def _tensor_parallel_fits(config: RunConfig, role: str, trainer: Trainer) -> None:
+def _tensor_parallel_fits(config: RunConfig, role: str, trainer: TrainerConfig) -> None:
     model = config.critic_model if role == "critic" else config.model
     for key, other in (
         (f"{role}.engine {trainer.engine}", trainer.engine != "fsdp"),
@@ -176,7 +177,7 @@ def _algorithms_fit(config: RunConfig) -> None:
     if config.rollout.n == 1:
         for key, compares in (
             (f"algorithm.advantage {advantage.type}", "group_ids" in advantage.needs),
-            ("algorithm.advantage.drop_flat_groups", advantage.drop_flat_groups),
+            ("algorithm.advantage.drop_zero_std_groups", advantage.drop_zero_std_groups),
             ("algorithm.dynamic_sampling", sampling is not None),
         ):
             if compares:

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field
 
-from infra.records import SCHEMA_VERSION, Frozen, ObjectRef, ShardRef, Weights, sha256_of
+from infra.store.records import SCHEMA_VERSION, Frozen, ObjectRef, ShardRef, Weights, sha256_of
 
 
 class Fingerprint(Frozen):
@@ -31,7 +31,7 @@ class Manifest(Frozen):
     schema_version: int = SCHEMA_VERSION
     iteration: int
     stage: str
-    epoch: int
+    term: int = Field(alias="epoch")
     attempt: int
     fingerprint: Fingerprint
     config: dict[str, Any]

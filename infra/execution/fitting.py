@@ -7,15 +7,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from infra.claims import begin, claim, run_url
-from infra.driver import say_attention
-from infra.heartbeat import beating
-from infra.log import Corrupt
-from infra.manifest import Checkpoint
-from infra.objects import Objects
-from infra.records import Retire, Snapshot, Weights
-from infra.stopping import Stopping, on_signals
-from infra.store import RunStore
+from infra.execution.claims import begin, claim, run_url
+from infra.execution.driver import say_attention
+from infra.execution.heartbeat import beating
+from infra.execution.stopping import Stopping, on_signals
+from infra.store.log import Corrupt
+from infra.store.manifest import Checkpoint
+from infra.store.object_store import ObjectStore
+from infra.store.records import Expire, Snapshot, Weights
+from infra.store.run_store import RunStore
 from rlhf.config import FitConfig, differences, validated
 from rlhf.config.fitting import ELSEWHERE
 from rlhf.data import files
@@ -51,7 +51,7 @@ class Fitting:
         files = store.write_checkpoint_files(folder, engine.state())
         checkpoint = Checkpoint(role=self.role, weights=weights, files=files)
         durable = {self.role: store.write_checkpoint_manifest(folder, checkpoint)}
-        older = [Retire(version=each) for each in store.state.snapshots]
+        older = [Expire(version=each) for each in store.state.snapshots]
         store.close(metrics, Snapshot(version=version, roles=durable), *older)
 
 
@@ -60,7 +60,7 @@ def fitting(config: FitConfig, role: str, take_over: bool) -> Iterator[Fitting]:
     """Claim the run of a fit, which is made if it does not exist. Raises `UserError` if the run is another fit, and
     `Fenced` if another process drives it."""
     say_attention(config.model)
-    store = RunStore(Objects(run_url(config.run.store, config.run.name)))
+    store = RunStore(ObjectStore(run_url(config.run.store, config.run.name)))
     tokenizer = tokenizer_digest(config.model, writes=role == "actor")
     model = initial_digest(config.model, config.run.seed), tokenizer
     weights = Weights(version=0, digest=" ".join([*model, files.digest(config.data)]))
