@@ -9,7 +9,7 @@ from rlhf.config import RunConfig
 from rlhf.errors import NotFinite
 from tasks.ahead import finish_ahead, generations
 from tasks.changes import check_open_iteration
-from tasks.close import close
+from tasks.finalize import finalize
 from tasks.generate import GENERATE
 from tasks.pipeline import dependencies, stages_of
 from tasks.recording import noted
@@ -39,7 +39,7 @@ def iteration(config: RunConfig, k: int) -> dict[str, float]:
         except NotFinite as error:
             skip_what_is_left(driver, k, error)
         finish_ahead(driver, k)
-        metrics = close(driver, k)
+        metrics = finalize(driver, k)
         show_iteration(driver, k, metrics)
         return metrics
 

@@ -15,7 +15,7 @@ from rlhf.batch import TrajectoryBatch, ragged
 from rlhf.config import DynamicSamplingConfig, RunConfig
 from rlhf.data.prompts import PromptDataset, encode
 from rlhf.engines.base import Generation, Request, Sampling
-from rlhf.environments.dialogues import Beginning, Dialogue, Environments, converse
+from rlhf.environments.dialogues import Beginning, Dialogue, Environments, multi_turn
 from rlhf.schema import TRAJECTORY
 from rlhf.stage_config import StageConfig, key
 from tasks.score import ScoreSummary
@@ -170,7 +170,7 @@ def respond(
         make = context.resources.environment(environment.name)
         others = Environments(make, environment.options, beginnings, timeout_s=environment.timeout_s)
         dialogues = [Dialogue(request) for request in requests]
-        converse(write, dialogues, others, sampling, tokenizer, environment.max_turns)
+        multi_turn(write, dialogues, others, sampling, tokenizer, environment.max_turns)
         written = _together(dialogues, tokenizer)
     versions = written.pop("versions")
     batch = TrajectoryBatch.of(

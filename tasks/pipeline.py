@@ -6,13 +6,13 @@ from __future__ import annotations
 from infra.execution.driver import Dependencies
 from rlhf.config import RunConfig
 from tasks.advantages import ADVANTAGES
+from tasks.filter_groups import FILTER_GROUPS
 from tasks.generate import GENERATE
 from tasks.greedy_baseline import GREEDY_BASELINE
 from tasks.old_log_probs import OLD_LOG_PROBS
 from tasks.ref_log_probs import REF_LOG_PROBS
 from tasks.reward_model import REWARD_MODEL
 from tasks.score import SCORE
-from tasks.select import SELECT
 from tasks.stage import AnyUpdateStage, Stage, UpdateStage
 from tasks.update_actor import UPDATE_ACTOR
 from tasks.update_critic import UPDATE_CRITIC
@@ -24,7 +24,7 @@ STAGES: tuple[Stage, ...] = (
     GENERATE,
     REWARD_MODEL,
     SCORE,
-    SELECT,
+    FILTER_GROUPS,
     GREEDY_BASELINE,
     OLD_LOG_PROBS,
     REF_LOG_PROBS,

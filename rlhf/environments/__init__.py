@@ -24,7 +24,7 @@ KEY = "rollout.environment"
 class Observation:
     """An environment's answer to a turn of the policy."""
 
-    says: str | Messages | None
+    content: str | Messages | None
     """A text that follows the turn as it is, as tool output within a message does; messages (`user`, `tool`), through
     the chat template, to which the policy then answers; None: the trajectory ends."""
     reward: float = 0.0

@@ -87,13 +87,13 @@ def _check(observation: Any) -> None:
         raise TypeError(f"step returned {observation!r}, which is no Observation")
     if not isfinite(observation.reward):
         raise ValueError(f"step gave the reward {observation.reward}")
-    says = observation.says
-    if says is None or isinstance(says, str):
+    content = observation.content
+    if content is None or isinstance(content, str):
         return
-    messages = [each for each in says if isinstance(each, Mapping)] if isinstance(says, list | tuple) else []
+    messages = [each for each in content if isinstance(each, Mapping)] if isinstance(content, list | tuple) else []
     texts = [message.get(key) for message in messages for key in ("role", "content")]
-    if not messages or len(messages) < len(says) or not all(isinstance(text, str) for text in texts):
-        raise TypeError(f"step says {says!r}: it should be a text, None, or messages [{{role, content}}]")
+    if not messages or len(messages) < len(content) or not all(isinstance(text, str) for text in texts):
+        raise TypeError(f"step returned {content!r}: it should be a text, None, or messages [{{role, content}}]")
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ class Dialogue:
 Generate = Callable[[Sequence[Request], Sampling], tuple[list[Generation], list[list[int]]]]
 
 
-def converse(
+def multi_turn(
     generate: Generate,
     dialogues: Sequence[Dialogue],
     environments: Environments,
@@ -237,10 +237,10 @@ def converse(
         }
         for (each, generation), observation in zip(answered, environments.step(turns), strict=True):
             each.reward += observation.reward
-            if observation.says is None:
+            if observation.content is None:
                 each.finish_reason = "stop"
                 continue
-            ids = said(observation.says, generation.response_ids[-1], tokenizer)
+            ids = content_ids(observation.content, generation.response_ids[-1], tokenizer)
             if turn + 1 == max_turns:
                 each.finish_reason = "turns"
             elif len(each.ids) + len(ids) >= sampling.max_tokens:
@@ -249,22 +249,22 @@ def converse(
                 each.heard(ids)
 
 
-def said(says: str | Messages, last: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def content_ids(content: str | Messages, last: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The tokens that follow a turn whose last token is `last`: a text as it is; messages as the chat template writes
     them after a message of the assistant, up to where the next one begins."""
-    if isinstance(says, str):
-        text = says
+    if isinstance(content, str):
+        text = content
     elif not tokenizer.chat_template:
-        text = "\n" + "\n".join(message["content"] for message in says) + "\n"
+        text = "\n" + "\n".join(message["content"] for message in content) + "\n"
     else:
         from jinja2 import TemplateError
 
         before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
         try:
             shown = str(tokenizer.apply_chat_template(before, tokenize=False))
-            whole = str(tokenizer.apply_chat_template([*before, *says], tokenize=False, add_generation_prompt=True))
+            whole = str(tokenizer.apply_chat_template([*before, *content], tokenize=False, add_generation_prompt=True))
         except TemplateError as error:
-            roles = ", ".join(message["role"] for message in says)
+            roles = ", ".join(message["role"] for message in content)
             raise UserError(f"the chat template refuses what {KEY} says (messages of: {roles}): {error}") from None
         if not whole.startswith(shown):
             raise UserError("the chat template writes earlier messages otherwise as others follow: it has no turns")

@@ -29,7 +29,7 @@ from rlhf.config import ModelConfig, RewardModelConfig
 from rlhf.engines.base import Generation, Request, Sampling, TrainEngine
 from rlhf.engines.reward_engine import RewardEngine
 from rlhf.environments import EnvironmentFailed, Observation
-from rlhf.environments.dialogues import Beginning, Dialogue, Environments, converse
+from rlhf.environments.dialogues import Beginning, Dialogue, Environments, multi_turn
 from rlhf.errors import NotFinite, UserError
 from rlhf.models import load_reward_model, load_tokenizer
 from tests import tiny
@@ -128,7 +128,7 @@ def run_dialogue(folder: Path, breaks: bool) -> Any:
     beginning = Beginning(dialogue.request.trajectory_id, [], "", False, "{}")
     try:
         environments = Environments(PerProcess, {"breaks": breaks}, [beginning], timeout_s=60)
-        converse(generate, [dialogue], environments, Sampling(1.0, 1.0, 30, 0), tokenizer, max_turns=2)
+        multi_turn(generate, [dialogue], environments, Sampling(1.0, 1.0, 30, 0), tokenizer, max_turns=2)
     except EnvironmentFailed as error:
         return str(error)
     return tokenizer.decode(dialogue.ids)

@@ -17,7 +17,7 @@ from rlhf.engines.base import Generation, Request, Sampling
 from rlhf.environments import EnvironmentFailed, Observation, check_environment, environment_digest, load_environment
 from rlhf.environments.calculator import Environment as Calculator
 from rlhf.environments.calculator import calculate
-from rlhf.environments.dialogues import Beginning, Dialogue, Environments, converse, said
+from rlhf.environments.dialogues import Beginning, Dialogue, Environments, multi_turn, said
 from rlhf.errors import UserError
 from tests import tiny
 
@@ -67,7 +67,7 @@ def talk(policy: Policy, *scripts: list[Any], max_turns: int) -> tuple[list[Dial
     options = {"scripts": scripts, "heard": heard}
     environments = others("tests.environments:Script", *map(str, range(len(scripts))), options=options)
     dialogues = [Dialogue(Request(f"it000000-p00000-s{row:02d}", (5, 6))) for row in range(len(scripts))]
-    converse(policy, dialogues, environments, SAMPLING, policy.tokenizer, max_turns)
+    multi_turn(policy, dialogues, environments, SAMPLING, policy.tokenizer, max_turns)
     return dialogues, heard
 
 

@@ -1,4 +1,4 @@
-"""select: of the prompts that dynamic sampling drew, those whose trajectories are learned from."""
+"""select: filters groups. Of the prompts that dynamic sampling drew, it keeps those that teach something."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tasks.score import OnError, counting
 from tasks.stage import RowsStage
 
 
-class SelectConfig(StageConfig):
+class FilterGroupsConfig(StageConfig):
     prompts_per_iteration: int = key("data.prompts_per_iteration")
     dynamic_sampling: DynamicSamplingConfig | None = key("algorithm.dynamic_sampling")
     on_error: OnError = key("reward.on_error")
 
 
-def select(context: Context[SelectConfig]) -> ShardOutput[ShardSummary]:
+def filter_groups(context: Context[FilterGroupsConfig]) -> ShardOutput[ShardSummary]:
     """Of dynamic sampling, the first prompts whose scores differ, and if they are too few, the first of the others
     besides; with `reward.on_error: drop`, no trajectory whose reward failed."""
     config, batch = context.config, context.batch
@@ -58,14 +58,14 @@ def exists(config: RunConfig) -> bool:
     return config.train.updates and config.selects
 
 
-SELECT = RowsStage(
+FILTER_GROUPS = RowsStage(
     name="select",
-    label="select",
-    config=SelectConfig,
+    label="filter groups",
+    config=FilterGroupsConfig,
     exists=exists,
     reads={"generate": ("prompt_id",), "score": ("score", "reward_error")},
     writes=TRAJECTORY.of("select"),
-    compute=select,
+    compute=filter_groups,
     summary=ShardSummary,
     sharded=False,
 )

@@ -13,7 +13,7 @@ from tasks.restore import ensure_weights
 
 
 @recorded_task("close")
-def close(driver: Driver, iteration: int) -> dict[str, float]:
+def finalize(driver: Driver, iteration: int) -> dict[str, float]:
     """Commit the end of an iteration; returns its metrics."""
     store, config = driver.store, driver.config
     metrics = iteration_metrics(driver, iteration)
