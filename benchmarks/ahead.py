@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -30,7 +29,7 @@ WARM = 2
 def measure(mode: str, folder: Path, iterations: int) -> None:
     """Print the seconds of each iteration, and what the stages of each computed."""
     from flows.train import train
-    from infra.progress import listening
+    from infra.progress import Event, IterationClosed, listening
     from tests import tiny
 
     tiny.model_folder(folder / "model", hidden=256, intermediate=688, layers=4, heads=8, key_value_heads=8)
@@ -55,12 +54,12 @@ def measure(mode: str, folder: Path, iterations: int) -> None:
     )
     last = 0.0
 
-    def on_event(event: str, details: dict[str, Any]) -> None:
+    def on_event(event: Event) -> None:
         nonlocal last
-        if event == "closed":
+        if isinstance(event, IterationClosed):
             now = time.perf_counter()
-            if details["iteration"] >= WARM:
-                print("seconds", now - last, details["metrics"]["timing_s/stages"], flush=True)
+            if event.iteration >= WARM:
+                print("seconds", now - last, event.metrics["timing_s/stages"], flush=True)
             last = now
 
     with listening(on_event):

@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flows.train import train
-from infra.progress import listening
+from infra.progress import Event, IterationClosed, listening
 from infra.store.log import RunLog
 from infra.store.object_store import LocalBackend
 from infra.store.run_store import RunStore
@@ -153,15 +153,15 @@ def measure(algorithm: str, root: Path, iterations: int) -> dict[str, float]:
     started: dict[str, float] = {}
     results: dict[str, float] = {}
 
-    def on_event(event: str, details: dict[str, Any]) -> None:
-        if event != "closed":
+    def on_event(event: Event) -> None:
+        if not isinstance(event, IterationClosed):
             return
         server = sum(child.cpu_times().user + child.cpu_times().system for child in psutil.Process().children(True))
         now = {"cpu": time.process_time(), "wall": time.perf_counter(), "server": server}
-        if details["iteration"] == 0:
+        if event.iteration == 0:
             started.update(now)
             ledger.clear()
-        elif details["iteration"] == iterations:
+        elif event.iteration == iterations:
             results.update({name: (value - started[name]) / iterations for name, value in now.items()})
             results.update({f"part: {name}": value / iterations for name, value in ledger.cpu.items()})
             results.update({f"requests: {name}": value / iterations for name, value in ledger.requests.items()})

@@ -28,7 +28,7 @@ from rich.console import Console
 from flows import views
 from flows.train import drive
 from infra.execution.claims import claim
-from infra.progress import listening
+from infra.progress import Event, IterationClosed, listening
 from infra.runs import open_run
 from infra.store import object_store
 from infra.store.object_store import LocalBackend, ObjectStore
@@ -71,9 +71,9 @@ def run_config(workspace: Path, iterations: int) -> RunConfig:
 def make(config: RunConfig) -> None:
     """The run itself, unrecorded by Prefect."""
 
-    def progress(event: str, details: dict[str, Any]) -> None:
-        if event == "closed" and details["iteration"] % 100 == 99:
-            print(f"{details['iteration'] + 1} iterations of {config.train.iterations}", flush=True)
+    def progress(event: Event) -> None:
+        if isinstance(event, IterationClosed) and event.iteration % 100 == 99:
+            print(f"{event.iteration + 1} iterations of {config.train.iterations}", flush=True)
 
     with listening(progress):
         drive(config, take_over=False)

@@ -6,7 +6,7 @@ import pandas as pd
 from prefect import flow
 
 from infra.execution.driver import check_prompts, say_attention
-from infra.progress import report
+from infra.progress import StageProgress, report
 from infra.store.object_store import ObjectStore
 from infra.store.records import Weights
 from infra.store.run_store import RunStore
@@ -48,7 +48,7 @@ def _answers(config: RunConfig, worker: Worker) -> pd.DataFrame:
     shards = -(-len(dataset) // config.rollout.prompts_per_shard)
     frames = []
     for shard in range(shards):
-        report("stage", iteration=0, stage="evaluate", done=shard, total=shards, metrics=None)
+        report(StageProgress(iteration=0, stage="evaluate", done=shard, total=shards))
         call = Call(
             term=0,
             stage=VALIDATE.name,
@@ -60,6 +60,6 @@ def _answers(config: RunConfig, worker: Worker) -> pd.DataFrame:
         )
         batch = validate(Context(call, TrajectoryBatch.of({}), worker.engines, worker.resources)).batch
         frames.append(batch.table.to_pandas(maps_as_pydicts="strict"))
-    report("stage", iteration=0, stage="evaluate", done=shards, total=shards, metrics=None)
+    report(StageProgress(iteration=0, stage="evaluate", done=shards, total=shards))
     answers: pd.DataFrame = pd.concat(frames, ignore_index=True)
     return answers

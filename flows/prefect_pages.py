@@ -6,9 +6,8 @@ A temporary server ends with the process, and nobody looks at it: there, nothing
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any
 from uuid import UUID
 
 from prefect import get_run_logger, tags
@@ -24,25 +23,13 @@ from prefect.exceptions import MissingContextError
 from prefect.settings import PREFECT_API_URL
 
 from flows import report
+from flows.metrics import PAGES, line, shown_in
 from infra.execution.driver import Driver
-from infra.progress import listening
+from infra.progress import Event, IterationClosed, Note, ReplayProgress, StageProgress, StepProgress, listening
 from infra.runs import Run, open_run
 from infra.store.object_store import ObjectStore, StoreUnavailable
 from infra.store.run_store import REPORT
 from tasks.recording import recorded
-
-WATCHED = (
-    "reward/mean",
-    "critic/score/mean",
-    "actor/ref_kl",
-    "actor/entropy",
-    "actor/pg_loss",
-    "actor/pg_clipfrac",
-    "critic/vf_loss",
-    "critic/vf_explained_var",
-    "response_length/mean",
-)
-
 
 EVERY_S = 1.0
 """Progress is told at most so often, and of nothing shorter: each time is some requests to the server."""
@@ -82,19 +69,21 @@ class _Pages:
         self.bars: dict[str, UUID] = {}
         self.told: dict[str, float] = {}
 
-    def __call__(self, event: str, details: dict[str, Any]) -> None:
-        show: Callable[..., None] | None = getattr(self, f"_{event}", None)
-        if show is not None:
-            with suppress(MissingContextError):  # of the heartbeat's thread, which is in no flow: the terminal has it
-                show(**details)
+    def __call__(self, event: Event) -> None:
+        with suppress(MissingContextError):  # of the heartbeat's thread, which is in no flow: the terminal has it
+            match event:
+                case Note(text):
+                    get_run_logger().warning(f"{self.run} · {text}")
+                case ReplayProgress(role, done, total):
+                    get_run_logger().info(f"{self.run} · restoring the {role}: update {done + 1} of {total} again")
+                case StageProgress(iteration, stage, done, total):
+                    self._stage(iteration, stage, done, total)
+                case IterationClosed(iteration, metrics):
+                    get_run_logger().info(f"{self.run} · it {iteration} closed: {line(metrics)}")
+                case StepProgress():
+                    pass
 
-    def _note(self, text: str) -> None:
-        get_run_logger().warning(f"{self.run} · {text}")
-
-    def _replay(self, role: str, done: int, total: int) -> None:
-        get_run_logger().info(f"{self.run} · restoring the {role}: update {done + 1} of {total} again")
-
-    def _stage(self, iteration: int, stage: str, done: int, total: int, metrics: Mapping[str, float] | None) -> None:
+    def _stage(self, iteration: int, stage: str, done: int, total: int) -> None:
         name = f"{self.run} · it {iteration} · {stage}" + (f" {done}/{total}" if total > 1 else "")
         get_run_logger().info(name if total > 1 or not done else f"{name}: done")
         context = TaskRunContext.get()
@@ -119,10 +108,6 @@ class _Pages:
             self.bars[bar] = created
         else:
             update_progress_artifact(self.bars[bar], percent, description=name)
-
-    def _closed(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        watched = ", ".join(f"{name} {metrics[name]:.4g}" for name in WATCHED if name in metrics)
-        get_run_logger().info(f"{self.run} · it {iteration} closed: {watched}")
 
 
 def _is_recorded() -> bool:
@@ -157,7 +142,7 @@ def markdown(run: Run, iteration: int, metrics: Mapping[str, float]) -> str:
     config = run.config
     place = f"{config.run.name} --store {config.run.store}"
     lines = [f"# {config.run.name}, iteration {iteration}", "", "| metric | value |", "|---|---|"]
-    lines += [f"| {name} | {metrics[name]:.4g} |" for name in WATCHED if name in metrics]
+    lines += [f"| {metric.name} | {metrics[metric.name]:.4g} |" for metric in shown_in(PAGES) if metric.name in metrics]
     lines += ["", "Stages: compute time, and from when to when in the iteration", "", "| stage | seconds | from | to |"]
     lines += ["|---|---|---|---|"]
     manifests = run.store.manifests(iteration)

@@ -1,4 +1,4 @@
-"""`docs/configuration.md` and `docs/algorithms.md`, generated from the models: `python -m flows.reference [--check]`."""
+"""`docs/configuration.md`, `docs/algorithms.md` and `docs/metrics.md`, generated from the code: `python -m flows.reference [--check]`."""
 
 import inspect
 import re
@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
+from flows.metrics import CATALOGUE
 from rlhf.algorithms.advantages import Advantage
 from rlhf.algorithms.kl import AdaptiveCoefficient, kl_divergence
 from rlhf.algorithms.masked import aggregate
@@ -176,8 +177,27 @@ def _macros(formula: str) -> str:
     return formula.replace("\\operatorname", "\\mathrm")
 
 
+METRICS = """# Metrics
+
+Generated from `flows/metrics.py` by `make docs`. These are the metrics that people look at first, and where they are shown: in the
+line that an iteration prints, in `ratchet status`, on the iteration's page in Prefect, and as a curve of `ratchet report`. An iteration
+stores every metric that its stages report, and `ratchet query RUN "select * from metrics"` has them all.
+
+| metric | meaning | unit | shown |
+|---|---|---|---|
+"""
+
+
+def metrics() -> str:
+    rows = []
+    for metric in CATALOGUE:
+        places = ", ".join(place.name.lower() for place in metric.shown if place.name is not None)
+        rows.append(f"| `{metric.name}` | {metric.title} | {metric.unit} | {places} |\n")
+    return METRICS + "".join(rows)
+
+
 def main() -> None:
-    for name, text in (("configuration", configuration()), ("algorithms", algorithms())):
+    for name, text in (("configuration", configuration()), ("algorithms", algorithms()), ("metrics", metrics())):
         target = DOCS / f"{name}.md"
         if "--check" not in sys.argv:
             target.write_text(text)

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 import numpy as np
 
-from infra.progress import report as tell
+from flows.metrics import REPORT, shown_in
+from infra.progress import note
 from infra.runs import OnDamage, Run
 from infra.store.log import Corrupt
 from infra.store.records import Fork, StageCommit
@@ -29,24 +30,7 @@ from rlhf.models import load_tokenizer
 if TYPE_CHECKING:
     import pandas as pd
 
-CURVES = {
-    "critic/score/mean": "score",
-    "critic/rewards/mean": "reward, KL penalty included",
-    "actor/ref_kl": "KL to the reference",
-    "actor/ppo_kl": "KL of the update",
-    "actor/entropy": "entropy",
-    "response_length/mean": "response length, tokens",
-    "response_length/clip_ratio": "share cut off at the limit",
-    "actor/pg_loss": "policy loss",
-    "critic/vf_loss": "value loss",
-    "critic/vf_explained_var": "explained variance of returns",
-    "actor/pg_clipfrac": "clip fraction, policy",
-    "critic/vf_clipfrac": "clip fraction, value",
-    "actor/grad_norm": "gradient norm, actor",
-    "critic/grad_norm": "gradient norm, critic",
-    "actor/lr": "learning rate, actor",
-    "critic/lr": "learning rate, critic",
-}
+CURVES = {metric.name: metric.heading for metric in shown_in(REPORT)}
 VALIDATION, SECONDS, ALL_SECONDS = "val/", "timing_s/", "timing_s/stages"
 MAIN_KEYS = (
     "model.path",
@@ -129,7 +113,7 @@ def _run(run: Run) -> dict[str, Any]:
         "trajectories": _trajectories(run, damaged),
     }
     for damage in damages:
-        tell("note", text=f"the report leaves out what it could not read: {damage}")
+        note(f"the report leaves out what it could not read: {damage}")
     return {**shown, "damages": list(damages)}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prefect import flow
 
 from infra.execution.fitting import fitting
-from infra.progress import report
+from infra.progress import note
 from rlhf import seeding
 from rlhf.algorithms.objectives import SupervisedObjective
 from rlhf.config import SFTConfig
@@ -29,7 +29,7 @@ def sft(config: SFTConfig, take_over: bool = False) -> dict[str, float]:
         max_tokens=config.max_tokens,
     )
     if left_out:
-        report("note", text=f"{left_out} examples are longer than max_tokens {config.max_tokens}: left out")
+        note(f"{left_out} examples are longer than max_tokens {config.max_tokens}: left out")
 
     def rows(step: int) -> list[int]:
         size = min(config.batch_examples, len(examples))

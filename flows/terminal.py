@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import sys
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from infra.progress import listening
+from flows.metrics import line
+from infra.progress import Event, IterationClosed, Note, ReplayProgress, StageProgress, StepProgress, listening
+from infra.store.run_store import VALIDATE
 
 
 def visible(text: str) -> str:
@@ -50,44 +51,33 @@ class _Terminal:
         self.iterations = iterations
         self.lines: dict[str, TaskID] = {}
 
-    def __call__(self, event: str, details: dict[str, Any]) -> None:
-        getattr(self, f"_{event}")(**details)
+    def __call__(self, event: Event) -> None:
+        match event:
+            case Note(text):
+                self._print(text)
+            case StageProgress():
+                self._stage(event)
+            case StepProgress(what, done, total):
+                self._bar(what.split(" (")[0], done, total, what)
+                if done == total or (not self.bars.console.is_terminal and done % max(total // 10, 1) == 0):
+                    self._print(f"{what}: {done}/{total}")
+            case ReplayProgress(role, done, total):
+                self._print(f"replaying update {done} of the {role}, on the way to version {total}")
+            case IterationClosed(iteration, metrics):
+                self._closed(iteration, metrics)
 
-    def _note(self, text: str) -> None:
-        self._print(text)
+    def _stage(self, event: StageProgress) -> None:
+        self._bar(f"it {event.iteration} · {event.stage}", event.done, event.total)
+        if event.stage == VALIDATE and event.metrics:
+            scores = [f"{name} {value:.3f}" for name, value in event.metrics.items() if name.endswith("mean_score")]
+            self._print(f"before iteration {event.iteration}: {'  '.join(scores)}")
 
-    def _stage(self, iteration: int, stage: str, done: int, total: int, metrics: dict[str, float] | None) -> None:
-        self._bar(f"it {iteration} · {stage}", done, total)
-        if stage == "validate" and metrics:
-            shown = "  ".join(f"{name} {value:.3f}" for name, value in metrics.items() if name.endswith("mean_score"))
-            self._print(f"before iteration {iteration}: {shown}")
-
-    def _steps(self, what: str, done: int, total: int) -> None:
-        name = what.split(" (")[0]
-        self._bar(name, done, total, what)
-        if done == total or (not self.bars.console.is_terminal and done % max(total // 10, 1) == 0):
-            self._print(f"{what}: {done}/{total}")
-
-    def _replay(self, role: str, done: int, total: int) -> None:
-        self._print(f"replaying update {done} of the {role}, on the way to version {total}")
-
-    def _closed(self, iteration: int, metrics: dict[str, float]) -> None:
-        for line in self.lines.values():
-            self.bars.remove_task(line)
+    def _closed(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        for bar in self.lines.values():
+            self.bars.remove_task(bar)
         self.lines.clear()
-        shown = [f"it {iteration:>4}{f'/{self.iterations}' if self.iterations else ''}"]
-        for label, name, form in (
-            ("score", "critic/score/mean", ".3f"),
-            ("kl", "actor/ref_kl", ".4f"),
-            ("entropy", "actor/entropy", ".3f"),
-            ("length", "response_length/mean", ".1f"),
-            ("clipped", "actor/pg_clipfrac", ".3f"),
-            ("explained", "critic/vf_explained_var", ".2f"),
-            ("s", "timing_s/stages", ".1f"),
-        ):
-            if name in metrics:
-                shown.append(f"{label} {metrics[name]:{form}}")
-        self._print("  ".join(shown))
+        of_all = f"/{self.iterations}" if self.iterations else ""
+        self._print(f"it {iteration:>4}{of_all}  {line(metrics)}")
 
     def _bar(self, key: str, done: int, total: int, text: str | None = None) -> None:
         if key not in self.lines:

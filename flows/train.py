@@ -10,7 +10,7 @@ from flows.iteration import iteration
 from flows.prefect_pages import show_report, shown, tagged
 from flows.tracking import tracking
 from infra.execution.driver import driving
-from infra.progress import report
+from infra.progress import note
 from infra.store.log import Fenced
 from rlhf.config import RunConfig
 from rlhf.errors import RatchetError
@@ -60,7 +60,7 @@ def drive(config: RunConfig, take_over: bool) -> None:
         try:
             show_report(driver.store.url)
         except RatchetError as error:  # the run is done, and its report can be had at any time
-            report("note", text=f"the report was not written: {error}")
+            note(f"the report was not written: {error}")
 
 
 def _iteration(config: RunConfig, k: int) -> dict[str, float]:

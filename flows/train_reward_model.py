@@ -6,7 +6,7 @@ import numpy as np
 from prefect import flow
 
 from infra.execution.fitting import fitting
-from infra.progress import report
+from infra.progress import note
 from rlhf import seeding
 from rlhf.algorithms.objectives import PreferenceObjective
 from rlhf.batch import TrajectoryBatch
@@ -54,7 +54,7 @@ def _pairs(config: RewardTraining, url: str, padding: int | None) -> TrajectoryB
     tokenizer = load_tokenizer(config.model)
     examples, left_out = preferences(url, tokenizer, padding=padding, max_tokens=config.max_tokens)
     if left_out:
-        report("note", text=f"{left_out} pairs of {url} are longer than max_tokens {config.max_tokens}: left out")
+        note(f"{left_out} pairs of {url} are longer than max_tokens {config.max_tokens}: left out")
     return examples
 
 

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from flows.metrics import STATUS, shown_in
 from flows.terminal import visible
 from infra.execution import heartbeat
 from infra.execution.claims import run_url
@@ -30,14 +31,6 @@ if TYPE_CHECKING:
 
     from infra.verify import Finding
     from tasks.explain import Origin
-
-WATCHED = {
-    "score": "critic/score/mean",
-    "kl": "actor/ref_kl",
-    "entropy": "actor/entropy",
-    "length": "response_length/mean",
-    "seconds": "timing_s/stages",
-}
 
 
 def status(console: Console, run: Run, last: int) -> None:
@@ -73,7 +66,7 @@ def _status(console: Console, run: Run, last: int) -> None:
             table.add_row(str(iteration), *stages_done)
     console.print(table, "✓ committed, – skipped, 2/4 shards committed, · missing", highlight=False)
     metrics = run.metrics(last)
-    shown = {label: name for label, name in WATCHED.items() if name in metrics}
+    shown = {metric.label: metric.name for metric in shown_in(STATUS) if metric.name in metrics}
     numbers = Table("it", *shown, box=box.SIMPLE_HEAD)
     for row in metrics.to_dict("records"):
         numbers.add_row(f"{row['iteration']:.0f}", *(f"{row[name]:.3f}" for name in shown.values()))

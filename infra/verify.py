@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from infra.execution.claims import run_json, run_json_is_readable
-from infra.progress import report
+from infra.progress import StepProgress, report
 from infra.store.chain import AT_ONCE, Broken, Chain, last_slot
 from infra.store.log import TAIL, Corrupt
 from infra.store.records import ObjectRef
@@ -76,7 +76,7 @@ def _objects(store: RunStore, digests: dict[str, str]) -> Iterator[Finding]:
         found = pool.map(lambda key: _digest(store, key), digests)
         for done, (key, digest) in enumerate(zip(digests, found, strict=True), 1):
             if done % 64 == 0 or done == len(digests):
-                report("steps", what="objects", done=done, total=len(digests))
+                report(StepProgress(what="objects", done=done, total=len(digests)))
             if digest != digests[key]:
                 yield Finding(key, "is gone" if digest is None else "is damaged", _means(key))
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from infra.progress import report
+from infra.progress import note
 from infra.workers.calls import Context, ShardOutput, ShardSummary
 from rlhf.algorithms import Advantage, OverlongPenalty, RolloutCorrection
 from rlhf.algorithms.advantages import GDPO
@@ -56,7 +56,7 @@ def advantages(context: Context[AdvantagesConfig]) -> ShardOutput[ShardSummary]:
         if name in batch:
             inputs[name] = batch.padded(name).double()
     if not teaches.any():
-        report("note", text=f"iteration {context.iteration} has nothing to learn from: no update moves the weights")
+        note(f"iteration {context.iteration} has nothing to learn from: no update moves the weights")
     loss_mask = mask * teaches[:, None]
     estimates, returns = estimator(token_rewards, loss_mask, **{name: inputs[name] for name in estimator.needs})
 

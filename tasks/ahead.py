@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from infra.execution.driver import Driver
 from infra.execution.executors import StageHandle
-from infra.progress import report
+from infra.progress import note
 from rlhf.errors import NotFinite
 from tasks.generate import GENERATE
 from tasks.recording import recorded_task
@@ -49,7 +49,7 @@ def finish_ahead(driver: Driver, k: int) -> None:
         try:
             finish(driver)
         except NotFinite as error:  # which is the next iteration's affair
-            report("note", text=str(error))
+            note(str(error))
 
 
 @recorded_task("bring_weights")

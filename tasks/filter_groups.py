@@ -60,7 +60,7 @@ def exists(config: RunConfig) -> bool:
 
 FILTER_GROUPS = RowsStage(
     name="select",
-    label="filter groups",
+    label="filter",
     config=FilterGroupsConfig,
     exists=exists,
     reads={"generate": ("prompt_id",), "score": ("score", "reward_error")},

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 
 from infra.execution.driver import Driver
-from infra.progress import report
+from infra.progress import IterationClosed, report
 from infra.store.records import Commit
 from tasks.recording import recorded_task
 from tasks.restore import ensure_weights
@@ -35,7 +35,7 @@ def finalize(driver: Driver, iteration: int) -> dict[str, float]:
             commits = driver.snapshots.finish()
         metrics["timing_s/snapshot"] = time.perf_counter() - started
     store.close(metrics, *commits)
-    report("closed", iteration=iteration, metrics=metrics)
+    report(IterationClosed(iteration=iteration, metrics=metrics))
     return metrics
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infra.execution.fitting import Fitting
-from infra.progress import report
+from infra.progress import StepProgress, report
 from rlhf.algorithms.objectives import Objective
 from rlhf.batch import TrajectoryBatch
 from rlhf.config import FitConfig, LRScheduleConfig
@@ -81,7 +81,7 @@ def _round(fitting: Fitting, what: Fit) -> dict[str, float]:
         for name, value in found.items():
             sums[name] = sums.get(name, 0.0) + value
         loss = next(value for name, value in found.items() if name.endswith("/loss"))
-        report("steps", what=f"steps (loss {loss:.3f})", done=step + 1, total=what.steps)
+        report(StepProgress(what=f"steps (loss {loss:.3f})", done=step + 1, total=what.steps))
     metrics = {name: value / (last - first) for name, value in sums.items()} | what.evaluate()
     metrics |= {"step": float(last), "timing_s/steps": time.perf_counter() - started}
     fitting.commit(engine, metrics)

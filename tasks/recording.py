@@ -15,7 +15,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.exceptions import Abort
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt
 
-from infra.progress import report
+from infra.progress import note
 from infra.store.object_store import StoreFull, StoreUnavailable
 from infra.workers.ray_group import GroupLost
 from rlhf.errors import EngineLost, RatchetError
@@ -87,7 +87,7 @@ def recorded(record: Callable[[], R], compute: Callable[[], R]) -> R:
     else:
         if not _Server.answers:
             _Server.answers = True
-            report("note", text="Prefect records again")
+            note("Prefect records again")
         return result
     finally:
         _ending.reset(token)
@@ -101,7 +101,7 @@ def _say_that_it_fails(error: BaseException, took_s: float) -> None:
     if _Server.answers:
         _Server.answers = False
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        report("note", text=f"Prefect does not record what follows, and the run continues without it: {why}")
+        note(f"Prefect does not record what follows, and the run continues without it: {why}")
 
 
 def recorded_task(name: str, run_name: str | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -140,4 +140,4 @@ def _passes(error: BaseException) -> bool:
 
 def _say(name: str, state: RetryCallState) -> None:
     assert state.outcome is not None, "a try has ended"
-    report("note", text=f"{state.outcome.exception()}; {name} is tried again")
+    note(f"{state.outcome.exception()}; {name} is tried again")

@@ -13,7 +13,7 @@ import pyarrow as pa
 from infra.execution.driver import Driver
 from infra.execution.executors import StageHandle
 from infra.forks import state_before
-from infra.progress import report
+from infra.progress import StageProgress, report
 from infra.runs import Run
 from infra.store.manifest import Manifest
 from infra.store.records import Skip
@@ -64,9 +64,7 @@ def replay(run: Run, iteration: int) -> Iterator[Replayed]:
             yield Replayed(stage.name, was == now, difference + _of_older_code(difference, stage, manifest))
             continue
         for number, shard in enumerate(manifest.shards):
-            report(
-                "stage", iteration=iteration, stage=stage.name, done=number, total=len(manifest.shards), metrics=None
-            )
+            report(StageProgress(iteration=iteration, stage=stage.name, done=number, total=len(manifest.shards)))
             call = call_of(driver, stage, iteration, inputs, shard=number, config=config, began=began)
             rows = RowsCall(call, stage.compute, stage.writes)
             output, _ = on_worker(driver, call, lambda group, asked=rows: group.call(Worker.computed, asked))  # type: ignore[misc]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from infra.execution.driver import Driver
 from infra.execution.executors import StageHandle
-from infra.progress import report
+from infra.progress import ReplayProgress, note, report
 from infra.store.log import Corrupt
 from infra.store.manifest import Manifest
 from infra.store.records import Diverged, Skip, StageCommit, Weights
@@ -84,7 +84,7 @@ def _replay(driver: Driver, group: WorkerGroup, stage: UpdateStage[C], at: Weigh
         passed = Weights(version=at.version + 1, digest=at.digest)
         group.call(Worker.mark_as_version, role, passed)
         return passed
-    report("replay", role=role, done=at.version, total=target.version)
+    report(ReplayProgress(role=role, done=at.version, total=target.version))
     manifest = driver.store.manifest(committed)
     read = [name.removeprefix("input.") for name in manifest.fingerprint.parts if name.startswith("input.")]
     sources = driver.store.manifests(at.version)
@@ -133,4 +133,4 @@ def _report_mismatch(
             f"replaying {committed.stage} of iteration {committed.iteration} gave other weights than were committed: "
             f"{reason}; checkpoint.on_replay_mismatch=continue goes on with the replayed weights"
         )
-    report("note", text=f"replaying {committed.stage} of iteration {committed.iteration} gave other weights; going on")
+    note(f"replaying {committed.stage} of iteration {committed.iteration} gave other weights; going on")

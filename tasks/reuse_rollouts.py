@@ -5,7 +5,7 @@ from __future__ import annotations
 from infra.execution.driver import Driver
 from infra.execution.executors import StageHandle
 from infra.forks import name_of
-from infra.progress import report
+from infra.progress import StageProgress, report
 from infra.runs import open_run
 from infra.store.records import StageCommit, seen_from_fork
 from rlhf.errors import UserError
@@ -30,5 +30,5 @@ def reuse_rollouts(driver: Driver, iteration: int) -> StageHandle:
     assert isinstance(committed, StageCommit)
     manifest = store.manifest(committed)
     shards = len(manifest.shards)
-    report("stage", iteration=iteration, stage="generate", done=shards, total=shards, metrics=None)
+    report(StageProgress(iteration=iteration, stage="generate", done=shards, total=shards))
     return StageHandle.of(manifest)

@@ -15,7 +15,7 @@ from prefect.states import Completed
 
 from infra.execution.driver import Driver
 from infra.execution.executors import StageHandle
-from infra.progress import report
+from infra.progress import StageProgress, note, report
 from infra.store.clock import now
 from infra.store.manifest import Manifest
 from infra.store.records import Assigned, RunState, ShardCommit, Skip, StageCommit, Weights
@@ -116,7 +116,7 @@ def _run_rows(
     committed = store.committed_stage(iteration, stage.name)
     if committed is not None:
         assert isinstance(committed, StageCommit), "rows are not skipped"
-        report("stage", iteration=iteration, stage=stage.name, done=total, total=total, metrics=None)
+        report(StageProgress(iteration=iteration, stage=stage.name, done=total, total=total))
         return store.manifest(committed), True
 
     attempt, began = store.begin_attempt(iteration, stage.name), now()
@@ -126,7 +126,7 @@ def _run_rows(
     done: list[ShardCommit] = []
     uncommitted: list[ShardCommit] = []
     while len(done) < total:
-        report("stage", iteration=iteration, stage=stage.name, done=len(done), total=total, metrics=None)
+        report(StageProgress(iteration=iteration, stage=stage.name, done=len(done), total=total))
         handle.check()
         shard, was_committed = _shard(driver, stage, iteration, inputs, len(done), attempt)
         done.append(shard)
@@ -163,7 +163,7 @@ def _run_rows(
         controllers=last.controllers,
     )
     store.commit(*uncommitted, commit)  # the last shard and its stage: one record
-    report("stage", iteration=iteration, stage=stage.name, done=total, total=total, metrics=manifest.metrics)
+    report(StageProgress(iteration=iteration, stage=stage.name, done=total, total=total, metrics=manifest.metrics))
     return manifest, False
 
 
@@ -248,11 +248,11 @@ def _run_update(driver: Driver, stage: UpdateStage[C], iteration: int, inputs: H
             return None, True
         raise changed(driver, stage.name, iteration, [f"it was skipped: {committed.reason}"])
     if committed is not None:
-        report("stage", iteration=iteration, stage=stage.name, done=1, total=1, metrics=None)
+        report(StageProgress(iteration=iteration, stage=stage.name, done=1, total=1))
         return store.manifest(committed), True
 
     attempt, began = store.begin_attempt(iteration, stage.name), now()
-    report("stage", iteration=iteration, stage=stage.name, done=0, total=1, metrics=None)
+    report(StageProgress(iteration=iteration, stage=stage.name, done=0, total=1))
     driver.stopping.check()
     call = call_of(driver, stage, iteration, inputs, attempt=attempt)
     asked = UpdateCall(call, stage.compute)
@@ -261,7 +261,7 @@ def _run_update(driver: Driver, stage: UpdateStage[C], iteration: int, inputs: H
     except NotFinite as error:
         if driver.config.train.on_nan == "stop":
             raise
-        report("note", text=f"{stage.name} of iteration {iteration} is skipped: {error}")
+        note(f"{stage.name} of iteration {iteration} is skipped: {error}")
         skip_update(driver, stage, iteration, str(error), not_finite=True)
         return None, False
     manifest = Manifest(
@@ -287,7 +287,7 @@ def _run_update(driver: Driver, stage: UpdateStage[C], iteration: int, inputs: H
         weights=updated.weights,
     )
     store.commit(commit)
-    report("stage", iteration=iteration, stage=stage.name, done=1, total=1, metrics=updated.metrics)
+    report(StageProgress(iteration=iteration, stage=stage.name, done=1, total=1, metrics=updated.metrics))
     return manifest, False
 
 
@@ -326,7 +326,7 @@ def skip_what_is_left(driver: Driver, iteration: int, error: NotFinite) -> None:
     """With `train.on_nan: skip`, no role learns from here on in this iteration; else raises the error."""
     if driver.config.train.on_nan == "stop":
         raise error
-    report("note", text=f"iteration {iteration} goes on without what depends on it: {error}")
+    note(f"iteration {iteration} goes on without what depends on it: {error}")
     drawn = driver.store.committed_stage(iteration, "generate")
     beyond = driver.state.cursor + driver.config.max_prompts if drawn is None else None  # or the same come again
     for role in driver.config.trained:

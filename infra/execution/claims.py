@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from infra.execution import heartbeat
-from infra.progress import report
+from infra.progress import note
 from infra.store.log import Fenced
 from infra.store.object_store import ObjectStore
 from infra.store.records import SCHEMA_VERSION, Claim, Fork, RunState, Weights
@@ -98,7 +98,7 @@ def claim(
 
 def refuse_if_driven(store: RunStore, take_over: bool) -> None:
     """Raises `Fenced` if another driver is alive, unless this one may take over."""
-    if not take_over and (alive := heartbeat.is_alive(store.objects, lambda text: report("note", text=text))):
+    if not take_over and (alive := heartbeat.is_alive(store.objects, lambda text: note(text))):
         name = store.url.rpartition("/")[2]
         raise Fenced(
             f"run {name} is being driven (pid {alive.pid} on {alive.host}): stop it with "

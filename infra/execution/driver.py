@@ -18,7 +18,7 @@ from infra.execution.executors import Executors, StageHandle
 from infra.execution.heartbeat import beating
 from infra.execution.snapshots import Snapshots
 from infra.execution.stopping import Stopping, on_signals
-from infra.progress import report
+from infra.progress import note
 from infra.store.log import Corrupt
 from infra.store.object_store import ObjectStore, StoreUnavailable
 from infra.store.records import RunState, Weights
@@ -103,7 +103,7 @@ class Driver:
         try:
             self.snapshots.settle(wait=False)
         except (StoreUnavailable, GroupLost) as error:  # which the stages will meet too; the next snapshot will do
-            report("note", text=str(error))
+            note(str(error))
 
     def digest(self, what: Outside) -> str | None:
         """Digest of something outside the store that stages read; None: the config has no such thing."""
@@ -228,7 +228,7 @@ def say_attention(model: ModelConfig) -> None:
     """Once a process: models have it in common, and the command line looks before the driver does."""
     attention, reason = attention_of(model)
     if reason is not None:
-        report("note", text=f"{model.path} is computed with {attention} attention, not {model.attention}: {reason}")
+        note(f"{model.path} is computed with {attention} attention, not {model.attention}: {reason}")
 
 
 @cache  # the command line looks before it starts Prefect, and the driver before it claims
@@ -248,11 +248,11 @@ def check_prompts(dataset: PromptDataset, model: ModelConfig, data: DataConfig, 
     for failure in try_rewards(reward, dataset.prompts):
         if reward.on_error == "fail":
             raise UserError(failure)
-        report("note", text=failure)
+        note(failure)
     if data.truncation != "error":
         return
     if len(dataset) > MANY_PROMPTS:
-        report("note", text=f"looking at the lengths of {len(dataset)} prompts")
+        note(f"looking at the lengths of {len(dataset)} prompts")
     dataset.check_lengths(load_tokenizer(model), data.max_prompt_tokens, data.system_prompt)
 
 
@@ -304,4 +304,4 @@ def _say_what_changed(stored: Mapping[str, Any], config: RunConfig) -> None:
     before = stored_config(stored, "the claim")
     plain, now = (each.model_dump(mode="json", exclude={"run": {"name", "store"}}) for each in (before, config))
     if changed := differences(plain, now) + changed_since(stored):
-        report("note", text=f"goes on with other settings: {'; '.join(changed)}")
+        note(f"goes on with other settings: {'; '.join(changed)}")

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from infra.progress import report
+from infra.progress import note
 from infra.store.records import Commit, Expire, Snapshot
 from infra.store.run_store import RunStore
 from infra.workers.groups import WorkerGroups
@@ -44,7 +44,7 @@ class Snapshots:
             roles = self._in_all_roles(Worker.finish_save)
         durable = {role: ref for role, ref in roles.items() if ref is not None}
         if durable.keys() != roles.keys():
-            report("note", text=f"the snapshot after {version} iterations went with a worker; the next one will do")
+            note(f"the snapshot after {version} iterations went with a worker; the next one will do")
             return []
         there = self.store.state.snapshots
         kept = kept_snapshots([*there, version], self.config.checkpoint)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from infra.progress import report
+from infra.progress import note
 from rlhf.errors import RatchetError
 
 GRACE_S = 15.0
@@ -41,7 +41,7 @@ class Stopping:
         if self._asked.is_set():
             return
         self._asked.set()
-        report("note", text=f"stopping: finishing what is at hand (at most {GRACE_S:.0f} s)")
+        note(f"stopping: finishing what is at hand (at most {GRACE_S:.0f} s)")
         self._grace = threading.Timer(GRACE_S, self._abandon)
         self._grace.daemon = True
         self._grace.start()

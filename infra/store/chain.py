@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 
-from infra.progress import report
+from infra.progress import StepProgress, report
 from infra.store.log import slot_key
 from infra.store.records import Record, sha256_of
 from infra.store.run_store import RunStore
@@ -46,7 +46,7 @@ class Chain:
             while part := list(islice(slots, PART)):
                 for data in pool.map(self._get, part):
                     yield from self._next(data)
-                report("steps", what="log records", done=self.slot + 1, total=last + 1)
+                report(StepProgress(what="log records", done=self.slot + 1, total=last + 1))
 
     def _get(self, slot: int) -> bytes | None:
         return self.store.objects.get_if_there(slot_key(slot))

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from infra.progress import report
+from infra.progress import note
 from infra.store.log import Fenced
 from infra.store.object_store import ObjectStore
 from infra.store.records import sha256_of
@@ -242,13 +242,13 @@ class RayGroup:
         pool = self.pool
         need = {"CPU": pool.cpus_per_worker, "GPU": pool.gpus_per_worker}
         bundle = {name: amount for name, amount in need.items() if amount}
-        report("note", text=f"starting pool {self.name}: {pool.workers} x {bundle} for {', '.join(self.roles)}")
+        note(f"starting pool {self.name}: {pool.workers} x {bundle} for {', '.join(self.roles)}")
         placed = ray.util.placement_group(
             [bundle] * pool.workers, strategy="PACK", lifetime="detached" if outlives else None, name=self._place
         )
         fits = _fits(bundle, pool.workers)
         if fits and not placed.wait(timeout_seconds=10):
-            report("note", text=f"pool {self.name} waits for Ray to have room (at most {START_S / 60:.0f} minutes)")
+            note(f"pool {self.name} waits for Ray to have room (at most {START_S / 60:.0f} minutes)")
         if not fits or not placed.wait(timeout_seconds=START_S):
             ray.util.remove_placement_group(placed)
             there = {name: amount for name, amount in ray.cluster_resources().items() if name in bundle}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from infra.progress import report
+from infra.progress import note
 from rlhf.config import RunConfig
 from rlhf.data.prompts import PromptDataset
 from rlhf.environments import Environment, load_environment
@@ -57,10 +57,7 @@ class Resources:
             if data.truncation == "drop":
                 kept = dataset.without_overlong(self.tokenizer, data.max_prompt_tokens, data.system_prompt)
                 left_out = len(dataset) - len(kept)
-                report(
-                    "note",
-                    text=f"{left_out} of {len(dataset)} prompts are longer than data.max_prompt_tokens: left out",
-                )
+                note(f"{left_out} of {len(dataset)} prompts are longer than data.max_prompt_tokens: left out")
                 dataset = kept
             self._datasets[key] = dataset
         return self._datasets[key]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from infra.progress import listening
+from infra.progress import Event, Note, listening
 from infra.workers.calls import Call, Context
 from infra.workers.engines import Engines
 from infra.workers.resources import Resources
@@ -188,13 +188,12 @@ def test_a_flat_group_that_leaves_the_losses_does_not_enter_whitening() -> None:
 
 def test_where_no_trajectory_has_another_to_be_compared_with_nothing_is_learned_and_it_is_said() -> None:
     two = {name: [column[0], column[4]] for name, column in FIVE.items()}
-    said: list[dict[str, Any]] = []
-    with listening(lambda event, details: said.append({"event": event, **details})):
+    said: list[Event] = []
+    with listening(said.append):
         rows, outputs = computed({"advantage": "grpo"}, **two)
     assert rows["loss_mask"] == rows["advantages"] == [[0, 0], [0, 0]]
     assert outputs["metrics"]["actor/loss_tokens_share"] == 0
-    [note] = said
-    assert note["text"] == "iteration 0 has nothing to learn from: no update moves the weights"
+    assert said == [Note("iteration 0 has nothing to learn from: no update moves the weights")]
 
 
 def test_remax_leaves_out_a_prompt_whose_greedy_answer_has_no_reward() -> None:

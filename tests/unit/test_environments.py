@@ -17,7 +17,7 @@ from rlhf.engines.base import Generation, Request, Sampling
 from rlhf.environments import EnvironmentFailed, Observation, check_environment, environment_digest, load_environment
 from rlhf.environments.calculator import Environment as Calculator
 from rlhf.environments.calculator import calculate
-from rlhf.environments.dialogues import Beginning, Dialogue, Environments, multi_turn, said
+from rlhf.environments.dialogues import Beginning, Dialogue, Environments, content_ids, multi_turn
 from rlhf.errors import UserError
 from tests import tiny
 
@@ -118,11 +118,11 @@ def test_how_a_dialogue_ends(
 def test_messages_go_through_the_chat_template(tokenizer: Any) -> None:
     messages = [{"role": "user", "content": "more"}]
     between = "<unk>more<unk>"  # new lines, which this tokenizer does not know
-    assert tokenizer.decode(said(messages, 7, tokenizer)) == between
+    assert tokenizer.decode(content_ids(messages, 7, tokenizer)) == between
     tokenizer = AutoTokenizer.from_pretrained(tokenizer.name_or_path, chat_template=TEMPLATE)
-    after_eos = said(messages, tokenizer.eos_token_id, tokenizer)
+    after_eos = content_ids(messages, tokenizer.eos_token_id, tokenizer)
     assert tokenizer.decode(after_eos) == ".(user)more<eos>.(assistant)"
-    assert tokenizer.decode(said(messages, 7, tokenizer)) == "<eos>.(user)more<eos>.(assistant)"
+    assert tokenizer.decode(content_ids(messages, 7, tokenizer)) == "<eos>.(user)more<eos>.(assistant)"
     whole = [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "turn"}, *messages]
     prompt = tokenizer.apply_chat_template(whole[:1], add_generation_prompt=True, return_dict=False)
     turn = tokenizer("turn<eos>")["input_ids"]
@@ -130,7 +130,7 @@ def test_messages_go_through_the_chat_template(tokenizer: Any) -> None:
     assert [*prompt, *turn, *after_eos] == expected, "as if it had been written in one go"
     tokenizer.chat_template = "{{ messages[-1].content }}"
     with pytest.raises(UserError, match="it has no turns"):
-        said(messages, 7, tokenizer)
+        content_ids(messages, 7, tokenizer)
 
 
 def test_an_environment_that_fails_is_named(tokenizer: Any) -> None:
@@ -188,7 +188,7 @@ def test_a_template_that_knows_no_tools_is_named(tokenizer: Any) -> None:
     refuses = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}"
     other = AutoTokenizer.from_pretrained(tokenizer.name_or_path, chat_template=refuses)
     with pytest.raises(UserError, match=r"refuses what rollout.environment says \(messages of: tool\): no tools"):
-        said([{"role": "tool", "content": "42"}], 7, other)
+        content_ids([{"role": "tool", "content": "42"}], 7, other)
 
 
 def test_an_environment_is_known_by_its_source(tmp_path: Path) -> None:

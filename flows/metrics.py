@@ -1,0 +1,79 @@
+"""The metrics that people look at first: what each is called, its unit, how it is printed, and where it is shown.
+
+Stages may report others; those are stored, tracked and queried like these. docs/metrics.md is made of this table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Flag, auto
+
+
+class Shown(Flag):
+    """Where a metric is shown."""
+
+    LINE = auto()
+    """The line that an iteration prints when it closes."""
+    STATUS = auto()
+    """The table of `ratchet status`."""
+    PAGES = auto()
+    """An iteration's page in Prefect."""
+    REPORT = auto()
+    """A curve of `ratchet report`."""
+
+
+LINE, STATUS, PAGES, REPORT = Shown
+
+
+@dataclass(frozen=True)
+class Metric:
+    name: str
+    title: str
+    unit: str
+    shown: Shown
+    label: str = ""
+    """Its short name, where there is little room."""
+    format: str = ".4g"
+
+    @property
+    def heading(self) -> str:
+        """As a curve is headed."""
+        return f"{self.title}, {self.unit}" if self.unit else self.title
+
+    def text(self, metrics: Mapping[str, float]) -> str:
+        return f"{self.label} {metrics[self.name]:{self.format}}"
+
+
+CATALOGUE = (
+    Metric("critic/score/mean", "score", "score", LINE | STATUS | PAGES | REPORT, "score", ".3f"),
+    Metric("reward/mean", "reward of a shard's responses", "score", PAGES),
+    Metric("critic/rewards/mean", "reward, KL penalty included", "score", REPORT),
+    Metric("actor/ref_kl", "KL to the reference", "nats per token", LINE | STATUS | PAGES | REPORT, "kl", ".4f"),
+    Metric("actor/ppo_kl", "KL of the update", "nats per token", REPORT),
+    Metric("actor/entropy", "entropy", "nats per token", LINE | STATUS | PAGES | REPORT, "entropy", ".3f"),
+    Metric("response_length/mean", "response length", "tokens", LINE | STATUS | PAGES | REPORT, "length", ".1f"),
+    Metric("response_length/clip_ratio", "responses cut off at the limit", "share", REPORT),
+    Metric("actor/pg_loss", "policy loss", "", PAGES | REPORT),
+    Metric("critic/vf_loss", "value loss", "score²", PAGES | REPORT),
+    Metric("actor/pg_clipfrac", "clip fraction, policy", "share of tokens", LINE | PAGES | REPORT, "clipped", ".3f"),
+    Metric("critic/vf_clipfrac", "clip fraction, value", "share of tokens", REPORT),
+    Metric(
+        "critic/vf_explained_var", "explained variance of returns", "share", LINE | PAGES | REPORT, "explained", ".2f"
+    ),
+    Metric("actor/grad_norm", "gradient norm, actor", "", REPORT),
+    Metric("critic/grad_norm", "gradient norm, critic", "", REPORT),
+    Metric("actor/lr", "learning rate, actor", "", REPORT),
+    Metric("critic/lr", "learning rate, critic", "", REPORT),
+    Metric("timing_s/stages", "compute time of all stages", "seconds", LINE | STATUS, "s", ".1f"),
+)
+
+
+def shown_in(place: Shown) -> tuple[Metric, ...]:
+    """Those shown there, in order."""
+    return tuple(metric for metric in CATALOGUE if place in metric.shown)
+
+
+def line(metrics: Mapping[str, float]) -> str:
+    """An iteration in one line."""
+    return "  ".join(metric.text(metrics) for metric in shown_in(LINE) if metric.name in metrics)
