@@ -77,6 +77,7 @@ def update(pipe: Any, rank: int, count: int, meeting: str, case: Case, size: str
     from rlhf.engines import ranks, token_outputs
     from rlhf.engines.base import OptimizerPlan
     from rlhf.engines.build import train_engine
+    from rlhf.engines.optimizers import AdamW
     from rlhf.models import lora
 
     os.environ["LOCAL_RANK"] = str(rank)
@@ -119,8 +120,7 @@ def update(pipe: Any, rank: int, count: int, meeting: str, case: Case, size: str
     objective = ActorObjective(PPOClip(), None, "k3", 0.0, on_policy=False)
     schedule = OptimizerPlan(
         lr=1e-6,
-        betas=(0.9, 0.999),
-        weight_decay=0.0,
+        optimizer=AdamW(),
         grad_clip=1.0,
         micro_batch_tokens=rows * (prompt + response) // case.micro_batches,
         mini_batches=(tuple(range(rows)),),

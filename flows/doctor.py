@@ -91,6 +91,7 @@ def _update(trainer: TrainerConfig) -> str:
     from rlhf.engines.base import OptimizerPlan
     from rlhf.engines.build import train_engine
     from rlhf.engines.model_engine import Dtype
+    from rlhf.engines.optimizers import AdamW
 
     batch = TrajectoryBatch.of(
         {
@@ -102,8 +103,7 @@ def _update(trainer: TrainerConfig) -> str:
     )
     plan = OptimizerPlan(
         lr=0.01,
-        betas=(0.9, 0.999),
-        weight_decay=0.0,
+        optimizer=AdamW(),
         grad_clip=1.0,
         micro_batch_tokens=64,
         mini_batches=((0, 1),),

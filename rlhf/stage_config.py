@@ -154,7 +154,7 @@ def _changes(path: str, before: JsonValue, now: Any) -> list[str]:
     if PydanticUndefined in (before, after) or before == after:
         return []
     comparable = isinstance(before, dict) and isinstance(now, BaseModel)
-    if not comparable or before.get("type") != after.get("type"):  # type: ignore[union-attr]
+    if not comparable or before.get("type", after.get("type")) != after.get("type"):  # type: ignore[union-attr]
         return [f"config.{path}: {_short(before)} -> {_short(after)}"]
     lines: list[str] = []
     for name, field in type(now).model_fields.items():

@@ -17,6 +17,7 @@ from rlhf.config import FitConfig, LRScheduleConfig
 from rlhf.engines.base import OptimizerPlan
 from rlhf.engines.learning_rate import learning_rate
 from rlhf.engines.model_engine import ModelEngine
+from rlhf.engines.optimizers import AdamW
 from rlhf.models import load_tokenizer, save
 from tasks.recording import recorded_task
 
@@ -70,8 +71,7 @@ def _round(fitting: Fitting, what: Fit) -> dict[str, float]:
             what.objective,
             OptimizerPlan(
                 lr=learning_rate(config.lr, schedule, step),
-                betas=(0.9, 0.999),
-                weight_decay=config.weight_decay,
+                optimizer=AdamW(weight_decay=config.weight_decay),
                 grad_clip=config.grad_clip,
                 micro_batch_tokens=config.micro_batch_tokens,
                 mini_batches=(tuple(range(len(rows))),),

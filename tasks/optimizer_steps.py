@@ -8,6 +8,7 @@ from infra.workers.calls import C, Context
 from rlhf.config import LRScheduleConfig
 from rlhf.engines.base import OptimizerPlan
 from rlhf.engines.learning_rate import learning_rate
+from rlhf.engines.optimizers import Optimizer
 from rlhf.seeding import generator
 from rlhf.stage_config import StageConfig, key
 
@@ -17,8 +18,7 @@ class TrainerStageConfig(StageConfig):
 
     lr: float = key("lr")
     lr_schedule: LRScheduleConfig = key("lr_schedule")
-    betas: tuple[float, float] = key("betas")
-    weight_decay: float = key("weight_decay")
+    optimizer: Optimizer = key("optimizer")
     ppo_epochs: int = key("ppo_epochs")
     mini_batch_trajectories: int = key("mini_batch_trajectories")
     grad_clip: float | None = key("grad_clip")
@@ -62,8 +62,7 @@ def optimizer_steps(
         mini_batches += [tuple(mini_batch.tolist()) for mini_batch in np.array_split(order, count)]
     return OptimizerPlan(
         lr=learning_rate(trainer.lr, trainer.lr_schedule, max(context.iteration - skipped, 0)),
-        betas=trainer.betas,
-        weight_decay=trainer.weight_decay,
+        optimizer=trainer.optimizer,
         grad_clip=trainer.grad_clip,
         micro_batch_tokens=trainer.micro_batch_tokens,
         mini_batches=tuple(mini_batches),

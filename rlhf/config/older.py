@@ -10,6 +10,10 @@ from typing import Any
 RENAMED = {
     "actor.by_turns": "actor.offload_when_idle",
     "critic.by_turns": "critic.offload_when_idle",
+    "actor.betas": "actor.optimizer.betas",
+    "actor.weight_decay": "actor.optimizer.weight_decay",
+    "critic.betas": "critic.optimizer.betas",
+    "critic.weight_decay": "critic.optimizer.weight_decay",
     "algorithm.advantage.drop_flat_groups": "algorithm.advantage.drop_zero_std_groups",
 }
 """Keys that have another name now. The old names still work in files and overrides."""
@@ -60,14 +64,20 @@ def _renamed(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     today = deepcopy(dict(tree))
     old_names: list[str] = []
     for old, new in RENAMED.items():
-        *parents, old_name = old.split(".")
-        section: Any = today
-        for part in parents:
-            section = section.get(part) if isinstance(section, dict) else None
+        section, old_name = _section_of(today, old), old.rpartition(".")[2]
         if isinstance(section, dict) and old_name in section:
-            section[new.rpartition(".")[2]] = section.pop(old_name)
+            value = section.pop(old_name)
+            _section_of(today, new)[new.rpartition(".")[2]] = value
             old_names.append(old)
     return today, old_names
+
+
+def _section_of(tree: dict[str, Any], key: str) -> Any:
+    """The section that holds a dotted key, or what stands in its place; made where its own section is there."""
+    section: Any = tree
+    for part in key.split(".")[:-1]:
+        section = section.get(part) if isinstance(section, dict) else None
+    return section
 
 
 def _kl(tree: Mapping[str, Any]) -> Mapping[str, Any]:

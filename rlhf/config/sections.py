@@ -16,9 +16,9 @@ from rlhf.algorithms import (
     PPOClip,
     RolloutCorrection,
 )
+from rlhf.engines.optimizers import AdamW, Optimizer
 
 RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
-Beta = Annotated[float, Field(ge=0, lt=1)]
 T = TypeVar("T")
 OneOrMore = Annotated[tuple[T, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
 """A list of names; one alone may stand without the brackets."""
@@ -288,10 +288,9 @@ class TrainerConfig(Section):
         description="while another model of the same processes computes, parameters and optimizer state lie in host "
         "memory",
     )
-    lr: float = Field(gt=0, description="learning rate of AdamW")
+    lr: float = Field(gt=0, description="learning rate")
     lr_schedule: LRScheduleConfig = Field(LRScheduleConfig(), description="learning rate over the iterations")
-    betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="AdamW's betas")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay")
+    optimizer: Annotated[Optimizer, _type_may_be_left_out("adamw")] = Field(AdamW(), description="the optimizer")
     ppo_epochs: int = Field(1, gt=0, description="passes over an iteration's trajectories")
     mini_batch_trajectories: int = Field(64, gt=0, description="trajectories an optimizer step learns from")
     micro_batch_tokens: int = Field(16384, gt=0, description="tokens computed at once by a process, padding included")
@@ -309,12 +308,12 @@ class TrainerConfig(Section):
 
 
 class ActorConfig(TrainerConfig):
-    lr: float = Field(1e-6, gt=0, description="learning rate of AdamW")
+    lr: float = Field(1e-6, gt=0, description="learning rate")
 
 
 class CriticConfig(TrainerConfig):
     model: ModelConfig | None = Field(None, description="the backbone the critic starts from; null: the actor's model")
-    lr: float = Field(1e-5, gt=0, description="learning rate of AdamW")
+    lr: float = Field(1e-5, gt=0, description="learning rate")
     warmup_iterations: int = Field(0, ge=0, description="first iterations in which only the critic learns")
     cliprange_value: float | None = Field(0.5, gt=0, description="how far a value may move; null: not limited")
 

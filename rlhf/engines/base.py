@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from rlhf import seeding
+from rlhf.engines.optimizers import Optimizer
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -89,8 +90,7 @@ class OptimizerPlan:
     """An update, as one optimizer step after the other."""
 
     lr: float
-    betas: tuple[float, float]
-    weight_decay: float
+    optimizer: Optimizer
     grad_clip: float | None
     micro_batch_tokens: int
     mini_batches: tuple[tuple[int, ...], ...]

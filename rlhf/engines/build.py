@@ -27,6 +27,7 @@ def train_engine(
         "gradient_checkpointing": trainer.gradient_checkpointing,
         "packing": trainer.packing,
         "sequence_parallel": trainer.sequence_parallel,
+        "optimizer": trainer.optimizer,
     }
     if trainer.engine == "fsdp":
         from rlhf.engines.fsdp_engine import FSDPEngine

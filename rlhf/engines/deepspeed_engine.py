@@ -12,7 +12,7 @@ import torch
 
 from rlhf.engines import ranks
 from rlhf.engines.base import OptimizerPlan
-from rlhf.engines.model_engine import ModelEngine, not_finite, set_options
+from rlhf.engines.model_engine import ModelEngine, not_finite
 from rlhf.engines.token_outputs import Head
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class DeepSpeedEngine(ModelEngine):
             "steps_per_print": 2**62,
         }
         self.parameters = self._parameters()
-        optimizer = torch.optim.AdamW(self.parameters.values()) if self.trainable else None
+        optimizer = self.optimizer_type.build(self.parameters.values()) if self.trainable else None
         self.engine, self.wrapper, _, _ = deepspeed.initialize(model=self.module, optimizer=optimizer, config=config)
         self.optimizer = optimizer
         self.module.in_step = stage == 3
@@ -100,7 +100,7 @@ class DeepSpeedEngine(ModelEngine):
 
     def _step(self, plan: OptimizerPlan) -> float:
         assert self.optimizer is not None
-        set_options(self.optimizer, plan)
+        plan.optimizer.set(self.optimizer, plan.lr)
         clip = plan.grad_clip or math.inf
         if self.stage == 0:  # its gradients are whole, and it would not tell their norm
             norm = float(torch.nn.utils.clip_grad_norm_(self.parameters.values(), clip))
@@ -183,15 +183,10 @@ class DeepSpeedEngine(ModelEngine):
     def _stand_still(self) -> None:
         """A step of length 0; its traces in the optimizer's state are to be overwritten."""
         assert self.optimizer is not None
-        set_options(self.optimizer, STILL)
+        self.optimizer_type().set(self.optimizer, lr=0.0)
         token = torch.zeros(1, dtype=torch.long, device=self.device)
         with torch.enable_grad():
             [nothing] = self._call(token[None], None, token, token, 1.0, ()).values()
             self._backward(0 * nothing.sum(), last=True)
         self.engine.step()
         self._accumulates = False
-
-
-STILL = OptimizerPlan(
-    lr=0.0, betas=(0.9, 0.999), weight_decay=0.0, grad_clip=None, micro_batch_tokens=0, mini_batches=(), temperature=1.0
-)

@@ -41,8 +41,11 @@ class FSDPEngine(TorchEngine):
     ) -> None:
         self.offload = offload
         self.team = tensor_parallel
-        self.adamw = {"foreach": tensor_parallel == 1}  # it does not take tensors of two meshes together
         super().__init__(model, head, tensor_parallel=tensor_parallel, **options)
+
+    def _build_optimizer(self) -> torch.optim.Optimizer:
+        # a kernel for many tensors does not take those of two meshes together
+        return self.optimizer_type.build(self.parameters.values(), foreach=self.team == 1)
 
     def _place(self) -> None:
         ranks.initialized()

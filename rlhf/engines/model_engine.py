@@ -24,6 +24,7 @@ from rlhf.batch import TrajectoryBatch, ragged
 from rlhf.engines import ranks
 from rlhf.engines.base import OptimizerPlan
 from rlhf.engines.micro_batches import MicroBatch
+from rlhf.engines.optimizers import AdamW, Optimizer
 from rlhf.engines.sequence_parallel import Team
 from rlhf.engines.token_outputs import Head, TokenOutputs
 from rlhf.errors import NotFinite
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
     from rlhf.algorithms.objectives import Objective
 
 Dtype = Literal["float32", "bfloat16"]
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""AdamW's state, besides the number of steps."""
 
 
 class ModelEngine(ABC):
@@ -57,6 +56,7 @@ class ModelEngine(ABC):
         packing: bool = False,
         sequence_parallel: int = 1,
         tensor_parallel: int = 1,
+        optimizer: Optimizer = AdamW(),  # noqa: B008  (it is frozen)
     ) -> None:
         team = Team.of(sequence_parallel) if sequence_parallel > 1 else None
         self.module = TokenOutputs(model, head, team=team, packing=packing)
@@ -67,6 +67,7 @@ class ModelEngine(ABC):
         """So many ranks in a row compute the same trajectories; the first of them counts."""
         self.counts = ranks.rank() % self.sharing == 0
         self.device = ranks.device()
+        self.optimizer_type = type(optimizer)
         self.steps = 0
         """Optimizer steps taken so far."""
         checkpointed = trainable and gradient_checkpointing
@@ -274,7 +275,7 @@ class ModelEngine(ABC):
                 buffer.copy_(model[name])
             self.steps = json.loads(files["state.json"])["steps"]
             moments = _merged(files, ("optimizer",))
-            for kind in MOMENTS if self.steps else ():
+            for kind in self.optimizer_type.state if self.steps else ():
                 for name in names:
                     self.set(kind, name, moments[f"{kind}.{name}"])
 
@@ -294,7 +295,7 @@ class ModelEngine(ABC):
 
     def _tensors(self) -> Iterator[tuple[str, Tensor, bool]]:
         """Every logical tensor by name, on the CPU where it is this rank's."""
-        kinds = ["model", *(MOMENTS if self.trainable and self.steps else ())]
+        kinds = ["model", *(self.optimizer_type.state if self.trainable and self.steps else ())]
         whole = [(kind, name) for kind in kinds for name in self.names()]
         for number, (kind, name) in enumerate(whole):
             owner = 0 if kind == "model" and lora.has(self.model) else number % ranks.count()
@@ -354,8 +355,3 @@ def _merged(files: Mapping[str, bytes], which: tuple[str, ...]) -> dict[str, Ten
 
 def not_finite(norm: float) -> NotFinite:
     return NotFinite(f"the gradient's norm is {norm}; nothing of this update is committed")
-
-
-def set_options(optimizer: torch.optim.Optimizer, plan: OptimizerPlan) -> None:
-    for group in optimizer.param_groups:
-        group["lr"], group["betas"], group["weight_decay"] = plan.lr, plan.betas, plan.weight_decay

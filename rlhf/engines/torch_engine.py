@@ -9,7 +9,7 @@ import torch
 
 from rlhf.engines import ranks
 from rlhf.engines.base import OptimizerPlan
-from rlhf.engines.model_engine import ModelEngine, not_finite, set_options
+from rlhf.engines.model_engine import ModelEngine, not_finite
 from rlhf.engines.token_outputs import Head
 
 if TYPE_CHECKING:
@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 
 
 class TorchEngine(ModelEngine):
-    adamw: dict[str, Any] = {"fused": True}
-
     def __init__(self, model: PreTrainedModel, head: Head, **options: Any) -> None:
         super().__init__(model, head, **options)
         self._place()
         self.parameters = self._parameters()
-        self.optimizer = torch.optim.AdamW(self.parameters.values(), **self.adamw) if self.trainable else None
+        self.optimizer = self._build_optimizer() if self.trainable else None
+
+    def _build_optimizer(self) -> torch.optim.Optimizer:
+        return self.optimizer_type.build(self.parameters.values(), fused=True)
 
     def _place(self) -> None:
         self.module.to(self.device)
@@ -38,7 +39,7 @@ class TorchEngine(ModelEngine):
 
     def _step(self, plan: OptimizerPlan) -> float:
         assert self.optimizer is not None
-        set_options(self.optimizer, plan)
+        plan.optimizer.set(self.optimizer, plan.lr)
         norm = self._clip(plan.grad_clip or math.inf)
         if math.isfinite(norm):
             self.optimizer.step()

@@ -14,14 +14,14 @@ from rlhf.algorithms.objectives import PreferenceObjective
 from rlhf.batch import TrajectoryBatch
 from rlhf.config import ModelConfig
 from rlhf.engines.base import OptimizerPlan
+from rlhf.engines.optimizers import AdamW
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.models import load_scorer
 from tests import tiny
 
 PLAN = OptimizerPlan(
     lr=1e-3,
-    betas=(0.8, 0.95),
-    weight_decay=0.0,
+    optimizer=AdamW(betas=(0.8, 0.95)),
     grad_clip=None,
     micro_batch_tokens=60,
     mini_batches=((2, 3, 6, 7, 0, 1, 4, 5),),

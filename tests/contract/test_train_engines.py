@@ -30,6 +30,7 @@ from rlhf.engines import token_outputs
 from rlhf.engines.base import OptimizerPlan, TrainEngine
 from rlhf.engines.deepspeed_engine import DeepSpeedEngine, Stage
 from rlhf.engines.fsdp_engine import FSDPEngine
+from rlhf.engines.optimizers import AdamW
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.errors import NotFinite
 from rlhf.models import load_actor, load_critic
@@ -94,8 +95,7 @@ def kind(request: pytest.FixtureRequest, policy_folder: Path, critic_folder: Pat
 ALL = tuple(range(8))
 PLAN = OptimizerPlan(
     lr=1e-3,
-    betas=(0.8, 0.95),
-    weight_decay=0.1,
+    optimizer=AdamW(betas=(0.8, 0.95), weight_decay=0.1),
     grad_clip=0.25,
     micro_batch_tokens=45,
     mini_batches=((0, 2, 4, 6), (7, 5, 3, 1)),
@@ -189,7 +189,7 @@ def test_a_step_is_that_of_the_whole_mini_batch(kind: Kind, batch: TrajectoryBat
         torch.testing.assert_close(moment, gradient, rtol=1e-4, atol=1e-4 * gradient.abs().max().item())
         # From the engine's own moment: AdamW divides by the gradient's size, so where that is rounding, so is the step.
         step = PLAN.lr * moment / (moment.abs() + 1e-8)
-        stepped = parameter * (1 - PLAN.lr * PLAN.weight_decay) - step
+        stepped = parameter * (1 - PLAN.lr * PLAN.optimizer.weight_decay) - step
         torch.testing.assert_close(weights[name].double(), stepped.detach(), rtol=1e-6, atol=1e-6)
 
 

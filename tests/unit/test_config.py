@@ -66,7 +66,7 @@ def test_the_minimal_config_is_the_documented_default(file: Path) -> None:
         ("rollout.top_p=1.1", "rollout.top_p is 1.1: input should be less than or equal to 1"),
         ("actor.lr=.nan", "actor.lr is nan: input should be a finite number"),
         ("actor.lr=-1e-5", "actor.lr is -1e-05: input should be greater than 0"),
-        ("actor.betas=[0.9, 1.0]", "actor.betas.1 is 1.0: input should be less than 1"),
+        ("actor.optimizer.betas=[0.9, 1.0]", "actor.optimizer.betas.1 is 1.0: input should be less than 1"),
         ("data.train=[]", "data.train is []"),
         (
             "data.truncation=centre",
