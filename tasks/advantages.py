@@ -1,4 +1,7 @@
-"""advantages: from scores, KL and values to what the losses read. One shard, since groups and whitening span all."""
+"""advantages: computes the inputs of the losses from scores, KL and values.
+
+The stage has one shard, because groups and whitening span all trajectories.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +36,15 @@ class AdvantagesConfig(StageConfig):
 
 
 def advantages(context: Context[AdvantagesConfig]) -> ShardOutput[ShardSummary]:
+    """Compute rewards, advantages, returns and loss mask of every response token.
+
+    Args:
+        context: The batch of the iteration's trajectories, with the columns in `ADVANTAGES.reads`.
+
+    Returns:
+        Per-token columns, of the lengths of the responses: `token_rewards`, `advantages`, `returns`, `loss_mask`, and
+        `rollout_is_weights` if the rollout correction has weights; metrics; and the state of the KL controller.
+    """
     config, batch = context.config, context.batch
     estimator = config.advantage
     mask, lengths = batch.padded("response_mask").double(), batch.lengths("response_mask")
@@ -47,8 +59,8 @@ def advantages(context: Context[AdvantagesConfig]) -> ShardOutput[ShardSummary]:
         teaches &= has_baseline
         inputs["greedy_scores"] = estimator.clipped(_doubles(batch, "greedy_score").where(has_baseline, 0.0))
         if config.overlong_penalty is not None:
-            lengths_of_greedy = _doubles(batch, "greedy_tokens")
-            inputs["greedy_scores"] += config.overlong_penalty(lengths_of_greedy, config.max_response_tokens)
+            greedy_lengths = _doubles(batch, "greedy_tokens")
+            inputs["greedy_scores"] += config.overlong_penalty(greedy_lengths, config.max_response_tokens)
     if "reward_parts" in estimator.needs:
         parts = _reward_parts(batch, estimator.parts if isinstance(estimator, GDPO) else ())
         inputs["reward_parts"] = {name: estimator.clipped(part) for name, part in parts.items()}
@@ -56,7 +68,7 @@ def advantages(context: Context[AdvantagesConfig]) -> ShardOutput[ShardSummary]:
         if name in batch:
             inputs[name] = batch.padded(name).double()
     if not teaches.any():
-        note(f"iteration {context.iteration} has nothing to learn from: no update moves the weights")
+        note(f"iteration {context.iteration} has nothing to learn from: no update changes the weights")
     loss_mask = mask * teaches[:, None]
     estimates, returns = estimator(token_rewards, loss_mask, **{name: inputs[name] for name in estimator.needs})
 
@@ -81,8 +93,19 @@ def advantages(context: Context[AdvantagesConfig]) -> ShardOutput[ShardSummary]:
 def _token_rewards(
     context: Context[AdvantagesConfig], mask: torch.Tensor, scores: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, float], dict[str, float]]:
-    """The score, where it lies or else at the last token that the model wrote, and there the length penalty; less the
-    KL penalty; metrics; controllers."""
+    """Per-token rewards, metrics, and the state of the KL controller.
+
+    The score goes to the tokens in `token_scores`, and the rest of it, with the length penalty, to the last token that
+    the model wrote. The KL penalty is subtracted at every token.
+
+    Args:
+        context: The batch, the config and the controllers' state before this iteration.
+        mask: 1 for tokens that the model wrote, float64, shape (batch, response).
+        scores: Clipped score of each trajectory, float64, shape (batch,).
+
+    Returns:
+        Rewards, float64, shape (batch, response); metrics; new state of the controllers.
+    """
     config, batch = context.config, context.batch
     metrics: dict[str, float] = {}
     controllers: dict[str, float] = {}
@@ -115,7 +138,16 @@ def _token_rewards(
 def _rollout_correction(
     context: Context[AdvantagesConfig], mask: torch.Tensor, loss_mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, float]]:
-    """The mask without what is rejected, importance weights if there are any, and how far training is from rollout."""
+    """The loss mask without the rejected tokens, the importance weights, and metrics of the off-policy distance.
+
+    Args:
+        context: The batch and the config.
+        mask: 1 for tokens that the model wrote, float64, shape (batch, response).
+        loss_mask: The tokens of `mask` that are learned from; same shape.
+
+    Returns:
+        The new loss mask; importance weights of the same shape, or None; metrics.
+    """
     correction, batch = context.config.rollout_correction, context.batch
     old, rollout = batch.padded("old_log_probs").double(), batch.padded("rollout_log_probs").double()
     metrics = off_policy_metrics(old, rollout, mask)
@@ -132,8 +164,11 @@ def _rollout_correction(
 
 
 def _reward_parts(batch: TrajectoryBatch, wanted: Sequence[str]) -> dict[str, torch.Tensor]:
-    """The parts that the reward gave for every trajectory for which it did not fail, and 0 where it failed; `score` is
-    one of them. Where it always failed, nobody knows which parts there are: the `wanted` ones."""
+    """The reward parts that every trajectory has, as tensors of shape (batch,), including `score`.
+
+    A trajectory whose reward failed has 0 for every part. If all rewards failed, the parts are unknown: the result then
+    has the `wanted` ones.
+    """
     rows = [dict(parts) for parts in batch.list("reward_parts")]
     scored = [error is None for error in batch.list("reward_error")]
     names = set.intersection(*(set(row) for row in compress(rows, scored))) if any(scored) else set(wanted)
@@ -149,20 +184,33 @@ def _doubles(batch: TrajectoryBatch, name: str) -> torch.Tensor:
 def _metrics(
     batch: TrajectoryBatch,
     mask: torch.Tensor,
-    here: torch.Tensor,
+    learned: torch.Tensor,
     scores: torch.Tensor,
     token_rewards: torch.Tensor,
-    found: torch.Tensor,
+    estimates: torch.Tensor,
     returns: torch.Tensor,
 ) -> dict[str, float]:
-    """What people watch, under the names they know. `here` are the tokens of trajectories that are learned from."""
+    """Metrics under the names that are usual in the field.
+
+    Args:
+        batch: The trajectories.
+        mask: 1 for tokens that the model wrote, shape (batch, response).
+        learned: Whether a token belongs to a trajectory that is learned from; bool, same shape.
+        scores: Scores before clipping, shape (batch,).
+        token_rewards: Rewards of the tokens, shape (batch, response).
+        estimates: Advantages, same shape.
+        returns: Returns, same shape.
+
+    Returns:
+        Values by metric name.
+    """
     prompts = torch.from_numpy(batch.lengths("prompt_ids")).double()
     responses = mask.sum(-1)
     columns = {
         "critic/score": scores,
         "critic/rewards": token_rewards.sum(-1),
-        "critic/advantages": found[here],
-        "critic/returns": returns[here],
+        "critic/advantages": estimates[learned],
+        "critic/returns": returns[learned],
         "response_length": responses,
         "prompt_length": prompts,
     }
@@ -170,9 +218,9 @@ def _metrics(
     if "entropy" in batch:
         metrics["actor/entropy"] = float(batch.padded("entropy").double()[mask > 0].mean())
     if "values" in batch:
-        columns["critic/values"] = values = batch.padded("values").double()[here]
-        spread = returns[here].var(unbiased=False)
-        error = (returns[here] - values).var(unbiased=False)
+        columns["critic/values"] = values = batch.padded("values").double()[learned]
+        spread = returns[learned].var(unbiased=False)
+        error = (returns[learned] - values).var(unbiased=False)
         metrics["critic/vf_explained_var"] = float(1 - error / spread) if spread > 0 else 0.0
     for name, column in columns.items():
         metrics |= {

@@ -1,4 +1,4 @@
-"""Where a checkpoint comes from: the update that made it, what that read, and so on down to data, seed and code."""
+"""The lineage of a checkpoint: the update that made it, the inputs of that update, and so on to data, seed and code."""
 
 from __future__ import annotations
 
@@ -15,23 +15,36 @@ from tasks.pipeline import update_of
 
 @dataclass(frozen=True)
 class Origin:
-    """One thing, and what it was made from."""
+    """A checkpoint or a stage, and what it was made from."""
 
     what: str
+    """Title."""
     details: tuple[str, ...] = ()
+    """Facts, one per line."""
     made_from: tuple[Origin, ...] = field(default=())
 
 
 EARLIER = 5
-"""Updates before the newest that are told one by one."""
+"""Number of updates before the newest that are listed one by one."""
 
 
 def explain(run: Run, version: int, role: str = "actor") -> Origin:
-    """The lineage of a role after `version` iterations: its newest update in full, a few earlier ones a line each, and
-    what it all began with."""
+    """The lineage of a role's weights: the newest update in full, a few earlier ones in a line each, the first model.
+
+    Args:
+        run: The run.
+        version: Number of iterations after which to look at the weights.
+        role: `actor` or `critic`.
+
+    Returns:
+        The weights, and the tree of what they were made from.
+
+    Raises:
+        UserError: if the role is not trained in this run, or has no such version.
+    """
     newest = run.state.weights.get(role)
     if update_of(role) is None or newest is None:
-        raise UserError(f"the run has no {role} that is trained")
+        raise UserError(f"the run does not train a {role}")
     if not 0 <= version <= newest.version:
         raise UserError(f"the {role} has versions 0 to {newest.version}; there is no version {version}")
     return Origin(
@@ -42,8 +55,8 @@ def explain(run: Run, version: int, role: str = "actor") -> Origin:
 
 
 def _updates(run: Run, role: str, version: int) -> Iterator[Origin]:
-    """The updates that led to a version, newest first, and what it all began with."""
-    update, told = update_of(role), set[str]()
+    """The updates that led to a version, newest first, and the model that the run began with."""
+    update, described = update_of(role), set[str]()
     assert update is not None
     oldest = max(0, version - 1 - EARLIER)
     for iteration in reversed(range(oldest, version)):
@@ -53,23 +66,23 @@ def _updates(run: Run, role: str, version: int) -> Iterator[Origin]:
         if isinstance(committed, Skip):
             yield Origin(f"iteration {iteration}: {update.name} skipped, {committed.reason}")
             continue
-        if not told:
-            yield _stage(run, iteration, run.store.manifest(committed), told)
+        if not described:
+            yield _stage(run, iteration, run.store.manifest(committed), described)
         else:
             yield Origin(f"iteration {iteration}: {update.name}", (f"fingerprint {committed.fingerprint}",))
     first = run.state.initial[role]
     if oldest > first.version:
         command = f"`ratchet explain {run.store.url.rpartition('/')[2]} {oldest}`"
-        yield Origin(f"iterations {first.version} to {oldest - 1}: {command} tells the next ones")
+        yield Origin(f"iterations {first.version} to {oldest - 1}: {command} shows the next ones")
     yield Origin(f"the {role} that the run began with", (f"sha256 of the model's files {first.digest}",))
 
 
-def _stage(run: Run, iteration: int, manifest: Manifest, told: set[str]) -> Origin:
-    """A stage with its fingerprint spelled out; a stage that was told already is only named."""
+def _stage(run: Run, iteration: int, manifest: Manifest, described: set[str]) -> Origin:
+    """A stage with its whole fingerprint; a stage in `described` is only named."""
     title = f"iteration {iteration}: {manifest.stage}"
-    if manifest.stage in told:
+    if manifest.stage in described:
         return Origin(f"{title} (as above)")
-    told.add(manifest.stage)
+    described.add(manifest.stage)
     parts = manifest.fingerprint.parts
     details = [f"term {manifest.term}, {manifest.seconds:.1f} s, {_output(manifest)}"]
     if (claim := _claim(run, iteration, manifest)) is not None:
@@ -81,7 +94,7 @@ def _stage(run: Run, iteration: int, manifest: Manifest, told: set[str]) -> Orig
     details += [f"config.{key} = {value}" for key, value in manifest.config.items()]
     sources = run.store.manifests(iteration)
     inputs = [name.removeprefix("input.") for name in parts if name.startswith("input.")]
-    return Origin(title, tuple(details), tuple(_stage(run, iteration, sources[name], told) for name in inputs))
+    return Origin(title, tuple(details), tuple(_stage(run, iteration, sources[name], described) for name in inputs))
 
 
 def _output(manifest: Manifest) -> str:
@@ -93,7 +106,7 @@ def _output(manifest: Manifest) -> str:
 
 
 def _claim(run: Run, iteration: int, manifest: Manifest) -> Claim | None:
-    """The driver that committed a stage: known while its term is among those of the iteration."""
+    """The claim of the driver that committed a stage; None if its term is not among those of the iteration."""
     state = run.store.iteration_state(iteration)
     stage = state.stages[manifest.stage]
     assert not isinstance(stage, Skip), "a skipped stage has no manifest"
@@ -112,6 +125,6 @@ def _weights(run: Run, role: str, version: int) -> Weights:
 def _snapshot(run: Run, role: str, version: int) -> str:
     roles = run.state.snapshots.get(version, {})
     if role not in roles:
-        return "no snapshot: replayed from an older one when it is needed"
+        return "no snapshot: replayed from an older one when needed"
     ref = roles[role]
     return f"snapshot {run.store.objects.of_run(ref.run).url}/{ref.key}"

@@ -1,5 +1,7 @@
-"""What an iteration is: its stages, in order. Everything that asks which stages there are asks here: the flow, plan,
-fork, replay, explain, status, the checks of a resume, and the docs."""
+"""The stages of an iteration, in order.
+
+The flow, plan, fork, replay, explain, status, the checks of a resume, and the docs all get the stages from here.
+"""
 
 from __future__ import annotations
 
@@ -36,27 +38,33 @@ STAGES: tuple[Stage, ...] = (
 
 
 def stage_named(name: str) -> Stage:
+    """The stage with this name, which must exist."""
     return next(stage for stage in STAGES if stage.name == name)
 
 
 def stages_of(config: RunConfig) -> tuple[Stage, ...]:
-    """The stages that iterations under this config have, in order. A validation is not made in all of them."""
+    """The stages of an iteration under this config, in order. `validate` runs only in some iterations."""
     return tuple(stage for stage in STAGES if stage.exists(config))
 
 
 def names_of(config: RunConfig) -> tuple[str, ...]:
+    """The names of the stages of an iteration under this config, in order."""
     return tuple(stage.name for stage in stages_of(config))
 
 
 def update_of(role: str) -> AnyUpdateStage | None:
-    """The stage that moves a role's weights, if there is one."""
+    """The stage that updates a role's weights; None for a role that is not trained."""
     return next((stage for stage in STAGES if isinstance(stage, UpdateStage) and stage.role == role), None)
 
 
 def dependencies(config: RunConfig) -> Dependencies:
-    """What the stages of a config depend on, besides config and inputs."""
+    """What the stages of a config depend on in addition to config and inputs.
+
+    Returns:
+        The names and versions of all stages, and the outside inputs of the stages that the config has.
+    """
     return Dependencies(
         stages=tuple(stage.name for stage in STAGES),
-        outside=frozenset(what for stage in stages_of(config) for what in stage.outside),
+        outside=frozenset(source for stage in stages_of(config) for source in stage.outside),
         versions={stage.name: stage.version for stage in STAGES},
     )

@@ -1,4 +1,4 @@
-"""What a changed config would run again, and where a fork has to begin so that the rest is shared."""
+"""Which stages a changed config would run again, and where a fork must begin to share the others."""
 
 from __future__ import annotations
 
@@ -21,16 +21,25 @@ from tasks.validate import VALIDATE
 
 @dataclass(frozen=True)
 class Planned:
-    """A stage of an iteration, under another config."""
+    """Whether a stage of an iteration stays valid under another config."""
 
     stage: str
     keeps: bool
     why: tuple[str, ...]
-    """What has changed, or which stage that it reads runs again."""
+    """The changes, and the inputs that run again."""
 
 
 def plan(run: Run, config: RunConfig, iteration: int) -> list[Planned]:
-    """For each stage that an iteration has committed, or would have, whether it stays what it is."""
+    """Compare the committed stages of an iteration with a changed config.
+
+    Args:
+        run: The run.
+        config: The changed config.
+        iteration: The iteration to compare.
+
+    Returns:
+        For each stage that the iteration has committed or would have: whether it stays valid, and why not.
+    """
     driver = Driver(config, run.store)
     committed, needed = run.store.iteration_state(iteration).stages, names_of(config)
     planned: dict[str, Planned] = {}
@@ -55,34 +64,47 @@ def plan(run: Run, config: RunConfig, iteration: int) -> list[Planned]:
 
 
 def first_changed(planned: Iterable[Planned]) -> str | None:
-    """Where a fork has to begin: the first stage that does not stay, though it is committed."""
-    return next((one.stage for one in planned if not one.keeps and one.why != ("not committed",)), None)
+    """Where a fork must begin.
+
+    Args:
+        planned: The result of `plan`.
+
+    Returns:
+        The first committed stage that does not stay valid; None if all do.
+    """
+    return next((entry.stage for entry in planned if not entry.keeps and entry.why != ("not committed",)), None)
 
 
 def fork_run(run: Run, config: RunConfig, iteration: int, stage: str | None) -> None:
-    """Make the run that `config` names a fork of `run`, which shares what is committed before the point.
+    """Make the run that `config` names a fork of `run` that shares everything committed before a point.
 
-    Of the iteration itself it shares the stages that depend neither on `stage` nor on what depends on it; none, if
-    `stage` is None. Raises `UserError` for a point that the run has not reached, and for a config under which a
-    shared stage would not be what it is.
+    Args:
+        run: The parent.
+        config: Config of the fork.
+        iteration: The iteration in which the fork begins; it shares all earlier ones.
+        stage: The first stage of that iteration that the fork computes itself, together with the stages that depend
+            on it; the other stages are shared. None: it shares no stage of that iteration.
+
+    Raises:
+        UserError: if the run has not reached the point, or a shared stage is not valid under the config.
     """
     state = run.state
     if not 0 <= iteration <= state.iteration:
         raise UserError(f"--at {iteration}: the run has iterations 0 to {state.iteration} (the open one)")
     shared: list[str] = []
     if stage is not None:
-        names = [each.name for each in STAGES]
+        names = [candidate.name for candidate in STAGES]
         if stage not in names:
             raise UserError(f"--at {iteration}:{stage}: stages are {', '.join(names)}")
         committed = run.store.iteration_state(iteration).stages
-        left = dependents(stage, config) | _misfits(run, config, iteration)
-        shared = [name for name in names if name in committed and name not in left]
+        recomputed = dependents(stage, config) | _misfits(run, config, iteration)
+        shared = [name for name in names if name in committed and name not in recomputed]
         if stage not in ("validate", "generate") and "generate" not in committed:
             raise UserError(f"--at {iteration}:{stage}: iteration {iteration} has not committed generate yet")
         driver = Driver(config, run.store)
-        for each in STAGES:
-            if each.name in shared and isinstance(commit := committed[each.name], StageCommit):
-                check_unchanged(driver, each, run.store.manifest(commit))
+        for candidate in STAGES:
+            if candidate.name in shared and isinstance(commit := committed[candidate.name], StageCommit):
+                check_unchanged(driver, candidate, run.store.manifest(commit))
     child = ObjectStore(run_url(config.run.store, config.run.name))
     check_inputs(config)
     check_store(child, config)
@@ -91,20 +113,28 @@ def fork_run(run: Run, config: RunConfig, iteration: int, stage: str | None) -> 
 
 
 def _misfits(run: Run, config: RunConfig, iteration: int) -> set[str]:
-    """Committed stages that the config does not have, or lets read other stages than they did; and what reads them."""
-    found: set[str] = set()
+    """Committed stages that the config lacks or gives different inputs, and all stages that depend on them."""
+    misfits: set[str] = set()
     for name, stage in run.store.iteration_state(iteration).stages.items():
         if name == "validate" or not isinstance(stage, StageCommit):
             continue
         if name not in names_of(config) or input_changes(run.store.manifest(stage), config):
-            found |= dependents(name, config)
-    return found
+            misfits |= dependents(name, config)
+    return misfits
 
 
 def dependents(stage: str, config: RunConfig) -> set[str]:
-    """A stage, and every stage of the config that reads it, or one that does."""
-    found = {stage}
+    """A stage and all stages that depend on it, directly or not.
+
+    Args:
+        stage: Name of the stage.
+        config: The config that decides which stages there are.
+
+    Returns:
+        Names of stages.
+    """
+    names = {stage}
     for reader in stages_of(config):
-        if found & set(reader.reads):
-            found.add(reader.name)
-    return found
+        if names & set(reader.reads):
+            names.add(reader.name)
+    return names

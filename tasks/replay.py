@@ -1,6 +1,6 @@
-"""Recomputing what an iteration has committed, and naming the first stage, column and row that come out otherwise.
+"""Recomputes the committed stages of an iteration, and names the first stage, column and row that differ.
 
-Nothing is claimed and nothing is written: the run may be driven meanwhile.
+Nothing is claimed or written, so a driver may work on the run at the same time.
 """
 
 from __future__ import annotations
@@ -32,11 +32,22 @@ class Replayed:
     stage: str
     same: bool
     difference: str = ""
-    """The first that differs: column and trajectory, or what else."""
+    """The first difference, such as a column and a trajectory; empty if there is none."""
 
 
 def replay(run: Run, iteration: int) -> Iterator[Replayed]:
-    """Every stage that an iteration has committed, in order, from the inputs that it read then."""
+    """Recompute every committed stage of an iteration from its committed inputs, in order.
+
+    Args:
+        run: The run.
+        iteration: A closed iteration, or the open one.
+
+    Yields:
+        The result for each stage; the shards after the first difference of a stage are not recomputed.
+
+    Raises:
+        UserError: if the iteration has committed nothing.
+    """
     store = run.store
     committed = store.iteration_state(iteration).stages
     if not committed or iteration > store.state.iteration:
@@ -44,30 +55,32 @@ def replay(run: Run, iteration: int) -> Iterator[Replayed]:
             f"iteration {iteration} has committed nothing; the run has iterations 0 to {run.state.iteration}"
         )
     manifests, began = store.manifests(iteration), state_before(store, iteration, ())
-    driver = Driver(run.config.as_committed({"pools": {}, "placement": "colocated"}), store)  # it only looks
+    driver = Driver(run.config.as_committed({"pools": {}, "placement": "colocated"}), store)  # without a claim
     for stage in STAGES:
         commit = committed.get(stage.name)
         if commit is None or isinstance(commit, Skip):
             continue
         manifest = manifests[stage.name]
-        read = {name for name in stage.reads if f"input.{name}" in manifest.fingerprint.parts}
-        inputs = stage.inputs_of({name: StageHandle.of(manifests[name]) for name in read})
+        input_names = {name for name in stage.reads if f"input.{name}" in manifest.fingerprint.parts}
+        inputs = stage.inputs_of({name: StageHandle.of(manifests[name]) for name in input_names})
         config = stage.config.of(run.config.as_committed({**manifest.config, "rollout.partial": False}))
         difference = ""
         if isinstance(stage, UpdateStage):
             call = call_of(driver, stage, iteration, inputs, config=config, began=began)
             update = UpdateCall(call, stage.compute)
-            updated = on_worker(driver, call, lambda group, asked=update: group.call(Worker.update, asked))  # type: ignore[misc]
+            updated = on_worker(driver, call, lambda group, update=update: group.call(Worker.update, update))  # type: ignore[misc]
             assert manifest.weights is not None
-            was, now = manifest.weights.digest, updated.weights.digest
-            difference = "" if was == now else f"weights of the {stage.role}: {was[:12]} was committed, now {now[:12]}"
-            yield Replayed(stage.name, was == now, difference + _of_older_code(difference, stage, manifest))
+            before, after = manifest.weights.digest, updated.weights.digest
+            difference = (
+                "" if before == after else f"weights of the {stage.role}: {before[:12]} was committed, now {after[:12]}"
+            )
+            yield Replayed(stage.name, before == after, difference + _of_older_code(difference, stage, manifest))
             continue
         for number, shard in enumerate(manifest.shards):
             report(StageProgress(iteration=iteration, stage=stage.name, done=number, total=len(manifest.shards)))
             call = call_of(driver, stage, iteration, inputs, shard=number, config=config, began=began)
             rows = RowsCall(call, stage.compute, stage.writes)
-            output, _ = on_worker(driver, call, lambda group, asked=rows: group.call(Worker.computed, asked))  # type: ignore[misc]
+            output, _ = on_worker(driver, call, lambda group, rows=rows: group.call(Worker.computed, rows))  # type: ignore[misc]
             difference = first_difference(store.read_shard(shard), output.batch.table)
             if difference:
                 break
@@ -75,6 +88,7 @@ def replay(run: Run, iteration: int) -> Iterator[Replayed]:
 
 
 def _of_older_code(difference: str, stage: Stage, manifest: Manifest) -> str:
+    """A remark for a stage that differs and was committed by another version of its code."""
     then = manifest.fingerprint.parts.get("version")
     return (
         f" (of an older release: version {then}, now {stage.version})" if difference and then != stage.version else ""
@@ -82,8 +96,15 @@ def _of_older_code(difference: str, stage: Stage, manifest: Manifest) -> str:
 
 
 def first_difference(committed: pa.Table, now: pa.Table) -> str:
-    """Where two tables first differ, column by column; empty if they do not. A column that is younger than what is
-    committed counts as nothing."""
+    """Describe the first difference of two tables, column by column.
+
+    Args:
+        committed: The committed rows.
+        now: The recomputed rows. Columns that `committed` does not have are ignored: newer releases may add some.
+
+    Returns:
+        The difference, or an empty string.
+    """
     if not set(committed.column_names) <= set(now.column_names):
         return f"columns {', '.join(committed.column_names)} were committed, now {', '.join(now.column_names)}"
     ids = committed["trajectory_id"].to_pylist()
@@ -102,6 +123,6 @@ def _short(before: object, after: object) -> str:
     if isinstance(before, list) and isinstance(after, list):
         if len(before) != len(after):
             return f"{len(before)} values were committed, now {len(after)}"
-        at = next(at for at, pair in enumerate(zip(before, after, strict=True)) if pair[0] != pair[1])
-        return f"value {at} was {before[at]!r}, now {after[at]!r}"
+        index = next(index for index, pair in enumerate(zip(before, after, strict=True)) if pair[0] != pair[1])
+        return f"value {index} was {before[index]!r}, now {after[index]!r}"
     return f"was {before!r}, now {after!r}"

@@ -1,7 +1,7 @@
-"""Bringing a worker to the weights that a stage asks for: the newest snapshot, then the updates after it again.
+"""Restores the weights that a stage needs: load the newest snapshot, then replay the updates after it.
 
-Trajectories are the write-ahead log, checkpoints are snapshots. A replayed update reads what the first one read, with
-the config that its manifest recorded; nothing is generated or scored again, and no stage is committed again.
+Trajectories are the write-ahead log, checkpoints are the snapshots. A replayed update reads the same inputs as the
+first time, with the config from its manifest. Nothing is generated, scored or committed again.
 """
 
 from __future__ import annotations
@@ -21,18 +21,37 @@ from tasks.stage import UpdateStage
 
 
 class ReplayMismatch(Corrupt):
-    """A replayed update gave other weights than it gave when it was committed."""
+    """A replayed update produced different weights from the committed ones."""
 
 
 def ensure_weights(driver: Driver, role: str, weights: Weights) -> None:
-    """Restore what `role` computes with, unless it is there, where it computes."""
+    """Restore the weights of a role on its workers, unless they hold them already.
+
+    Args:
+        driver: Driver of the run.
+        role: `actor`, `critic`, `reference` or `rollout`.
+        weights: The weights to restore.
+
+    Raises:
+        ReplayMismatch: see `restore`.
+    """
     with driver.restoring:
         if not driver.groups.of(role).call(Worker.has_weights, role, weights):
             restore(driver, role, weights)
 
 
 def restore(driver: Driver, role: str, weights: Weights) -> None:
-    """Load what `role` computes with, where it computes, and replay until it is at `weights`."""
+    """Load a snapshot on the workers of a role, and replay the updates after it.
+
+    Args:
+        driver: Driver of the run.
+        role: `actor`, `critic`, `reference` or `rollout`.
+        weights: The weights to restore.
+
+    Raises:
+        ReplayMismatch: if a replayed update fails, or produces different weights and
+            `checkpoint.on_replay_mismatch` does not allow that.
+    """
     store, group = driver.store, driver.groups.of(role)
     if role == "rollout" and not group.call(Worker.rollout_is_actor):
         return _restore_copy(driver, group, weights)
@@ -48,19 +67,21 @@ def restore(driver: Driver, role: str, weights: Weights) -> None:
         group.call(Worker.load, role, at, ref)
     while update is not None and at.version < weights.version:
         at = _replay(driver, group, update, at, weights)
-    assert at.version == weights.version, f"{role} is at version {at.version}, and {weights.version} was asked for"
+    assert at.version == weights.version, f"{role} is at version {at.version}, not {weights.version}"
 
 
 def _restore_copy(driver: Driver, group: WorkerGroup, weights: Weights) -> None:
-    """Give a rollout that has tensors of its own the actor's weights: from the actor if it is here and has them, from
-    a snapshot, or from the actor through the store."""
+    """Give the actor's weights to a rollout that has its own tensors.
+
+    They come from the actor in the same process if it holds them, from a snapshot, or from the actor through the store.
+    """
     if group.call(Worker.copy_to_rollout, weights):
         return
     driver.snapshots.settle(wait=True)
     state, actor = driver.state, driver.groups.of("actor")
     rollout = driver.config.rollout
     if group is actor and rollout.engine == "server" and rollout.mode == "sync":
-        # the iteration trains with these, too; and a server is compared with the actor that holds what it holds
+        # the iteration trains from the same weights, and a server is compared with an actor that holds its weights
         ensure_weights(driver, "actor", weights)
         assert group.call(Worker.copy_to_rollout, weights), "the actor holds them"
     elif weights == state.initial["actor"]:
@@ -68,7 +89,7 @@ def _restore_copy(driver: Driver, group: WorkerGroup, weights: Weights) -> None:
     elif (roles := state.snapshots.get(weights.version)) is not None:
         group.call(Worker.load, "rollout", weights, roles["actor"])
     else:
-        ensure_weights(driver, "actor", weights)  # only where it is trained can it be replayed
+        ensure_weights(driver, "actor", weights)  # only the workers that train the actor can replay it
         if not group.call(Worker.copy_to_rollout, weights):
             actor.call(Worker.begin_save, "actor")
             saved = actor.call(Worker.finish_save, "actor")
@@ -77,24 +98,24 @@ def _restore_copy(driver: Driver, group: WorkerGroup, weights: Weights) -> None:
 
 
 def _replay(driver: Driver, group: WorkerGroup, stage: UpdateStage[C], at: Weights, target: Weights) -> Weights:
-    """Apply the update of iteration `at.version` again."""
+    """Apply the update of iteration `at.version` again; returns the committed weights after it."""
     role = stage.role
     committed = driver.store.committed_stage(at.version, stage.name)
-    if committed is None or isinstance(committed, Skip):  # None: the config of the iteration had no such role
+    if committed is None or isinstance(committed, Skip):  # None: the config of that iteration did not have the role
         passed = Weights(version=at.version + 1, digest=at.digest)
         group.call(Worker.mark_as_version, role, passed)
         return passed
     report(ReplayProgress(role=role, done=at.version, total=target.version))
     manifest = driver.store.manifest(committed)
-    read = [name.removeprefix("input.") for name in manifest.fingerprint.parts if name.startswith("input.")]
+    input_names = [name.removeprefix("input.") for name in manifest.fingerprint.parts if name.startswith("input.")]
     sources = driver.store.manifests(at.version)
-    config = driver.config.as_committed(manifest.config)  # then, not with today's other keys
+    config = driver.config.as_committed(manifest.config)  # the values of that time, not today's
     call = Call(
         term=driver.term,
         stage=stage.name,
         iteration=at.version,
         config=stage.config.of(config),
-        inputs=stage.inputs(stage.inputs_of({name: StageHandle.of(sources[name]) for name in read}), shard=0),
+        inputs=stage.inputs(stage.inputs_of({name: StageHandle.of(sources[name]) for name in input_names}), shard=0),
         role=role,
         weights=at,
     )
@@ -113,7 +134,7 @@ def _report_mismatch(
     driver: Driver, stage: UpdateStage[C], committed: StageCommit, manifest: Manifest, replayed: Updated
 ) -> None:
     assert manifest.weights is not None
-    if driver.term:  # a driver that has not claimed the run only looks
+    if driver.term:  # term 0: the driver has not claimed the run and must not write
         driver.store.commit(
             Diverged(
                 iteration=committed.iteration,
@@ -125,12 +146,14 @@ def _report_mismatch(
         )
     policy = driver.config.checkpoint.on_replay_mismatch
     then, now = manifest.fingerprint.parts.get("version"), stage.version
-    reason = "with the same engine, processes and threads that is a bug or a changed package"
+    reason = "with the same engine, processes and threads, the cause is a bug or a changed package"
     if then != now:
-        reason = f"an older release committed them, and this one computes {committed.stage} otherwise"
+        reason = f"an older release committed them, and this one computes {committed.stage} differently"
     if policy == "stop" or (policy == "auto" and replayed.device == "cpu"):
         raise ReplayMismatch(
-            f"replaying {committed.stage} of iteration {committed.iteration} gave other weights than were committed: "
-            f"{reason}; checkpoint.on_replay_mismatch=continue goes on with the replayed weights"
+            f"replaying {committed.stage} of iteration {committed.iteration} gave different weights from the committed ones: "
+            f"{reason}; checkpoint.on_replay_mismatch=continue accepts the replayed weights"
         )
-    note(f"replaying {committed.stage} of iteration {committed.iteration} gave other weights; going on")
+    note(
+        f"replaying {committed.stage} of iteration {committed.iteration} gave different weights; the run continues with them"
+    )

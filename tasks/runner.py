@@ -1,6 +1,6 @@
-"""Runs stages: what is read is awaited, a worker computes, and what it gives is committed.
+"""Runs stages: wait for the inputs, let a worker compute, and commit the result.
 
-A stage that has committed is never computed again: its Prefect task then ends in a state named `Cached`.
+A committed stage is never computed again: its Prefect task ends in a state named `Cached`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from tasks.stage import RowsStage, Stage, UpdateStage
 
 R = TypeVar("R")
 TRIES = 3
-"""Workers are brought to what a call needs; another executor may bring them to something else before it comes."""
+"""Number of attempts to call a worker. Between restoring the weights and the call, another executor may load others."""
 
 Handles = Mapping[str, StageHandle]
-"""Of the stages that a stage reads, by name."""
+"""Handles of stages, by stage name."""
 
 
 def start(
@@ -47,26 +47,29 @@ def start(
     after: StageHandle | None = None,
     ahead: bool = False,
 ) -> StageHandle:
-    """Start a stage, which goes on as what it reads is committed; `finish` waits for all.
+    """Start a stage in the background. It computes as its inputs are committed; `finish` waits for all stages.
 
     Args:
-        driver: of the run.
-        stage: one of the pipeline's.
-        iteration: of which it is.
-        handles: of the stages that the iteration has; it reads those that it names.
-        after: a stage that has to end first, for generations ahead of their turn.
-        ahead: whether it is such a generation.
+        driver: Driver of the run.
+        stage: A stage of the pipeline.
+        iteration: Iteration to compute.
+        handles: Handles of the iteration's stages; the stage uses those in its `reads`.
+        after: Stage that must end first; used for generations of later iterations.
+        ahead: Whether this is a generation of a later iteration.
+
+    Returns:
+        The handle through which other stages read this one.
     """
     inputs = stage.inputs_of(handles)
 
     def job(handle: StageHandle) -> Manifest | None:
         if after is not None:
             after.manifest()
-        for name, read in inputs.items():
+        for name, source in inputs.items():
             if stage.reads_shard_of(name):
-                read.shard(0)
+                source.shard(0)
             else:
-                read.manifest()
+                source.manifest()
         run = partial(_run, driver, stage, iteration, inputs, handle)
         result = _stage_task(stage.name)(driver, iteration, run)
         return result.result() if isinstance(result, State) else result
@@ -79,7 +82,7 @@ StageTask = Callable[[Driver, int, Callable[[], tuple[Manifest | None, bool]]], 
 
 @cache
 def _stage_task(name: str) -> StageTask:
-    """The Prefect task of a stage; it is given what to do."""
+    """The Prefect task of a stage; its argument `body` does the work."""
 
     @recorded_task(name)
     def stage_task(
@@ -94,14 +97,14 @@ def _stage_task(name: str) -> StageTask:
 def _run(
     driver: Driver, stage: Stage, iteration: int, inputs: Handles, handle: StageHandle
 ) -> tuple[Manifest | None, bool]:
-    """The stage's manifest, None if it was skipped; and whether it was committed before."""
+    """Run a stage; returns its manifest (None if it was skipped) and whether it was committed before."""
     if isinstance(stage, RowsStage):
         return _run_rows(driver, stage, iteration, inputs, handle)
     return _run_update(driver, stage, iteration, inputs)
 
 
 def finish(driver: Driver) -> None:
-    """Wait for every stage that was started; raises the first error."""
+    """Wait for every stage that was started. Raises the first error of any of them."""
     driver.executors.join(meanwhile=driver.tidy)
 
 
@@ -162,13 +165,13 @@ def _run_rows(
         cursor=last.cursor,
         controllers=last.controllers,
     )
-    store.commit(*uncommitted, commit)  # the last shard and its stage: one record
+    store.commit(*uncommitted, commit)  # one record, so that the last shard is never committed without its stage
     report(StageProgress(iteration=iteration, stage=stage.name, done=total, total=total, metrics=manifest.metrics))
     return manifest, False
 
 
 def _shards(driver: Driver, stage: RowsStage[C, S], inputs: Handles) -> int:
-    """How many a stage has; the most, for one that goes on until there are enough."""
+    """Number of shards of a stage; the maximum, for a stage with a stop condition."""
     if not stage.sharded:
         return 1
     return stage.count(driver) if stage.count is not None else next(iter(inputs.values())).count()
@@ -177,9 +180,9 @@ def _shards(driver: Driver, stage: RowsStage[C, S], inputs: Handles) -> int:
 def _shard(
     driver: Driver, stage: RowsStage[C, S], iteration: int, inputs: Handles, shard: int, attempt: int
 ) -> tuple[ShardCommit, bool]:
-    """One shard, and whether it was committed before; if not, it is computed now, and the caller commits it."""
-    if (before := driver.store.committed_shards(stage.name, iteration).get(shard)) is not None:
-        return before, True
+    """A shard, and whether it was committed before. A shard that was not is computed here; the caller commits it."""
+    if (committed := driver.store.committed_shards(stage.name, iteration).get(shard)) is not None:
+        return committed, True
     rows: Rows[S] | None = None
     while rows is None:
         driver.stopping.check()
@@ -200,12 +203,12 @@ def _shard(
 
 
 def _computed(driver: Driver, stage: RowsStage[C, S], call: Call[C]) -> Rows[S] | None:
-    asked = RowsCall(call, stage.compute, stage.writes)
-    return on_worker(driver, call, lambda group: group.call(Worker.rows, asked))
+    rows_call = RowsCall(call, stage.compute, stage.writes)
+    return on_worker(driver, call, lambda group: group.call(Worker.rows, rows_call))
 
 
 def _assign(driver: Driver, stage: RowsStage[C, S], iteration: int, shard: int) -> None:
-    """Commit what weights a shard is generated with, before it is, where that does not follow from its iteration."""
+    """Commit which weights a shard will be generated with, if they do not follow from its iteration."""
     holds = driver.rollout.holds
     state = driver.store.iteration_state(iteration)
     if stage.name == "generate" and holds is not None and state.assigned.get(shard) != holds:
@@ -213,25 +216,25 @@ def _assign(driver: Driver, stage: RowsStage[C, S], iteration: int, shard: int) 
 
 
 def _until(driver: Driver, stage: RowsStage[C, S], iteration: int) -> Callable[[list[ShardCommit]], bool] | None:
-    """For a stage that goes on until there is enough: whether its shards so far are."""
+    """The stop condition of a stage, as a function of its shards so far; None if the stage has none."""
     until, store = stage.until, driver.store
     if until is None or not until.applies(driver.config):
         return None
-    following = [other for other in stages_of(driver.config) if other.name in until.follow]
-    attempts = {other.name: store.begin_attempt(iteration, other.name) for other in following}
+    following = [follower for follower in stages_of(driver.config) if follower.name in until.follow]
+    attempts = {follower.name: store.begin_attempt(iteration, follower.name) for follower in following}
 
     def enough(done: list[ShardCommit]) -> bool:
         handles = {stage.name: StageHandle.so_far(stage.name, [shard.data for shard in done])}
         scored: list[ShardCommit] = []
-        for other in following:
-            assert isinstance(other, RowsStage)
-            inputs = other.inputs_of(handles)
-            shard, was_committed = _shard(driver, other, iteration, inputs, len(done) - 1, attempts[other.name])
+        for follower in following:
+            assert isinstance(follower, RowsStage)
+            inputs = follower.inputs_of(handles)
+            shard, was_committed = _shard(driver, follower, iteration, inputs, len(done) - 1, attempts[follower.name])
             if not was_committed:
                 store.commit(shard)
-            committed = store.committed_shards(other.name, iteration)  # a driver that died may have left later ones
+            committed = store.committed_shards(follower.name, iteration)  # a driver that died may have left later ones
             scored = [committed[number] for number in range(len(done))]
-            handles[other.name] = StageHandle.so_far(other.name, [shard.data for shard in scored])
+            handles[follower.name] = StageHandle.so_far(follower.name, [shard.data for shard in scored])
         return until.enough(driver.config, [shard.outputs for shard in scored])
 
     return enough
@@ -255,9 +258,9 @@ def _run_update(driver: Driver, stage: UpdateStage[C], iteration: int, inputs: H
     report(StageProgress(iteration=iteration, stage=stage.name, done=0, total=1))
     driver.stopping.check()
     call = call_of(driver, stage, iteration, inputs, attempt=attempt)
-    asked = UpdateCall(call, stage.compute)
+    update_call = UpdateCall(call, stage.compute)
     try:
-        updated = on_worker(driver, call, lambda group: group.call(Worker.update, asked))
+        updated = on_worker(driver, call, lambda group: group.call(Worker.update, update_call))
     except NotFinite as error:
         if driver.config.train.on_nan == "stop":
             raise
@@ -300,7 +303,16 @@ def skip_update(
     not_finite: bool = False,
     cursor: int | None = None,
 ) -> None:
-    """Commit that a role's weights pass through this iteration unchanged."""
+    """Commit that a role's weights pass through this iteration unchanged.
+
+    Args:
+        driver: Driver of the run.
+        stage: Update stage of the role.
+        iteration: Iteration in which the role does not learn.
+        reason: The reason, as stored and shown.
+        not_finite: Whether the reason is a loss or gradient that is not finite.
+        cursor: Position in the dataset at which the next iteration begins; None: unchanged by this commit.
+    """
     if driver.store.committed_stage(iteration, stage.name) is not None:
         return
     before = driver.state.weights[stage.role]
@@ -317,52 +329,81 @@ def skip_update(
         )
     )
     group = driver.groups.of(stage.role)
-    with suppress(GroupLost):  # then its weights are loaded when they are needed
-        if group.call(Worker.has_weights, stage.role, before):  # else, in the middle of its steps: it is loaded anew
+    with suppress(GroupLost):  # the weights are then loaded when they are needed
+        if group.call(
+            Worker.has_weights, stage.role, before
+        ):  # otherwise it stopped within its steps and is loaded again
             group.call(Worker.mark_as_version, stage.role, after)
 
 
 def skip_what_is_left(driver: Driver, iteration: int, error: NotFinite) -> None:
-    """With `train.on_nan: skip`, no role learns from here on in this iteration; else raises the error."""
+    """With `train.on_nan: skip`, skip the remaining updates of this iteration; otherwise raise the error.
+
+    Args:
+        driver: Driver of the run.
+        iteration: The open iteration.
+        error: The error that made the iteration fail.
+
+    Raises:
+        NotFinite: `error`, with `train.on_nan: stop`.
+    """
     if driver.config.train.on_nan == "stop":
         raise error
-    note(f"iteration {iteration} goes on without what depends on it: {error}")
+    note(f"iteration {iteration} skips its remaining updates: {error}")
     drawn = driver.store.committed_stage(iteration, "generate")
-    beyond = driver.state.cursor + driver.config.max_prompts if drawn is None else None  # or the same come again
+    beyond = (
+        driver.state.cursor + driver.config.max_prompts if drawn is None else None
+    )  # so that the same prompts are not drawn again
     for role in driver.config.trained:
         if (stage := update_of(role)) is not None:
             skip_update(driver, stage, iteration, str(error), not_finite=True, cursor=beyond)
-            beyond = None  # once, whichever driver comes to the next role
+            beyond = None  # only the first Skip carries the cursor
 
 
 def check_not_given_up(driver: Driver, iteration: int) -> None:
-    """Raise what a driver before this one gave up the iteration for: it does not begin to learn again half-way."""
+    """Do not resume learning halfway through an iteration that an earlier driver gave up.
+
+    Raises:
+        NotFinite: with the earlier driver's reason.
+    """
     if reason := is_given_up(driver, iteration):
         raise NotFinite(reason)
 
 
 def is_given_up(driver: Driver, iteration: int) -> str | None:
-    """Why, if it is."""
+    """The reason why a driver gave the iteration up; None if none did."""
     stages = driver.store.iteration_state(iteration).stages.values()
     return next((commit.reason for commit in stages if isinstance(commit, Skip) and commit.not_finite), None)
 
 
-# Asking workers.
+# Calls to workers.
 
 
 def on_worker(driver: Driver, call: Call[C], ask: Callable[[WorkerGroup], R]) -> R:
-    """Ask the workers of a call's role; if they do not hold its weights, they are first brought to them."""
+    """Call the workers of a role, after restoring the weights of the call if they do not hold them.
+
+    Args:
+        driver: Driver of the run.
+        call: The call, which names the role and its weights.
+        ask: Sends the call to a group of workers.
+
+    Returns:
+        The result of `ask`.
+
+    Raises:
+        GroupLost: if the workers died, or did not keep the weights in `TRIES` attempts.
+    """
     group = driver.groups.of(call.role)
     for _ in range(TRIES):
         try:
             return ask(group)
         except GroupLost:
-            driver.store.log.check_claim()  # whoever takes the run over may end its workers, too
+            driver.store.log.check_claim()  # the driver that took the run over may have ended the workers
             raise
         except WrongPolicyVersion:
             assert call.role is not None and call.weights is not None
             ensure_weights(driver, call.role, call.weights)
-    raise GroupLost(f"the workers of the {call.role} do not keep the weights that {call.stage} asks for")
+    raise GroupLost(f"the workers of the {call.role} do not keep the weights that {call.stage} needs")
 
 
 def call_of(
@@ -376,17 +417,20 @@ def call_of(
     config: C | None = None,
     began: RunState | None = None,
 ) -> Call[C]:
-    """What a worker is asked.
+    """Build the call that a worker receives.
 
     Args:
-        driver: of the run.
-        stage: that is computed,
-        iteration: of which it is,
-        inputs: what it reads,
-        shard: and which shard of it; 0 for an update.
-        attempt: names what is written.
-        config: None: what the run's config says.
-        began: the state in which the iteration began, where it is not the open one.
+        driver: Driver of the run.
+        stage: Stage to compute.
+        iteration: Iteration of the stage.
+        inputs: Handles of the stage's inputs, by name.
+        shard: Index of the shard; 0 for an update.
+        attempt: Number that distinguishes the files of this attempt.
+        config: Config of the stage; None: from the run's config.
+        began: State in which the iteration began; None: the driver's state.
+
+    Returns:
+        The call.
     """
     state = driver.state if began is None else began
     return Call(

@@ -1,7 +1,7 @@
-"""What a stage is: data. `tasks/pipeline.py` lists them in order, and `tasks/runner.py` runs them.
+"""The declaration of a stage. `tasks/pipeline.py` lists the stages in order, and `tasks/runner.py` runs them.
 
-A stage lies in one file: the config that it depends on, a function from columns to columns (or, for an update, from
-columns to metrics), and a `RowsStage` or `UpdateStage` that says the rest.
+Each stage has its own file: the config it depends on, a function from columns to columns (or, for an update, from
+columns to metrics), and a `RowsStage` or `UpdateStage` that declares its inputs, outputs and role.
 """
 
 from __future__ import annotations
@@ -21,35 +21,51 @@ from rlhf.schema import Column
 
 @dataclass(frozen=True, kw_only=True)
 class _Stage(Generic[C]):
-    """What stages have in common."""
+    """Fields shared by all stages."""
 
     name: str
-    """As the store, Prefect and every command name it."""
+    """Name in the store, in Prefect and in every command."""
     label: str
-    """For the head of a narrow column."""
+    """Short name, for the header of a narrow column."""
     config: type[C]
-    """All of the run's config that it can read, and that decides whether it stays what it is."""
+    """The part of the run's config that the stage reads. A change of it invalidates the committed stage."""
     exists: Callable[[RunConfig], bool]
-    """Whether iterations under this config have it."""
+    """Whether iterations under a config have this stage."""
     reads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Stages that it reads, if the config has them, and the columns of each: all the columns that it is given. A stage
-    that is read for no column says which trajectories to work on."""
+    """Input stages and the columns to read from each; the stage receives no other columns. Stages that the config does
+    not have are ignored. An input without columns only selects the trajectories to work on."""
     outside: tuple[Outside, ...] = ()
-    """What it reads outside the store."""
+    """Inputs outside the store."""
     role: str | None = None
-    """The role whose workers compute it; with the weights of that role."""
+    """The role whose workers compute the stage, with that role's weights; None: no model is needed."""
     version: int = 1
-    """Raise it when the code comes to compute something else: what is committed counts as changed then."""
+    """Increase this when the code computes different results: stages committed by older code then count as changed."""
 
     def inputs_of(self, handles: Mapping[str, StageHandle]) -> dict[str, StageHandle]:
-        """Of the stages that an iteration has, those that this one reads, in the order in which it names them."""
+        """Select the handles of the stages that this stage reads.
+
+        Args:
+            handles: Handles of the iteration's stages, by name.
+
+        Returns:
+            The handles of the inputs, by name, in the order of `reads`.
+        """
         return {name: handles[name] for name in self.reads if name in handles}
 
     def input_names(self, names: Sequence[str]) -> list[str]:
+        """The stages among `names` that this stage reads, in the order of `reads`."""
         return [name for name in self.reads if name in names]
 
     def inputs(self, handles: Mapping[str, StageHandle], shard: int) -> tuple[Input, ...]:
-        """What computing a shard reads."""
+        """The inputs of one shard.
+
+        Args:
+            handles: Handles of the stages that this stage reads, by name.
+            shard: Index of the shard to compute.
+
+        Returns:
+            For each input stage, the shards to read and their columns.
+        """
         return tuple(
             (
                 (handle.shard(shard),) if self.reads_shard_of(name) else handle.manifest().shards,
@@ -59,65 +75,68 @@ class _Stage(Generic[C]):
         )
 
     def reads_shard_of(self, name: str) -> bool:
-        """Whether a shard reads just the same shard of an input; if not, all of it."""
+        """Whether shard i reads only shard i of the input stage `name`; otherwise it reads all shards."""
         return False
 
 
 @dataclass(frozen=True)
 class Until:
-    """A stage that goes on, shard by shard, until what follows from the shards is enough."""
+    """Stop condition of a stage that adds shards until there are enough."""
 
     applies: Callable[[RunConfig], bool]
+    """Whether the condition is used under a config."""
     follow: tuple[str, ...]
-    """Stages that compute each of its shards as soon as it is committed, in order."""
+    """Stages to run on each shard as soon as it is committed, in order."""
     enough: Callable[[RunConfig, Sequence[Mapping[str, JsonValue]]], bool]
-    """From what the last of them says of each shard so far."""
+    """Whether there are enough shards, given the summaries of the last stage in `follow` for the shards so far."""
 
 
 def last_metrics(summaries: Sequence[ShardSummary]) -> dict[str, float]:
-    """Of a stage with one shard."""
+    """Metrics of a stage with one shard."""
     return summaries[-1].metrics
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowsStage(_Stage[C], Generic[C, S]):
-    """A stage that writes rows, shard by shard; each is committed as soon as it is written."""
+    """A stage that writes rows, shard by shard. Each shard is committed as soon as it is written."""
 
     writes: tuple[Column, ...]
-    """Columns, besides `trajectory_id`."""
+    """Columns, in addition to `trajectory_id`."""
     compute: Callable[[Context[C]], ShardOutput[S]]
     summary: type[S]
-    """Small results of each shard."""
+    """Type of the small results of a shard, which are stored in the log."""
     metrics: Callable[[Sequence[S]], dict[str, float]] = last_metrics
-    """From those of all shards to the stage's metrics."""
+    """Computes the stage's metrics from the summaries of all shards."""
     sharded: bool = True
-    """Whether a shard depends on just the same shard of each input; if not, there is one shard."""
+    """Whether shard i depends only on shard i of each input; otherwise the stage has one shard."""
     count: Callable[[Driver], int] | None = None
-    """How many shards there are; None: as many as the first input has."""
+    """Number of shards; None: the same as the first input."""
     until: Until | None = None
+    """Stop condition, for a stage whose number of shards is not known in advance."""
 
     def reads_shard_of(self, name: str) -> bool:
         return self.sharded and bool(self.reads[name])
 
     def metrics_of(self, outputs: Sequence[Mapping[str, JsonValue]]) -> dict[str, float]:
-        """From the committed small results of all shards."""
+        """The stage's metrics, from the committed summaries of all shards."""
         return self.metrics([self.summary.model_validate(output) for output in outputs])
 
 
 def never(config: RunConfig, iteration: int) -> str | None:
+    """Default of `UpdateStage.skipped`: the role learns in every iteration."""
     return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateStage(_Stage[C]):
-    """A stage that moves its role's weights to the next version, and gives metrics."""
+    """A stage that updates its role's weights to the next version and returns metrics."""
 
     role: str
     compute: Callable[[Context[C]], dict[str, float]]
     skipped: Callable[[RunConfig, int], str | None] = never
-    """Why the role does not learn in an iteration; None: it does."""
+    """The reason why the role does not learn in an iteration; None: it learns."""
 
 
 AnyUpdateStage: TypeAlias = UpdateStage[Any]
 Stage: TypeAlias = RowsStage[Any, Any] | AnyUpdateStage
-"""Of any config and any small results."""
+"""A stage with any config and any summary."""

@@ -193,7 +193,7 @@ def test_where_no_trajectory_has_another_to_be_compared_with_nothing_is_learned_
         rows, outputs = computed({"advantage": "grpo"}, **two)
     assert rows["loss_mask"] == rows["advantages"] == [[0, 0], [0, 0]]
     assert outputs["metrics"]["actor/loss_tokens_share"] == 0
-    assert said == [Note("iteration 0 has nothing to learn from: no update moves the weights")]
+    assert said == [Note("iteration 0 has nothing to learn from: no update changes the weights")]
 
 
 def test_remax_leaves_out_a_prompt_whose_greedy_answer_has_no_reward() -> None:
