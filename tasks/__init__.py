@@ -1,3 +1,3 @@
-"""Prefect tasks: one file a stage, and `stage`, the deep module that makes a stage durable."""
+"""The stages of an iteration, one file each, and `runner`, which computes and commits them as Prefect tasks."""
 
 from tasks import prefect_defaults as prefect_defaults

@@ -1,11 +1,12 @@
-"""Generations of an iteration, and, where `rollout.mode` lets them run ahead, of those that come after it.
+"""Generations of the open iteration and, if `rollout.mode` allows it, of later ones.
 
 While iteration k trains, iteration k + 1 generates with the weights with which k began (`one_step_off`), or up to
-`rollout.max_staleness` iterations after k do, each shard with the newest weights that the rollout was given (`async`):
-the trade of arXiv 2410.18252. New weights are brought when an iteration begins, between two shards, or within one
-(`rollout.partial`, arXiv 2505.24298). What iteration j trains on lacks j - v updates if version v generated it: it is
-started no earlier than iteration j - `max_staleness` is open, when the rollout has version j - `max_staleness` at
-least.
+`rollout.max_staleness` later iterations generate, each shard with the newest weights that the rollout has (`async`).
+This is the trade of arXiv 2410.18252. The rollout receives new weights when an iteration begins, between two shards, or
+within a shard (`rollout.partial`, arXiv 2505.24298).
+
+A generation of iteration j with weights of version v lacks j - v updates. It does not start before iteration
+j - `max_staleness` opens, and the rollout then has at least that version.
 """
 
 from __future__ import annotations
@@ -21,18 +22,26 @@ from tasks.runner import finish, is_given_up, start
 
 
 def generations(driver: Driver, k: int) -> StageHandle | None:
-    """What iteration `k` trains on; later iterations begin to generate, if they may. None: it was given up before it
-    had generated, and so do those that come after it not."""
+    """Start generating for iteration `k`, and for later iterations if the mode allows it.
+
+    Args:
+        driver: Driver of the run.
+        k: The open iteration.
+
+    Returns:
+        The handle of iteration `k`'s generations; None if a driver gave the iteration up before it had generated. No
+        later iteration starts then.
+    """
     rollout, config, store = driver.rollout, driver.config, driver.store
     if is_given_up(driver, k) and store.committed_stage(k, "generate") is None:
         return None
-    mine = range(k, max(k, min(k + config.rollout.ahead, config.train.iterations - 1)) + 1)
-    if any(store.committed_stage(j, "generate") is None for j in mine):
-        apart = driver.groups.executor_of("rollout") != driver.groups.executor_of("actor")
-        if config.rollout.ahead or apart:  # else they are the actor's own, or follow them
+    iterations = range(k, max(k, min(k + config.rollout.ahead, config.train.iterations - 1)) + 1)
+    if any(store.committed_stage(j, "generate") is None for j in iterations):
+        is_separate = driver.groups.executor_of("rollout") != driver.groups.executor_of("actor")
+        if config.rollout.ahead or is_separate:  # otherwise the rollout shares the actor's weights
             bring_weights(driver, k)
-    before = None  # whose prompts come first
-    for j in mine:
+    before = None  # the iteration that draws its prompts first
+    for j in iterations:
         if j not in rollout.begun or rollout.begun[j].failed:
             rollout.begun[j] = start(driver, GENERATE, j, {}, after=before, ahead=j > k)
         before = rollout.begun[j]
@@ -42,19 +51,19 @@ def generations(driver: Driver, k: int) -> StageHandle | None:
 
 
 def finish_ahead(driver: Driver, k: int) -> None:
-    """With `one_step_off`, wait for what the next iteration trains on, before new weights can come."""
+    """With `one_step_off`, wait for the generations of the next iteration before new weights arrive."""
     following = driver.rollout.begun.get(k + 1)
     if driver.config.rollout.mode == "one_step_off" and following is not None:
         driver.executors.adopt(following)
         try:
             finish(driver)
-        except NotFinite as error:  # which is the next iteration's affair
+        except NotFinite as error:  # the next iteration handles it
             note(str(error))
 
 
 @recorded_task("bring_weights")
 def bring_weights(driver: Driver, iteration: int) -> None:
-    """Give the rollout what the open iteration begins with: the newest weights that there are."""
+    """Give the rollout the newest weights: those with which the open iteration begins."""
     newest = driver.state.starting["actor"]
     with driver.rollout.turn:
         ensure_weights(driver, "rollout", newest)

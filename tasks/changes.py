@@ -1,4 +1,4 @@
-"""What a committed stage depended on, and what of it has changed since."""
+"""Fingerprints of stages, and checks that committed stages are still valid under the current config, data and code."""
 
 from __future__ import annotations
 
@@ -16,11 +16,21 @@ from tasks.pipeline import names_of, stage_named
 from tasks.stage import Stage
 
 UNVERSIONED = {"reward"}
-"""Roles whose model belongs to no run: a digest tells it, as it tells a reward's code, and a fork may have another."""
+"""Roles whose model is not part of a run: a digest identifies it, like a reward's code, and a fork may change it."""
 
 
 def weights_for(driver: Driver, stage: Stage, iteration: int, shard: int = 0) -> Weights | None:
-    """The weights that a shard of this iteration works with; for an update, those before it."""
+    """The weights with which a shard is computed.
+
+    Args:
+        driver: Driver of the run.
+        stage: Stage of the shard.
+        iteration: Iteration of the shard.
+        shard: Index of the shard; 0 for an update.
+
+    Returns:
+        The weights, for an update those before it; None if the stage has no versioned model.
+    """
     if stage.role is None or stage.role in UNVERSIONED:
         return None
     state = driver.store.iteration_state(iteration)
@@ -30,17 +40,27 @@ def weights_for(driver: Driver, stage: Stage, iteration: int, shard: int = 0) ->
 
 
 def fingerprint_of(driver: Driver, stage: Stage, iteration: int, inputs: Mapping[str, StageHandle]) -> Fingerprint:
-    """What a stage depends on besides its config, once all of its inputs are committed."""
+    """Everything that a stage depends on except its config.
+
+    Args:
+        driver: Driver of the run.
+        stage: The stage.
+        iteration: Its iteration.
+        inputs: Handles of its inputs, which must be committed.
+
+    Returns:
+        The fingerprint.
+    """
     parts: dict[str, Any] = {"stage": stage.name, "version": stage.version, "iteration": iteration}
     parts |= {f"input.{name}": handle.manifest().digest for name, handle in inputs.items()}
     if stage.role is not None and stage.role not in UNVERSIONED:
         parts[f"weights.{WEIGHTS_OF.get(stage.role, stage.role)}"] = _digests_of_weights(driver, stage, iteration)
-    parts |= {what: digest for what in stage.outside if (digest := driver.digest(what)) is not None}
+    parts |= {source: digest for source in stage.outside if (digest := driver.digest(source)) is not None}
     return Fingerprint(parts=parts)
 
 
 def _digests_of_weights(driver: Driver, stage: Stage, iteration: int) -> str | list[str] | None:
-    """Of what the shards of a stage work with."""
+    """The digest of the weights of a stage; a list if its shards have different ones."""
     assigned = driver.store.iteration_state(iteration).assigned if stage.name == "generate" else {}
     if not assigned:
         weights = weights_for(driver, stage, iteration)
@@ -50,7 +70,7 @@ def _digests_of_weights(driver: Driver, stage: Stage, iteration: int) -> str | l
 
 
 def changes_since(driver: Driver, stage: Stage, manifest: Manifest) -> list[str]:
-    """What has changed, outside the store, since a stage was committed: code, data, config."""
+    """Changes of code, data and config since a stage was committed, one description each."""
     then = manifest.fingerprint.parts
     before = then.get("version", 1)
     changes = [] if before == stage.version else [f"version: {before} -> {stage.version}"]
@@ -60,16 +80,16 @@ def changes_since(driver: Driver, stage: Stage, manifest: Manifest) -> list[str]
 
 
 def input_changes(manifest: Manifest, config: RunConfig) -> list[str]:
-    """Between the stages that a committed one has read, and those that it would read now."""
+    """Differences between the inputs of a committed stage and those that it would read under `config`."""
     then = {name.removeprefix("input.") for name in manifest.fingerprint.parts if name.startswith("input.")}
     return _of_inputs(then, set(stage_named(manifest.stage).input_names(names_of(config))))
 
 
 def _outside_changes(driver: Driver, stage: Stage, then: Mapping[str, Any]) -> list[str]:
-    before_and_after = ((what, then.get(what), driver.digest(what)) for what in stage.outside)
+    before_and_after = ((source, then.get(source), driver.digest(source)) for source in stage.outside)
     return [
-        f"{what}: {before or 'none'} -> {after or 'none'}"
-        for what, before, after in before_and_after
+        f"{source}: {before or 'none'} -> {after or 'none'}"
+        for source, before, after in before_and_after
         if before != after
     ]
 
@@ -80,67 +100,74 @@ def _of_inputs(then: set[str], now: set[str]) -> list[str]:
 
 
 def check_open_iteration(driver: Driver) -> None:
-    """Before a claim: refuse a config, data or code under which what is committed of the open iteration, or ahead of
-    it, would not be what it is."""
+    """Check, before a claim, that the open iteration and those ahead of it are valid under the driver's config.
+
+    Raises:
+        UserError: if config, data or code have changed in a way that invalidates a committed stage or shard.
+    """
     places: dict[int, RunState | Ahead] = {driver.state.iteration: driver.state, **driver.state.ahead}
-    for iteration, begun in places.items():
-        _check_staleness(driver, iteration, begun)
-        for name, committed in begun.stages.items():
+    for iteration, place in places.items():
+        _check_staleness(driver, iteration, place)
+        for name, committed in place.stages.items():
             if not isinstance(committed, Skip):
                 manifest = driver.store.manifest(committed)
                 check_unchanged(driver, stage_named(name), manifest)
                 if changes := input_changes(manifest, driver.config):
                     raise changed(driver, name, iteration, changes)
-        for name in begun.shards.keys() - begun.stages.keys():
-            for shard in begun.shards[name].values():
+        for name in place.shards.keys() - place.stages.keys():
+            for shard in place.shards[name].values():
                 if changes := _shard_changes(driver, stage_named(name), shard):
                     raise changed(driver, name, iteration, changes)
 
 
 def _shard_changes(driver: Driver, stage: Stage, shard: ShardCommit) -> list[str]:
-    """What has changed since the driver that committed a shard claimed the run; its inputs and weights cannot."""
+    """Changes since the claim of the driver that committed a shard. Its inputs and weights cannot have changed."""
     claim = driver.store.log.claim_of(shard.term)
     config = stored_config(claim.config, "the claim")
     changes: list[str] = stage.config.differences(stage.config.values(config), driver.config)
     changes += _of_inputs(set(stage.input_names(names_of(config))), set(stage.input_names(names_of(driver.config))))
-    if claim.versions:  # else an older release claimed, and did not say
+    if claim.versions:  # claims of older releases do not have them
         before = claim.versions.get(stage.name, stage.version)
         changes += [] if before == stage.version else [f"version: {before} -> {stage.version}"]
         changes += _outside_changes(driver, stage, claim.outside)
     return changes
 
 
-def _check_staleness(driver: Driver, iteration: int, begun: RunState | Ahead) -> None:
-    """Refuse to train on what is older than the config says."""
-    if "update_actor" in begun.stages:
+def _check_staleness(driver: Driver, iteration: int, place: RunState | Ahead) -> None:
+    """Refuse to train on generations that are older than the config allows."""
+    if "update_actor" in place.stages:
         return
     allowed = driver.config.rollout.ahead
-    for number, shard in begun.shards.get("generate", {}).items():
+    for number, shard in place.shards.get("generate", {}).items():
         oldest = shard.outputs.get("oldest_version", iteration)
-        lacks = iteration - oldest if number in begun.assigned and isinstance(oldest, int) else 0
+        lacks = iteration - oldest if number in place.assigned and isinstance(oldest, int) else 0
         if lacks > allowed:
             raise UserError(
-                f"generate of iteration {iteration} is committed with weights that will lack {lacks} updates, and "
+                f"generate of iteration {iteration} is committed with weights that will lack {lacks} updates, but "
                 f"rollout.mode {driver.config.rollout.mode} allows {allowed}: raise rollout.max_staleness again, or "
-                f"leave it behind with `ratchet fork {driver.config.run.name} --at {driver.state.iteration} --run NEW`"
+                f"discard it with `ratchet fork {driver.config.run.name} --at {driver.state.iteration} --run NEW`"
             )
 
 
 def check_unchanged(driver: Driver, stage: Stage, manifest: Manifest) -> None:
-    """Refuse a config, data or code with which a committed stage would not be what it is."""
+    """Check that a committed stage is valid under the driver's config.
+
+    Raises:
+        UserError: if config, data or code have changed.
+    """
     if changes := changes_since(driver, stage, manifest):
         raise changed(driver, stage.name, manifest.iteration, changes)
 
 
 def changed(driver: Driver, stage: str, iteration: int, changes: list[str]) -> UserError:
-    """A stage is committed, and is not what it would be now."""
-    opened = driver.state.iteration  # a fork leaves behind what is ahead of it
+    """The error for a committed stage that is not valid under the current config, data or code."""
+    opened = driver.state.iteration  # a fork drops the iterations ahead of the open one
     at = f"{iteration}:{stage}" if iteration <= opened else f"{opened}:update_actor"
-    run = driver.store.url.rpartition("/")[2]  # of a fork, the run that it would come from
-    what, why = "what it depends on has changed", "undo the change to go on, or start"
+    run = driver.store.url.rpartition("/")[2]  # for a fork, the name of its parent
+    reason, remedy = "what it depends on has changed", "undo the change to continue, or start"
     if any(change.startswith("version: ") for change in changes):
-        what, why = "an older release computed it otherwise than this one does", "start"
+        reason, remedy = "an older release computed it differently", "start"
     return UserError(
-        f"{stage} of iteration {iteration} is committed, but {what} ({'; '.join(changes)}): {why} from here "
+        f"{stage} of iteration {iteration} is committed, but {reason} ({'; '.join(changes)}): {remedy} from here "
         f"with `ratchet fork {run} --at {at} --run NEW`"
     )

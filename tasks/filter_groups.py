@@ -1,4 +1,4 @@
-"""select: filters groups. Of the prompts that dynamic sampling drew, it keeps those that teach something."""
+"""select: keeps the prompts that the policy can learn from, among those that dynamic sampling drew."""
 
 from __future__ import annotations
 
@@ -23,8 +23,17 @@ class FilterGroupsConfig(StageConfig):
 
 
 def filter_groups(context: Context[FilterGroupsConfig]) -> ShardOutput[ShardSummary]:
-    """Of dynamic sampling, the first prompts whose scores differ, and if they are too few, the first of the others
-    besides; with `reward.on_error: drop`, no trajectory whose reward failed."""
+    """Select trajectories.
+
+    With dynamic sampling, keep the first prompts whose scores differ; if there are too few, fill up with the first of
+    the other prompts. With `reward.on_error: drop`, leave out the trajectories whose reward failed.
+
+    Args:
+        context: The batch of scored trajectories.
+
+    Returns:
+        The kept trajectories and the range of the scores in each group, `group_spread`; metrics of the sampling.
+    """
     config, batch = context.config, context.batch
     good = counting(config.on_error, batch.list("reward_error"))
     prompts, group = np.unique(batch.numpy("prompt_id").astype(str), return_inverse=True)
@@ -45,7 +54,7 @@ def filter_groups(context: Context[FilterGroupsConfig]) -> ShardOutput[ShardSumm
         }
     if not kept.any():
         raise RewardFailed(
-            "the reward failed for every trajectory: none is left to learn from; "
+            "the reward failed for every trajectory: nothing is left to learn from; "
             "`ratchet show RUN --columns response,reward_error` says why"
         )
     rows = np.flatnonzero(kept)

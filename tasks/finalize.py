@@ -1,5 +1,7 @@
-"""close: the snapshot that is due, the iteration's metrics, and the index; one record commits them all (but a snapshot
-in the background, whose record follows)."""
+"""close: writes the snapshot that is due, the iteration's metrics and the index, and commits them in one record.
+
+A snapshot in the background has its own record, which follows.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,10 @@ def finalize(driver: Driver, iteration: int) -> dict[str, float]:
     """Commit the end of an iteration; returns its metrics."""
     store, config = driver.store, driver.config
     metrics = iteration_metrics(driver, iteration)
-    if driver.state.iteration > iteration:  # an earlier try's record was written after all
+    if driver.state.iteration > iteration:  # the record of an earlier try was written after all
         return metrics
     version = iteration + 1
-    if driver.snapshots.being_written != version:  # else an earlier try began it
+    if driver.snapshots.being_written != version:  # an earlier try may have begun it
         driver.snapshots.settle(wait=True)
     commits: list[Commit] = []
     last = version == config.train.iterations
@@ -31,7 +33,7 @@ def finalize(driver: Driver, iteration: int) -> dict[str, float]:
             for role in config.trained:
                 ensure_weights(driver, role, driver.state.weights[role])
             driver.snapshots.begin(version)
-        if not config.checkpoint.background or last:  # nothing comes that it could be hidden behind
+        if not config.checkpoint.background or last:  # after the last iteration there is no work to overlap with
             commits = driver.snapshots.finish()
         metrics["timing_s/snapshot"] = time.perf_counter() - started
     store.close(metrics, *commits)
@@ -40,14 +42,14 @@ def finalize(driver: Driver, iteration: int) -> dict[str, float]:
 
 
 def iteration_metrics(driver: Driver, iteration: int) -> dict[str, float]:
-    """What the iteration's stages reported, and the seconds that each computed."""
+    """The metrics of an iteration's stages, and the seconds that each stage computed."""
     metrics: dict[str, float] = {}
     manifests = driver.store.manifests(iteration)
     for name, manifest in manifests.items():
         metrics |= manifest.metrics
         metrics[f"timing_s/{name}"] = manifest.seconds
     if manifests:
-        began, ended = ([getattr(each, name) for each in manifests.values()] for name in ("began", "ended"))
+        began, ended = ([getattr(manifest, name) for manifest in manifests.values()] for name in ("began", "ended"))
         metrics["perf/iteration_s"] = max(ended) - min(began)
     metrics["timing_s/stages"] = sum(value for name, value in metrics.items() if name.startswith("timing_s/"))
     if "perf/response_tokens" in metrics:

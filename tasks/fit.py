@@ -1,4 +1,4 @@
-"""fit: a round of optimizer steps on examples, from the state that the last committed round left."""
+"""fit: optimizer steps on examples in committed rounds. Each round continues from the last committed one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tasks.recording import recorded_task
 
 @dataclass(frozen=True)
 class Fit:
-    """What is fitted to what."""
+    """A model and the examples to fit it to."""
 
     config: FitConfig
     engine: ModelEngine
@@ -32,43 +32,43 @@ class Fit:
     examples: TrajectoryBatch
     steps: int
     rows: Callable[[int], list[int]]
-    """Of the examples, those that a step learns from."""
+    """Rows of `examples` that a step learns from, by step."""
     evaluate: Callable[[], dict[str, float]] = dict
-    """Metrics of the model as it is, after each round."""
+    """Metrics of the model after each round."""
 
 
-def fit(fitting: Fitting, what: Fit) -> dict[str, float]:
-    """All rounds that are left, and the model's folder; returns the last round's metrics."""
+def fit(fitting: Fitting, job: Fit) -> dict[str, float]:
+    """Run the remaining rounds and write the model's folder; returns the metrics of the last round."""
 
     @recorded_task("fit", "round {number}")
     def one_round(number: int) -> dict[str, float]:
-        return _round(fitting, what)
+        return _round(fitting, job)
 
-    fitting.load(what.engine)
+    fitting.load(job.engine)
     metrics: dict[str, float] = {}
-    while what.engine.steps < what.steps:
+    while job.engine.steps < job.steps:
         metrics = one_round(fitting.round)
-    _write(what)
+    _write(job)
     return metrics or _last_metrics(fitting)
 
 
-def _round(fitting: Fitting, what: Fit) -> dict[str, float]:
-    """`checkpoint_steps` optimizer steps, committed; returns the means of their metrics."""
-    config, engine = what.config, what.engine
+def _round(fitting: Fitting, job: Fit) -> dict[str, float]:
+    """Run and commit `checkpoint_steps` optimizer steps; returns the means of their metrics."""
+    config, engine = job.config, job.engine
     schedule = LRScheduleConfig(
         type="cosine",
         warmup_iterations=config.warmup_steps,
-        decay_iterations=max(what.steps - config.warmup_steps, 1),
+        decay_iterations=max(job.steps - config.warmup_steps, 1),
     )
     sums: dict[str, float] = {}
     started, first = time.perf_counter(), engine.steps
-    last = min(first + config.checkpoint_steps, what.steps)
+    last = min(first + config.checkpoint_steps, job.steps)
     for step in range(first, last):
         fitting.stopping.check()
-        rows = what.rows(step)
-        found = engine.update(
-            what.examples.take(rows),
-            what.objective,
+        rows = job.rows(step)
+        step_metrics = engine.update(
+            job.examples.take(rows),
+            job.objective,
             OptimizerPlan(
                 lr=learning_rate(config.lr, schedule, step),
                 optimizer=AdamW(weight_decay=config.weight_decay),
@@ -78,27 +78,27 @@ def _round(fitting: Fitting, what: Fit) -> dict[str, float]:
                 temperature=1.0,
             ),
         )
-        for name, value in found.items():
+        for name, value in step_metrics.items():
             sums[name] = sums.get(name, 0.0) + value
-        loss = next(value for name, value in found.items() if name.endswith("/loss"))
-        report(StepProgress(what=f"steps (loss {loss:.3f})", done=step + 1, total=what.steps))
-    metrics = {name: value / (last - first) for name, value in sums.items()} | what.evaluate()
+        loss = next(value for name, value in step_metrics.items() if name.endswith("/loss"))
+        report(StepProgress(what=f"steps (loss {loss:.3f})", done=step + 1, total=job.steps))
+    metrics = {name: value / (last - first) for name, value in sums.items()} | job.evaluate()
     metrics |= {"step": float(last), "timing_s/steps": time.perf_counter() - started}
     fitting.commit(engine, metrics)
     return metrics
 
 
-def _write(what: Fit) -> None:
-    """The model's folder: each file is whole, and takes the place of an older one at once."""
-    output = Path(what.config.output)
+def _write(job: Fit) -> None:
+    """Write the model's folder. Each file is written whole and replaces an older one atomically."""
+    output = Path(job.config.output)
     with tempfile.TemporaryDirectory(dir=output, prefix=".") as name:
         folder = Path(name)
-        save(what.engine.model, folder)
-        load_tokenizer(what.config.model).save_pretrained(folder)
+        save(job.engine.model, folder)
+        load_tokenizer(job.config.model).save_pretrained(folder)
         for path in sorted(folder.iterdir()):
-            if (there := output / path.name).is_dir():
-                shutil.rmtree(there)
-            path.replace(there)
+            if (target := output / path.name).is_dir():
+                shutil.rmtree(target)
+            path.replace(target)
 
 
 def _last_metrics(fitting: Fitting) -> dict[str, float]:

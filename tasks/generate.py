@@ -58,7 +58,7 @@ class GenerateConfig(StageConfig):
     quantization: str | None = key("rollout.quantization")
     prompts_per_shard: int = key("rollout.prompts_per_shard")
     dynamic_sampling: DynamicSamplingConfig | None = key("algorithm.dynamic_sampling")
-    # where the files lie, while what they hold is in the dataset's digest; and when new weights come
+    # operational: the dataset's digest covers the content of the files, and the assigned weights cover `partial`
     train: tuple[str, ...] = key("data.train", operational=True)
     partial: bool = key("rollout.partial", operational=True)
     partial_tokens: int = key("rollout.partial_tokens", operational=True)
@@ -67,10 +67,11 @@ class GenerateConfig(StageConfig):
 class GenerateSummary(ShardSummary):
     tokens: int
     oldest_version: int | None = None
-    """Of the policy that drew the tokens, the smallest."""
+    """The oldest version of the policy that drew any of the tokens."""
 
 
 def shards_of(driver: Driver) -> int:
+    """Number of shards; the maximum, with dynamic sampling."""
     return -(-driver.config.max_prompts // driver.config.rollout.prompts_per_shard)
 
 
@@ -79,7 +80,7 @@ def samples_dynamically(config: RunConfig) -> bool:
 
 
 def enough_prompts_differ(config: RunConfig, scored: Sequence[Mapping[str, JsonValue]]) -> bool:
-    """Dynamic sampling: every shard is scored as soon as it is generated."""
+    """Whether dynamic sampling has enough prompts whose scores differ; `scored` has the summary of each scored shard."""
     differ = sum(ScoreSummary.model_validate(shard).prompts_that_differ for shard in scored)
     return differ >= config.data.prompts_per_iteration
 
@@ -89,13 +90,21 @@ def generated_tokens(summaries: Sequence[GenerateSummary]) -> dict[str, float]:
 
 
 def generate(context: Context[GenerateConfig]) -> ShardOutput[GenerateSummary]:
+    """Answer the prompts of one shard.
+
+    Args:
+        context: The call, which has the shard and the position in the dataset at which the iteration begins.
+
+    Returns:
+        `rollout.n` trajectories for each prompt, and the position after the shard's last prompt.
+    """
     config = context.config
     dataset = context.resources.dataset(config.train)
     sampling_more = config.dynamic_sampling
     most = config.prompts_per_iteration if sampling_more is None else sampling_more.max_prompts
     first = context.shard * config.prompts_per_shard
-    after = min(first + config.prompts_per_shard, most)
-    drawn = dataset.draw(config.seed, context.call.cursor + first, after - first)
+    end = min(first + config.prompts_per_shard, most)
+    drawn = dataset.draw(config.seed, context.call.cursor + first, end - first)
     prompts = list(enumerate(drawn, first))
     sampling = Sampling(
         temperature=config.temperature,
@@ -112,7 +121,7 @@ def generate(context: Context[GenerateConfig]) -> ShardOutput[GenerateSummary]:
     summary = GenerateSummary(
         tokens=int(batch.flat("response_mask").sum()),
         oldest_version=min(map(min, versions)),
-        cursor=context.call.cursor + after,
+        cursor=context.call.cursor + end,
     )
     return ShardOutput(batch, summary)
 
@@ -127,8 +136,21 @@ def respond(
     sampling: Sampling,
     piece_tokens: int | None = None,
 ) -> tuple[TrajectoryBatch, list[list[int]]]:
-    """`n` trajectories for each (number in the iteration, row of the dataset), with every column of `generate`; and the
-    version of the policy that drew each of their tokens."""
+    """Let the policy answer prompts, alone or in turns with an environment.
+
+    Args:
+        context: Gives the rollout engine, the tokenizer and the environment.
+        data: How a row of the dataset becomes a prompt.
+        environment: The environment; None: the policy answers alone.
+        dataset: The prompts.
+        prompts: For each prompt, its number in the iteration and its row in the dataset.
+        n: Trajectories per prompt.
+        sampling: Sampling parameters and seed.
+        piece_tokens: Number of tokens after which generation may continue with newer weights; None: never.
+
+    Returns:
+        Trajectories with all columns of `generate`, and for each the version of the policy that drew each token.
+    """
     tokenizer = context.resources.tokenizer
 
     def write(requests: Sequence[Request], sampling: Sampling) -> tuple[list[Generation], list[list[int]]]:
@@ -146,13 +168,13 @@ def respond(
             truncation=data.truncation,
             system_prompt=data.system_prompt,
         )
-        said = prompt.after(data.system_prompt)
-        messages = json.dumps(said, ensure_ascii=False)
+        turns = prompt.after(data.system_prompt)
+        messages = json.dumps(turns, ensure_ascii=False)
         prompt_id = f"it{context.iteration:06d}-p{number:05d}"
         for sample in range(n):
             requests.append(Request(f"{prompt_id}-s{sample:02d}", tuple(ids)))
             of_prompt = (prompt.ground_truth, prompt.ground_truth_is_json, prompt.extra_info)
-            beginnings.append(Beginning(requests[-1].trajectory_id, said, *of_prompt))
+            beginnings.append(Beginning(requests[-1].trajectory_id, turns, *of_prompt))
             columns["trajectory_id"].append(requests[-1].trajectory_id)
             columns["prompt_id"].append(prompt_id)
             columns["sample"].append(sample)
@@ -168,9 +190,9 @@ def respond(
         written = _alone(*write(requests, sampling))
     else:
         make = context.resources.environment(environment.name)
-        others = Environments(make, environment.options, beginnings, timeout_s=environment.timeout_s)
+        environments = Environments(make, environment.options, beginnings, timeout_s=environment.timeout_s)
         dialogues = [Dialogue(request) for request in requests]
-        multi_turn(write, dialogues, others, sampling, tokenizer, environment.max_turns)
+        multi_turn(write, dialogues, environments, sampling, tokenizer, environment.max_turns)
         written = _together(dialogues, tokenizer)
     versions = written.pop("versions")
     batch = TrajectoryBatch.of(
@@ -188,13 +210,13 @@ def respond(
 
 
 def _alone(generations: Sequence[Generation], versions: list[list[int]]) -> dict[str, Any]:
-    """Columns of responses that the policy wrote from one end to the other."""
-    lengths = np.array([len(one.response_ids) for one in generations])
+    """Columns of responses that the policy wrote alone."""
+    lengths = np.array([len(generation.response_ids) for generation in generations])
     return {
-        "response_ids": [one.response_ids for one in generations],
-        "rollout_log_probs": [one.log_probs for one in generations],
+        "response_ids": [generation.response_ids for generation in generations],
+        "rollout_log_probs": [generation.log_probs for generation in generations],
         "response_mask": ragged(np.ones(lengths.sum(), dtype=np.int8), lengths),
-        "finish_reason": [one.finish_reason for one in generations],
+        "finish_reason": [generation.finish_reason for generation in generations],
         "turns": [None] * len(generations),
         "environment_reward": [None] * len(generations),
         "versions": versions,
@@ -202,15 +224,15 @@ def _alone(generations: Sequence[Generation], versions: list[list[int]]) -> dict
 
 
 def _together(dialogues: Sequence[Dialogue], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Columns of responses that policy and environment wrote."""
+    """Columns of responses that the policy and an environment wrote in turns."""
     return {
-        "response_ids": [each.ids for each in dialogues],
-        "rollout_log_probs": [each.log_probs for each in dialogues],
-        "response_mask": [each.mask for each in dialogues],
-        "finish_reason": [each.finish_reason for each in dialogues],
-        "turns": [each.turns(tokenizer) for each in dialogues],
-        "environment_reward": [each.reward for each in dialogues],
-        "versions": [each.versions for each in dialogues],
+        "response_ids": [dialogue.ids for dialogue in dialogues],
+        "rollout_log_probs": [dialogue.log_probs for dialogue in dialogues],
+        "response_mask": [dialogue.mask for dialogue in dialogues],
+        "finish_reason": [dialogue.finish_reason for dialogue in dialogues],
+        "turns": [dialogue.turns(tokenizer) for dialogue in dialogues],
+        "environment_reward": [dialogue.reward for dialogue in dialogues],
+        "versions": [dialogue.versions for dialogue in dialogues],
     }
 
 

@@ -1,4 +1,4 @@
-"""greedy_baseline: the score of the actor's greedy answer to each prompt, which ReMax compares with."""
+"""greedy_baseline: the score of the actor's greedy answer to each prompt, the baseline of ReMax."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class GreedyBaselineSummary(ShardSummary):
 
 
 def greedy_baseline(context: Context[GreedyBaselineConfig]) -> ShardOutput[GreedyBaselineSummary]:
-    """One answer a prompt, written beside each of its trajectories."""
+    """Answer each prompt greedily once, and write the answer and its score to every trajectory of the prompt."""
     config, batch = context.config, context.batch
     _, first, of_row = np.unique(batch.numpy("prompt_id").astype(str), return_index=True, return_inverse=True)
     prompts = batch.take(first)
@@ -49,18 +49,21 @@ def greedy_baseline(context: Context[GreedyBaselineConfig]) -> ShardOutput[Greed
         stop=config.stop,
     )
     responses = generated(context.rollout, requests, sampling)
-    texts = [context.resources.tokenizer.decode(list(one.response_ids), skip_special_tokens=True) for one in responses]
+    texts = [
+        context.resources.tokenizer.decode(list(response.response_ids), skip_special_tokens=True)
+        for response in responses
+    ]
     written = {
         "response": texts,
-        "response_ids": [one.response_ids for one in responses],
-        "response_mask": [[1] * len(one.response_ids) for one in responses],
+        "response_ids": [response.response_ids for response in responses],
+        "response_mask": [[1] * len(response.response_ids) for response in responses],
     }
     answers = TrajectoryBatch.of({name: prompts.array(name) for name in prompts.columns} | written)
     scored = scores(context, config.reward, config.reward_model, answers)
     counted = counting(config.reward.on_error, scored["reward_error"])
     columns = {
         "greedy_response": texts,
-        "greedy_tokens": [len(one.response_ids) for one in responses],
+        "greedy_tokens": [len(response.response_ids) for response in responses],
         "greedy_score": [score if counts else None for score, counts in zip(scored["score"], counted, strict=True)],
         "greedy_error": scored["reward_error"],
     }

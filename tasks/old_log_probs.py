@@ -1,4 +1,4 @@
-"""old_log_probs: log-probs and entropy of the responses by the actor that is about to be updated."""
+"""old_log_probs: log-probs and entropy of the responses under the actor before its update."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The optimizer steps of an update: a pure function of seed, stage, iteration and the trainer's config."""
+"""The optimizer steps of an update, a pure function of seed, stage, iteration and the trainer's config."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlhf.stage_config import StageConfig, key
 
 
 class TrainerStageConfig(StageConfig):
-    """Keys of a trainer's section that an update reads."""
+    """The keys of a trainer's section that an update depends on."""
 
     lr: float = key("lr")
     lr_schedule: LRScheduleConfig = key("lr_schedule")
@@ -36,22 +36,22 @@ class CriticStageConfig(TrainerStageConfig):
 def optimizer_steps(
     context: Context[C], trainer: TrainerStageConfig, seed: int, *, temperature: float, skipped: int = 0
 ) -> OptimizerPlan:
-    """Every epoch goes over all trajectories that have a token in the losses, in mini-batches, in an order of its own.
+    """Split the trajectories into shuffled mini-batches.
 
-    Where their number is no multiple of `mini_batch_trajectories`, because some were left out, the remainder is shared
-    out over the mini-batches, which then differ by one trajectory at most: a last one of a few trajectories would move
-    the weights as far as a whole one does.
+    Each epoch covers all trajectories with a token in the losses, in a new order. If their number is not a multiple of
+    `mini_batch_trajectories`, because some were left out, the remainder is spread over the mini-batches, so that their
+    sizes differ by at most one trajectory: a small last mini-batch would move the weights as far as a full one.
 
     Args:
-        context: of the update.
-        trainer: the section `actor` or `critic`.
-        seed: the run's.
-        temperature: that of the log-probs.
-        skipped: iterations at the beginning of the run in which this role did not learn; its learning-rate schedule
+        context: Context of the update, with the column `loss_mask`.
+        trainer: The section `actor` or `critic`.
+        seed: The run's seed.
+        temperature: Temperature of the log-probs.
+        skipped: Iterations at the beginning of the run in which this role did not learn; its learning-rate schedule
             does not count them.
 
     Returns:
-        The optimizer steps; none where no token is in the losses.
+        The plan; without optimizer steps if no token is in the losses.
     """
     rows = np.flatnonzero([sum(mask) > 0 for mask in context.batch.list("loss_mask")])
     count = max(1, round(len(rows) / trainer.mini_batch_trajectories)) if len(rows) else 0

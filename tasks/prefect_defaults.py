@@ -1,17 +1,17 @@
-"""Prefect's settings as this project needs them, unless the reader's environment says otherwise.
+"""Default settings for Prefect; environment variables of the user take precedence.
 
-They have to be in place before Prefect is imported, so `tasks` and `flows` import this first.
+They must be set before Prefect is imported, so `tasks` and `flows` import this module first.
 """
 
 import logging
 import os
 
 DEFAULTS = {
-    # a temporary server on a fresh database runs its migrations first, which takes longer than the default of 20 s
+    # a temporary server migrates a new database before it answers, which takes longer than the default of 20 s
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "180",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_RESULTS_PERSIST_BY_DEFAULT": "false",
-    # a run goes on without a server that does not answer, and it should not be long until it does
+    # a run continues without a server that does not answer; these bound the time it waits first
     "PREFECT_API_REQUEST_TIMEOUT": "20",
     "PREFECT_CLIENT_MAX_RETRIES": "2",
 }
@@ -19,4 +19,4 @@ DEFAULTS = {
 for name, value in DEFAULTS.items():
     os.environ.setdefault(name, value)
 
-logging.getLogger("EventsWorker").setLevel(logging.ERROR)  # it counts its last events aloud when a process ends
+logging.getLogger("EventsWorker").setLevel(logging.ERROR)  # it logs its remaining events when a process ends

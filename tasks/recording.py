@@ -1,4 +1,4 @@
-"""Prefect only watches: what its server does not record is computed and committed all the same."""
+"""Prefect only observes: a run computes and commits its stages even if the Prefect server does not record them."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 PAUSE, LONGEST_PAUSE_S = 10, 300.0
-"""A server that failed is asked again after so many times the time that it took to fail: a tenth is lost at most."""
+"""After a failure that took t seconds, the server is not used for PAUSE * t seconds, at most LONGEST_PAUSE_S: a failing
+server costs at most a tenth of the time."""
 
 WAITS_S = (1, 5, 20)
-"""Before each further try of a part of an iteration."""
+"""Seconds to wait before the second and each further try of a task."""
 
 
 @dataclass
 class _Ending(Generic[R]):
-    """How a computation ended that Prefect was asked to run, whatever Prefect says of it."""
+    """How a computation ended that Prefect ran, regardless of what Prefect reports."""
 
     results: list[R] = field(default_factory=list)
     error: BaseException | None = None
@@ -48,12 +49,12 @@ class _Server:
 
 
 def noted(function: Callable[P, R]) -> Callable[P, R]:
-    """The body of a flow or a task, of which `recorded` learns how it ended."""
+    """Decorate the body of a flow or a task, so that `recorded` learns how it ended."""
 
     @wraps(function)
     def body(*args: P.args, **kwargs: P.kwargs) -> R:
         ending, began = _ending.get() or _Ending[object](), time.monotonic()
-        token = _ending.set(None)  # what it calls has endings of its own
+        token = _ending.set(None)  # the tasks that it calls have endings of their own
         try:
             result = function(*args, **kwargs)
             ending.results.append(result)
@@ -65,14 +66,21 @@ def noted(function: Callable[P, R]) -> Callable[P, R]:
             ending.seconds = time.monotonic() - began
             _ending.reset(token)
 
-    # Prefect checks parameters by their annotations, and looks names up in the module in which `body` lies: this one
+    # Prefect resolves the annotations in the module that defines `body`, which is this one
     body.__signature__ = signature(function, eval_str=True)  # type: ignore[attr-defined]
     return body
 
 
 def recorded(record: Callable[[], R], compute: Callable[[], R]) -> R:
-    """What `compute` returns or raises, once: called by Prefect, through `record`, which runs it as the body of a flow
-    or a task and is `noted`; or directly, where Prefect fails before it comes to it."""
+    """Compute something once, recorded by Prefect if its server works.
+
+    Args:
+        record: Runs `compute` through Prefect, as the body of a flow or task that is `noted`.
+        compute: The computation, called directly if Prefect fails before it gets to it.
+
+    Returns:
+        The result of `compute`; its exceptions are raised.
+    """
     began = time.monotonic()
     if began < _Server.asked_again:
         return compute()
@@ -80,10 +88,10 @@ def recorded(record: Callable[[], R], compute: Callable[[], R]) -> R:
     token = _ending.set(ending)
     try:
         result = record()
-    except (Exception, Abort) as error:  # Abort: the server refuses a state, of which it may have heard before
+    except (Exception, Abort) as error:  # Abort: the server rejects a state, perhaps because it knows it already
         if error is ending.error or isinstance(error, RatchetError):
             raise
-        _say_that_it_fails(error, time.monotonic() - began - ending.seconds)
+        _report_failure(error, time.monotonic() - began - ending.seconds)
     else:
         if not _Server.answers:
             _Server.answers = True
@@ -96,7 +104,7 @@ def recorded(record: Callable[[], R], compute: Callable[[], R]) -> R:
     return ending.results[0] if ending.results else compute()  # type: ignore[return-value]
 
 
-def _say_that_it_fails(error: BaseException, took_s: float) -> None:
+def _report_failure(error: BaseException, took_s: float) -> None:
     _Server.asked_again = time.monotonic() + min(PAUSE * took_s, LONGEST_PAUSE_S)
     if _Server.answers:
         _Server.answers = False
@@ -105,16 +113,20 @@ def _say_that_it_fails(error: BaseException, took_s: float) -> None:
 
 
 def recorded_task(name: str, run_name: str | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A Prefect task that is tried again where that may help, and is computed without Prefect where Prefect fails.
-    Its runs are named `run_name`, in which parameters of the function stand in braces; or after run, iteration and
-    `name`, for a function of `driver` and `iteration`."""
+    """Decorator for a Prefect task that retries temporary errors, and that runs without Prefect if Prefect fails.
+
+    Args:
+        name: Name of the task.
+        run_name: Name of its runs, with the function's parameters in braces; None: made of run, iteration and `name`,
+            for a function with the parameters `driver` and `iteration`.
+    """
     named = f"{{driver.config.run.name}} · it {{iteration}} · {name}" if run_name is None else run_name
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @wraps(function)
         def tried(*args: P.args, **kwargs: P.kwargs) -> R:
             tries = Retrying(
-                retry=retry_if_exception(_passes),
+                retry=retry_if_exception(_is_temporary),
                 wait=lambda state: WAITS_S[state.attempt_number - 1],
                 stop=stop_after_attempt(1 + len(WAITS_S)),
                 before_sleep=lambda state: _say(name, state),
@@ -133,8 +145,8 @@ def recorded_task(name: str, run_name: str | None = None) -> Callable[[Callable[
     return decorate
 
 
-def _passes(error: BaseException) -> bool:
-    """Only what may pass is tried again: a store that did not answer, a worker that died; never a bad loss."""
+def _is_temporary(error: BaseException) -> bool:
+    """Whether an error may be temporary, such as a store that did not answer or a worker that died."""
     return isinstance(error, (StoreUnavailable, GroupLost, EngineLost)) and not isinstance(error, StoreFull)
 
 

@@ -148,12 +148,10 @@ def _report_mismatch(
     then, now = manifest.fingerprint.parts.get("version"), stage.version
     reason = "with the same engine, processes and threads, the cause is a bug or a changed package"
     if then != now:
-        reason = f"an older release committed them, and this one computes {committed.stage} differently"
+        reason = f"an older release committed {committed.stage} and computed it differently"
     if policy == "stop" or (policy == "auto" and replayed.device == "cpu"):
         raise ReplayMismatch(
-            f"replaying {committed.stage} of iteration {committed.iteration} gave different weights from the committed ones: "
+            f"replaying {committed.stage} of iteration {committed.iteration} gave different weights: "
             f"{reason}; checkpoint.on_replay_mismatch=continue accepts the replayed weights"
         )
-    note(
-        f"replaying {committed.stage} of iteration {committed.iteration} gave different weights; the run continues with them"
-    )
+    note(f"replaying {committed.stage} of iteration {committed.iteration} gave different weights; continuing")

@@ -1,4 +1,4 @@
-"""reuse_rollouts: the generations of another run stand for this one's; nothing is generated, and nothing is copied."""
+"""reuse_rollouts: uses the generations of another run, without generating or copying anything."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from tasks.recording import recorded_task
 
 @recorded_task("reuse_rollouts")
 def reuse_rollouts(driver: Driver, iteration: int) -> StageHandle:
-    """Commit what the run at `data.generations` generated in this iteration as this run's own."""
+    """Commit the generations of the run at `data.generations` for this iteration as this run's own."""
     store, source = driver.store, driver.config.data.generations
     assert source is not None
     committed = store.committed_stage(iteration, "generate")
     if committed is None:
-        theirs = open_run(source).store
-        found = theirs.committed_stage(iteration, "generate")
-        if not isinstance(found, StageCommit):
+        source_store = open_run(source).store
+        source_commit = source_store.committed_stage(iteration, "generate")
+        if not isinstance(source_commit, StageCommit):
             raise UserError(
                 f"data.generations: {source} has not generated iteration {iteration}; lower train.iterations"
             )
-        committed = seen_from_fork(name_of(theirs.url, store.url), found)
+        committed = seen_from_fork(name_of(source_store.url, store.url), source_commit)
         store.commit(committed)
     assert isinstance(committed, StageCommit)
     manifest = store.manifest(committed)

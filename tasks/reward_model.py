@@ -1,4 +1,4 @@
-"""reward_model: what the reward model says of every response, or of each of its steps."""
+"""reward_model: the reward model's score of every response, or of each of its steps."""
 
 from __future__ import annotations
 
@@ -32,31 +32,44 @@ def reward_model(context: Context[RewardModelConfig]) -> ShardOutput[ShardSummar
 
 
 def model_scores(context: Context[C], config: RewardModelConfig, batch: TrajectoryBatch) -> dict[str, list[Any]]:
-    """The columns of `reward_model` for the responses of a batch."""
+    """Score the responses of a batch with the reward model.
+
+    Args:
+        context: Gives the reward model and the policy's tokenizer.
+        config: The section `reward.model`.
+        batch: Trajectories with the columns in `REWARD_MODEL.reads`.
+
+    Returns:
+        `model_score`, a number per trajectory, and `model_token_scores`: for a process reward model, float32 arrays of
+        the lengths of the responses, where the score of a step is at its last token; otherwise None.
+
+    Raises:
+        UserError: if an older release generated the trajectories and did not store their messages.
+    """
     engine = context.engines.reward_model()
     if batch.array("messages").null_count:
         raise UserError(
-            "these trajectories were generated before their messages were stored, so that a reward model cannot read "
-            "them: generate anew"
+            "these trajectories were generated before their messages were stored, so a reward model cannot read "
+            "them: generate them again"
         )
-    messages = [json.loads(each) for each in batch.list("messages")]
-    asked = list(zip(messages, batch.list("response"), strict=True))
+    messages = [json.loads(text) for text in batch.list("messages")]
+    dialogues = list(zip(messages, batch.list("response"), strict=True))
     if config.kind == "outcome":
-        found = engine.scores(asked, micro_batch_tokens=config.micro_batch_tokens)
-        return {"model_score": found, "model_token_scores": [None] * len(found)}
+        response_scores = engine.scores(dialogues, micro_batch_tokens=config.micro_batch_tokens)
+        return {"model_score": response_scores, "model_token_scores": [None] * len(response_scores)}
     token_scores = []
-    steps = engine.steps(asked, config.step_separator, micro_batch_tokens=config.micro_batch_tokens)
-    written = zip(steps, batch.list("response_ids"), batch.list("response_mask"), strict=True)
-    for of_steps, ids, mask in written:
+    steps = engine.steps(dialogues, config.step_separator, micro_batch_tokens=config.micro_batch_tokens)
+    rows = zip(steps, batch.list("response_ids"), batch.list("response_mask"), strict=True)
+    for row_steps, ids, mask in rows:
         scores = np.zeros(len(ids), dtype=np.float32)
         by_model = np.flatnonzero(mask)
         lengths = text_lengths(ids, context.resources.tokenizer)
-        for step in of_steps:
-            at = np.searchsorted(lengths, step.end)
-            last = int(np.searchsorted(by_model, at, side="right")) - 1
-            scores[by_model[max(last, 0)]] += step.score / len(of_steps)
+        for step in row_steps:
+            end = np.searchsorted(lengths, step.end)
+            last = int(np.searchsorted(by_model, end, side="right")) - 1
+            scores[by_model[max(last, 0)]] += step.score / len(row_steps)
         token_scores.append(scores)
-    return {"model_score": [float(each.sum()) for each in token_scores], "model_token_scores": token_scores}
+    return {"model_score": [float(scores.sum()) for scores in token_scores], "model_token_scores": token_scores}
 
 
 def exists(config: RunConfig) -> bool:

@@ -43,12 +43,15 @@ class ScoreSummary(ShardSummary):
 
 
 def score(context: Context[ScoreConfig]) -> ShardOutput[ScoreSummary]:
+    """Score the responses of one shard, and count the prompts whose scores differ."""
     config, batch = context.config, context.batch
     columns = scores(context, config, None, batch)
     _, group = np.unique(batch.numpy("prompt_id").astype(str), return_inverse=True)
     kept = counting(config.on_error, columns["reward_error"])
     group, counted = group[kept], list(compress(columns["score"], kept))
-    differ = Groups(torch.from_numpy(group)).differ(torch.tensor(counted))  # in the precision in which it is stored
+    differ = Groups(torch.from_numpy(group)).differ(
+        torch.tensor(counted)
+    )  # in the precision in which scores are stored
     summary = ScoreSummary(
         sum_of_scores=float(sum(counted)),
         scored=len(counted),
@@ -59,7 +62,7 @@ def score(context: Context[ScoreConfig]) -> ShardOutput[ScoreSummary]:
 
 
 def mean_score(summaries: Sequence[ScoreSummary]) -> dict[str, float]:
-    """Over everything that was scored; the advantages' metrics are over what is learned from."""
+    """Mean over everything that was scored; the metrics of `advantages` are over the trajectories learned from."""
     count = sum(shard.scored for shard in summaries)
     errors = sum(shard.errors for shard in summaries)
     mean = {"reward/mean": sum(shard.sum_of_scores for shard in summaries) / count} if count else {}
@@ -67,24 +70,30 @@ def mean_score(summaries: Sequence[ScoreSummary]) -> dict[str, float]:
 
 
 def counting(on_error: OnError, errors: Sequence[str | None]) -> np.ndarray:
-    """Which rewards count, [batch]: where one failed, `reward.on_error` says."""
+    """Which rewards count, as bools of shape (batch,): with `reward.on_error: drop`, those that did not fail."""
     return np.array([error is None or on_error != "drop" for error in errors], dtype=bool)
 
 
 def scores(
     context: Context[C], config: ScoreConfig, model: RewardModelConfig | None, batch: TrajectoryBatch
 ) -> dict[str, list[Any]]:
-    """The columns of `score` for the responses of a batch: what functions, reward model and environment give together.
+    """Score the responses of a batch: the sum of reward functions, reward model and environment.
 
     Args:
-        context: of the stage that scores.
-        config: how rewards are computed.
-        model: the reward model, to be asked now; None: there is none, or the batch has what it gave.
-        batch: with the columns that `score` reads.
+        context: Context of the stage that scores.
+        config: How rewards are computed.
+        model: The reward model to call; None: there is none, or the batch already has its scores.
+        batch: Trajectories with the columns in `SCORE.reads`.
+
+    Returns:
+        The columns of `score`, with a value per trajectory.
+
+    Raises:
+        RatchetError: if a reward fails and `reward.on_error` is `fail`.
     """
-    rewards = _rewards(context, config, _asked(batch))
+    rewards = _rewards(context, config, _reward_rows(batch))
     more: list[dict[str, float]] = [{} for _ in rewards]
-    """To add to what the functions give, by its name in the parts."""
+    """Rewards of the model and the environment, per trajectory, by their name in the parts."""
     token_scores: list[Any] = [None] * len(rewards)
     weight = 1.0
     if config.model_weight is not None:
@@ -99,11 +108,11 @@ def scores(
     for row, given_reward in enumerate(batch.list("environment_reward") if "environment_reward" in batch else ()):
         if given_reward is not None:
             more[row]["environment"] = given_reward
-    for row, (reward, others) in enumerate(zip(rewards, more, strict=True)):
-        if others:
+    for row, (reward, added) in enumerate(zip(rewards, more, strict=True)):
+        if added:
             rule = {} if config.function is None else {"rule": reward.score}
-            total = reward.score + weight * others.get("model", 0.0) + others.get("environment", 0.0)
-            rewards[row] = Score(total if reward.error is None else 0.0, reward.parts | rule | others, reward.error)
+            total = reward.score + weight * added.get("model", 0.0) + added.get("environment", 0.0)
+            rewards[row] = Score(total if reward.error is None else 0.0, reward.parts | rule | added, reward.error)
     return {
         "score": [reward.score for reward in rewards],
         "reward_parts": [list(reward.parts.items()) for reward in rewards],
@@ -112,14 +121,14 @@ def scores(
     }
 
 
-def _asked(batch: TrajectoryBatch) -> list[Row]:
+def _reward_rows(batch: TrajectoryBatch) -> list[Row]:
     names = ("data_source", "response", "ground_truth", "ground_truth_is_json", "extra_info")
     rows = zip(*(batch.list(name) for name in names), strict=True)
     return [(source, response, *structures(*prompt)) for source, response, *prompt in rows]
 
 
 def _rewards(context: Context[C], config: ScoreConfig, rows: list[Row]) -> list[Score]:
-    """What the functions give. Raises why one has no score, if that is to stop the run."""
+    """The scores of the reward functions. Raises the error of a failed reward if `reward.on_error` is `fail`."""
     if config.function is None:
         return [Score(0.0, {}) for _ in rows]
     settings = RewardSettings(config.function, config.options, config.workers, config.timeout_s)

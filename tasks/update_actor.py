@@ -31,6 +31,7 @@ class UpdateActorConfig(StageConfig):
 
 
 def update_actor(context: Context[UpdateActorConfig]) -> dict[str, float]:
+    """Update the actor; returns metrics."""
     config, batch = context.config, context.batch
     correction, loss = config.rollout_correction, config.loss
     if correction is not None and correction.bypass:

@@ -1,4 +1,4 @@
-"""validate: held-out prompts, answered and scored by the actor as the iteration finds it."""
+"""validate: the actor answers held-out prompts before the iteration, and the answers are scored."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def validate(context: Context[ValidateConfig]) -> ShardOutput[ValidateSummary]:
         top_p=config.top_p,
         max_tokens=config.max_response_tokens,
         stop=config.stop,
-        seed=config.seed + 1,  # noise of its own: not that of the training prompts with the same numbers
+        seed=config.seed + 1,  # different noise from the training prompts with the same numbers
     )
     prompts = [(number, number) for number in numbers]
     answers, _ = respond(context, config.prompt, config.environment, dataset, prompts, config.n, sampling)
@@ -101,7 +101,7 @@ def validate(context: Context[ValidateConfig]) -> ShardOutput[ValidateSummary]:
 def validation_metrics(summaries: Sequence[ValidateSummary]) -> dict[str, float]:
     by_source = means(shard.sums for shard in summaries)
     errors = sum(shard.errors for shard in summaries)
-    metrics = {f"val/{source}/{name}": value for source, each in by_source.items() for name, value in each.items()}
+    metrics = {f"val/{source}/{name}": value for source, row in by_source.items() for name, value in row.items()}
     return metrics | ({"val/reward_errors": float(errors)} if errors else {})
 
 
@@ -110,7 +110,7 @@ def exists(config: RunConfig) -> bool:
 
 
 def is_due(config: RunConfig, iteration: int) -> bool:
-    """Whether held-out prompts are answered before this iteration; the end of the run always is validated."""
+    """Whether an iteration begins with a validation. The end of the run is always validated, in addition."""
     if config.validation.data is None:
         return False
     if iteration == 0:

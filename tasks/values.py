@@ -1,4 +1,4 @@
-"""values: what the critic expects of every response token, before its update."""
+"""values: the critic's value of every response token, before its update."""
 
 from __future__ import annotations
 
