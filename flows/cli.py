@@ -1,4 +1,4 @@
-"""The command line: `ratchet`. Each command checks its input, starts a flow or opens a run, and shows what it found."""
+"""The command line, `ratchet`. Each command checks its input, starts a flow or opens a run, and prints the result."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ class Role(StrEnum):
 
 
 def main() -> None:
-    """Run a command; errors that a person is meant to read are one line, and say by exit code what they are."""
-    sys.path.append(str(Path.cwd()))  # rewards of one's own lie beside the config
-    # which transformers imports when it saves a model, and which then says that there is no GPU
+    """Run a command. A `RatchetError` is printed in one line, and decides the exit code."""
+    sys.path.append(str(Path.cwd()))  # so that reward functions beside the config can be imported
+    # transformers imports DeepSpeed when it saves a model, and DeepSpeed then warns that there is no GPU
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
     warnings.showwarning = _show_warning
     try:
@@ -99,9 +99,9 @@ def train(
     overrides: Overrides = None,
     run: Annotated[str | None, typer.Option(help="the run's name (run.name)")] = None,
     store: Annotated[str | None, typer.Option(envvar="RATCHET_STORE", help="folder of runs (run.store)")] = None,
-    take_over: Annotated[bool, typer.Option("--take-over", help="go on even if another driver is alive")] = False,
+    take_over: Annotated[bool, typer.Option("--take-over", help="continue even if another driver is alive")] = False,
 ) -> None:
-    """Start a run, or go on with it if it exists."""
+    """Start a run, or resume it if it exists."""
     changes = list(overrides or [])
     changes += [f"run.name={run}"] if run else []
     changes += [f"run.store={store}"] if store else []
@@ -112,19 +112,19 @@ def train(
 def resume(
     name: Name,
     store: Store = DEFAULT_STORE,
-    take_over: Annotated[bool, typer.Option("--take-over", help="go on even if another driver is alive")] = False,
+    take_over: Annotated[bool, typer.Option("--take-over", help="continue even if another driver is alive")] = False,
 ) -> None:
-    """Go on from the last committed stage, with the config of the last driver."""
+    """Resume from the last committed stage, with the config of the last driver."""
     from infra.runs import open_run
 
     url = _url(name, store)
-    parent, _, leaf = url.rpartition("/")  # the run that was opened, wherever its config says it was made
+    parent, _, leaf = url.rpartition("/")  # where the run was opened, which may differ from its config
     _drive(open_run(url).config.with_values({"run.store": parent, "run.name": leaf}), take_over)
 
 
 @app.command()
 def stop(name: Name, store: Store = DEFAULT_STORE) -> None:
-    """Ask the run's driver to finish or abandon its stage, and wait until it has; then end its workers on Ray."""
+    """Ask the run's driver to finish or abandon its stage, wait for it, and end its workers on Ray."""
     import time
 
     from infra.execution import heartbeat
@@ -144,13 +144,13 @@ def stop(name: Name, store: Store = DEFAULT_STORE) -> None:
     while time.monotonic() < deadline:
         time.sleep(1)
         if heartbeat.is_alive(run.store.objects) is None:
-            goes_on = "the command that began it" if run.is_fit else f"`ratchet resume {name}`"
+            resume_with = "the command that began it" if run.is_fit else f"`ratchet resume {name}`"
             if not run.is_fit:
                 end_idle(run.config, run.store.url)
-            console.print(f"{name} has stopped; {goes_on} goes on from the last commit")
+            console.print(f"{name} has stopped; {resume_with} continues from the last commit")
             return
     raise RatchetError(
-        f"the driver of {name} has not stopped within 60 s: it may hang; kill pid {beat.pid} on {beat.host}"
+        f"the driver of {name} has not stopped within 60 s and may hang: kill pid {beat.pid} on {beat.host}"
     )
 
 
@@ -160,7 +160,7 @@ def status(
     store: Store = DEFAULT_STORE,
     last: Annotated[int, typer.Option(help="iterations to show", min=1)] = 10,
 ) -> None:
-    """Iterations x stages (committed, running, missing), and metrics of the last iterations."""
+    """The stages (committed, running, missing) and metrics of the last iterations."""
     from flows import views
     from infra.runs import open_run
 
@@ -171,13 +171,13 @@ def status(
 def show(
     name: Name,
     store: Store = DEFAULT_STORE,
-    iteration: Annotated[int | None, typer.Option(min=0, help="this iteration; by default the last closed one")] = None,
+    iteration: Annotated[int | None, typer.Option(min=0, help="the iteration; by default the last closed one")] = None,
     where: Annotated[str | None, typer.Option(help='a condition in SQL, such as "score < 0.5"')] = None,
-    columns: Annotated[str | None, typer.Option(help="columns, separated by commas; `all` for every one")] = None,
-    limit: Annotated[int, typer.Option(help="most rows", min=1)] = 20,
-    format: Annotated[Format, typer.Option(help="how to print them")] = Format.table,
+    columns: Annotated[str | None, typer.Option(help="columns, separated by commas, or `all`")] = None,
+    limit: Annotated[int, typer.Option(help="maximum number of rows", min=1)] = 20,
+    format: Annotated[Format, typer.Option(help="output format")] = Format.table,
 ) -> None:
-    """Trajectories, joined over the stages."""
+    """Trajectories, with the columns of all stages."""
     from flows import views
     from infra.runs import open_run
 
@@ -191,9 +191,9 @@ def query(
         str, typer.Argument(metavar="SQL", help='such as "select iteration, avg(score) from score group by 1"')
     ],
     store: Store = DEFAULT_STORE,
-    format: Annotated[Format, typer.Option(help="how to print the rows")] = Format.table,
+    format: Annotated[Format, typer.Option(help="output format")] = Format.table,
 ) -> None:
-    """SQL over what is committed (DuckDB): tables trajectories, metrics, and one for each stage."""
+    """SQL (DuckDB) over the committed data: tables trajectories, metrics, and one for each stage."""
     from flows import views
     from infra.query import query as ask
     from infra.runs import open_run
@@ -204,7 +204,7 @@ def query(
 @app.command()
 def report(
     names: Annotated[list[str], typer.Argument(metavar="RUN...", help="names in the store, or full URLs")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="the HTML file to write, or to write again")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="the HTML file to write or replace")],
     store: Store = DEFAULT_STORE,
 ) -> None:
     """Runs side by side as one HTML file: curves, configs, and a browser of their trajectories."""
@@ -224,20 +224,20 @@ def fork(
     run: Annotated[str, typer.Option(help="the new run's name")],
     overrides: Overrides = None,
     store: Store = DEFAULT_STORE,
-    to_store: Annotated[str | None, typer.Option(help="where the new run goes; by default the same store")] = None,
+    to_store: Annotated[str | None, typer.Option(help="store of the new run; by default the same store")] = None,
 ) -> None:
-    """A new run that shares everything committed before a point, without copying, and goes on with another config."""
+    """A new run that shares everything committed before a point, without copying, and continues with another config."""
     from infra.runs import open_run
     from tasks.plan import fork_run
 
     parent = open_run(_url(name, store))
-    where = to_store or parent.store.url.rpartition("/")[0]
-    config = parent.config.with_values({"run.name": run, "run.store": where}, overrides or [])
+    target_store = to_store or parent.store.url.rpartition("/")[0]
+    config = parent.config.with_values({"run.name": run, "run.store": target_store}, overrides or [])
     iteration, _, stage = at.partition(":")
     if not iteration.isdigit():
         raise UserError(f"--at {at}: write an iteration, such as 7, or an iteration and a stage, such as 7:score")
     fork_run(parent, config, int(iteration), stage or None)
-    elsewhere = "" if where == DEFAULT_STORE else f" --store {where}"
+    elsewhere = "" if target_store == DEFAULT_STORE else f" --store {target_store}"
     console.print(f"{run} begins where {name} stood at {at}; `ratchet resume {run}{elsewhere}` continues it")
 
 
@@ -250,10 +250,10 @@ def rescore(
         typer.Option(help="a built-in reward, package.module:function or file.py:function; or set reward.model=PATH"),
     ] = None,
     store: Store = DEFAULT_STORE,
-    learn: Annotated[bool, typer.Option("--train", help="also update on them: off-policy, and corrected")] = False,
+    learn: Annotated[bool, typer.Option("--train", help="also train on them, off-policy and corrected")] = False,
     overrides: Overrides = None,
 ) -> None:
-    """New scores on old generations, compared with the old; nothing is generated."""
+    """New scores on old generations, compared with the old scores; nothing is generated."""
     _quiet()
     from flows import views
     from flows.rescore import begin, rescoring_config
@@ -271,13 +271,13 @@ def rescore(
 def plan(
     config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="the changed config")],
     overrides: Overrides = None,
-    run: Annotated[str | None, typer.Option(help="the run; by default the one that the config names")] = None,
+    run: Annotated[str | None, typer.Option(help="the run's name; by default run.name")] = None,
     store: Annotated[str | None, typer.Option(envvar="RATCHET_STORE", help="folder of runs (run.store)")] = None,
     iteration: Annotated[
         int | None, typer.Option(min=0, help="by default the open one, or the last with a commit")
     ] = None,
 ) -> None:
-    """What a changed config would run again of an iteration, and why."""
+    """Which stages of an iteration a changed config would run again, and why."""
     from flows import views
     from infra.execution.claims import run_url
     from infra.runs import open_run
@@ -291,12 +291,12 @@ def plan(
 def explain(
     name: Name,
     checkpoint: Annotated[
-        int, typer.Argument(metavar="CHECKPOINT", min=0, help="the weights after so many iterations")
+        int, typer.Argument(metavar="CHECKPOINT", min=0, help="number of iterations after which to take the weights")
     ],
     store: Store = DEFAULT_STORE,
     role: Annotated[Role, typer.Option(help="which model")] = Role.actor,
 ) -> None:
-    """The lineage of a checkpoint: updates, shards, configs, seeds, code that made it."""
+    """The lineage of a checkpoint: the updates, shards, configs, seeds and code that made it."""
     from flows import views
     from infra.runs import open_run
     from tasks.explain import explain as lineage
@@ -307,10 +307,10 @@ def explain(
 @app.command()
 def replay(
     name: Name,
-    iteration: Annotated[int, typer.Option(min=0, help="which iteration to compute again")],
+    iteration: Annotated[int, typer.Option(min=0, help="the iteration to compute again")],
     store: Store = DEFAULT_STORE,
 ) -> None:
-    """Compute an iteration's committed stages again, and say which first comes out otherwise. Nothing is written."""
+    """Compute an iteration's committed stages again, and name the first one that differs. Nothing is written."""
     from flows.terminal import progress
     from infra.runs import open_run
     from tasks.replay import replay as recompute
@@ -322,20 +322,20 @@ def replay(
             differs = differs or (None if replayed.same else replayed.stage)
     if differs is not None:
         raise RatchetError(
-            f"iteration {iteration} does not come out as it was committed: {differs} is the first; its last bits "
+            f"iteration {iteration} differs from the committed one, first in {differs}; the last bits of a result "
             "also depend on the engine, packages and number of threads (OMP_NUM_THREADS, which `make demo` sets to 1)"
         )
-    console.print(f"iteration {iteration} comes out to the bit as it was committed")
+    console.print(f"iteration {iteration} is bit-identical to the committed one")
 
 
 @app.command()
 def vacuum(
     name: Name,
     store: Store = DEFAULT_STORE,
-    take_over: Annotated[bool, typer.Option("--take-over", help="go on even if a driver is alive")] = False,
+    take_over: Annotated[bool, typer.Option("--take-over", help="continue even if a driver is alive")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="only list what would be deleted")] = False,
 ) -> None:
-    """Delete what no record and no fork reaches; never a log record."""
+    """Delete files that no commit or fork references; never a log record."""
     from infra import vacuum as broom
     from infra.runs import open_run
 
@@ -351,29 +351,29 @@ def verify(
     name: Name,
     store: Store = DEFAULT_STORE,
     repair: Annotated[
-        bool, typer.Option("--repair", help="write anew what is only a copy of what the log says")
+        bool, typer.Option("--repair", help="rewrite damaged files that only copy what the log says")
     ] = False,
 ) -> None:
-    """Read the whole run: its log, and every object that the log names; say what is wrong, and what can be done."""
+    """Check the whole run: read its log and every object that the log names, and report damage and how to fix it."""
     from flows import views
     from flows.terminal import progress
     from infra.store.run_store import RunStore
     from infra.verify import verify as examine
 
-    there = RunStore.at(_url(name, store))
+    run_store = RunStore.at(_url(name, store))
     with progress(console):
-        findings = list(examine(there))
-    repaired = [found for found in findings if repair and found.repair is not None]
-    for found in repaired:
-        assert found.repair is not None
-        found.repair()
-    views.findings(console, [found for found in findings if found not in repaired])
-    for found in repaired:
-        console.print(f"{found.key} {found.what}: repaired", highlight=False, markup=False)
-    wrong = [found for found in findings if not found.harmless]
+        findings = list(examine(run_store))
+    repaired = [finding for finding in findings if repair and finding.repair is not None]
+    for finding in repaired:
+        assert finding.repair is not None
+        finding.repair()
+    views.findings(console, [finding for finding in findings if finding not in repaired])
+    for finding in repaired:
+        console.print(f"{finding.key} {finding.what}: repaired", highlight=False, markup=False)
+    wrong = [finding for finding in findings if not finding.harmless]
     if wrong:
-        raise RatchetError(f"{len(wrong)} objects of {name} are not what was written: {wrong[0].key} {wrong[0].what}")
-    console.print(f"{name} is what was written")
+        raise RatchetError(f"{len(wrong)} objects of {name} have errors: {wrong[0].key} {wrong[0].what}")
+    console.print(f"{name} is intact")
 
 
 @app.command()
@@ -383,21 +383,21 @@ def evaluate(
     data: Annotated[str | None, typer.Option(help="prompt file; by default the run's validation.data")] = None,
     store: Store = DEFAULT_STORE,
     iteration: Annotated[
-        int | None, typer.Option(help="the snapshot after so many iterations; by default the newest")
+        int | None, typer.Option(help="the snapshot after this many iterations; by default the newest")
     ] = None,
     n: Annotated[
-        int | None, typer.Option(help="trajectories per prompt; by default as the run validates, or 1", min=1)
+        int | None, typer.Option(help="trajectories per prompt; by default the run's validation.n, or 1", min=1)
     ] = None,
     temperature: Annotated[
         float | None,
-        typer.Option(help="sampling temperature, 0: greedy; by default as the run validates, or 1", min=0),
+        typer.Option(help="sampling temperature, 0: greedy; by default the run's validation.temperature, or 1", min=0),
     ] = None,
-    max_response_tokens: Annotated[int | None, typer.Option(help="longest response", min=1)] = None,
+    max_response_tokens: Annotated[int | None, typer.Option(help="maximum length of a response", min=1)] = None,
     reward: Annotated[
         str | None, typer.Option(help="a built-in reward, package.module:function or file.py:function")
     ] = None,
-    server: Annotated[str | None, typer.Option(help="a server that has the model and answers instead: its URL")] = None,
-    api: Annotated[Api, typer.Option(help="what kind of server that is")] = Api.vllm,
+    server: Annotated[str | None, typer.Option(help="URL of a server that has the model and answers instead")] = None,
+    api: Annotated[Api, typer.Option(help="type of the server")] = Api.vllm,
     output: Annotated[Path | None, typer.Option(help="write the trajectories to this Parquet file")] = None,
 ) -> None:
     """Answer and score held-out prompts: solve rate by data source, with a confidence interval."""
@@ -434,13 +434,15 @@ def evaluate(
 @app.command()
 def export(
     name: Name,
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="where the Hugging Face model folder goes")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="the Hugging Face model folder to write")],
     store: Store = DEFAULT_STORE,
     iteration: Annotated[
-        int | None, typer.Option(help="the snapshot after so many iterations; by default the newest")
+        int | None, typer.Option(help="the snapshot after this many iterations; by default the newest")
     ] = None,
     role: Annotated[Role, typer.Option(help="which model")] = Role.actor,
-    adapter: Annotated[bool, typer.Option("--adapter", help="only what model.lora trains, as PEFT reads it")] = False,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="only the adapter (model.lora), in the format of PEFT")
+    ] = False,
 ) -> None:
     """Write a snapshot as a Hugging Face model folder."""
     from infra.runs import open_run
@@ -458,16 +460,16 @@ def sft(
     data: Annotated[str, typer.Option(help="Parquet or JSON lines with prompt and response, or with messages")],
     output: Annotated[Path, typer.Option(help="folder of the resulting model; its name is also the run's")],
     steps: Annotated[int, typer.Option(help="optimizer steps", min=1)] = 250,
-    batch_examples: Annotated[int, typer.Option(help="examples a step learns from", min=1)] = 128,
-    lr: Annotated[float, typer.Option(help="largest learning rate")] = 1e-5,
-    warmup_steps: Annotated[int, typer.Option(help="steps over which the rate rises", min=0)] = 0,
+    batch_examples: Annotated[int, typer.Option(help="examples per optimizer step", min=1)] = 128,
+    lr: Annotated[float, typer.Option(help="peak learning rate")] = 1e-5,
+    warmup_steps: Annotated[int, typer.Option(help="steps over which the learning rate rises", min=0)] = 0,
     weight_decay: Annotated[float, typer.Option(help="AdamW's weight decay", min=0)] = 0.0,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
-    seed: Annotated[int, typer.Option(help="order of the examples", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="seed of the order of the examples", min=0)] = 0,
     store: Store = DEFAULT_STORE,
     overrides: Overrides = None,
 ) -> None:
-    """Supervised fine-tuning on prompts and responses: the step before every RLHF recipe."""
+    """Supervised fine-tuning on prompts and responses, the first step of every RLHF recipe."""
     config = {
         "run": {"name": output.name, "store": store, "seed": seed},
         "model": {"path": model, "dtype": dtype},
@@ -488,16 +490,16 @@ def reward_model(
     model: Annotated[str, typer.Option(help="the model to start from, such as a supervised one")],
     data: Annotated[str, typer.Option(help="Parquet or JSON lines with prompt, chosen and rejected")],
     output: Annotated[Path, typer.Option(help="folder of the resulting model; its name is also the run's")],
-    validation: Annotated[str | None, typer.Option(help="pairs that are held out")] = None,
+    validation: Annotated[str | None, typer.Option(help="held-out pairs")] = None,
     epochs: Annotated[int, typer.Option(help="passes over the pairs", min=1)] = 1,
-    batch_pairs: Annotated[int, typer.Option(help="pairs a step learns from", min=1)] = 64,
-    lr: Annotated[float, typer.Option(help="largest learning rate")] = 1e-5,
+    batch_pairs: Annotated[int, typer.Option(help="pairs per optimizer step", min=1)] = 64,
+    lr: Annotated[float, typer.Option(help="peak learning rate")] = 1e-5,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
-    seed: Annotated[int, typer.Option(help="order of the pairs", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="seed of the order of the pairs", min=0)] = 0,
     store: Store = DEFAULT_STORE,
     overrides: Overrides = None,
 ) -> None:
-    """Train a reward model on preferences (Bradley-Terry), for reward.model; the same command goes on with it."""
+    """Train a reward model on preferences (Bradley-Terry), for reward.model; the same command resumes it."""
     config = {
         "run": {"name": output.name, "store": store, "seed": seed},
         "model": {"path": model, "dtype": dtype},
@@ -509,8 +511,10 @@ def reward_model(
         "lr": lr,
     }
     metrics = _fit(validated(RewardTraining, overridden(config, overrides or []), "reward-model"))
-    held_out = f"; of the held-out pairs {metrics['val/accuracy']:.1%}" if "val/accuracy" in metrics else ""
-    console.print(f"reward model in {output} ({metrics['reward/accuracy']:.1%} of the pairs come out right{held_out})")
+    held_out = f", {metrics['val/accuracy']:.1%} of the held-out pairs" if "val/accuracy" in metrics else ""
+    console.print(
+        f"reward model in {output} ({metrics['reward/accuracy']:.1%} of the pairs are ranked correctly{held_out})"
+    )
 
 
 def _fit(config: SFTConfig | RewardTraining) -> dict[str, float]:
@@ -532,9 +536,9 @@ def deploy(
     config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="the run's config")],
     overrides: Overrides = None,
     pool: Annotated[str, typer.Option(help="the work pool; a process pool is made if there is none")] = "ratchet",
-    cron: Annotated[str | None, typer.Option(help='when train starts or goes on, such as "0 3 * * *"')] = None,
-    every: Annotated[int | None, typer.Option(metavar="MINUTES", help="or how often", min=1)] = None,
-    new_runs: Annotated[bool, typer.Option("--new-runs", help="each start is a run of its own")] = False,
+    cron: Annotated[str | None, typer.Option(help='when to start or resume train, such as "0 3 * * *"')] = None,
+    every: Annotated[int | None, typer.Option(metavar="MINUTES", help="or the interval between starts", min=1)] = None,
+    new_runs: Annotated[bool, typer.Option("--new-runs", help="each start begins a new run")] = False,
 ) -> None:
     """Register train, iteration, evaluate, rescore, report and vacuum on the Prefect server (PREFECT_API_URL)."""
     from datetime import timedelta
@@ -542,7 +546,7 @@ def deploy(
     loaded = load_config(config, overrides or [])
     _needs_server()
     if cron and every:
-        raise UserError("--cron and --every are two schedules: give one")
+        raise UserError("--cron and --every are both schedules: give one")
     from flows.deploy import deploy as register
 
     interval = None if every is None else timedelta(minutes=every)
@@ -555,7 +559,7 @@ def deploy(
 @app.command()
 def worker(
     pool: Annotated[str, typer.Option(help="the work pool")] = "ratchet",
-    once: Annotated[bool, typer.Option("--once", help="start what is due, wait for it, and end")] = False,
+    once: Annotated[bool, typer.Option("--once", help="start what is due, wait for it, and exit")] = False,
 ) -> None:
     """Start a Prefect worker that runs deployed flows on this machine."""
     _needs_server()
@@ -574,9 +578,11 @@ def _needs_server() -> None:
 
 @app.command()
 def doctor(
-    engines: Annotated[bool, typer.Option("--engines", help="try every engine, and Ray: half a minute")] = False,
+    engines: Annotated[
+        bool, typer.Option("--engines", help="also try every engine and Ray; takes half a minute")
+    ] = False,
 ) -> None:
-    """What is installed, and which engines and stores work here."""
+    """Which packages are installed, and which engines and stores work on this machine."""
     _quiet()
     from flows.doctor import doctor as examine
 
@@ -588,7 +594,7 @@ def _drive(config: RunConfig, take_over: bool) -> None:
     from infra.execution.driver import check_inputs
     from infra.execution.stopping import Stopped, on_signals
 
-    def stop(*_: object) -> None:  # while Prefect, and not yet or no longer the driver, is at work
+    def stop(*_: object) -> None:  # for signals before the driver starts and after it ends
         raise Stopped.as_asked(f"`ratchet resume {config.run.name}`")
 
     with on_signals(stop), progress(console, config.train.iterations):
@@ -599,7 +605,7 @@ def _drive(config: RunConfig, take_over: bool) -> None:
         from tasks.recording import recorded
 
         ended = recorded(lambda: flow(config, take_over=take_over), lambda: drive(config, take_over))
-        if ended is not None:  # in a state of its own, which nobody recorded
+        if ended is not None:  # a `Failed` state, if Prefect did not record the flow
             ended.result()
     elsewhere = "" if config.run.store == DEFAULT_STORE else f" --store {config.run.store}"
     console.print(
@@ -610,14 +616,14 @@ def _drive(config: RunConfig, take_over: bool) -> None:
 
 
 def _quiet() -> None:
-    """Before Prefect is imported: errors end in one line here, not in its log, which only a server that stays gets."""
+    """Silence Prefect; call this before importing it. Errors are printed in one line here instead."""
     silent = "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL" if os.environ.get("PREFECT_API_URL") else "PREFECT_LOGGING_LEVEL"
     os.environ.setdefault(silent, "CRITICAL")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 def _prefect() -> None:
-    """Importing torch and Prefect, and starting a temporary server, take a while: say so."""
+    """Prepare Prefect, and tell the user that importing it and starting a temporary server take a while."""
     _quiet()
     if not os.environ.get("PREFECT_API_URL"):
         temporary_server.end_orphans()

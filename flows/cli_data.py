@@ -1,4 +1,4 @@
-"""`ratchet data`: prompt datasets, generated or converted."""
+"""`ratchet data`: generates or converts prompt datasets."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def countdown(
     sft_per_problem: Annotated[
         int, typer.Option(help="worked solutions per training problem in sft.parquet", min=0)
     ] = 4,
-    seed: Annotated[int, typer.Option(help="the same seed gives the same files", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="seed of the problems", min=0)] = 0,
 ) -> None:
-    """Countdown: reach a target from given numbers, each used once."""
+    """Countdown: reach a target with the given numbers, using each once."""
     import pyarrow.parquet as pq
 
     from rlhf.data import countdown as game
@@ -60,14 +60,17 @@ def countdown(
 
 
 Source = Annotated[
-    str, typer.Option(help="a file, or a folder or hub dataset with train.* and test.* (JSON lines, Parquet): any URL")
+    str,
+    typer.Option(
+        help="path or URL of a file, or of a folder or hub dataset with train.* and test.* (JSON lines, Parquet)"
+    ),
 ]
 Output = Annotated[Path, typer.Argument(metavar="OUT", help="folder for train.parquet and test.parquet")]
 
 
 @data.command()
 def gsm8k(output: Output, source: Source = "hf://datasets/openai/gsm8k/main") -> None:
-    """GSM8K: grade-school maths, from its own JSON lines (question, answer) or from the hub."""
+    """GSM8K: grade-school maths, from the original JSON lines (question, answer) or from the hub."""
     from rlhf.data import datasets
 
     _write_splits(output, source, datasets.gsm8k)
@@ -75,7 +78,7 @@ def gsm8k(output: Output, source: Source = "hf://datasets/openai/gsm8k/main") ->
 
 @data.command()
 def math(output: Output, source: Source = "hf://datasets/DigitalLearningGmbH/MATH-lighteval/data") -> None:
-    """MATH and its like: rows of problem and solution, or problem and answer."""
+    """MATH and similar datasets: rows of problem and solution, or problem and answer."""
     from rlhf.data import datasets
 
     _write_splits(output, source, datasets.math)
@@ -85,10 +88,10 @@ def math(output: Output, source: Source = "hf://datasets/DigitalLearningGmbH/MAT
 def prompts(
     output: Output,
     source: Source,
-    data_source: Annotated[str, typer.Option(help="the name that rewards and metrics go by")],
-    prompt: Annotated[str, typer.Option(help="column of the prompt's text")] = "prompt",
-    truth: Annotated[str | None, typer.Option(help="column of what the reward compares with")] = None,
-    instruction: Annotated[str | None, typer.Option(help="what is said after each prompt")] = None,
+    data_source: Annotated[str, typer.Option(help="name of the dataset, for rewards and metrics")],
+    prompt: Annotated[str, typer.Option(help="column of the prompt")] = "prompt",
+    truth: Annotated[str | None, typer.Option(help="column of the ground truth")] = None,
+    instruction: Annotated[str | None, typer.Option(help="text to append to each prompt")] = None,
 ) -> None:
     """Any table of prompts."""
     from functools import partial
@@ -112,19 +115,21 @@ def _write_splits(output: Path, source: str, convert: Callable[..., Any]) -> Non
         files, path = fsspec.core.url_to_fs(source)
         is_there, is_folder = files.exists(path), files.isdir(path)
         names = files.glob(f"{path}/*") if is_folder else [path]
-    except Exception as error:  # the hub's, for what is not there or cannot be reached
+    except Exception as error:  # the hub has its own errors for missing data and for a network that fails
         raise UserError(f"--source {source}: {in_one_line(error)}") from None
     if not is_there:
         raise UserError(f"--source {source} does not exist")
-    found: dict[str, list[str]] = {}
+    urls_of_split: dict[str, list[str]] = {}
     for name in sorted(names):
-        # test.jsonl, test-00000-of-00001.parquet; not test_socratic.jsonl; a file alone is for training, unless it says
-        says = re.match(r"(train|test)[.-]", Path(name).name)
-        if (says or not is_folder) and name.endswith((".jsonl", ".json", ".parquet")):
-            found.setdefault(says[1] if says else "train", []).append(files.unstrip_protocol(name))
-    if not found or (is_folder and "train" not in found):
+        # test.jsonl, test-00000-of-00001.parquet, but not test_socratic.jsonl; a single file is for training by default
+        named_split = re.match(r"(train|test)[.-]", Path(name).name)
+        if (named_split or not is_folder) and name.endswith((".jsonl", ".json", ".parquet")):
+            urls_of_split.setdefault(named_split[1] if named_split else "train", []).append(
+                files.unstrip_protocol(name)
+            )
+    if not urls_of_split or (is_folder and "train" not in urls_of_split):
         raise UserError(f"--source {source}: there is no train file (JSON lines or Parquet)")
-    for split, urls in sorted(found.items(), reverse=True):
+    for split, urls in sorted(urls_of_split.items(), reverse=True):
         table = convert((row for url in urls for row in read(url)), split)
         make_folder(output)
         pq.write_table(table, output / f"{split}.parquet")
@@ -132,6 +137,7 @@ def _write_splits(output: Path, source: str, convert: Callable[..., Any]) -> Non
 
 
 def make_folder(path: Path) -> None:
+    """Make a folder and its parents. Raises `UserError` if that is not possible."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,5 +1,8 @@
-"""Deployments on a Prefect server: flows that it offers in its forms and starts on schedules, through a work pool; and
-the automations that go on with a run whose process is gone."""
+"""Deployments on a Prefect server.
+
+The server offers the flows in its forms, starts them on schedules through a work pool, and resumes runs whose process
+has ended with automations.
+"""
 
 from __future__ import annotations
 
@@ -31,18 +34,18 @@ from tasks.prefect_defaults import DEFAULTS
 TAG = "ratchet"
 HEARTBEAT_S = 30
 GONE_S = 90
-"""A flow run that has not beaten for so long is taken for dead."""
+"""A flow run without a heartbeat for this long counts as dead."""
 
 
 @flow(name="vacuum", flow_run_name="{run}", persist_result=False)
 def vacuum(run: str, take_over: bool = False) -> list[str]:
-    """Delete what no record and no fork of the run at the URL `run` reaches; returns the keys."""
+    """Delete the files that no commit or fork of the run at the URL `run` references; returns their keys."""
     return delete_unreached(open_run(run).store, take_over)
 
 
 @flow(name="report", flow_run_name="{run}", persist_result=False)
 def report(run: str) -> str:
-    """Write the report of the run at the URL `run` into its folder, as it stands, and leave a link; returns its URL."""
+    """Write the report of the run at the URL `run` into its folder, and link it in Prefect; returns its URL."""
     return show_report(run)
 
 
@@ -54,10 +57,20 @@ def deploy(
     every: timedelta | None = None,
     new_runs: bool = False,
 ) -> list[str]:
-    """Register the flows with `config` as their default, under the run's name; returns the deployments' names.
+    """Register the flows, with `config` as the default of their parameters, under the run's name.
 
-    The server checks parameters against the config's schema before anything starts. `train` starts as `cron` or `every`
-    say, and never runs twice at once: a start while it runs is dropped. With `new_runs`, each start is its own run.
+    The server checks parameters against the config's schema before it starts a flow. A flow never runs twice at once: a
+    start while it runs is dropped.
+
+    Args:
+        config: The run's config.
+        pool: Work pool; made if it does not exist.
+        cron: Schedule of `train`.
+        every: Interval of `train`, if there is no `cron`.
+        new_runs: Whether each start of `train` begins a new run.
+
+    Returns:
+        The names of the deployments.
     """
     _work_pool(pool)
     shown = config.model_dump(mode="json")
@@ -73,8 +86,8 @@ def deploy(
         (report, {"run": url}, {}),
         (vacuum, {"run": url}, {}),
     ]
-    for offer, parameters, options in offered:
-        deployment = offer.to_deployment(
+    for offered_flow, parameters, options in offered:
+        deployment = offered_flow.to_deployment(
             name=config.run.name,
             parameters=parameters,
             tags=[TAG, config.run.name],
@@ -82,13 +95,13 @@ def deploy(
             entrypoint_type=EntrypointType.MODULE_PATH,
             work_pool_name=pool,
             job_variables={
-                "working_dir": str(Path.cwd()),  # where the config's relative paths begin
+                "working_dir": str(Path.cwd()),  # the base of relative paths in the config
                 "env": {**DEFAULTS, "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S)},
             },
             **options,
         )
         deployment.apply()  # type: ignore[union-attr]
-        names.append(f"{offer.name}/{config.run.name}")
+        names.append(f"{offered_flow.name}/{config.run.name}")
     for automation in _automations():
         _replace(automation)
     return names
@@ -99,19 +112,18 @@ def _work_pool(name: str) -> None:
         try:
             client.read_work_pool(name)
         except ObjectNotFound:
-            with suppress(ObjectAlreadyExists):  # a worker that starts may have made it meanwhile
+            with suppress(ObjectAlreadyExists):  # a worker that starts may make it at the same time
                 client.create_work_pool(WorkPoolCreate(name=name, type="process"))
 
 
 def _automations() -> list[Automation]:
-    """A flow run that crashed, or of which nothing was heard for a while, is asked for again: it goes on from its log.
+    """Automations that schedule a flow run again if it crashed or sends no heartbeat; the run resumes from its log.
 
-    One that failed is not: a fenced driver, a wrong config or a bad reward ends as failed, and nothing but a person
-    mends that. Nor does it matter if a silent one is alive after all: its heartbeat keeps the second from starting, or
-    the log fences one of them.
+    A failed flow run is not restarted: a fenced driver, a wrong config or a broken reward needs a person. It does no
+    harm if a silent one is still alive: its heartbeat prevents a second start, or the log fences one of the two.
     """
     ended = {f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Cancelled", "Crashed", "Fenced")}
-    about: dict[str, Any] = {
+    watched: dict[str, Any] = {
         "match": ResourceSpecification({"prefect.resource.id": "prefect.flow-run.*"}),
         "match_related": ResourceSpecification(
             {"prefect.resource.role": "tag", "prefect.resource.id": f"prefect.tag.{TAG}"}
@@ -121,28 +133,30 @@ def _automations() -> list[Automation]:
     }
     beat, crashed = "prefect.flow-run.heartbeat", "prefect.flow-run.Crashed"
     silent = EventTrigger(
-        after={beat}, expect={beat, *ended}, posture=Posture.Proactive, within=timedelta(seconds=GONE_S), **about
+        after={beat}, expect={beat, *ended}, posture=Posture.Proactive, within=timedelta(seconds=GONE_S), **watched
     )
-    dead = EventTrigger(expect={crashed}, posture=Posture.Reactive, within=timedelta(0), **about)
-    again = ChangeFlowRunState(state=StateType.SCHEDULED, name="AwaitingRetry", force=True)
+    dead = EventTrigger(expect={crashed}, posture=Posture.Reactive, within=timedelta(0), **watched)
+    restart = ChangeFlowRunState(state=StateType.SCHEDULED, name="AwaitingRetry", force=True)
     return [
-        Automation(name=f"{TAG}: a silent flow run is asked for again", trigger=silent, actions=[again]),
-        Automation(name=f"{TAG}: a crashed flow run is asked for again", trigger=dead, actions=[again]),
+        Automation(name=f"{TAG}: a silent flow run is asked for again", trigger=silent, actions=[restart]),
+        Automation(name=f"{TAG}: a crashed flow run is asked for again", trigger=dead, actions=[restart]),
     ]
 
 
 def _replace(automation: Automation) -> None:
-    """One that is there and says the same is left alone: with it would go what it knows of silent flow runs."""
+    """Create or replace an automation. An identical one is kept, with its state about silent flow runs."""
     with get_client(sync_client=True) as client:
-        there = client.read_automations_by_name(automation.name)
-        if len(there) == 1 and _says(there[0]) == _says(automation):
+        registered = client.read_automations_by_name(automation.name)
+        if len(registered) == 1 and _definition(registered[0]) == _definition(automation):
             return
-        for found in there:
-            client.delete_automation(found.id)
+        for outdated in registered:
+            client.delete_automation(outdated.id)
     automation.create()
 
 
-def _says(automation: Any) -> dict[str, Any]:
-    told: dict[str, Any] = automation.model_dump(include={"enabled", "trigger", "actions"})  # sets of events stay sets
-    told["trigger"].pop("id", None)
-    return told
+def _definition(automation: Any) -> dict[str, Any]:
+    definition: dict[str, Any] = automation.model_dump(
+        include={"enabled", "trigger", "actions"}
+    )  # not as JSON: the order of sets of events must not matter
+    definition["trigger"].pop("id", None)
+    return definition

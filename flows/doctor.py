@@ -1,4 +1,4 @@
-"""What is installed and, if asked, which engines, accelerators and stores work on this machine: by trying them."""
+"""Lists the installed packages, and tries which stores and, on request, which engines work on this machine."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ SAMPLING = Sampling(temperature=1.0, top_p=1.0, max_tokens=4, seed=0)
 
 
 def doctor(console: Console, engines: bool) -> None:
+    """Print a table of packages, device and stores; with `engines`, also of engines and Ray."""
     table = Table(title="this machine")
     table.add_column("what")
     table.add_column("found")
@@ -48,20 +49,22 @@ def doctor(console: Console, engines: bool) -> None:
 
 
 def _tried(attempt: Callable[[], str]) -> str:
-    """What came of it: whatever goes wrong is the answer."""
+    """The result of an attempt; for any error, its description."""
     try:
         return attempt()
     except ModuleNotFoundError as error:
         return f"{error.name} is not installed"
     except Exception as error:
-        first = (str(error).strip().splitlines() or [""])[0]
-        return f"fails: {type(error).__name__}: {first[:120]}"
+        message = (str(error).strip().splitlines() or [""])[0]
+        return f"fails: {type(error).__name__}: {message[:120]}"
 
 
 def _trainers() -> dict[str, TrainerConfig]:
     stages = get_args(TrainerConfig.model_fields["zero_stage"].annotation)
-    found: dict[str, TrainerConfig] = {"engine torch": ActorConfig(), "engine fsdp": ActorConfig(engine="fsdp")}
-    return found | {f"engine deepspeed, zero_stage {n}": ActorConfig(engine="deepspeed", zero_stage=n) for n in stages}
+    trainers: dict[str, TrainerConfig] = {"engine torch": ActorConfig(), "engine fsdp": ActorConfig(engine="fsdp")}
+    return trainers | {
+        f"engine deepspeed, zero_stage {n}": ActorConfig(engine="deepspeed", zero_stage=n) for n in stages
+    }
 
 
 def _store(url: str) -> str:
@@ -75,7 +78,7 @@ def _model() -> Any:
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=32,
-            hidden_size=64,  # two heads of 32: the least that vLLM takes on a CPU
+            hidden_size=64,  # two heads of 32: the minimum for vLLM on a CPU
             intermediate_size=64,
             num_hidden_layers=2,
             num_attention_heads=2,
@@ -85,7 +88,7 @@ def _model() -> Any:
 
 
 def _update(trainer: TrainerConfig) -> str:
-    """Two supervised steps in each type: the loss falls."""
+    """Take two supervised steps in each dtype, and check that the loss falls."""
     from rlhf.algorithms.objectives import SupervisedObjective
     from rlhf.batch import TrajectoryBatch
     from rlhf.engines.base import OptimizerPlan
@@ -158,5 +161,5 @@ def _ray() -> str:
 
     connect()
     nodes = [node for node in ray.nodes() if node["Alive"]]
-    there = ray.cluster_resources()
-    return f"works: {len(nodes)} node(s), {there.get('CPU', 0):.0f} CPUs, {there.get('GPU', 0):.0f} GPUs"
+    resources = ray.cluster_resources()
+    return f"works: {len(nodes)} node(s), {resources.get('CPU', 0):.0f} CPUs, {resources.get('GPU', 0):.0f} GPUs"

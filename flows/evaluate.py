@@ -1,4 +1,4 @@
-"""Answer and score held-out prompts with a model folder, or with a snapshot of a run. Never claims, never commits."""
+"""Answers and scores held-out prompts with a model folder or a snapshot of a run, without a claim or a commit."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ from tasks.validate import VALIDATE, validate
 @flow(name="evaluate", flow_run_name="evaluate {config.model.path}", persist_result=False)
 @noted
 def evaluate(config: RunConfig) -> pd.DataFrame:
-    """One row a trajectory: the columns of `validate`, for the model at `config.model` and the prompts of
-    `config.validation`."""
+    """Answer the prompts of `config.validation` with the model at `config.model`.
+
+    Returns:
+        The columns of `validate`, with a row per trajectory.
+    """
     if config.validation.data is None:
         raise UserError("validation.data is null: name the prompts to evaluate on (--data)")
     say_attention(config.model)

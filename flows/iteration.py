@@ -22,7 +22,7 @@ from tasks.validate import VALIDATE, is_due
 @flow(name="iteration", flow_run_name="{config.run.name} · it {k}", persist_result=False, validate_parameters=False)
 @noted
 def iteration(config: RunConfig, k: int) -> dict[str, float]:
-    """Run iteration `k` of a run, or what is left of it; returns its metrics."""
+    """Run or resume iteration `k` of a run; returns its metrics."""
     with (
         untagged(),
         driving(config, dependencies(config), check=check_open_iteration) as driver,
@@ -45,8 +45,10 @@ def iteration(config: RunConfig, k: int) -> dict[str, float]:
 
 
 def run_stages(driver: Driver, k: int, generated: StageHandle) -> None:
-    """Start every stage that the config has; each computes as soon as what it reads is committed, where its role's
-    models are."""
+    """Start all stages after `generate`, and wait for them.
+
+    Each stage computes on the workers of its role, as soon as its inputs are committed.
+    """
     handles, skipped = {GENERATE.name: generated}, list[tuple[AnyUpdateStage, str]]()
     for stage in stages_of(driver.config):
         if stage in (VALIDATE, GENERATE):

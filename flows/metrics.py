@@ -1,6 +1,7 @@
-"""The metrics that people look at first: what each is called, its unit, how it is printed, and where it is shown.
+"""The main metrics: name, title, unit, format, and the places where each is shown.
 
-Stages may report others; those are stored, tracked and queried like these. docs/metrics.md is made of this table.
+Stages may report other metrics, which are stored, tracked and queried in the same way. docs/metrics.md is generated
+from this table.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ class Shown(Flag):
     """Where a metric is shown."""
 
     LINE = auto()
-    """The line that an iteration prints when it closes."""
+    """The line printed when an iteration closes."""
     STATUS = auto()
     """The table of `ratchet status`."""
     PAGES = auto()
@@ -33,15 +34,16 @@ class Metric:
     unit: str
     shown: Shown
     label: str = ""
-    """Its short name, where there is little room."""
+    """Short name, where there is little space."""
     format: str = ".4g"
 
     @property
     def heading(self) -> str:
-        """As a curve is headed."""
+        """Heading of a curve."""
         return f"{self.title}, {self.unit}" if self.unit else self.title
 
     def text(self, metrics: Mapping[str, float]) -> str:
+        """Label and formatted value, such as `score 0.346`."""
         return f"{self.label} {metrics[self.name]:{self.format}}"
 
 
@@ -70,10 +72,10 @@ CATALOGUE = (
 
 
 def shown_in(place: Shown) -> tuple[Metric, ...]:
-    """Those shown there, in order."""
+    """The metrics that a place shows, in order."""
     return tuple(metric for metric in CATALOGUE if place in metric.shown)
 
 
 def line(metrics: Mapping[str, float]) -> str:
-    """An iteration in one line."""
+    """The main metrics of an iteration, in one line."""
     return "  ".join(metric.text(metrics) for metric in shown_in(LINE) if metric.name in metrics)

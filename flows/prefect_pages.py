@@ -1,6 +1,6 @@
-"""What people see of a run in Prefect's pages, on a server that stays: names, tags, logs, progress, and artifacts.
+"""What Prefect's pages show of a run: names, tags, logs, progress, and artifacts.
 
-A temporary server ends with the process, and nobody looks at it: there, nothing of this happens.
+This needs a permanent server. A temporary one ends with the process, so nothing is shown there.
 """
 
 from __future__ import annotations
@@ -32,27 +32,30 @@ from infra.store.run_store import REPORT
 from tasks.recording import recorded
 
 EVERY_S = 1.0
-"""Progress is told at most so often, and of nothing shorter: each time is some requests to the server."""
+"""Minimum interval between progress updates, since each takes a few requests; shorter stages have none."""
 
 
 @contextmanager
 def tagged(run: str) -> Iterator[None]:
-    """Flow runs that begin inside are tagged with `run`, unless they are `untagged`."""
+    """Tag flow runs that begin inside with `run`."""
     with tags(run) if PREFECT_API_URL.value() else nullcontext():
         yield
 
 
 @contextmanager
 def untagged() -> Iterator[None]:
-    """Task runs that begin inside have no tags: for each of them Prefect would ask its server for a place among the
-    tasks of the tag, and a busy server says that it has none, which fails the task."""
+    """Start task runs inside without tags.
+
+    Prefect asks its server for a concurrency slot for each tag of a task run, and a busy server refuses, which fails
+    the task.
+    """
     with TagsContext(current_tags=set()):
         yield
 
 
 @contextmanager
 def shown(run: str) -> Iterator[None]:
-    """Inside a flow: what is reported is logged, and shown as the progress of its task."""
+    """Log the events reported inside, and show the progress of each stage on its task run; use it in a flow."""
     if not PREFECT_API_URL.value():
         yield
         return
@@ -61,16 +64,18 @@ def shown(run: str) -> Iterator[None]:
 
 
 class _Pages:
-    """Listens to what is going on. A server that does not take it is no reason to stop."""
+    """Listener that sends events to the Prefect server. A server that fails does not stop the run."""
 
     def __init__(self, run: str, client: SyncPrefectClient) -> None:
         self.run = run
         self.client = client
         self.bars: dict[str, UUID] = {}
-        self.told: dict[str, float] = {}
+        self.updated: dict[str, float] = {}
 
     def __call__(self, event: Event) -> None:
-        with suppress(MissingContextError):  # of the heartbeat's thread, which is in no flow: the terminal has it
+        with suppress(
+            MissingContextError
+        ):  # events of the heartbeat's thread, outside any flow, only go to the terminal
             match event:
                 case Note(text):
                     get_run_logger().warning(f"{self.run} · {text}")
@@ -89,15 +94,15 @@ class _Pages:
         context = TaskRunContext.get()
         if total == 1 or context is None:
             return
-        context.task_run.name = name  # which the task's next event tells the server; while it runs, we do
+        context.task_run.name = name  # the task sends it with its next event; until then, `_tell` does
         bar, now = f"{_slug(self.run)}-{_slug(stage)}", time.monotonic()
         if done == 0:
             self.bars.pop(bar, None)
-            self.told[bar] = now
+            self.updated[bar] = now
         finishes = done == total and bar in self.bars
-        if now - self.told.get(bar, now) < EVERY_S and not finishes:
+        if now - self.updated.get(bar, now) < EVERY_S and not finishes:
             return
-        self.told[bar] = now
+        self.updated[bar] = now
         recorded(lambda: self._tell(bar, context.task_run.id, name, 100 * done / total), lambda: None)
 
     def _tell(self, bar: str, task_run: UUID, name: str, percent: float) -> None:
@@ -111,12 +116,12 @@ class _Pages:
 
 
 def _is_recorded() -> bool:
-    """By a server that stays, in a flow run that it knows."""
+    """Whether the code runs in a flow run on a permanent server."""
     return bool(PREFECT_API_URL.value()) and FlowRunContext.get() is not None
 
 
 def show_iteration(driver: Driver, iteration: int, metrics: Mapping[str, float]) -> None:
-    """Leave an artifact; a server or a store that does not answer is no reason to stop."""
+    """Create an artifact for an iteration; errors of the server or the store are ignored."""
     if not _is_recorded():
         return
     with suppress(StoreUnavailable):
@@ -126,44 +131,51 @@ def show_iteration(driver: Driver, iteration: int, metrics: Mapping[str, float])
 
 
 def show_report(url: str) -> str:
-    """Write the report of the run at `url` into its folder, and leave a link to it; returns the report's URL."""
+    """Write the report of the run at `url` into its folder, and link it in Prefect; returns the report's URL."""
     objects = ObjectStore(url)
     objects.put(REPORT, report.page([open_run(url)]).encode())
     name = objects.url.rpartition("/")[2]
-    written = f"{objects.url}/{REPORT}"
+    report_url = f"{objects.url}/{REPORT}"
     if _is_recorded():
         text, key = f"report of {name}", f"{_slug(name)}-report"
-        recorded(lambda: create_link_artifact(written, link_text=text, key=key), lambda: None)
-    return written
+        recorded(lambda: create_link_artifact(report_url, link_text=text, key=key), lambda: None)
+    return report_url
 
 
 def markdown(run: Run, iteration: int, metrics: Mapping[str, float]) -> str:
-    """Metrics, stage times, the best and the worst trajectories."""
+    """An iteration's page: metrics, stage times, the best and the worst trajectories."""
     config = run.config
     place = f"{config.run.name} --store {config.run.store}"
     lines = [f"# {config.run.name}, iteration {iteration}", "", "| metric | value |", "|---|---|"]
     lines += [f"| {metric.name} | {metrics[metric.name]:.4g} |" for metric in shown_in(PAGES) if metric.name in metrics]
-    lines += ["", "Stages: compute time, and from when to when in the iteration", "", "| stage | seconds | from | to |"]
+    lines += [
+        "",
+        "Stages: compute time, start and end, in seconds from the start of the iteration",
+        "",
+        "| stage | seconds | from | to |",
+    ]
     lines += ["|---|---|---|---|"]
     manifests = run.store.manifests(iteration)
     first = min((manifest.began for manifest in manifests.values()), default=0.0)
-    for name, one in manifests.items():
-        lines.append(f"| {name} | {one.seconds:.2f} | {one.began - first:.2f} | {one.ended - first:.2f} |")
+    for name, manifest in manifests.items():
+        lines.append(
+            f"| {name} | {manifest.seconds:.2f} | {manifest.began - first:.2f} | {manifest.ended - first:.2f} |"
+        )
     frame = run.trajectories([iteration], ["prompt", "response", "score"]).sort_values("score", kind="stable")
     for title, rows in (("Worst", frame.head(3)), ("Best", frame.tail(3)[::-1])):
         lines += ["", f"## {title} trajectories", ""]
         for row in rows.itertuples():
             lines += [f"Score {row.score:.3g}:", "", *_quoted(f"{row.prompt}\n→ {row.response}"), ""]
-    lines += ["", f"Look further: `ratchet show {place}`, `ratchet report {place} -o report.html`"]
+    lines += ["", f"See also: `ratchet show {place}`, `ratchet report {place} -o report.html`"]
     return "\n".join(lines)
 
 
 def _quoted(text: str, longest: int = 1_000) -> list[str]:
-    """As a code block that nothing in the text can end."""
+    """The text as an indented code block, which nothing in the text can end; cut off after `longest` characters."""
     shown = text if len(text) <= longest else f"{text[:longest]} …"
     return [f"    {line}" for line in shown.splitlines()]
 
 
 def _slug(name: str) -> str:
-    """Prefect's keys are of lower-case letters, digits and dashes."""
+    """A name as a key of Prefect, which has only lower-case letters, digits and dashes."""
     return "".join(letter if letter.isalnum() and letter.isascii() else "-" for letter in name.lower()).strip("-")

@@ -104,7 +104,7 @@ def configuration() -> str:
 
 
 def table(model: type[BaseModel]) -> str:
-    """Every key of a config."""
+    """A table of all keys of a config."""
     lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
     for key, kind, default, meaning in keys(model):
         lines.append(f"| `{key}` | {kind} | `{default}` | {meaning} |")
@@ -112,7 +112,7 @@ def table(model: type[BaseModel]) -> str:
 
 
 def algorithms() -> str:
-    """A table and the equations of each kind of algorithm."""
+    """A table of each kind of algorithm, followed by their equations."""
     parts = [ALGORITHMS]
     for title, key, union in (
         ("Advantages", "algorithm.advantage", Advantage),
@@ -159,15 +159,15 @@ def _row(key: str, algorithm: type) -> str:
 
 
 def markdown(described: Callable[..., object]) -> str:
-    """A docstring, with its formulas as Markdown shows them."""
+    """A docstring as Markdown, with its formulas in dollar signs."""
     text = inspect.getdoc(described) or ""
     text = re.sub(r"\.\. math::[ ]*\n?((?:[ ]*\S.*\n?)+)", _formula, text)
-    text = re.sub(r":math:`([^`]+)`", lambda found: f"${_macros(found[1])}$", text)
+    text = re.sub(r":math:`([^`]+)`", lambda match: f"${_macros(match[1])}$", text)
     return text.replace("``", "`")
 
 
-def _formula(found: re.Match[str]) -> str:
-    lines = inspect.cleandoc(found[1].rstrip())
+def _formula(match: re.Match[str]) -> str:
+    lines = inspect.cleandoc(match[1].rstrip())
     if "&" in lines and "cases" not in lines:
         lines = f"\\begin{{aligned}}\n{lines}\n\\end{{aligned}}"
     return f"$$\n{_macros(lines)}\n$$\n"

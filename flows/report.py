@@ -1,6 +1,6 @@
-"""A report of runs, side by side: one HTML file that needs nothing else, with curves, configs and trajectories.
+"""A report that compares runs: one self-contained HTML file with curves, configs and trajectories.
 
-It reads what is committed and claims nothing, so it can be written again and again while the runs go on.
+It reads committed data and claims nothing, so it can be written at any time while the runs continue.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ MAIN_KEYS = (
 SAMPLED_ITERATIONS = 3
 SAMPLED_TRAJECTORIES = 150
 SAMPLED_TOKENS = 200_000
-"""Of a run, at most: a browser reads a page of some ten megabytes with ease, and not one of hundreds."""
+"""Limits of the sample of a run: a browser handles a page of tens of megabytes, but not of hundreds."""
 
 Decode = Callable[[tuple[int, ...]], str]
 
 
 def write(runs: Sequence[Run], path: Path) -> None:
-    """Write the report, or replace it: who reads the file meanwhile sees the old one or the new one."""
+    """Write or replace the report atomically. Raises `UserError` if `path` cannot be written."""
     text = page(runs)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -71,6 +71,7 @@ def write(runs: Sequence[Run], path: Path) -> None:
 
 
 def page(runs: Sequence[Run]) -> str:
+    """The report as HTML."""
     from plotly.offline import get_plotlyjs
 
     names = _names(runs)
@@ -82,23 +83,23 @@ def page(runs: Sequence[Run]) -> str:
     }
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(loader=loader, autoescape=True)
-    environment.policies["json.dumps_kwargs"] = {"allow_nan": False}  # and keys stay in their order
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False}  # without sort_keys, to keep the order
     template = environment.get_template("report.html.jinja")
     return template.render(title=", ".join(names), report=report, plotly=get_plotlyjs())
 
 
 def _names(runs: Sequence[Run]) -> list[str]:
-    """The runs' names, or their URLs where names are the same."""
+    """The names of the runs; the URL of a run whose name is not unique."""
     urls = [run.store.url for run in runs]
-    twice = [url for url, count in Counter(urls).items() if count > 1]
-    if twice:
-        raise UserError(f"the run at {twice[0]} is named twice: name each run once")
+    duplicates = [url for url, count in Counter(urls).items() if count > 1]
+    if duplicates:
+        raise UserError(f"the run at {duplicates[0]} is named twice: name each run once")
     names = [url.rpartition("/")[2] for url in urls]
     return [name if names.count(name) == 1 else url for name, url in zip(names, urls, strict=True)]
 
 
 def _run(run: Run) -> dict[str, Any]:
-    damages: dict[str, None] = {}  # a page of an index is met once for each of its iterations
+    damages: dict[str, None] = {}  # a dict, because a damaged page of an index is reported for each of its iterations
 
     def damaged(damage: Corrupt) -> None:
         damages[str(damage)] = None
@@ -127,7 +128,7 @@ def _parent(run: Run, damaged: OnDamage) -> str | None:
 
 
 def _metrics(run: Run, damaged: OnDamage) -> dict[str, list[Any]]:
-    """Columns of numbers, those that the report draws; the open iteration gives its validation, if it is committed."""
+    """The metrics that the report draws, as columns; the last row may be the validation of the open iteration."""
     rows: list[Mapping[Any, Any]] = [*run.metrics(damaged=damaged).to_dict("records")]
     validation = run.state.stages.get("validate")
     if isinstance(validation, StageCommit):
@@ -142,27 +143,27 @@ def _metrics(run: Run, damaged: OnDamage) -> dict[str, list[Any]]:
 
 
 def _config(configs: Sequence[RunConfig]) -> dict[str, list[str]]:
-    """Values by key, one a run: the keys in which the runs differ, or the main ones of a run alone."""
+    """Values by key, one per run: the keys in which the runs differ, or the main keys of a single run."""
     flat = [_flat(config.model_dump(mode="json")) for config in configs]
-    keys = MAIN_KEYS if len(flat) == 1 else dict.fromkeys(key for one in flat for key in one if key != "run.name")
-    rows = {key: [one.get(key, "–") for one in flat] for key in keys if any(key in one for one in flat)}
+    keys = MAIN_KEYS if len(flat) == 1 else dict.fromkeys(key for config in flat for key in config if key != "run.name")
+    rows = {key: [config.get(key, "–") for config in flat] for key in keys if any(key in config for config in flat)}
     return {key: values for key, values in rows.items() if len(flat) == 1 or len(set(values)) > 1}
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for key, value in tree.items():
         inner = isinstance(value, dict) and value
-        found |= _flat(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": json.dumps(value).strip('"')}
-    return found
+        values |= _flat(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": json.dumps(value).strip('"')}
+    return values
 
 
 def _trajectories(run: Run, damaged: OnDamage) -> list[dict[str, Any]]:
-    """A sample of the newest closed iterations, with what each token is coloured by."""
+    """A sample of trajectories of the newest closed iterations, with the quantities that tokens are coloured by."""
     closed = run.state.iteration
     newest = range(max(0, closed - SAMPLED_ITERATIONS), closed)
     frame = run.trajectories(newest, damaged=damaged)
-    if "score" in frame:  # else nothing could be scored
+    if "score" in frame:  # missing if all shards of scores are damaged
         frame = frame.dropna(subset=["score"])
     if "score" not in frame or frame.empty:
         return []
@@ -171,13 +172,13 @@ def _trajectories(run: Run, damaged: OnDamage) -> list[dict[str, Any]]:
 
 
 def _sample(frame: pd.DataFrame) -> pd.DataFrame:
-    """Of each iteration alike many: the best, the worst, and others evenly spread between them by score."""
+    """The same number of rows per iteration: the best, the worst, and others evenly spread between them by score."""
     longest = int(frame["response_ids"].map(len).max())
-    each = min(SAMPLED_TRAJECTORIES, SAMPLED_TOKENS // max(longest, 1)) // frame["iteration"].nunique()
+    rows_per_iteration = min(SAMPLED_TRAJECTORIES, SAMPLED_TOKENS // max(longest, 1)) // frame["iteration"].nunique()
     ordered = frame.sort_values(["iteration", "score", "trajectory_id"], ascending=[False, False, True])
     kept: list[int] = []
     for rows in ordered.groupby("iteration", sort=False).indices.values():
-        chosen = np.linspace(0, len(rows) - 1, min(len(rows), max(each, 2))).round().astype(int)
+        chosen = np.linspace(0, len(rows) - 1, min(len(rows), max(rows_per_iteration, 2))).round().astype(int)
         kept += [int(rows[index]) for index in chosen]
     return ordered.iloc[kept]
 
@@ -200,21 +201,21 @@ def _trajectory(row: Mapping[Any, Any], decode: Decode | None) -> dict[str, Any]
 
 
 def _quantities(row: Mapping[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
-    """What a token may be coloured by, as far as the run has it."""
-    there = {name: value for name, value in row.items() if isinstance(value, np.ndarray)}
-    old = there.get("old_log_probs", there["rollout_log_probs"])
-    found = {"advantage": there["advantages"]} if "advantages" in there else {}
-    if "ref_log_probs" in there:
-        found["log-prob less the reference's"] = old - there["ref_log_probs"]
-    if "old_log_probs" in there:
-        found["log-prob less the rollout's"] = old - there["rollout_log_probs"]
-    if not there["response_mask"].all():
-        found["written by the policy"] = there["response_mask"]
-    return found | ({"entropy": there["entropy"]} if "entropy" in there else {})
+    """The quantities that tokens may be coloured by, those that the run has."""
+    arrays = {name: value for name, value in row.items() if isinstance(value, np.ndarray)}
+    old = arrays.get("old_log_probs", arrays["rollout_log_probs"])
+    quantities = {"advantage": arrays["advantages"]} if "advantages" in arrays else {}
+    if "ref_log_probs" in arrays:
+        quantities["log-prob less the reference's"] = old - arrays["ref_log_probs"]
+    if "old_log_probs" in arrays:
+        quantities["log-prob less the rollout's"] = old - arrays["rollout_log_probs"]
+    if not arrays["response_mask"].all():
+        quantities["written by the policy"] = arrays["response_mask"]
+    return quantities | ({"entropy": arrays["entropy"]} if "entropy" in arrays else {})
 
 
 def _decoder(config: RunConfig) -> Decode | None:
-    """Of the run's tokenizer; None where its files are not to be had, so that a report needs no model."""
+    """The decode function of the run's tokenizer; None if its files are missing, so that a report needs no model."""
     try:
         tokenizer = load_tokenizer(config.model)
     except UserError:
@@ -228,10 +229,13 @@ def _decoder(config: RunConfig) -> Decode | None:
 
 
 def token_texts(ids: tuple[int, ...], decode: Decode) -> list[str]:
-    """The text that each token adds. Decoded alone, tokens lose spaces and parts of characters, so each is decoded with
-    what stands before it; a character of several tokens stands with the last of them."""
+    """The text that each token adds.
+
+    Tokens decoded alone lose spaces and parts of characters, so each is decoded together with the tokens before it. A
+    character of several tokens belongs to the last of them.
+    """
     texts: list[str] = []
-    context = shown = 0  # ids[context:shown] is what stands before
+    context = shown = 0  # ids[context:shown] are the tokens before
     for end in range(1, len(ids) + 1):
         text = decode(ids[context:end])
         if text.endswith("\ufffd") and end < len(ids):
@@ -243,5 +247,5 @@ def token_texts(ids: tuple[int, ...], decode: Decode) -> list[str]:
 
 
 def _number(value: Any, digits: int = 4) -> float | None:
-    """As many digits as can be seen; None for what is missing or infinite, which JSON does not know."""
+    """A value rounded to `digits` digits; None if it is missing or not finite, which JSON cannot express."""
     return float(f"{value:.{digits}g}") if value is not None and math.isfinite(value) else None

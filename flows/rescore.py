@@ -1,4 +1,4 @@
-"""New scores on old generations: a run that takes the trajectories of another, and scores them anew."""
+"""New scores on old generations: a run that reuses the trajectories of another and scores them again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tasks.plan import fork_run
 
 @flow(name="rescore", flow_run_name="{config.run.name}", persist_result=False)
 def rescore(config: RunConfig, take_over: bool = False) -> None:
-    """Begin the run that `config` names beside the run at `data.generations`, if it is not there yet, and drive it."""
+    """Create the run that `config` names next to the run at `data.generations`, unless it exists, and drive it."""
     begin(config)
     train(config, take_over=take_over)
 
@@ -26,9 +26,21 @@ def rescore(config: RunConfig, take_over: bool = False) -> None:
 def rescoring_config(
     source: str, run: str, reward: str | None, learn: bool, overrides: Iterable[str] = ()
 ) -> RunConfig:
-    """The config of the run at `source`, a URL, with its generations, and another reward function, if one is named.
+    """The config of a run that scores the generations of another run.
 
-    Without `learn`, only scores are made. With it, every iteration also updates: off-policy, and so corrected.
+    Args:
+        source: URL of the run that has the generations.
+        run: Name of the new run.
+        reward: Its reward function; None: that of `source`.
+        learn: Whether to train on the new scores, off-policy and therefore with a rollout correction; if not, the run
+            only scores.
+        overrides: Changes, as on the command line.
+
+    Returns:
+        The config.
+
+    Raises:
+        UserError: if `source` has not closed an iteration.
     """
     parent = open_run(source)
     if parent.state.iteration == 0:
@@ -49,7 +61,7 @@ def rescoring_config(
 
 
 def begin(config: RunConfig) -> None:
-    """Make the run a fork of its source at the start, so that it begins with the same weights and the same claims."""
+    """Fork the run from its source at iteration 0, so that both begin with the same weights, unless it exists."""
     assert config.data.generations is not None
     if RunLog(ObjectStore(run_url(config.run.store, config.run.name))).read().slot < 0:
         fork_run(open_run(config.data.generations), config, 0, None)

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on prompts and their responses: the step before every RLHF recipe."""
+"""Supervised fine-tuning on prompts and responses, the first step of every RLHF recipe."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tasks.recording import noted
 @flow(name="sft", flow_run_name="{config.run.name}", persist_result=False)
 @noted
 def sft(config: SFTConfig, take_over: bool = False) -> dict[str, float]:
-    """Fit, or go on fitting, and write the model's folder; returns the metrics of the last round."""
+    """Start or resume the fit, and write the model's folder; returns the metrics of the last round."""
     tokenizer = load_tokenizer(config.model)
     examples, left_out = supervised(
         config.data,
@@ -38,7 +38,7 @@ def sft(config: SFTConfig, take_over: bool = False) -> dict[str, float]:
     with fitting(config, "actor", take_over) as run:
         model = load_actor(config.model, config.run.seed)
         ends = eos_token_ids(model.generation_config, tokenizer)
-        if len(ends) > 1 and model.generation_config is not None:  # whoever generates with the model stops there, too
+        if len(ends) > 1 and model.generation_config is not None:  # so that generation with the model stops there, too
             model.generation_config.eos_token_id = list(ends)
         engine = TorchEngine(
             model, "policy", dtype=config.model.dtype, gradient_checkpointing=config.gradient_checkpointing

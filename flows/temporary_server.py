@@ -1,8 +1,8 @@
-"""Ending the temporary Prefect servers of drivers that were killed.
+"""Ends the temporary Prefect servers of drivers that were killed.
 
-Without a server configured, Prefect starts a temporary one beside the flow and ends it with the process. A process that
-is killed cannot: its server would stay for ever. So a driver leaves its mark in the environment that the server
-inherits, and the next command ends the servers whose driver is gone.
+If no server is configured, Prefect starts a temporary one and ends it with the process. A killed process leaves its
+server behind. So a driver marks the environment that its server inherits, and the next command ends the servers whose
+driver no longer runs.
 """
 
 import os
@@ -15,11 +15,13 @@ MARK = "RATCHET_TEMPORARY_SERVER_OF"
 
 
 def mark() -> None:
-    me = psutil.Process()
-    os.environ[MARK] = f"{me.pid}@{born(me)}"
+    """Mark the environment of this process, which its temporary server inherits."""
+    process = psutil.Process()
+    os.environ[MARK] = f"{process.pid}@{born(process)}"
 
 
 def end_orphans() -> None:
+    """End the temporary servers whose driver no longer runs."""
     for process in psutil.process_iter():
         try:
             environment = process.environ()
@@ -27,7 +29,7 @@ def end_orphans() -> None:
             if owner is not None and environment.get("PREFECT__SERVER_EPHEMERAL") and not _is_alive(owner):
                 process.terminate()
         except psutil.Error:
-            continue  # another user's, or gone meanwhile
+            continue  # a process of another user, or one that has just ended
 
 
 def _is_alive(owner: str) -> bool:

@@ -1,4 +1,4 @@
-"""Progress on the terminal: one line a stage while it runs, one line an iteration when it closes."""
+"""Progress on the terminal: a bar per stage while it runs, and a line per iteration when it closes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from infra.store.run_store import VALIDATE
 
 
 def visible(text: str) -> str:
-    """Text from outside as a terminal may be given it: control characters, which could move the cursor, set a title or
-    hide what was printed, are shown as escapes; so is what no UTF-8 can hold."""
+    """Make text from outside safe for a terminal.
+
+    Control characters, which could move the cursor, set a title or hide text, become escapes, and so do surrogates,
+    which UTF-8 cannot encode.
+    """
     return "".join(character.encode("unicode_escape").decode() if _acts(character) else character for character in text)
 
 
@@ -26,12 +29,12 @@ def _acts(character: str) -> bool:
 
 
 BIDIRECTIONAL = set("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
-"""They make text read otherwise than it is."""
+"""Characters that change the direction in which text is displayed."""
 
 
 @contextmanager
 def progress(console: Console, iterations: int | None = None) -> Iterator[None]:
-    """Show what is reported inside: live bars on a terminal, plain lines elsewhere."""
+    """Show the events reported inside: live bars on a terminal, plain lines elsewhere."""
     bars = Progress(
         TextColumn("{task.description:<24}"),
         BarColumn(bar_width=24),
@@ -76,8 +79,8 @@ class _Terminal:
         for bar in self.lines.values():
             self.bars.remove_task(bar)
         self.lines.clear()
-        of_all = f"/{self.iterations}" if self.iterations else ""
-        self._print(f"it {iteration:>4}{of_all}  {line(metrics)}")
+        total = f"/{self.iterations}" if self.iterations else ""
+        self._print(f"it {iteration:>4}{total}  {line(metrics)}")
 
     def _bar(self, key: str, done: int, total: int, text: str | None = None) -> None:
         if key not in self.lines:

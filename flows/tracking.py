@@ -1,4 +1,4 @@
-"""Metrics to TensorBoard or Weights & Biases, besides the store; accelerate's trackers do the work."""
+"""Logs metrics to TensorBoard or Weights & Biases, in addition to the store, with accelerate's trackers."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""A run: iterations, one after the other, from wherever the log says it stands."""
+"""A run: its iterations, one after the other, from the point that the log has reached."""
 
 from prefect import flow
 from prefect.client.schemas.objects import State
@@ -24,23 +24,23 @@ from tasks.validate import VALIDATE
 @flow(name="train", flow_run_name="{config.run.name}", persist_result=False)
 @noted
 def train(config: RunConfig, take_over: bool = False, new_run: bool = False) -> State[None] | None:
-    """Start the run that `config` names, or go on with it, until it has `train.iterations` iterations.
+    """Start or resume the run that `config` names, until it has `train.iterations` iterations.
 
-    With `new_run`, the flow run's id is a second part of the run's name: every flow run is a run of its own, and one
-    that is asked for again goes on with its own.
+    With `new_run`, the flow run's id is appended to the run's name: every flow run begins a new run, and one that
+    Prefect starts again resumes its own.
     """
     if new_run:
         config = config.with_values({"run.name": f"{config.run.name}-{flow_run.id[:8]}"})
     try:
         drive(config, take_over)
-    except Fenced as error:  # a state of its own, so that no automation takes it for a crash
+    except Fenced as error:  # a separate state, so that no automation takes it for a crash
         return Failed(name="Fenced", message=str(error), data=error)
     return None
 
 
 def drive(config: RunConfig, take_over: bool) -> None:
-    """All iterations that are left, each recorded by Prefect if its server takes it."""
-    # an iteration's own Prefect heartbeat would add a second to it; the heartbeat of this flow covers both
+    """Run the remaining iterations and the last validation, recorded by Prefect if its server works."""
+    # a Prefect heartbeat of its own would add a second to each iteration; the heartbeat of this flow covers both
     quiet = temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
     with (
         driving(config, dependencies(config), take_over=take_over, check=check_open_iteration) as driver,
@@ -59,10 +59,10 @@ def drive(config: RunConfig, take_over: bool) -> None:
     if PREFECT_API_URL.value():
         try:
             show_report(driver.store.url)
-        except RatchetError as error:  # the run is done, and its report can be had at any time
+        except RatchetError as error:  # the run is complete, and the report can be written at any time
             note(f"the report was not written: {error}")
 
 
 def _iteration(config: RunConfig, k: int) -> dict[str, float]:
-    """What is left of it, recorded by Prefect if its server takes it."""
+    """Run or resume iteration `k`, recorded by Prefect if its server works."""
     return recorded(lambda: iteration(config, k), lambda: iteration.fn(config, k))

@@ -1,4 +1,4 @@
-"""Training a reward model on preferences: between supervised fine-tuning and PPO."""
+"""Trains a reward model on preferences, the step between supervised fine-tuning and PPO."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tasks.recording import noted
 @flow(name="train_reward_model", flow_run_name="{config.run.name}", persist_result=False)
 @noted
 def train_reward_model(config: RewardTraining, take_over: bool = False) -> dict[str, float]:
-    """Fit, or go on fitting, and write the model's folder; returns the metrics of the last round."""
+    """Start or resume the fit, and write the model's folder; returns the metrics of the last round."""
     model = load_scorer(config.model, config.run.seed)
     examples = _pairs(config, config.data, model.config.get_text_config().pad_token_id)
     held_out = None
@@ -31,7 +31,7 @@ def train_reward_model(config: RewardTraining, take_over: bool = False) -> dict[
     pairs = len(examples) // 2
 
     def rows(step: int) -> list[int]:
-        """Epochs, each in an order of its own."""
+        """The rows of a step; each epoch has a new order."""
         epoch, batch = divmod(step, steps_per_epoch)
         order = seeding.generator(config.run.seed, "preferences", epoch).permutation(pairs)
         chosen = order[batch * config.batch_pairs : (batch + 1) * config.batch_pairs]
@@ -59,8 +59,8 @@ def _pairs(config: RewardTraining, url: str, padding: int | None) -> TrajectoryB
 
 
 def accuracy(engine: ModelEngine, pairs: TrajectoryBatch, micro_batch_tokens: int) -> dict[str, float]:
-    """How often, and by how much, the preferred response of a pair scores higher."""
-    found = engine.infer(pairs, ("scores",), temperature=1.0, micro_batch_tokens=micro_batch_tokens)["scores"]
-    scores = np.asarray(found.flatten().to_numpy(zero_copy_only=False)).reshape(-1, 2)
+    """How often, and by how much on average, the preferred response of a pair scores higher."""
+    outputs = engine.infer(pairs, ("scores",), temperature=1.0, micro_batch_tokens=micro_batch_tokens)["scores"]
+    scores = np.asarray(outputs.flatten().to_numpy(zero_copy_only=False)).reshape(-1, 2)
     margin = scores[:, 0] - scores[:, 1]
     return {"val/accuracy": float((margin > 0).mean()), "val/margin": float(margin.mean())}

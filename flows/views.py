@@ -1,4 +1,4 @@
-"""What commands print: tables of a run, of trajectories, of an evaluation, of this machine."""
+"""The output of commands: tables of a run, of trajectories, of an evaluation."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 
 def status(console: Console, run: Run, last: int) -> None:
+    """Print the stages and metrics of the `last` iterations, and who drives the run."""
     if run.is_fit:
         title = f"{run.store.url.rpartition('/')[2]}: a fit, {run.state.iteration} rounds"
         if run.state.iteration == 0:
@@ -47,7 +48,7 @@ def status(console: Console, run: Run, last: int) -> None:
 
 
 def _status(console: Console, run: Run, last: int) -> None:
-    from tasks.pipeline import stages_of  # which imports torch
+    from tasks.pipeline import stages_of  # imports torch
     from tasks.validate import VALIDATE
 
     state, config = run.state, run.config
@@ -59,10 +60,10 @@ def _status(console: Console, run: Run, last: int) -> None:
     for stage in stages:
         table.add_column(stage.label, justify="center")
     for iteration in range(first, max([state.iteration, *state.ahead]) + 1):
-        found = run.progress(iteration)
+        progress = run.progress(iteration)
         missing = "·" if iteration >= state.iteration else ""
-        if found or not missing:
-            stages_done = [found.get(stage.name, "" if stage is VALIDATE else missing) for stage in stages]
+        if progress or not missing:
+            stages_done = [progress.get(stage.name, "" if stage is VALIDATE else missing) for stage in stages]
             table.add_row(str(iteration), *stages_done)
     console.print(table, "✓ committed, – skipped, 2/4 shards committed, · missing", highlight=False)
     metrics = run.metrics(last)
@@ -85,6 +86,7 @@ def show(
     limit: int,
     format: str,
 ) -> None:
+    """Print trajectories of an iteration (None: the last closed one)."""
     import duckdb
 
     chosen = max(run.state.iteration - 1, 0) if iteration is None else iteration
@@ -98,17 +100,19 @@ def show(
         names = list(trajectories.columns) if columns == "all" else [name.strip() for name in columns.split(",")]
     missing = [name for name in names if name not in trajectories]
     if missing:
-        raise UserError(f"--columns: there is no column {missing[0]}; there are {', '.join(trajectories.columns)}")
+        raise UserError(
+            f"--columns: there is no column {missing[0]}; the columns are {', '.join(trajectories.columns)}"
+        )
     quoted = ", ".join(f'"{name}"' for name in names)
     query = f"select {quoted} from trajectories {f'where ({where})' if where else ''} limit {limit}"
     connection = isolated()
     connection.register("trajectories", trajectories)
     try:
-        found = answer(connection, query)
+        matching = answer(connection, query)
     except duckdb.Error as error:
         raise UserError(f"--where {where!r}: {str(error).splitlines()[0]}") from None
-    title = f"{run.config.run.name}, iteration {chosen}: {len(found)} of {len(trajectories)} trajectories"
-    rows(console, found, format, title)
+    title = f"{run.config.run.name}, iteration {chosen}: {len(matching)} of {len(trajectories)} trajectories"
+    rows(console, matching, format, title)
 
 
 def rows(console: Console, frame: pd.DataFrame, format: str, title: str | None = None) -> None:
@@ -132,14 +136,14 @@ def rows(console: Console, frame: pd.DataFrame, format: str, title: str | None =
         console.print(table, markup=False)
 
 
-def findings(console: Console, found: Sequence[Finding]) -> None:
-    """What a verification found, the serious first."""
-    for finding in sorted(found, key=lambda finding: finding.harmless):
+def findings(console: Console, all_findings: Sequence[Finding]) -> None:
+    """Print the findings of a verification, the harmless ones last."""
+    for finding in sorted(all_findings, key=lambda finding: finding.harmless):
         console.print(f"{finding.key} {finding.what}: {finding.means}", highlight=False, markup=False)
 
 
 def compare_scores(console: Console, old: Run, new: Run) -> None:
-    """Two runs' scores of the same trajectories, iteration by iteration."""
+    """Print the scores of two runs for the same trajectories, by iteration."""
     columns = ["trajectory_id", "score"]
     iterations = range(new.state.iteration)
     both = old.trajectories(iterations, columns).merge(
@@ -156,25 +160,25 @@ def compare_scores(console: Console, old: Run, new: Run) -> None:
 
 
 def plan(console: Console, run: Run, config: RunConfig, iteration: int | None, name: str) -> None:
-    """A table of an iteration's stages under another config, and where a fork would begin."""
+    """Print which stages of an iteration stay valid under another config, and where a fork would begin."""
     from tasks.plan import first_changed
     from tasks.plan import plan as planned
 
     state = run.state
     chosen = iteration if iteration is not None else state.iteration if state.stages else max(state.iteration - 1, 0)
-    found = planned(run, config, chosen)
+    stages = planned(run, config, chosen)
     table = Table("stage", "with this config", "why", title=f"{name}, iteration {chosen}", box=box.SIMPLE_HEAD)
-    for one in found:
-        table.add_row(one.stage, "stays" if one.keeps else "runs", "; ".join(one.why))
+    for entry in stages:
+        table.add_row(entry.stage, "stays" if entry.keeps else "runs", "; ".join(entry.why))
     console.print(table, markup=False)
-    if (stage := first_changed(found)) is None:
-        console.print("nothing that is committed would run again: `ratchet train` goes on with this config")
+    if (stage := first_changed(stages)) is None:
+        console.print("nothing that is committed would run again: `ratchet train` continues with this config")
     else:
-        console.print(f"to keep what stays, fork: `ratchet fork {name} --at {chosen}:{stage} --run NEW …`")
+        console.print(f"to keep the stages that stay, fork: `ratchet fork {name} --at {chosen}:{stage} --run NEW …`")
 
 
 def tree(origin: Origin) -> Tree:
-    """A lineage, as branches."""
+    """A lineage as a tree for the terminal."""
     branch = Tree(Text(origin.what, style="bold"))
     for detail in origin.details:
         branch.add(Text(detail, style="dim"))
@@ -184,7 +188,7 @@ def tree(origin: Origin) -> Tree:
 
 
 def evaluation_config(name: str, store: str, iteration: int | None, folder: Path) -> RunConfig:
-    """The config to evaluate a model folder with, or a run's snapshot (exported to `folder`)."""
+    """The config to evaluate a model folder, or a snapshot of a run, which is exported to `folder`."""
     if (Path(name) / "config.json").is_file():
         if iteration is not None:
             raise UserError("--iteration chooses a snapshot of a run, and a model folder has none: leave it out")
@@ -200,9 +204,9 @@ def evaluation_config(name: str, store: str, iteration: int | None, folder: Path
     run = open_run(name if "://" in name else run_url(store, name))
     version = run.newest_snapshot() if iteration is None else iteration
     run.export(version, folder)
-    # what an evaluation does not read shall not keep an older run from it
+    # reset keys that an evaluation does not use: an older run may have values that are not valid any more
     changes: dict[str, object] = {"model.path": str(folder), "model.lora": None, "algorithm.kl": {}}
-    if run.config.rollout.engine == "server":  # which has some weights of the run, but not these
+    if run.config.rollout.engine == "server":  # the server may not have the weights of this snapshot
         changes["rollout.engine"] = "hf"
     return run.config.with_values(changes)
 
@@ -216,7 +220,7 @@ def write(answers: pd.DataFrame, path: Path) -> None:
 
 
 def solve_rates(answers: pd.DataFrame, title: str, on_error: str, solved: float | None) -> Table:
-    """Mean score by data source, with a 95 % confidence interval over prompts; and how n answers to a prompt do."""
+    """Mean score by data source, with a 95 % interval over prompts, and statistics of the n answers per prompt."""
     table = Table(title=title)
     failed = answers["reward_error"].notna()
     if failed.any():
@@ -230,14 +234,14 @@ def solve_rates(answers: pd.DataFrame, title: str, on_error: str, solved: float 
         answers[name].tolist() for name in ("data_source", "prompt_id", "response", "score")
     )
     by_source = means([sums(sources, prompts, texts, scores, n, solved)])
-    number = ".1%" if all(0 <= score <= 1 for score in scores) else ".3f"  # a reward model's are no shares
+    number = ".1%" if all(0 <= score <= 1 for score in scores) else ".3f"  # scores of a reward model are not shares
     for column in ("data source", "prompts", "trajectories", "mean score", "95 % interval", "well formed"):
         table.add_column(column, justify="left" if column == "data source" else "right")
     for source, group in answers.groupby("data_source"):
         mean, half = mean_and_interval(group)
-        further = by_source[str(source)]
-        if n > 1 or further.get("pass@1", mean) != mean:  # else they say nothing new
-            shown = (f"{name} {value:{number}}" for name, value in further.items() if name != "mean_score")
+        statistics = by_source[str(source)]
+        if n > 1 or statistics.get("pass@1", mean) != mean:  # otherwise they only repeat the mean
+            shown = (f"{name} {value:{number}}" for name, value in statistics.items() if name != "mean_score")
             table.caption = f"{table.caption or ''}{source}: {', '.join(shown)}\n"
         formed = [parts.get("well_formed") for parts in group["reward_parts"]]
         known = [value for value in formed if value is not None]
@@ -261,7 +265,7 @@ def mean_and_interval(answers: pd.DataFrame) -> tuple[float, float]:
 
 
 def _short(value: object) -> str:
-    """A cell; what the model wrote is shown, not sent to the terminal."""
+    """The text of a cell, safe for a terminal."""
     return visible(_text(value))
 
 

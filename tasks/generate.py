@@ -80,7 +80,7 @@ def samples_dynamically(config: RunConfig) -> bool:
 
 
 def enough_prompts_differ(config: RunConfig, scored: Sequence[Mapping[str, JsonValue]]) -> bool:
-    """Whether dynamic sampling has enough prompts whose scores differ; `scored` has the summary of each scored shard."""
+    """Whether dynamic sampling has enough prompts whose scores differ; `scored` has a summary per scored shard."""
     differ = sum(ScoreSummary.model_validate(shard).prompts_that_differ for shard in scored)
     return differ >= config.data.prompts_per_iteration
 

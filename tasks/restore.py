@@ -97,27 +97,27 @@ def _restore_copy(driver: Driver, group: WorkerGroup, weights: Weights) -> None:
             group.call(Worker.load, "rollout", weights, saved)
 
 
-def _replay(driver: Driver, group: WorkerGroup, stage: UpdateStage[C], at: Weights, target: Weights) -> Weights:
-    """Apply the update of iteration `at.version` again; returns the committed weights after it."""
+def _replay(driver: Driver, group: WorkerGroup, stage: UpdateStage[C], current: Weights, target: Weights) -> Weights:
+    """Apply the update of iteration `current.version` again; returns the committed weights after it."""
     role = stage.role
-    committed = driver.store.committed_stage(at.version, stage.name)
+    committed = driver.store.committed_stage(current.version, stage.name)
     if committed is None or isinstance(committed, Skip):  # None: the config of that iteration did not have the role
-        passed = Weights(version=at.version + 1, digest=at.digest)
+        passed = Weights(version=current.version + 1, digest=current.digest)
         group.call(Worker.mark_as_version, role, passed)
         return passed
-    report(ReplayProgress(role=role, done=at.version, total=target.version))
+    report(ReplayProgress(role=role, done=current.version, total=target.version))
     manifest = driver.store.manifest(committed)
     input_names = [name.removeprefix("input.") for name in manifest.fingerprint.parts if name.startswith("input.")]
-    sources = driver.store.manifests(at.version)
+    sources = driver.store.manifests(current.version)
     config = driver.config.as_committed(manifest.config)  # the values of that time, not today's
     call = Call(
         term=driver.term,
         stage=stage.name,
-        iteration=at.version,
+        iteration=current.version,
         config=stage.config.of(config),
         inputs=stage.inputs(stage.inputs_of({name: StageHandle.of(sources[name]) for name in input_names}), shard=0),
         role=role,
-        weights=at,
+        weights=current,
     )
     try:
         replayed = group.call(Worker.update, UpdateCall(call, stage.compute))

@@ -99,7 +99,7 @@ def test_another_run_that_was_begun_in_its_place_is_left_alone(
     assert child.wait(600) == 1, child.text
     assert SAYS in child.text
     assert History.of(config).results == before
-    assert "run is what was written" in processes_say(processes, "verify", config)
+    assert "run is intact" in processes_say(processes, "verify", config)
 
 
 def test_a_lost_record_is_no_deleted_run(workspace: Path, tmp_path: Path, processes: Processes) -> None:

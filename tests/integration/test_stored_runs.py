@@ -106,7 +106,7 @@ def test_what_was_committed_is_not_computed_again(
     history.check_sound()
     assert history.state.iteration == 3
     assert history.run.trajectories([0, 1], ["trajectory_id", "response", "score"]).equals(before)
-    assert "stored is what was written" in verified(stored, processes)
+    assert "stored is intact" in verified(stored, processes)
 
 
 def verified(stored: Path, processes: Processes) -> str:

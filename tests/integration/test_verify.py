@@ -200,7 +200,7 @@ def test_a_fork_that_was_killed_can_be_made_again(
 def test_verify_finds_every_kind_of_damage_and_mends_copies(ratchet: Ratchet, run: Path) -> None:
     code, text = ratchet("verify", "run")
     assert code == 0, text
-    assert "run is what was written" in text
+    assert "run is intact" in text
     assert "(is named by no record)" not in text
 
     kinds = ("trajectories/score", "manifests", "index", "metrics", "checkpoints/actor")
