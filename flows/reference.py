@@ -22,9 +22,9 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 HEAD = """# Configuration
 
-Generated from the models in `rlhf/config/` by `make docs`; `ratchet train --help` prints the same keys. A key is set in
-the YAML file (as nested sections) or on the command line (`a.b=c`). Unknown keys are refused. Where an algorithm is
-chosen by its `type`, the keys of each choice follow in brackets.
+Generated from the models in `rlhf/config/` by `make docs`; `ratchet train --help` prints the same keys. Set a key
+in the YAML file (as nested sections) or on the command line (`a.b=c`). Unknown keys are errors. Where a `type` selects
+an algorithm, the keys of each choice follow in brackets.
 
 """
 
@@ -37,7 +37,7 @@ VERL = """
 | `data.train_batch_size` | `data.prompts_per_iteration` | prompts, not trajectories |
 | `data.max_prompt_length`, `data.max_response_length` | `data.max_prompt_tokens`, `rollout.max_response_tokens` | |
 | `data.truncation` | `data.truncation` | |
-| `actor_rollout_ref.model.path` | `model.path` | critic and reference default to it |
+| `actor_rollout_ref.model.path` | `model.path` | the default of critic and reference too |
 | `actor_rollout_ref.rollout.n` | `rollout.n` | |
 | `actor_rollout_ref.actor.ppo_mini_batch_size` | `actor.mini_batch_trajectories` | trajectories of the whole run: verl counts prompts, and multiplies by n |
 | `actor_rollout_ref.actor.ppo_max_token_len_per_gpu` | `actor.micro_batch_tokens` | changes memory and speed, never the result |
@@ -48,7 +48,7 @@ VERL = """
 | `actor_rollout_ref.actor.entropy_coeff` | `algorithm.entropy_coef` | |
 | `actor_rollout_ref.actor.use_kl_loss`, `kl_loss_coef` | `algorithm.kl.in_loss` | null: no KL loss |
 | `algorithm.use_kl_in_reward`, `algorithm.kl_ctrl.kl_coef` | `algorithm.kl.in_reward` | null: no KL in the reward |
-| `algorithm.kl_penalty` | `algorithm.kl.reward_estimator` | `kl` is `k1`, the only one: the others have the wrong gradient in the reward |
+| `algorithm.kl_penalty` | `algorithm.kl.reward_estimator` | `kl` is `k1`, the only choice: the others have the wrong gradient in the reward |
 | `actor_rollout_ref.actor.kl_loss_type` | `algorithm.kl.loss_estimator` | `low_var_kl` is `k3`, `low_var_kl+` is `k3+`, `mse` is `k2` |
 | `algorithm.adv_estimator` | `algorithm.advantage.type` | the same names |
 | `algorithm.norm_adv_by_std_in_grpo: false` | `algorithm.advantage.type: dr_grpo` | or `grpo` with `norm_by_std: false` |
@@ -67,7 +67,7 @@ VERL = """
 | `algorithm.gamma`, `algorithm.lam` | `algorithm.advantage.gamma`, `.lam` | |
 | `critic.cliprange_value` | `critic.cliprange_value` | |
 | `trainer.critic_warmup` | `critic.warmup_iterations` | |
-| `trainer.save_freq` | `checkpoint.every` | what lies in between is replayed, not lost |
+| `trainer.save_freq` | `checkpoint.every` | iterations in between are replayed, not lost |
 | `trainer.total_training_steps` | `train.iterations` | |
 | `trainer.logger` | `tracking` | |
 | `trainer.test_freq` | `validation.every` | |
@@ -76,9 +76,9 @@ VERL = """
 
 ALGORITHMS = """# Algorithms
 
-Generated from `rlhf/algorithms/` by `make docs`. Every algorithm is one class, whose fields are its configuration; what it
-needs decides which stages an iteration runs besides `generate`, `score`, `advantages`, `update_actor` and `close`. Shipped
-recipes are in `examples/`. The formulas are checked against recorded values of the published implementations
+Generated from `rlhf/algorithms/` by `make docs`. Every algorithm is a class whose fields are its configuration. Its
+`needs` decide which stages an iteration runs in addition to `generate`, `score`, `advantages`, `update_actor` and `close`.
+Recipes are in `examples/`. The formulas are checked against recorded values of the published implementations
 (`tests/unit/test_oracles.py`).
 
 Notation: $r_t$ reward of a token, $R$ sum of a trajectory's rewards, $A$ advantage, $\\rho$ ratio of the policy to the old
@@ -179,9 +179,9 @@ def _macros(formula: str) -> str:
 
 METRICS = """# Metrics
 
-Generated from `flows/metrics.py` by `make docs`. These are the metrics that people look at first, and where they are shown: in the
-line that an iteration prints, in `ratchet status`, on the iteration's page in Prefect, and as a curve of `ratchet report`. An iteration
-stores every metric that its stages report, and `ratchet query RUN "select * from metrics"` has them all.
+Generated from `flows/metrics.py` by `make docs`. These are the main metrics, and where each is shown: in the line that an
+iteration prints, in `ratchet status`, on the iteration's page in Prefect, or as a curve of `ratchet report`. An iteration stores every
+metric that its stages report; `ratchet query RUN "select * from metrics"` prints them all.
 
 | metric | meaning | unit | shown |
 |---|---|---|---|
