@@ -93,7 +93,7 @@ def prompts(
     truth: Annotated[str | None, typer.Option(help="column of the ground truth")] = None,
     instruction: Annotated[str | None, typer.Option(help="text to append to each prompt")] = None,
 ) -> None:
-    """Any table of prompts."""
+    """Prompts from any table."""
     from functools import partial
 
     from rlhf.data import datasets

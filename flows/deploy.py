@@ -155,8 +155,7 @@ def _replace(automation: Automation) -> None:
 
 
 def _definition(automation: Any) -> dict[str, Any]:
-    definition: dict[str, Any] = automation.model_dump(
-        include={"enabled", "trigger", "actions"}
-    )  # not as JSON: the order of sets of events must not matter
+    # not as JSON: the order of sets of events must not matter
+    definition: dict[str, Any] = automation.model_dump(include={"enabled", "trigger", "actions"})
     definition["trigger"].pop("id", None)
     return definition

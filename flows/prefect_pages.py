@@ -73,9 +73,7 @@ class _Pages:
         self.updated: dict[str, float] = {}
 
     def __call__(self, event: Event) -> None:
-        with suppress(
-            MissingContextError
-        ):  # events of the heartbeat's thread, outside any flow, only go to the terminal
+        with suppress(MissingContextError):  # the heartbeat's thread is in no flow: only the terminal shows its events
             match event:
                 case Note(text):
                     get_run_logger().warning(f"{self.run} · {text}")

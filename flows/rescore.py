@@ -61,7 +61,7 @@ def rescoring_config(
 
 
 def begin(config: RunConfig) -> None:
-    """Fork the run from its source at iteration 0, so that both begin with the same weights, unless it exists."""
+    """Unless the run exists, fork it from its source at iteration 0, so that both begin with the same weights."""
     assert config.data.generations is not None
     if RunLog(ObjectStore(run_url(config.run.store, config.run.name))).read().slot < 0:
         fork_run(open_run(config.data.generations), config, 0, None)

@@ -38,7 +38,7 @@ def generations(driver: Driver, k: int) -> StageHandle | None:
     iterations = range(k, max(k, min(k + config.rollout.ahead, config.train.iterations - 1)) + 1)
     if any(store.committed_stage(j, "generate") is None for j in iterations):
         is_separate = driver.groups.executor_of("rollout") != driver.groups.executor_of("actor")
-        if config.rollout.ahead or is_separate:  # otherwise the rollout shares the actor's weights
+        if config.rollout.ahead or is_separate:  # otherwise the rollout shares or follows the actor's weights
             bring_weights(driver, k)
     before = None  # the iteration that draws its prompts first
     for j in iterations:

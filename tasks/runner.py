@@ -329,10 +329,8 @@ def skip_update(
         )
     )
     group = driver.groups.of(stage.role)
-    with suppress(GroupLost):  # the weights are then loaded when they are needed
-        if group.call(
-            Worker.has_weights, stage.role, before
-        ):  # otherwise it stopped within its steps and is loaded again
+    with suppress(GroupLost):  # new workers load the weights when they need them
+        if group.call(Worker.has_weights, stage.role, before):  # false after a part of the steps: loaded again later
             group.call(Worker.mark_as_version, stage.role, after)
 
 
@@ -351,9 +349,8 @@ def skip_what_is_left(driver: Driver, iteration: int, error: NotFinite) -> None:
         raise error
     note(f"iteration {iteration} skips its remaining updates: {error}")
     drawn = driver.store.committed_stage(iteration, "generate")
-    beyond = (
-        driver.state.cursor + driver.config.max_prompts if drawn is None else None
-    )  # so that the same prompts are not drawn again
+    # past all prompts of the iteration, so that they are not drawn again
+    beyond = driver.state.cursor + driver.config.max_prompts if drawn is None else None
     for role in driver.config.trained:
         if (stage := update_of(role)) is not None:
             skip_update(driver, stage, iteration, str(error), not_finite=True, cursor=beyond)

@@ -49,9 +49,7 @@ def score(context: Context[ScoreConfig]) -> ShardOutput[ScoreSummary]:
     _, group = np.unique(batch.numpy("prompt_id").astype(str), return_inverse=True)
     kept = counting(config.on_error, columns["reward_error"])
     group, counted = group[kept], list(compress(columns["score"], kept))
-    differ = Groups(torch.from_numpy(group)).differ(
-        torch.tensor(counted)
-    )  # in the precision in which scores are stored
+    differ = Groups(torch.from_numpy(group)).differ(torch.tensor(counted))  # in float32, as scores are stored
     summary = ScoreSummary(
         sum_of_scores=float(sum(counted)),
         scored=len(counted),
