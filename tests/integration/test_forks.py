@@ -220,7 +220,7 @@ def test_replay_comes_out_the_same_or_names_what_does_not(
     assert code == 1
     assert "score: column score of it000001-p0000" in out
     assert "now 0.25" in out
-    assert "score is the first" in err
+    assert "first in score;" in err
     assert len(History.of(config).records) == records, "nothing is written"
 
 

@@ -57,7 +57,7 @@ def fit(processes: Processes, workspace: Path, preferences: Path, name: str, *mo
 def test_from_preferences_to_ppo(workspace: Path, preferences: Path, processes: Processes) -> None:
     made = fit(processes, workspace, preferences, "judge")
     assert made.wait(240) == 0, made.text
-    assert "of the held-out pairs 100.0%" in made.text
+    assert "100.0% of the held-out pairs" in made.text
     assert "Prefect does not record" not in made.text
     again = fit(processes, workspace, preferences, "judge")
     assert again.wait(240) == 0, again.text
