@@ -248,7 +248,7 @@ def test_a_damaged_registration_of_a_fork_is_named_and_nothing_is_deleted(ratche
     before = files(run)
     code, text = ratchet("verify", "run")
     assert code == 1
-    assert "forks/child.json is damaged, so that nobody can say what the fork needs" in text
+    assert "forks/child.json is damaged, so the snapshots that the fork needs are unknown" in text
     assert ratchet("vacuum", "run")[0] == 1
     assert {path for path in before if path not in files(run)} == set()
 
