@@ -201,7 +201,7 @@ def test_verify_finds_every_kind_of_damage_and_mends_copies(ratchet: Ratchet, ru
     code, text = ratchet("verify", "run")
     assert code == 0, text
     assert "run is what was written" in text
-    assert "(is named by no record)" not in text
+    assert "(is not referenced by any record)" not in text
 
     kinds = ("trajectories/score", "manifests", "index", "metrics", "checkpoints/actor")
     for kind in kinds:
@@ -224,7 +224,7 @@ def test_verify_finds_every_kind_of_damage_and_mends_copies(ratchet: Ratchet, ru
     assert code == 0, text
     assert "run.json is gone or damaged: repaired" in text
     assert "log/tail.json is damaged, or names no index: repaired" in text
-    assert "trajectories/score/stray.parquet is named by no record: `ratchet vacuum` deletes it" in text
+    assert "trajectories/score/stray.parquet is not referenced by any record: `ratchet vacuum` deletes it" in text
     assert json.loads((run / "run.json").read_text())["config"]["run"]["name"] == "run"
     assert ratchet("vacuum", "run")[0] == 0
     code, text = ratchet("verify", "run")
