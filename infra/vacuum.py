@@ -137,6 +137,6 @@ class Reached:
 
 def _not_whole(store: RunStore, damage: str) -> Corrupt:
     return Corrupt(
-        f"{store.url}/{damage}: nothing is deleted, because nobody can say what is still needed; restore it from a "
-        "backup (`ratchet verify` lists everything that is wrong)"
+        f"{store.url}/{damage}: nothing is deleted, because it is unknown which files are still needed; restore it "
+        "from a backup (`ratchet verify` lists all damage)"
     )

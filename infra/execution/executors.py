@@ -182,7 +182,7 @@ class Executors:
                 handle.check()
                 handle.end(run(handle))
             except BaseException as error:
-                if not isinstance(error, NotFinite | InputLost):  # those two stop only the stages that read this one
+                if not isinstance(error, NotFinite | InputLost):  # both stop only the stages that read this one
                     given_up.set()
                 handle.fail()
                 raise

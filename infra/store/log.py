@@ -39,6 +39,7 @@ class Deleted(RatchetError):
 
     @classmethod
     def of(cls, url: str) -> Deleted:
+        """The error for the run at `url`."""
         return cls(f"the run {url} was deleted while this driver was at work: the driver stops")
 
 
@@ -120,7 +121,7 @@ class RunLog:
                 if self._state.slot == before:  # otherwise another driver has appended
                     raise Corrupt(
                         f"{self.objects.url}/{slot_key(before + 1)} is gone, though {beyond} is there: restore it "
-                        "from a backup; nothing was changed (`ratchet verify` says what depends on it)"
+                        "from a backup; nothing was changed (`ratchet verify` lists the consequences)"
                     )
 
     def _beyond_the_end(self) -> str | None:
@@ -351,8 +352,8 @@ class RunLog:
             return Record.from_bytes(data)
         except (ValueError, AttributeError):
             raise Corrupt(
-                f"{self.objects.url}/{slot_key(slot)} is damaged: restore it from a backup (`ratchet verify` says "
-                "what else is)"
+                f"{self.objects.url}/{slot_key(slot)} is damaged: restore it from a backup (`ratchet verify` lists "
+                "all damage)"
             ) from None
 
 

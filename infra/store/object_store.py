@@ -43,17 +43,34 @@ class StoreFull(StoreUnavailable):
 
 
 class Backend(Protocol):
-    """Raw operations on keys. `delete` ignores absent keys; `read` returns the bytes from `start` up to `end`."""
+    """Raw operations on keys."""
 
-    def create(self, key: str, data: bytes) -> None: ...
-    def put(self, key: str, data: bytes) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def size(self, key: str) -> int: ...
-    def read(self, key: str, start: int, end: int) -> bytes: ...
-    def delete(self, keys: list[str]) -> None: ...
-    def list(self, prefix: str) -> list[str]: ...
-    def delete_leavings(self, older_s: float) -> None: ...
-    def delete_empty_folders(self) -> None: ...
+    def create(self, key: str, data: bytes) -> None:
+        """Write `key` atomically if it is absent; raise `FileExistsError` if it exists."""
+
+    def put(self, key: str, data: bytes) -> None:
+        """Write `key` atomically, replacing any object under it."""
+
+    def get(self, key: str) -> bytes:
+        """The object's bytes; raise `FileNotFoundError` if it is absent."""
+
+    def size(self, key: str) -> int:
+        """The object's size in bytes; raise `FileNotFoundError` if it is absent."""
+
+    def read(self, key: str, start: int, end: int) -> bytes:
+        """The object's bytes from `start` up to, but not including, `end`."""
+
+    def delete(self, keys: list[str]) -> None:
+        """Delete `keys`, ignoring absent keys."""
+
+    def list(self, prefix: str) -> list[str]:
+        """The keys that begin with `prefix`, sorted, except hidden keys."""
+
+    def delete_leavings(self, older_s: float) -> None:
+        """Delete temporary files older than `older_s` seconds."""
+
+    def delete_empty_folders(self) -> None:
+        """Delete empty folders, if the store has folders."""
 
 
 class Clock(Protocol):
@@ -384,7 +401,7 @@ class ObjectStore:
 
     def no_bucket(self, error: FileNotFoundError) -> UserError:
         """The error for a write to a bucket that does not exist."""
-        return UserError(f"the store {self.url} is not there: create its bucket first ({error})")
+        return UserError(f"the store {self.url} does not exist: create its bucket first ({error})")
 
     def full(self, action: str) -> StoreFull:
         """The error for a full disk; `action` says what failed, such as ``write KEY``."""

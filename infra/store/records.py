@@ -384,7 +384,7 @@ class Record(Frozen):
         sealed = record.digest or record.schema_version > 2
         size = len(_seal(b""))
         if sealed and data[-size:] != _seal(data[:-size] + b"}"):
-            raise ValueError(f"record {record.slot} is not what was written")
+            raise ValueError(f"record {record.slot} was changed after it was written")
         return record
 
 

@@ -73,6 +73,7 @@ class RunStore:
 
     @property
     def url(self) -> str:
+        """The run's URL."""
         return self.objects.url
 
     # Stages.
@@ -227,7 +228,7 @@ class RunStore:
         with self.log.held() as state:  # other threads must not commit ahead while the index is written
             iteration = state.iteration
             assert state.stages or also, (
-                f"iteration {iteration} has not begun: is it the one before that was to be closed?"
+                f"iteration {iteration} has not begun: should the previous one be closed instead?"
             )
             tag = self._tag(self.begin_attempt(iteration, CLOSE))
             row = pa.table({"iteration": [iteration], **{name: [float(value)] for name, value in metrics.items()}})
