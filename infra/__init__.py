@@ -1,1 +1,1 @@
-"""Where runs live and what computes them: store, commit log, drivers and workers. Knows no Prefect."""
+"""Storage and execution of runs: store, commit log, drivers and workers. Independent of Prefect."""

@@ -1,4 +1,4 @@
-"""Forks: a run that begins where another one stood, and shares everything committed before. Nothing is copied."""
+"""Forks: runs that start from another run's state and share everything committed before it. Nothing is copied."""
 
 from __future__ import annotations
 
@@ -15,9 +15,18 @@ from rlhf.errors import RatchetError, UserError
 
 
 def state_before(store: RunStore, iteration: int, stages: Collection[str]) -> RunState:
-    """The state in which an iteration stood when just `stages` of it were committed, and no driver had claimed it.
+    """The run's state when only `stages` of an iteration were committed, without the claims of its drivers.
 
-    Of the snapshots, the newest that is there and not newer than the iteration is kept: what follows is replayed.
+    Args:
+        store: the parent run.
+        iteration: the iteration at which to fork.
+        stages: the stages of that iteration that the fork shares.
+
+    Returns:
+        The state. It keeps only the newest snapshot up to `iteration`; the fork replays the updates after it.
+
+    Raises:
+        Corrupt: an index is missing or damaged.
     """
     now = store.state
     if iteration == 0:
@@ -44,19 +53,30 @@ def state_before(store: RunStore, iteration: int, stages: Collection[str]) -> Ru
 def fork(
     parent: RunStore, child: ObjectStore, config: dict[str, Any], iteration: int, stages: Collection[str], at: str
 ) -> None:
-    """Create `child` where `parent` stood. The parent may be driven meanwhile; it is not claimed.
+    """Create `child` from a state of `parent`, which is not claimed and may be driven meanwhile.
 
-    Raises `UserError` if the child exists already: if its log has a record. A fork that was killed before leaves none.
+    Args:
+        parent: the run to fork.
+        child: the new run's folder. It may hold files of a fork that was killed, but no log record.
+        config: the new run's config.
+        iteration: the iteration at which to fork.
+        stages: the stages of that iteration that the fork shares.
+        at: `iteration` and the first stage that is not shared, such as ``7`` or ``7:score``; stored for users.
+
+    Raises:
+        UserError: the child exists already.
+        RatchetError: a driver deleted the snapshot meanwhile; fork again.
+        Corrupt: the parent's log is damaged.
     """
     if RunLog(child).read().slot >= 0:
         raise UserError(f"there is a run at {child.url} already: choose another name (--run)")
     parent.log.check_end()
     state = state_before(parent, iteration, stages)
-    if state.snapshots:  # first registered, then seen to be there: a driver that retires it looks the other way round
+    if state.snapshots:  # register, then check the log: a driver that expires it commits, then reads registrations
         _register(parent, child, at, state)
         if not parent.log.read().snapshots.keys() >= state.snapshots.keys():
             _unregister(parent, child, state)
-            raise RatchetError("the snapshot to begin with was retired at this very moment: fork again")
+            raise RatchetError("a driver expired the fork's snapshot at this very moment: fork again")
     claim = parent.state.claim
     assert claim is not None, "a run that can be read was claimed"
     name, store = name_of(parent.objects.url, child.url), RunStore(child)
@@ -67,7 +87,7 @@ def fork(
 
 
 def _register(parent: RunStore, child: ObjectStore, at: str, state: RunState) -> None:
-    """With the run that holds the snapshot: the parent, or where the parent has it from."""
+    """Register with the runs that hold the snapshot's files: the parent, or an ancestor of it."""
     registration = Registration(child=child.url, at=at, snapshots=state.snapshots)
     for holder in _holders(parent, state):
         holder.put(_registration_key(child), registration.model_dump_json().encode())
@@ -88,6 +108,14 @@ def _registration_key(child: ObjectStore) -> str:
 
 
 def name_of(run: str, seen_from: str) -> str:
-    """A run's URL, or ``../name`` if it lies beside the other: then both can be moved together."""
-    (folder, _, leaf), (other, _, _) = run.rpartition("/"), seen_from.rpartition("/")
-    return f"../{leaf}" if folder == other else run
+    """How one run refers to another.
+
+    Args:
+        run: the URL of the run to name.
+        seen_from: the URL of the run that refers to it.
+
+    Returns:
+        ``../name`` if both are in the same folder, so that they can be moved together; otherwise `run`.
+    """
+    (folder, _, leaf), (own_folder, _, _) = run.rpartition("/"), seen_from.rpartition("/")
+    return f"../{leaf}" if folder == own_folder else run

@@ -1,4 +1,4 @@
-"""What is going on, said once and shown by whoever listens: the terminal, Prefect's pages, or nobody."""
+"""Progress events, reported once and shown by each listener, such as the terminal or Prefect's pages."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Note:
-    """A line that people should read."""
+    """A message for the user."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class StageProgress:
-    """A stage has committed `done` of `total` shards."""
+    """A stage has committed `done` of its `total` shards."""
 
     iteration: int
     stage: str
     done: int
     total: int
     metrics: Mapping[str, float] | None = None
-    """Its metrics, once all of it is committed."""
+    """The stage's metrics, once it is complete."""
 
 
 @dataclass(frozen=True)
 class StepProgress:
-    """Something that is no stage, such as a fit or a check, has done so many steps."""
+    """Work outside stages, such as a fit or a check, has done `done` of its `total` steps."""
 
     what: str
     done: int
@@ -37,7 +37,7 @@ class StepProgress:
 
 @dataclass(frozen=True)
 class ReplayProgress:
-    """A committed update is computed again, on the way to the role's version `total`."""
+    """A replay has recomputed a committed update, on the way to the role's version `total`."""
 
     role: str
     done: int
@@ -46,6 +46,8 @@ class ReplayProgress:
 
 @dataclass(frozen=True)
 class IterationClosed:
+    """An iteration is complete."""
+
     iteration: int
     metrics: Mapping[str, float]
 
@@ -56,18 +58,19 @@ _listeners: list[Listener] = []
 
 
 def report(event: Event) -> None:
-    """Tell every listener."""
+    """Send an event to every listener."""
     for listener in _listeners:
         listener(event)
 
 
 def note(text: str) -> None:
-    """Tell every listener a line that people should read."""
+    """Send a message for the user to every listener."""
     report(Note(text))
 
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
+    """Send events to `listener` during the `with` statement."""
     _listeners.append(listener)
     try:
         yield

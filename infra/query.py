@@ -1,5 +1,5 @@
-"""SQL over what a run has committed, in place: DuckDB reads the Parquet files where they lie, and only the columns and
-row groups that a query needs."""
+"""SQL over a run's committed data. DuckDB reads the Parquet files in place, and only the columns and row groups that a
+query needs."""
 
 from __future__ import annotations
 
@@ -25,13 +25,22 @@ Files = list[tuple[int, ShardRef]]
 
 
 def query(run: Run, sql: str) -> pd.DataFrame:
-    """The answer to a query over these tables:
+    """Run a query over these tables:
 
-    - one for each stage, by its name, with its own columns, `trajectory_id` and `iteration`; `validate` likewise;
-    - `trajectories`: the stages joined, one row a trajectory, and NULL where a stage has not got to it;
-    - `metrics`: one row for each closed iteration.
+    - one per stage, with its name, its own columns, `trajectory_id` and `iteration`; `validate` likewise;
+    - `trajectories`: the stages joined, one row per trajectory, with NULL for stages that have not processed it yet;
+    - `metrics`: one row per closed iteration.
 
-    Raises `UserError` for what DuckDB refuses.
+    Args:
+        run: the run to query.
+        sql: one statement.
+
+    Returns:
+        The result.
+
+    Raises:
+        UserError: DuckDB rejects the query, or `sql` is not one statement.
+        Corrupt: an index, a manifest or a metrics file is missing or damaged.
     """
     connection = connect(run)
     try:
@@ -41,7 +50,12 @@ def query(run: Run, sql: str) -> pd.DataFrame:
 
 
 def answer(connection: duckdb.DuckDBPyConnection, sql: str) -> pd.DataFrame:
-    """Of one statement. Raises `UserError` for none, or several."""
+    """The result of one statement.
+
+    Raises:
+        UserError: `sql` holds no statement or several.
+        duckdb.Error: DuckDB rejects the statement.
+    """
     statements = connection.extract_statements(sql)
     if len(statements) != 1:
         raise UserError(f"the query has {len(statements)} statements: write one, such as `select * from trajectories`")
@@ -50,12 +64,12 @@ def answer(connection: duckdb.DuckDBPyConnection, sql: str) -> pd.DataFrame:
 
 
 def isolated() -> duckdb.DuckDBPyConnection:
-    """A connection that reads and writes no file, whatever it is asked."""
+    """A connection that cannot read or write files, whatever the query."""
     return duckdb.connect(config={"enable_external_access": "false", "lock_configuration": "true"})
 
 
 def connect(run: Run) -> duckdb.DuckDBPyConnection:
-    """A connection in which the run's tables are known, and which reaches nothing else."""
+    """A connection with the run's tables and access to nothing else."""
     connection = isolated()
     states = [run.store.iteration_state(iteration) for iteration in range(run.state.iteration + 1)]
     columns: dict[str, list[str]] = {}
@@ -75,9 +89,13 @@ def connect(run: Run) -> duckdb.DuckDBPyConnection:
 
 
 def _joined(stages: dict[str, list[str]]) -> str:
-    first, *others = stages
-    columns = [f'"{stage}"."{name}"' for stage, names in stages.items() for name in names]  # select is a word of SQL
-    joins = " ".join(f'LEFT JOIN "{stage}" ON "{stage}".trajectory_id = {first}.trajectory_id' for stage in others)
+    first, *later_stages = stages
+    columns = [
+        f'"{stage}"."{name}"' for stage, names in stages.items() for name in names
+    ]  # quoted, because `select` is an SQL keyword
+    joins = " ".join(
+        f'LEFT JOIN "{stage}" ON "{stage}".trajectory_id = {first}.trajectory_id' for stage in later_stages
+    )
     return (
         f"CREATE VIEW trajectories AS SELECT {first}.iteration, {first}.trajectory_id, {', '.join(columns)} "
         f"FROM {first} {joins}"
@@ -85,29 +103,29 @@ def _joined(stages: dict[str, list[str]]) -> str:
 
 
 def _dataset(run: Run, stage: str, files: Files) -> ds.Dataset:
-    """The files as one dataset, with `iteration` as a column, and null in columns that are younger than a file.
+    """The files as one dataset with a column `iteration`. Columns that a file of an older release lacks are null.
 
-    Those of a fork may lie in several stores.
+    The files of a fork may be in several stores.
     """
     by_store: dict[str, Files] = defaultdict(list)
     for iteration, ref in files:
         by_store[run.store.objects.of_run(ref.run).url].append((iteration, ref))
     parts: list[Any] = []
-    for url, found in by_store.items():
+    for url, store_files in by_store.items():
         fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
         filesystem = PyFileSystem(FSSpecHandler(fs))
-        paths = [f"{root.rstrip('/')}/{ref.key}" for _, ref in found]
+        paths = [f"{root.rstrip('/')}/{ref.key}" for _, ref in store_files]
         form = ds.ParquetFileFormat()
         names = ("trajectory_id", *TRAJECTORY.names(stage))
-        known = stage in TRAJECTORY.stages  # of others, the newest file tells
-        schema = TRAJECTORY.arrow(names) if known else form.inspect(paths[-1], filesystem=filesystem)
+        is_declared = stage in TRAJECTORY.stages  # other stages have the schema of their newest file
+        schema = TRAJECTORY.arrow(names) if is_declared else form.inspect(paths[-1], filesystem=filesystem)
         parts.append(
             ds.FileSystemDataset.from_paths(
                 paths,
                 schema=schema.append(pa.field("iteration", pa.int32())),
                 format=form,
                 filesystem=filesystem,
-                partitions=[ds.field("iteration") == pa.scalar(iteration, pa.int32()) for iteration, _ in found],
+                partitions=[ds.field("iteration") == pa.scalar(iteration, pa.int32()) for iteration, _ in store_files],
             )
         )
     return parts[0] if len(parts) == 1 else ds.dataset(parts)

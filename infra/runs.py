@@ -1,4 +1,4 @@
-"""A run as people read it: pandas frames of what is committed, and nothing that is not. Reading never claims."""
+"""Reading a run as pandas frames: only committed data, and without claiming the run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,15 @@ OnDamage = Callable[[Corrupt], None]
 
 
 def open_run(url: str) -> Run:
-    """Open the run in a folder, such as ``s3://bucket/runs/countdown``; raises `UserError` if there is none."""
+    """Open a run for reading.
+
+    Args:
+        url: the run's folder, such as ``s3://bucket/runs/countdown``.
+
+    Raises:
+        UserError: there is no run.
+        Corrupt: the log is damaged.
+    """
     store = RunStore(ObjectStore(url))
     if store.log.read().slot < 0:
         raise UserError(f"there is no run at {url}: check --store (or RATCHET_STORE) and the name")
@@ -33,29 +41,38 @@ def open_run(url: str) -> Run:
 
 
 def refuse(damage: Corrupt) -> None:
+    """The default `damaged` callback: raise the error."""
     raise damage
 
 
 class Run:
-    """A run at the moment it was opened. What reads many objects raises `Corrupt` at the first that is lost or damaged;
-    given a function `damaged`, it calls that instead, and leaves the iteration out."""
+    """A run as of the moment it was opened.
+
+    Methods that take a callback `damaged` call it with each `Corrupt` error and leave that iteration out; the default
+    raises the first error.
+    """
 
     def __init__(self, store: RunStore) -> None:
         self.store = store
 
     @property
     def state(self) -> RunState:
+        """The run's state when it was opened."""
         return self.store.state
 
     @property
     def is_fit(self) -> bool:
-        """Whether a model was fitted here (sft, reward-model), and there are no trajectories."""
+        """Whether the run is a fit (sft, reward-model), which has no trajectories."""
         assert self.state.claim is not None
         return is_fit(self.state.claim.config)
 
     @property
     def config(self) -> RunConfig:
-        """The config of the newest driver."""
+        """The config of the newest driver.
+
+        Raises:
+            UserError: the run is a fit.
+        """
         assert self.state.claim is not None
         if self.is_fit:
             raise UserError(f"{self.store.url} is a fit, not a run of iterations: `ratchet status` shows its metrics")
@@ -67,9 +84,20 @@ class Run:
         columns: Sequence[str] | None = None,
         damaged: OnDamage = refuse,
     ) -> pd.DataFrame:
-        """Committed trajectories, joined over the stages, one row each; by default every column.
+        """Committed trajectories, joined over the stages.
 
-        Of an iteration that is still open, those rows are given that every wanted stage has committed.
+        Args:
+            iterations: None for all, including the open iteration.
+            columns: None for all.
+            damaged: called with each error of a missing or damaged object.
+
+        Returns:
+            One row per trajectory, with the columns `iteration` and `columns`. An open iteration has only the rows
+            that all stages of the chosen columns have committed.
+
+        Raises:
+            UserError: an iteration is negative, or a column does not exist.
+            Corrupt: an object is missing or damaged, unless `damaged` handles it.
         """
         import pandas as pd
 
@@ -95,12 +123,20 @@ class Run:
 
     @staticmethod
     def _row_stages(state: RunState) -> list[str]:
-        """The stages whose rows are trajectories of the iteration, in order, whether or not they have begun."""
-        others = (name for name in (*state.shards, *state.stages) if name != VALIDATE)
-        return list(dict.fromkeys((*TRAJECTORY.stages, *others)))
+        """The stages whose rows are training trajectories, in order, started or not."""
+        stage_names = (name for name in (*state.shards, *state.stages) if name != VALIDATE)
+        return list(dict.fromkeys((*TRAJECTORY.stages, *stage_names)))
 
     def validation(self) -> pd.DataFrame:
-        """Every committed validation, one row a trajectory, with the iteration before which it was made."""
+        """All committed validations.
+
+        Returns:
+            One row per trajectory; `iteration` is the iteration before which the validation ran. Empty if there are
+            none.
+
+        Raises:
+            Corrupt: an object is missing or damaged.
+        """
         import pandas as pd
 
         frames = []
@@ -111,7 +147,18 @@ class Run:
         return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
 
     def metrics(self, last: int | None = None, damaged: OnDamage = refuse) -> pd.DataFrame:
-        """One row for each closed iteration, or for the `last` ones: of each, its index is read."""
+        """The metrics of closed iterations. Reads one index per iteration.
+
+        Args:
+            last: the number of newest iterations to read; None for all.
+            damaged: called with each error of a missing or damaged object.
+
+        Returns:
+            One row per iteration, with the column `iteration` and one column per metric.
+
+        Raises:
+            Corrupt: an object is missing or damaged, unless `damaged` handles it.
+        """
         import pandas as pd
 
         closed = self.state.iteration
@@ -126,25 +173,34 @@ class Run:
     def _metrics(self, index: RunState) -> dict[str, float]:
         if index.metric_values or index.metrics is None:
             return {"iteration": index.iteration, **index.metric_values}
-        [row] = self.store.read_shard(index.metrics).to_pylist()  # an index of an older release does not have them
+        [row] = self.store.read_shard(index.metrics).to_pylist()  # indexes of older releases hold no values
         return dict(row)
 
     def progress(self, iteration: int) -> dict[str, str]:
-        """What each stage of an iteration has committed: ``✓`` all, ``–`` skipped, ``2/4`` shards; or it is absent."""
+        """The progress of an iteration's stages.
+
+        Returns:
+            By stage: ``✓`` complete, ``–`` skipped, or shards such as ``2/4``. Stages without commits are absent.
+        """
         state = self.store.iteration_state(iteration)
-        found = {name: "✓" if isinstance(commit, StageCommit) else "–" for name, commit in state.stages.items()}
+        progress = {name: "✓" if isinstance(commit, StageCommit) else "–" for name, commit in state.stages.items()}
         for name, shards in state.shards.items():
-            found.setdefault(name, f"{len(shards)}/{self._shards_of(name)}")
-        return found
+            progress.setdefault(name, f"{len(shards)}/{self._shards_of(name)}")
+        return progress
 
     def _shards_of(self, stage: str) -> str:
-        """How many shards a stage of the open iteration has, or with dynamic sampling the most that it can have; of a
-        validation only its prompt file tells."""
+        """The number of shards of a stage, or the maximum with dynamic sampling. Unknown for validation, where it
+        depends on the prompt file."""
         if stage == VALIDATE:
             return "?"
         return str(-(-self.config.max_prompts // self.config.rollout.prompts_per_shard))
 
     def newest_snapshot(self) -> int:
+        """The version of the newest snapshot.
+
+        Raises:
+            UserError: the run has no snapshot.
+        """
         version = max(self.state.snapshots, default=None)
         if version is None:
             raise UserError(
@@ -153,13 +209,26 @@ class Run:
         return version
 
     def export(self, version: int, folder: str | Path, role: str = "actor", *, adapter: bool = False) -> Path:
-        """Write a snapshot as a Hugging Face model folder, tokenizer included. Adapters (`model.lora`) are merged into
-        the model, unless they are wanted alone, as PEFT reads them."""
+        """Write a snapshot as a Hugging Face model folder with its tokenizer.
+
+        Args:
+            version: the snapshot's version.
+            folder: created if it does not exist.
+            role: the model to export.
+            adapter: write only the LoRA adapters, in PEFT's format. By default they are merged into the model.
+
+        Returns:
+            The folder.
+
+        Raises:
+            UserError: the snapshot, role or adapter does not exist, or the base model has changed.
+            Corrupt: the snapshot is missing or damaged.
+        """
         if role not in self.state.snapshots.get(version, {role: None}):
             raise UserError(f"the run has no {role}: algorithm.advantage is {self.config.algorithm.advantage.type}")
         if version not in self.state.snapshots:
-            there = ", ".join(map(str, sorted(self.state.snapshots))) or "none"
-            raise UserError(f"there is no snapshot after {version} iterations; snapshots there are: {there}")
+            versions = ", ".join(map(str, sorted(self.state.snapshots))) or "none"
+            raise UserError(f"there is no snapshot after {version} iterations; existing snapshots: {versions}")
         from rlhf.engines.model_engine import copy_weights, weights_of
         from rlhf.models import (
             TOKENIZER,
@@ -176,14 +245,14 @@ class Run:
         target.mkdir(parents=True, exist_ok=True)
         if adapter and "adapter_config.json" not in checkpoint.files:
             raise UserError(f"the {role} has no adapter: model.lora is null; leave --adapter out")
-        wanted = [name for name in checkpoint.files if name.startswith(("config", "model", "adapter"))]
-        files = self.store.read_checkpoint(checkpoint, wanted)
+        names = [name for name in checkpoint.files if name.startswith(("config", "model", "adapter"))]
+        files = self.store.read_checkpoint(checkpoint, names)
         if "adapter_config.json" in files and not adapter:
             seed = self.config.run.seed
             is_actor = role == "actor"
             base = self.config.model if is_actor else self.config.critic_model
             if initial_digest(base, seed) != self.state.initial[role].digest:
-                raise UserError(f"{base.path} is not the model that the run's adapters belong to: put it back")
+                raise UserError(f"{base.path} is not the base model of the run's adapters: restore its files")
             model = load_actor(self.config.model, seed) if is_actor else load_critic(self.config.critic_model, seed)
             copy_weights(weights_of(files), model)
             save(model, target)
@@ -201,13 +270,13 @@ class Run:
     def _iteration(
         self, state: RunState, by_stage: dict[str, tuple[str, ...]], wanted: Sequence[str], tolerant: bool
     ) -> pd.DataFrame:
-        """The wanted columns of one iteration. A stage that the config leaves out, or that has not begun, gives no
-        columns if all were asked for (`tolerant`), and no rows if its columns were asked for by name."""
+        """The wanted columns of one iteration. If a stage has no data, its columns are missing from the result
+        (`tolerant`), or the result is empty (otherwise)."""
         import pandas as pd
 
         joined: pd.DataFrame | None = None
-        for stage, own in by_stage.items():
-            columns = [name for name in wanted if name in own]
+        for stage, stage_columns in by_stage.items():
+            columns = [name for name in wanted if name in stage_columns]
             if not columns and not (stage == "generate" and joined is None):
                 continue
             frame = self._stage_frame(state, stage, ["trajectory_id", *columns])
@@ -225,6 +294,6 @@ class Run:
         if not refs:
             return None
         shards = [self.store.read_shard(ref, columns) for ref in refs]
-        table = pa.concat_tables(shards, promote_options="default")  # a column may be younger than a file
+        table = pa.concat_tables(shards, promote_options="default")  # files of older releases may lack columns
         frame: pd.DataFrame = table.to_pandas(maps_as_pydicts="strict")
         return frame

@@ -1,7 +1,7 @@
-"""Deleting what no record reaches: leavings of failed tries and dead drivers, and snapshots that nobody keeps.
+"""Deleting files that no commit or fork references: leftovers of failed attempts and dead drivers, expired snapshots.
 
-The log is read from its first record and has to be whole, so that nothing is deleted by mistake; log records themselves
-never are.
+The log is read from its first record and must be complete, so that no needed file is deleted. Log records are never
+deleted.
 """
 
 from __future__ import annotations
@@ -16,8 +16,19 @@ KEPT = ("run.json", "log/", "forks/", REPORT)
 
 
 def vacuum(store: RunStore, take_over: bool = False) -> list[str]:
-    """Claim the run, so that no other driver writes meanwhile, and delete what is not reached; returns the keys. Raises
-    `Corrupt`, before anything is claimed or deleted, if the log is not whole."""
+    """Claim the run, so that no other driver writes meanwhile, and delete its unreferenced files.
+
+    Args:
+        store: the run.
+        take_over: proceed, and fence the driver, even if a driver is alive.
+
+    Returns:
+        The deleted keys, sorted.
+
+    Raises:
+        Fenced: a driver is alive.
+        Corrupt: the log is incomplete or damaged; nothing was claimed or deleted.
+    """
     refuse_if_driven(store, take_over)
     reached = Reached(store)
     reached.advance()
@@ -32,40 +43,61 @@ def vacuum(store: RunStore, take_over: bool = False) -> list[str]:
 
 
 def unreached(store: RunStore) -> list[str]:
-    """Keys in the run's folder that neither a record nor a fork reaches, sorted. Raises `Corrupt` if the log is not
-    whole."""
+    """The run's unreferenced files, without claiming the run.
+
+    Args:
+        store: the run.
+
+    Returns:
+        Keys that no commit or fork references, sorted.
+
+    Raises:
+        Corrupt: the log is incomplete or damaged.
+    """
     reached = Reached(store)
     reached.advance()
     return reached.others()
 
 
 class Reached:
-    """Everything that the records of a run name in its folder, and what that names in turn."""
+    """The files in a run's folder that its records reference, directly or through manifests."""
 
     def __init__(self, store: RunStore) -> None:
         self.store = store
         self.digests: dict[str, str] = {}
-        """sha256 by key; but for checkpoints."""
+        """sha256 by key, without checkpoints."""
         self.snapshots: dict[int, list[ObjectRef]] = {}
+        """Checkpoint manifests of the snapshots that are not expired, by version."""
         self._chain = Chain(store)
 
     def advance(self) -> None:
-        """Read the records that are new."""
-        there = self.store.objects.list("")
+        """Read the log's new records.
+
+        Raises:
+            Corrupt: a record, or a manifest that it names, is missing or damaged.
+        """
+        keys = self.store.objects.list("")
         newest: Record | None = None
-        for found in self._chain.read(last_slot(there)):
-            if isinstance(found, Broken):
-                raise _not_whole(self.store, f"{found.key} {found.what}")
-            if unreadable := self.add(found):
+        for record in self._chain.read(last_slot(keys)):
+            if isinstance(record, Broken):
+                raise _not_whole(self.store, f"{record.key} {record.what}")
+            if unreadable := self.add(record):
                 raise _not_whole(self.store, f"{unreadable[0]} cannot be read")
-            newest = found
-        if newest is not None and not newest.digest:  # of version 2: nothing tells yet whether it was changed
-            lost = sorted({ref.key for commit in newest.commits for ref in named_here(commit)} - set(there))
+            newest = record
+        if newest is not None and not newest.digest:  # version 2: no later record can show that this one was changed
+            lost = sorted({ref.key for commit in newest.commits for ref in named_here(commit)} - set(keys))
             if lost:
                 raise _not_whole(self.store, f"{lost[0]} is gone, which the newest record commits")
 
     def add(self, record: Record) -> list[str]:
-        """Take in what a record names; returns the keys of manifests that are not what they were."""
+        """Add the files that a record references.
+
+        Args:
+            record: the next record of the log.
+
+        Returns:
+            Keys of its manifests that are missing or damaged.
+        """
         unreadable = []
         for commit in record.commits:
             refs = named_here(commit)
@@ -82,21 +114,29 @@ class Reached:
         return unreadable
 
     def checkpoints(self) -> list[ObjectRef]:
-        """The manifests of the snapshots that this run or a fork keeps here."""
+        """The checkpoint manifests in this folder that the run or a fork needs.
+
+        Raises:
+            Corrupt: the registration of a fork is damaged.
+        """
         kept = [ref for refs in self.snapshots.values() for ref in refs if ref.run is None]
         forks = [ref for fork in self.store.forks() for roles in fork.snapshots.values() for ref in roles.values()]
         return list(dict.fromkeys([*kept, *(ref.model_copy(update={"run": None}) for ref in forks)]))
 
     def others(self) -> list[str]:
-        """What is in the run's folder besides, sorted."""
+        """The keys in the run's folder that are not referenced, sorted.
+
+        Raises:
+            Corrupt: a checkpoint manifest, or the registration of a fork, is missing or damaged.
+        """
         reached = set(self.digests)
         for ref in self.checkpoints():
             reached |= {ref.key, *(file.key for file in self.store.checkpoint(ref).files.values())}
         return [key for key in self.store.objects.list("") if not key.startswith(KEPT) and key not in reached]
 
 
-def _not_whole(store: RunStore, what: str) -> Corrupt:
+def _not_whole(store: RunStore, damage: str) -> Corrupt:
     return Corrupt(
-        f"{store.url}/{what}: nothing is deleted, because nobody can say what is still needed; restore it from a "
-        "backup (`ratchet verify` lists everything that is wrong)"
+        f"{store.url}/{damage}: nothing is deleted, because it is unknown which files are still needed; restore it "
+        "from a backup (`ratchet verify` lists all damage)"
     )

@@ -1,4 +1,4 @@
-"""Whether a run is what was written: its log, and every object that the log reaches; and what can be done where not."""
+"""Checking a run: its log, and the digest of every object that the log references, with repairs for harmless damage."""
 
 from __future__ import annotations
 
@@ -18,46 +18,55 @@ from infra.vacuum import KEPT, Reached
 from rlhf.errors import UserError
 
 RANGE = 2**24
-"""Bytes that are read at once."""
+"""Bytes per read."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is not as it was written, or that nothing needs."""
+    """A damaged or missing object, or one that nothing references."""
 
     key: str
     what: str
+    """The problem."""
     means: str
-    """What follows from it, and what can be done."""
+    """The consequences and the fix."""
     harmless: bool = False
     repair: Callable[[], None] | None = None
-    """Where that is safe."""
+    """Fixes the problem, if that is safe."""
 
 
 def verify(store: RunStore) -> Iterator[Finding]:
-    """Read the whole run, and say what is wrong, the log first.
+    """Check the whole run, without claiming it or writing to it.
 
-    Nothing is claimed and nothing is written: the run may be driven meanwhile, and what is written after the beginning
-    is not looked at. Raises `UserError` if there is no run, or one that this release does not read.
+    The run may be driven meanwhile; objects written after the check has started are ignored.
+
+    Args:
+        store: the run.
+
+    Yields:
+        Problems, those of the log first.
+
+    Raises:
+        UserError: there is no run, or this release does not read it.
     """
-    there = store.objects.list("")
-    last = last_slot(there)
+    keys = store.objects.list("")
+    last = last_slot(keys)
     if last < 0:
         raise UserError(f"there is no run at {store.url}: check --store (or RATCHET_STORE) and the name")
-    with suppress(Corrupt):  # which is told below, with all the rest; an older release's run is refused
+    with suppress(Corrupt):  # damage is reported below; this call only rejects unknown schema versions
         store.log.read()
     reached, is_whole = Reached(store), True
-    for found in Chain(store).read(last):
-        if isinstance(found, Broken):
+    for record in Chain(store).read(last):
+        if isinstance(record, Broken):
             is_whole = False
             yield Finding(
-                found.key,
-                found.what,
-                "resuming and vacuum refuse where it matters; restore the record from a backup, or fork from an "
+                record.key,
+                record.what,
+                "resume and vacuum refuse where it matters; restore the record from a backup, or fork from an "
                 "iteration before it (`ratchet fork RUN --at K`)",
             )
-        elif reached.add(found):
-            is_whole = False  # the object is named below
+        elif reached.add(record):
+            is_whole = False  # the damaged manifest is reported below
     digests = dict(reached.digests)
     for ref in reached.checkpoints():
         digests[ref.key] = ref.sha256
@@ -65,16 +74,16 @@ def verify(store: RunStore) -> Iterator[Finding]:
             digests |= {file.key: file.sha256 for file in store.checkpoint(ref).files.values()}
     yield from _objects(store, digests)
     yield from _beside_the_log(store)
-    for key in there:
+    for key in keys:
         if is_whole and key not in digests and not key.startswith(KEPT):
-            yield Finding(key, "is named by no record", "`ratchet vacuum` deletes it", harmless=True)
+            yield Finding(key, "is not referenced by any record", "`ratchet vacuum` deletes it", harmless=True)
 
 
 def _objects(store: RunStore, digests: dict[str, str]) -> Iterator[Finding]:
-    """Every object's bytes against its digest, several at a time."""
+    """Compare the objects with their digests, several at a time."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        found = pool.map(lambda key: _digest(store, key), digests)
-        for done, (key, digest) in enumerate(zip(digests, found, strict=True), 1):
+        actual = pool.map(lambda key: _digest(store, key), digests)
+        for done, (key, digest) in enumerate(zip(digests, actual, strict=True), 1):
             if done % 64 == 0 or done == len(digests):
                 report(StepProgress(what="objects", done=done, total=len(digests)))
             if digest != digests[key]:
@@ -82,6 +91,7 @@ def _objects(store: RunStore, digests: dict[str, str]) -> Iterator[Finding]:
 
 
 def _digest(store: RunStore, key: str) -> str | None:
+    """The sha256 of an object; None if it is missing."""
     digest = hashlib.sha256()
     try:
         for part in store.objects.parts(key, RANGE):
@@ -94,21 +104,21 @@ def _digest(store: RunStore, key: str) -> str | None:
 def _means(key: str) -> str:
     kind = key.partition("/")[0]
     return {
-        "trajectories": "these rows are lost to pandas, query and replays; a run whose iteration is closed resumes",
-        "manifests": "this stage cannot be read, forked at or replayed; a run whose iteration is closed resumes",
-        "index": "the iterations of its page cannot be looked up; resuming needs the newest index",
+        "trajectories": "pandas, query and replays cannot read these rows; the run resumes if the iteration is closed",
+        "manifests": "this stage cannot be read, forked at or replayed; the run resumes if the iteration is closed",
+        "index": "the iterations of its page cannot be read; resuming needs the newest index",
         "metrics": "the metrics of this iteration are lost; the run resumes",
         "checkpoints": "this snapshot cannot be loaded: resuming from it is refused",
     }.get(kind, "it is lost") + "; restore it from a backup"
 
 
 def _beside_the_log(store: RunStore) -> Iterator[Finding]:
-    """What is only a copy of what the log says, and can be written anew."""
+    """Check the copies of the log's data, which can be written again."""
     if not run_json_is_readable(store):
         yield Finding(
             "run.json",
             "is gone or damaged",
-            "it is a copy of what the log has; --repair writes it anew, as resuming does",
+            "it is a copy of data in the log; --repair writes it again, as does resuming",
             harmless=True,
             repair=lambda: store.objects.put("run.json", run_json(store)),
         )
@@ -120,7 +130,7 @@ def _beside_the_log(store: RunStore) -> Iterator[Finding]:
         yield Finding(
             TAIL,
             "is damaged, or names no index",
-            "it is a hint, and costs a few reads; --repair deletes it, and the next close writes it anew",
+            "it is only a hint that saves a few reads; --repair deletes it, and the next close writes it again",
             harmless=True,
             repair=lambda: store.objects.delete([TAIL]),
         )

@@ -1,1 +1,1 @@
-"""What advances a run: the driver that holds its claim, and the executors on which its stages compute."""
+"""Advancing a run: the driver that holds its claim, and the executors that run its stages."""

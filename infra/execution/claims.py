@@ -1,4 +1,4 @@
-"""Taking a run: in a store that tells drivers apart, one driver at a time, with a record of what it is made of."""
+"""Claiming a run: checks that no other driver is alive, and records the driver's config, code and packages."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PACKAGES = (
 
 
 class Config(Protocol):
-    """Of any kind of run."""
+    """The config of any kind of run."""
 
     @property
     def run(self) -> RunSection: ...
@@ -45,12 +45,20 @@ class Config(Protocol):
 
 
 def run_url(store: str, name: str) -> str:
+    """The URL of a run's folder."""
     return f"{store.rstrip('/')}/{name}"
 
 
 def begin(store: RunStore, config: Config, take_over: bool) -> RunState:
-    """How the run stands, which is made if it does not exist. Raises `UserError` if it is of another kind, and `Fenced`
-    if another driver is alive."""
+    """Read the run's state before a claim.
+
+    Returns:
+        The state; its slot is -1 if the run does not exist.
+
+    Raises:
+        UserError: the run is of another kind, or the store cannot keep two drivers apart.
+        Fenced: another driver is alive.
+    """
     state = store.log.read()
     if state.slot < 0:
         check_store(store.objects, config)
@@ -58,14 +66,14 @@ def begin(store: RunStore, config: Config, take_over: bool) -> RunState:
     assert state.claim is not None
     if is_fit(state.claim.config) != is_fit(config.model_dump(mode="json")):
         kinds = ("a fit (sft, reward-model)", "a run of iterations")
-        there, here = kinds if is_fit(state.claim.config) else kinds[::-1]
-        raise UserError(f"{store.url} is {there}, and this is {here}: choose another run.name")
+        stored, new = kinds if is_fit(state.claim.config) else kinds[::-1]
+        raise UserError(f"{store.url} is {stored}, and this is {new}: choose another run.name")
     refuse_if_driven(store, take_over)
     return state
 
 
 def is_fit(config: Mapping[str, Any]) -> bool:
-    """Whether a claim's config is that of a fit, which ends in a folder."""
+    """Whether a claim's config is that of a fit: only fits have an output folder."""
     return "output" in config
 
 
@@ -78,7 +86,16 @@ def claim(
     outside: Mapping[str, str] | None = None,
     versions: Mapping[str, int] | None = None,
 ) -> None:
-    """From here on every older driver is fenced."""
+    """Claim the run, which fences every older driver; write `run.json` if it is missing.
+
+    Args:
+        store: the run.
+        config: the driver's config.
+        initial: each role's initial weights.
+        ahead: the number of iterations beyond the open one that the driver may generate.
+        outside: digests of the stages' inputs outside the store.
+        versions: the version of each stage's code.
+    """
     store.log.claim(
         Claim(
             config=config.model_dump(mode="json"),
@@ -97,7 +114,7 @@ def claim(
 
 
 def refuse_if_driven(store: RunStore, take_over: bool) -> None:
-    """Raises `Fenced` if another driver is alive, unless this one may take over."""
+    """Raise `Fenced` if another driver is alive, unless `take_over` is set."""
     if not take_over and (alive := heartbeat.is_alive(store.objects, lambda text: note(text))):
         name = store.url.rpartition("/")[2]
         raise Fenced(
@@ -116,6 +133,7 @@ def check_store(objects: ObjectStore, config: Config) -> None:
 
 
 def run_json_is_readable(store: RunStore) -> bool:
+    """Whether `run.json` exists and holds a config."""
     try:
         return isinstance(json.loads(store.objects.get("run.json"))["config"], dict)
     except (FileNotFoundError, ValueError, KeyError, TypeError):
@@ -123,17 +141,17 @@ def run_json_is_readable(store: RunStore) -> bool:
 
 
 def run_json(store: RunStore) -> bytes:
-    """What `run.json` holds, from the first record of the log: a copy for people, written anew where it is missing."""
+    """The contents of `run.json`: a copy for users of data in the log's first record."""
     [first, *_] = store.log.record(0).commits
     parent, at = (store.objects.of_run(first.parent).url, first.at) if isinstance(first, Fork) else (None, None)
     claim = first.claim if isinstance(first, Fork) else first
     assert isinstance(claim, Claim), "a log begins with a claim or a fork"
-    whole = {"schema_version": SCHEMA_VERSION, "config": claim.config, "parent": parent} | ({"at": at} if at else {})
-    return json.dumps(whole, indent=1).encode()
+    document = {"schema_version": SCHEMA_VERSION, "config": claim.config, "parent": parent} | ({"at": at} if at else {})
+    return json.dumps(document, indent=1).encode()
 
 
 def _set_threads(last: Claim | None) -> int:
-    """Results depend on the number of CPU threads, so a resumed run uses as many as it did before."""
+    """Set the number of CPU threads to that of the last claim, because results depend on it; return the number."""
     import torch
 
     if last is not None and not torch.cuda.is_available():
@@ -142,6 +160,7 @@ def _set_threads(last: Claim | None) -> int:
 
 
 def package_versions() -> dict[str, str]:
+    """The versions of Python and of the installed packages that can affect results."""
     versions = {"python": sys.version.split()[0]}
     for name in PACKAGES:
         try:
@@ -152,7 +171,7 @@ def package_versions() -> dict[str, str]:
 
 
 def code_digest() -> str:
-    """sha256 over the sources of the four packages."""
+    """The sha256 of the sources of the four packages."""
     digest = hashlib.sha256()
     root = Path(__file__).resolve().parents[2]
     for package in ("flows", "tasks", "rlhf", "infra"):

@@ -1,4 +1,4 @@
-"""A driver: the one process that advances a run. It holds the claim, the heartbeat and the workers."""
+"""The driver: the one process that advances a run. It owns the claim, the heartbeat and the workers."""
 
 from __future__ import annotations
 
@@ -45,38 +45,38 @@ from rlhf.rewards import COMPARING, check_rewards, reward_digest
 from rlhf.rewards.pool import try_rewards
 
 MANY_PROMPTS = 10_000
-"""Their lengths take over two seconds to look at."""
+"""Measuring the lengths of more prompts takes over two seconds, so the driver says that it does."""
 
 
 @dataclass
 class AheadRollouts:
-    """What generates ahead of the open iteration, where `rollout.mode` lets it."""
+    """The state of generation ahead of the open iteration, if `rollout.mode` allows that."""
 
     turn: threading.Lock = field(default_factory=threading.Lock)
-    """Held while a piece is generated, and while new weights are brought."""
+    """Held while a piece is generated, and while new weights are loaded."""
     holds: Weights | None = None
-    """What was brought; None: an iteration generates with what it begins with."""
+    """The weights that were loaded last; None: each iteration generates with its starting weights."""
     begun: dict[int, StageHandle] = field(default_factory=dict)
-    """Generations of iterations whose turn has not come."""
+    """Generate stages of later iterations, by iteration."""
 
 
 Outside = Literal["dataset", "validation", "reward", "reward_model", "tokenizer", "environment"]
-"""What stages read outside the store and the config; a digest tells whether it is what it was."""
+"""Inputs of stages outside the store and the config. Their digests show whether they have changed."""
 
 
 @dataclass(frozen=True)
 class Dependencies:
-    """What the stages of a pipeline depend on, besides config and inputs."""
+    """The dependencies of a pipeline's stages, other than config and inputs."""
 
     stages: tuple[str, ...]
-    """Their names."""
+    """The stages' names."""
     outside: frozenset[Outside]
     versions: Mapping[str, int]
-    """Of each stage's code."""
+    """The version of each stage's code."""
 
 
 class Driver:
-    """Opened with `driving`."""
+    """A driver of one run; open it with `driving`."""
 
     def __init__(self, config: RunConfig, store: RunStore) -> None:
         self.config = config
@@ -87,7 +87,7 @@ class Driver:
         self.snapshots = Snapshots(config, store, self.groups)
         self._digests: dict[Outside, str | None] = {}
         self.restoring = threading.RLock()
-        """Held by whoever loads weights: two executors may find at once that a role does not hold what they need."""
+        """Held while weights are loaded: two executors may find at the same time that a role needs other weights."""
         self.stopping = Stopping(f"`ratchet resume {config.run.name}`")
 
     @property
@@ -99,29 +99,29 @@ class Driver:
         return self.store.log.term
 
     def tidy(self) -> None:
-        """While stages compute: a snapshot that was written in the background is committed."""
+        """Commit a snapshot that was written in the background. Called while stages compute."""
         try:
             self.snapshots.settle(wait=False)
-        except (StoreUnavailable, GroupLost) as error:  # which the stages will meet too; the next snapshot will do
+        except (StoreUnavailable, GroupLost) as error:  # the stages will meet the same error; a snapshot can wait
             note(str(error))
 
-    def digest(self, what: Outside) -> str | None:
-        """Digest of something outside the store that stages read; None: the config has no such thing."""
-        if what not in self._digests:
-            self._digests[what] = self._digest(what)
-        return self._digests[what]
+    def digest(self, name: Outside) -> str | None:
+        """The digest of an outside input of stages; None if the config does not use it."""
+        if name not in self._digests:
+            self._digests[name] = self._digest(name)
+        return self._digests[name]
 
     def _identity(self) -> str:
-        """Of everything outside the config that workers hold: code, packages, models, and what stages read."""
-        held: tuple[Outside, ...] = ("dataset", "reward", "tokenizer", "environment", "validation")
-        digests = {what: digest for what in held if (digest := self.digest(what)) is not None or what != "validation"}
+        """Identifies everything outside the config that workers hold: code, packages, models and stages' inputs."""
+        inputs: tuple[Outside, ...] = ("dataset", "reward", "tokenizer", "environment", "validation")
+        digests = {name: digest for name in inputs if (digest := self.digest(name)) is not None or name != "validation"}
         models = {role: weights.digest for role, weights in self.initial_weights.items()}
         return json.dumps([code_digest(), package_versions(), models, digests], sort_keys=True)
 
-    def _digest(self, what: Outside) -> str | None:
+    def _digest(self, name: Outside) -> str | None:
         config, resources = self.config, self.groups.local.worker.resources
         model = config.reward.model
-        match what:
+        match name:
             case "dataset":
                 return resources.dataset(config.data.train).digest
             case "validation":
@@ -141,7 +141,7 @@ class Driver:
 
     @cached_property
     def initial_weights(self) -> dict[str, Weights]:
-        """Where each role starts, by digest of its model's files."""
+        """Each role's initial weights, by digest of its model's files."""
         models = {"actor": self.config.model}
         if self.config.needs_critic:
             models["critic"] = self.config.critic_model
@@ -152,7 +152,7 @@ class Driver:
 
 
 _open_drivers: ContextVar[tuple[Driver, ...]] = ContextVar("open_drivers", default=())
-"""Of this context, the innermost last: a flow that is called by another one of the same run finds its driver."""
+"""Open drivers of this context, innermost last: a flow that another flow of the same run calls shares its driver."""
 
 
 @contextmanager
@@ -163,13 +163,20 @@ def driving(
     take_over: bool = False,
     check: Callable[[Driver], None] = lambda driver: None,
 ) -> Iterator[Driver]:
-    """Claim the run and drive it; inside an open driver of the same run, that one.
+    """Claim the run and drive it; within an open driver of the same run, reuse that driver.
 
     Args:
         config: names the run.
-        dependencies: what is written down when the run is claimed, and what older drivers may have left files of.
-        take_over: whether a driver that is alive is fenced.
-        check: may refuse before the claim, so that a config that cannot go on leaves no trace.
+        dependencies: recorded in the claim; leftover files of its stages are deleted.
+        take_over: fence another driver even if it is alive.
+        check: may reject the driver before the claim, so that a config that cannot continue changes nothing.
+
+    Yields:
+        The driver.
+
+    Raises:
+        UserError: the config, the store or the inputs are wrong.
+        Fenced: another driver is alive, or has taken over the run.
     """
     drivers = _open_drivers.get()
     active = next((driver for driver in drivers if driver.config.run == config.run), None)
@@ -185,7 +192,7 @@ def driving(
                 yield driver
                 driver.snapshots.settle(wait=True)
         except Corrupt:
-            driver.store.log.check_claim()  # whoever took the run over deletes snapshots that it retires
+            driver.store.log.check_claim()  # after a takeover the new driver may have deleted the snapshot
             raise
         finally:
             _open_drivers.reset(token)
@@ -195,23 +202,26 @@ def driving(
 
 
 def check_inputs(config: RunConfig) -> None:
-    """Refuse what a user got wrong outside the config file, before anything starts: packages, prompts, reward,
-    models."""
+    """Check the config's packages, prompts, reward and models before anything starts.
+
+    Raises:
+        UserError: one of them is missing or unsuitable.
+    """
     _check_packages(config)
     server = config.rollout.server
     if config.rollout.engine == "server" and server.weights_folder is None and config.train.updates:
         raise UserError(
-            "rollout.server.weights_folder is null, so that the servers would go on generating with the first weights: "
-            "name a folder that they see, or only evaluate"
+            "rollout.server.weights_folder is null, so the servers would keep generating with the first weights: "
+            "name a folder that they can read, or only evaluate"
         )
     check_rewards(config.reward.functions, config.reward.options, config.reward.allow_code)
     if config.rollout.environment is not None:
         check_environment(config.rollout.environment.name, config.rollout.environment.options)
     models = {"model": config.model, "critic.model": config.critic_model, "reference.model": config.reference_model}
     judge = {"reward.model": config.reward.model} if config.reward.model is not None else {}
-    for key, each in (models | judge).items():
-        check_weights(model_folder(each, key), key)
-        say_attention(each)
+    for key, model in (models | judge).items():
+        check_weights(model_folder(model, key), key)
+        say_attention(model)
     check_architecture(config.model, "model", is_critic=False)
     if config.needs_critic:
         check_architecture(config.critic_model, "critic.model", is_critic=True)
@@ -225,19 +235,23 @@ def check_inputs(config: RunConfig) -> None:
 
 @cache
 def say_attention(model: ModelConfig) -> None:
-    """Once a process: models have it in common, and the command line looks before the driver does."""
+    """Report an attention implementation that differs from the config. Cached: once per process is enough."""
     attention, reason = attention_of(model)
     if reason is not None:
         note(f"{model.path} is computed with {attention} attention, not {model.attention}: {reason}")
 
 
-@cache  # the command line looks before it starts Prefect, and the driver before it claims
+@cache  # called twice: by the command line before it starts Prefect, and by the driver before it claims
 def _check_files(paths: tuple[str, ...], model: ModelConfig, data: DataConfig, reward: str) -> None:
     check_prompts(PromptDataset(paths), model, data, RewardConfig.model_validate_json(reward))
 
 
 def check_prompts(dataset: PromptDataset, model: ModelConfig, data: DataConfig, reward: RewardConfig) -> None:
-    """Refuse prompts that are too long, that lack what a built-in reward compares with, or that no reward can score."""
+    """Check the prompts' lengths, ground truths and rewards.
+
+    Raises:
+        UserError: a prompt is too long, lacks the ground truth for a built-in reward, or cannot be scored.
+    """
     if comparing := [name for name in reward.functions if name in COMPARING]:
         for prompt in dataset.prompts:
             if prompt.ground_truth is None:
@@ -252,7 +266,7 @@ def check_prompts(dataset: PromptDataset, model: ModelConfig, data: DataConfig, 
     if data.truncation != "error":
         return
     if len(dataset) > MANY_PROMPTS:
-        note(f"looking at the lengths of {len(dataset)} prompts")
+        note(f"checking the lengths of {len(dataset)} prompts")
     dataset.check_lengths(load_tokenizer(model), data.max_prompt_tokens, data.system_prompt)
 
 
@@ -271,7 +285,7 @@ def _check_packages(config: RunConfig) -> None:
 
 
 def _open(config: RunConfig, dependencies: Dependencies, take_over: bool, check: Callable[[Driver], None]) -> Driver:
-    """Check everything that a user may have got wrong, then claim. No model is loaded yet."""
+    """Check everything that may be wrong on the user's side, then claim the run. Loads no model."""
     store = RunStore(ObjectStore(run_url(config.run.store, config.run.name)))
     driver = Driver(config, store)
     check_inputs(config)
@@ -280,9 +294,9 @@ def _open(config: RunConfig, dependencies: Dependencies, take_over: bool, check:
         first = state.initial.get(role)
         if first is not None and first.digest != weights.digest:
             raise UserError(
-                f"the {role}'s model is not the one that run {config.run.name} began with (model.path "
-                f"{config.model.path}, model.lora {yaml_text(config.model.lora)}): choose another run.name, or give "
-                "the first model back"
+                f"the {role}'s model is not the one that run {config.run.name} started with (model.path "
+                f"{config.model.path}, model.lora {yaml_text(config.model.lora)}): choose another run.name, or restore "
+                "the first model"
             )
     check(driver)
     if state.claim is not None:
@@ -292,7 +306,7 @@ def _open(config: RunConfig, dependencies: Dependencies, take_over: bool, check:
         config,
         initial=driver.initial_weights,
         ahead=config.rollout.ahead,
-        outside={what: digest for what in dependencies.outside if (digest := driver.digest(what)) is not None},
+        outside={name: digest for name in dependencies.outside if (digest := driver.digest(name)) is not None},
         versions=dependencies.versions,
     )
     store.sweep(dependencies.stages)
@@ -300,8 +314,8 @@ def _open(config: RunConfig, dependencies: Dependencies, take_over: bool, check:
 
 
 def _say_what_changed(stored: Mapping[str, Any], config: RunConfig) -> None:
-    """A run may go on with other settings, but not unnoticed."""
+    """Report changed settings: a run may continue with them, but the user should notice."""
     before = stored_config(stored, "the claim")
-    plain, now = (each.model_dump(mode="json", exclude={"run": {"name", "store"}}) for each in (before, config))
-    if changed := differences(plain, now) + changed_since(stored):
-        note(f"goes on with other settings: {'; '.join(changed)}")
+    old, new = (settings.model_dump(mode="json", exclude={"run": {"name", "store"}}) for settings in (before, config))
+    if changed := differences(old, new) + changed_since(stored):
+        note(f"continues with different settings: {'; '.join(changed)}")

@@ -1,10 +1,9 @@
-"""Side by side: stages that compute in different places run at the same time, shard after shard.
+"""Executors run stages concurrently, shard by shard.
 
-An executor is a place that computes, and a thread of the driver that waits for it: the driver's own models, a pool, an
-engine in a process of its own, or just the host for what needs no model. The stages of one executor run one after the
-other, in the order in which they were started; those of different executors overlap, and each continues as soon as a
-shard that it reads is committed. Stages are started after what they read, so executors never wait for each other in a
-circle.
+An executor is a place that computes, and the driver's thread that waits for it: the driver's own models, a pool, an
+engine in a separate process, or the host for stages without a model. Stages on the same executor run one at a time, in
+the order in which they were started. Stages on different executors overlap: each continues as soon as the shard that it
+reads next is committed. Stages are started after their inputs, so executors never deadlock.
 """
 
 from __future__ import annotations
@@ -20,18 +19,22 @@ from infra.store.records import ShardRef
 from rlhf.errors import NotFinite, RatchetError
 
 POLL_S = 0.2
-"""How often the driver looks after what else there is to do, while it waits for executors."""
+"""Seconds between two calls of `meanwhile` while the driver waits for executors."""
 
 
 class InputLost(RatchetError):
-    """What a stage reads will not come: the stage that makes it has failed, and says why."""
+    """A stage's input will not come, because the stage that produces it has failed. That stage reports the cause."""
 
 
 class StageHandle:
-    """What a stage has committed so far, and in the end its manifest."""
+    """The shards that a stage has committed so far, and finally its manifest."""
 
     def __init__(self, stage: str, *given_up: threading.Event) -> None:
-        """`given_up`: set when nothing more is to be computed."""
+        """
+        Args:
+            stage: the stage's name.
+            given_up: events; the stage stops before its next shard once one of them is set.
+        """
         self.stage = stage
         self._given_up = given_up
         self._changed = threading.Condition()
@@ -43,68 +46,89 @@ class StageHandle:
 
     @property
     def failed(self) -> bool:
+        """Whether the stage has failed."""
         return self._failed
 
     @classmethod
     def of(cls, manifest: Manifest) -> StageHandle:
-        """Of a stage that has ended."""
+        """The handle of a complete stage."""
         handle = cls(manifest.stage)
         handle.end(manifest)
         return handle
 
     @classmethod
     def so_far(cls, stage: str, shards: list[ShardRef]) -> StageHandle:
-        """Of a stage that has more to commit."""
+        """The handle of an incomplete stage with these committed shards."""
         handle = cls(stage)
         handle.show(shards)
         return handle
 
-    # For those that read it: each waits, and raises `InputLost` if it will not come.
+    # For the stages that read this one.
 
     def shard(self, number: int) -> ShardRef:
+        """Wait until shard `number` (from 0) is committed.
+
+        Raises:
+            InputLost: the stage has failed.
+        """
         self._wait(lambda: len(self._shards) > number)
         return self._shards[number]
 
     def count(self) -> int:
-        """How many shards there will be."""
+        """Wait until the number of shards is known.
+
+        Raises:
+            InputLost: the stage has failed.
+        """
         self._wait(lambda: self._count is not None)
         assert self._count is not None
         return self._count
 
     def manifest(self) -> Manifest:
+        """Wait until the stage is complete.
+
+        Raises:
+            InputLost: the stage has failed.
+        """
         self._wait(lambda: self._ended)
         assert self._manifest is not None, f"{self.stage} was skipped"
         return self._manifest
 
-    def _wait(self, there: Callable[[], bool]) -> None:
+    def _wait(self, is_ready: Callable[[], bool]) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: there() or self._failed)
-            if not there():
+            self._changed.wait_for(lambda: is_ready() or self._failed)
+            if not is_ready():
                 raise InputLost(f"{self.stage} has failed")
 
     # For the stage itself.
 
     def check(self) -> None:
-        """Before each shard: where another stage has failed, nothing more is computed in vain."""
+        """Stop a stage whose work would be useless. Called before each shard.
+
+        Raises:
+            InputLost: another stage has failed, or the driver is ending.
+        """
         if any(event.is_set() for event in self._given_up):
             raise InputLost(f"{self.stage} stops: another stage has failed, or the driver ends")
 
     def belongs_to(self, given_up: threading.Event) -> None:
+        """Also stop once this event is set."""
         self._given_up = (*self._given_up, given_up)
 
     def expect(self, count: int) -> None:
+        """Publish the number of shards."""
         with self._changed:
             self._count = count
             self._changed.notify_all()
 
     def show(self, shards: list[ShardRef]) -> None:
-        """So much of it is committed."""
+        """Publish all shards that are committed so far."""
         with self._changed:
             self._shards = list(shards)
             self._changed.notify_all()
 
     def end(self, manifest: Manifest | None) -> None:
-        """All of it is committed; None: that nothing was to be done."""
+        """Publish that the stage is complete; None: it was skipped."""
         with self._changed:
             self._manifest = manifest
             self._shards = [] if manifest is None else list(manifest.shards)
@@ -113,6 +137,7 @@ class StageHandle:
             self._changed.notify_all()
 
     def fail(self) -> None:
+        """Publish that the stage has failed."""
         with self._changed:
             self._failed = True
             self._changed.notify_all()
@@ -125,6 +150,8 @@ class _Started:
 
 
 class Executors:
+    """One thread per executor, created when its first stage starts."""
+
     def __init__(self) -> None:
         self._threads: dict[str, ThreadPoolExecutor] = {}
         self._started: list[_Started] = []
@@ -136,11 +163,18 @@ class Executors:
     def start(
         self, executor: str, stage: str, run: Callable[[StageHandle], Manifest | None], ahead: bool = False
     ) -> StageHandle:
-        """Start a stage as soon as its executor has ended those before it. `run` may show what it has committed.
+        """Queue a stage on an executor, behind the stages that were started before it.
 
-        One that runs `ahead` is not waited for until it is adopted, and outlives the flow that starts it.
+        Args:
+            executor: the executor's name.
+            stage: the stage's name.
+            run: computes the stage, publishes its shards on the handle, and returns its manifest; None: skipped.
+            ahead: the stage outlives the flow that starts it, and `join` ignores it until it is adopted.
+
+        Returns:
+            The stage's handle.
         """
-        given_up = threading.Event() if ahead else self._given_up  # what runs ahead can be begun anew
+        given_up = threading.Event() if ahead else self._given_up  # a stage that runs ahead can restart
         handle = StageHandle(stage, given_up, self._closing)
 
         def job() -> None:
@@ -148,7 +182,7 @@ class Executors:
                 handle.check()
                 handle.end(run(handle))
             except BaseException as error:
-                if not isinstance(error, NotFinite | InputLost):  # then just what reads this stage cannot go on
+                if not isinstance(error, NotFinite | InputLost):  # both stop only the stages that read this one
                     given_up.set()
                 handle.fail()
                 raise
@@ -163,32 +197,39 @@ class Executors:
         return handle
 
     def adopt(self, handle: StageHandle) -> None:
-        """From now on it is waited for, if it ran ahead."""
-        mine = [each for each in self._ahead if each.handle is handle]
-        self._ahead = [each for each in self._ahead if each.handle is not handle]
-        self._started += mine
+        """Let `join` wait for a stage that was started ahead."""
+        adopted = [stage for stage in self._ahead if stage.handle is handle]
+        self._ahead = [stage for stage in self._ahead if stage.handle is not handle]
+        self._started += adopted
         handle.belongs_to(self._given_up)
 
     def join(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Wait for all that was started; then raise the first error, which is what those that waited for it failed
-        of. What may pass comes before `NotFinite`, which may be passed over."""
+        """Wait for all stages that were started or adopted.
+
+        Args:
+            meanwhile: called every `POLL_S` seconds.
+
+        Raises:
+            Exception: the root cause if stages failed. `InputLost` comes last, because it follows from another stage's
+                error. `NotFinite` comes after other errors, because the caller may skip the update and continue.
+        """
         started, given_up = self._started, self._given_up
         self._started, self._given_up = [], threading.Event()
-        left = {each.future for each in started}
+        running = {stage.future for stage in started}
         try:
-            while left:
-                left = wait(left, POLL_S, FIRST_COMPLETED).not_done
+            while running:
+                running = wait(running, POLL_S, FIRST_COMPLETED).not_done
                 meanwhile()
         except BaseException:
             given_up.set()
-            wait(left)
+            wait(running)
             raise
-        errors = [error for each in started if (error := each.future.exception()) is not None]
+        errors = [error for stage in started if (error := stage.future.exception()) is not None]
         for error in sorted(errors, key=lambda error: (isinstance(error, InputLost), isinstance(error, NotFinite))):
             raise error
 
     def close(self) -> None:
-        """End what still runs, after the shard at hand."""
+        """Stop all stages after their current shard, and end the threads."""
         self._closing.set()
         for thread in self._threads.values():
             thread.shutdown(wait=True, cancel_futures=True)

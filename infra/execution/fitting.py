@@ -1,4 +1,4 @@
-"""A fit as a run: rounds of optimizer steps, each committed together with the full state in which it ends."""
+"""A fit as a run: rounds of optimizer steps, each committed together with the full state after it."""
 
 from __future__ import annotations
 
@@ -34,31 +34,36 @@ class Fitting:
 
     @property
     def round(self) -> int:
+        """The number of committed rounds."""
         return self.store.state.iteration
 
     def load(self, engine: ModelEngine) -> None:
-        """The state after the last committed round, if there is one."""
+        """Load the state after the last committed round; do nothing if there is none."""
         snapshots = self.store.state.snapshots
         if snapshots:
             checkpoint = self.store.checkpoint(snapshots[max(snapshots)][self.role])
             engine.load_state(self.store.read_checkpoint(checkpoint))
 
     def commit(self, engine: ModelEngine, metrics: dict[str, float]) -> None:
-        """The end of a round: metrics and state, in one record. The state before is not needed any more."""
+        """Commit a round's metrics and state in one record, which also expires the previous state."""
         store, version = self.store, self.round + 1
         weights = Weights(version=version, digest=engine.digest())
         folder = store.checkpoint_folder(self.role, weights)
         files = store.write_checkpoint_files(folder, engine.state())
         checkpoint = Checkpoint(role=self.role, weights=weights, files=files)
         durable = {self.role: store.write_checkpoint_manifest(folder, checkpoint)}
-        older = [Expire(version=each) for each in store.state.snapshots]
-        store.close(metrics, Snapshot(version=version, roles=durable), *older)
+        expired = [Expire(version=older) for older in store.state.snapshots]
+        store.close(metrics, Snapshot(version=version, roles=durable), *expired)
 
 
 @contextmanager
 def fitting(config: FitConfig, role: str, take_over: bool) -> Iterator[Fitting]:
-    """Claim the run of a fit, which is made if it does not exist. Raises `UserError` if the run is another fit, and
-    `Fenced` if another process drives it."""
+    """Claim the run of a fit; create it if it does not exist.
+
+    Raises:
+        UserError: the run exists and is not this fit.
+        Fenced: another process drives the run.
+    """
     say_attention(config.model)
     store = RunStore(ObjectStore(run_url(config.run.store, config.run.name)))
     tokenizer = tokenizer_digest(config.model, writes=role == "actor")
@@ -75,22 +80,21 @@ def fitting(config: FitConfig, role: str, take_over: bool) -> Iterator[Fitting]:
             with on_signals(stopping.request):
                 yield Fitting(store, role, stopping)
         except Corrupt:
-            store.log.check_claim()  # whoever took the fit over deletes the state that it went on from
+            store.log.check_claim()  # after a takeover the new driver may have deleted the state
             raise
         finally:
             stopping.forget()
 
 
 def _check_same(config: FitConfig, committed: dict[str, Any], same_start: bool) -> None:
-    """A fit is one thing: what it has committed is not gone on with under other settings. Of model and examples their
-    digests tell, wherever they lie."""
+    """Refuse to continue a fit with different settings. Models and examples are compared by digest, not by path."""
     before = validated(type(config), committed, "the fit's first settings")
     changed = differences(
         before.model_dump(mode="json", exclude=ELSEWHERE), config.model_dump(mode="json", exclude=ELSEWHERE)
     )
     if changed or not same_start:
-        what = "; ".join(changed) or "the model's files or the examples"
+        differing = "; ".join(changed) or "the model's files or the examples"
         raise UserError(
-            f"run {config.run.name} in {config.run.store} was begun with other settings ({what}): undo the change, or "
-            "choose another run.name (on the command line: --output)"
+            f"run {config.run.name} in {config.run.store} was started with different settings ({differing}): undo the "
+            "change, or choose another run.name (on the command line: --output)"
         )

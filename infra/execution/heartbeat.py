@@ -1,7 +1,7 @@
-"""Is a driver alive? A small object beside the log, rewritten every few seconds, and never trusted for safety.
+"""The heartbeat of a driver: a small object next to the log, rewritten every few seconds.
 
-Fencing makes two drivers harmless; the heartbeat only spares people from starting the second by mistake. On the
-driver's own host the process is looked at; from elsewhere the beat is watched until it moves or stays still.
+Safety does not depend on it: fencing makes two drivers harmless, and the heartbeat only keeps users from starting a
+second one by mistake. On the driver's host, liveness is checked by its process; elsewhere, by watching for a new beat.
 """
 
 from __future__ import annotations
@@ -29,24 +29,26 @@ INTERVAL_S = 5.0
 
 
 class Beat(Stored):
+    """The stored heartbeat: the driver's term and process, and a counter that grows with every beat."""
+
     term: int = Field(alias="epoch")
     host: str
     boot: str
     pid: int
     born: float = -1.0
-    """Beats of older releases have none, and their drivers pass for dead: fencing is what keeps them apart."""
+    """See `clock.born`. Beats of older releases lack it, so their drivers seem dead; fencing keeps that safe."""
     count: int
     stopped: bool = False
 
 
 def stop_key(term: int) -> str:
-    """An object that asks the driver of a term to stop."""
+    """The key of an object that asks the driver of a term to stop."""
     return f"log/stop-{term}.json"
 
 
 @contextmanager
 def beating(log: RunLog, stopping: Stopping) -> Iterator[None]:
-    """Beat while a driver is at work. Raises `Deleted` in place of an error that the deletion of its run caused."""
+    """Beat during the `with` statement. Raises `Deleted` instead of an error that the run's deletion caused."""
     beat = Heartbeat(log, stopping)
     try:
         yield
@@ -62,7 +64,7 @@ def beating(log: RunLog, stopping: Stopping) -> Iterator[None]:
 
 
 class Heartbeat:
-    """Beats from a thread of its own until closed; stops the driver when somebody asks for it, or deletes its run."""
+    """A thread that beats until closed, and stops the driver on request or when its run is deleted."""
 
     def __init__(self, log: RunLog, stopping: Stopping) -> None:
         self.log, self.objects, self.term, self.stopping = log, log.objects, log.term, stopping
@@ -73,9 +75,10 @@ class Heartbeat:
         self._thread.start()
 
     def close(self) -> None:
+        """End the thread, and mark the driver as stopped."""
         self._closed.set()
         self._thread.join(timeout=INTERVAL_S)
-        with suppress(StoreUnavailable):  # the beat has stopped anyway
+        with suppress(StoreUnavailable):  # without new beats the driver counts as dead anyway
             if self.log.is_deleted():
                 self._delete_what_is_left()
                 return
@@ -85,16 +88,18 @@ class Heartbeat:
                 self.objects.delete([stop_key(self.term)])
 
     def _delete_what_is_left(self) -> None:
-        """Of a run that was deleted: what this driver wrote before it knew. If only its log was, the rest is left to
-        whoever kept it; if another run was begun in its place, everything is."""
-        there = self.objects.list("")
-        if "run.json" in there:
-            mine = []
+        """Delete what this driver wrote into a deleted run before it noticed the deletion.
+
+        Keeps data files if only the log was deleted, and keeps everything if another run has started in its place.
+        """
+        keys = self.objects.list("")
+        if "run.json" in keys:
+            leftovers = []
         else:
             tag = re.compile(rf"[./]{self.term}-\d")
-            mine = [key for key in there if tag.search(key)]
-        if self.objects.get_if_there(slot_key(0)) is None and slot_key(0) not in there:
-            self.objects.delete([KEY, TAIL, stop_key(self.term), *mine])
+            leftovers = [key for key in keys if tag.search(key)]
+        if self.objects.get_if_there(slot_key(0)) is None and slot_key(0) not in keys:
+            self.objects.delete([KEY, TAIL, stop_key(self.term), *leftovers])
             self.objects.delete_empty_folders()
 
     def _run(self) -> None:
@@ -106,22 +111,22 @@ class Heartbeat:
                     return
                 current = read(self.objects)
                 if current is not None and current.term > self.term:
-                    return  # a newer driver beats now; the log tells this one at its next commit
+                    return  # a newer driver beats now; this one is fenced at its next commit
                 self._beat()
                 if self.objects.get_if_there(stop_key(self.term)) is not None:
                     self.stopping.request()
             except RatchetError:
-                continue  # a missed beat is not an error: the next may pass
+                continue  # one missed beat does no harm
 
     def _beat(self, stopped: bool = False) -> None:
         self._count += 1
-        me = psutil.Process()
+        process = psutil.Process()
         beat = Beat(
             term=self.term,
             host=socket.gethostname(),
             boot=_boot_id(),
-            pid=me.pid,
-            born=born(me),
+            pid=process.pid,
+            born=born(process),
             count=self._count,
             stopped=stopped,
         )
@@ -129,7 +134,7 @@ class Heartbeat:
 
 
 def read(objects: ObjectStore) -> Beat | None:
-    """The newest beat; None if there is none that can be read."""
+    """The newest beat; None if it is missing or unreadable."""
     data = objects.get_if_there(KEY)
     try:
         return None if data is None else Beat.model_validate_json(data)
@@ -138,7 +143,12 @@ def read(objects: ObjectStore) -> Beat | None:
 
 
 def is_alive(objects: ObjectStore, waiting: Callable[[str], None] = lambda message: None) -> Beat | None:
-    """The beat of a live driver, if there is one. May watch for a while if the driver was on another host."""
+    """The beat of a live driver, or None.
+
+    Args:
+        objects: the run's folder.
+        waiting: receives a message before the beat of a driver on another host is watched, for 2.5 intervals.
+    """
     beat = read(objects)
     if beat is None or beat.stopped:
         return None

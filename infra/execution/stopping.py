@@ -1,4 +1,4 @@
-"""Asked to stop: between two commits if it does not take long, and otherwise in the middle of what is not committed."""
+"""Stopping a driver on request: between two commits if that takes at most `GRACE_S`, otherwise at once."""
 
 from __future__ import annotations
 
@@ -15,67 +15,74 @@ from infra.progress import note
 from rlhf.errors import RatchetError
 
 GRACE_S = 15.0
-"""After a request to stop, what has not ended by then is abandoned; it was never going to half-commit."""
+"""Seconds from a stop request until running work is abandoned, which is safe: uncommitted work never counts."""
 
 
 class Stopped(RatchetError):
-    """The driver was asked to stop, and did so between two commits."""
+    """The driver stopped between two commits, on request."""
 
     @classmethod
-    def as_asked(cls, goes_on: str) -> Stopped:
-        return cls(f"stopped as asked; {goes_on} goes on from the last commit")
+    def as_asked(cls, resume_command: str) -> Stopped:
+        """The error of a requested stop, which names the command that resumes."""
+        return cls(f"stopped as asked; {resume_command} continues from the last commit")
 
 
 class Stopping:
-    def __init__(self, goes_on: str) -> None:
-        """`goes_on`: what a person does to resume, such as a command."""
-        self._why: RatchetError = Stopped.as_asked(goes_on)
+    """Requests to stop a driver, which the driver checks between commits."""
+
+    def __init__(self, resume_command: str) -> None:
+        """`resume_command` tells the user how to resume."""
+        self._why: RatchetError = Stopped.as_asked(resume_command)
         self._asked = threading.Event()
         self._grace: threading.Timer | None = None
 
     def request(self, signum: int | None = None, _: Any = None) -> None:
-        """Stop at the next `check`; after `GRACE_S`, or at once for Ctrl-C (which a terminal also sends to the
-        temporary Prefect server), abandon what is computing: nothing of it is committed."""
+        """Stop at the next `check`. Abandon running, uncommitted work after `GRACE_S`; on Ctrl-C at once, because the
+        terminal also interrupts the temporary Prefect server."""
         if signum == signal.SIGINT:
             self._abandon()
         if self._asked.is_set():
             return
         self._asked.set()
-        note(f"stopping: finishing what is at hand (at most {GRACE_S:.0f} s)")
+        note(f"stopping: finishing the current work (at most {GRACE_S:.0f} s)")
         self._grace = threading.Timer(GRACE_S, self._abandon)
         self._grace.daemon = True
         self._grace.start()
 
     def fail(self, error: RatchetError) -> None:
-        """Stop as if asked, with another reason."""
+        """Stop as if requested, but raise `error`."""
         self._why = error
         self.request()
 
     def check(self) -> None:
+        """Raise `Stopped`, or the error given to `fail`, if a stop was requested."""
         if self._asked.is_set():
             raise self._why
 
     def forget(self) -> None:
-        """It has ended in time: its process, which may have other things to do, lives on."""
+        """Cancel the timer: the driver has ended, but its process may continue with other work."""
         if self._grace is not None:
             self._grace.cancel()
 
     def _abandon(self) -> None:
-        print(f"{self._why} (what was being computed is abandoned)", file=sys.stderr)
+        print(f"{self._why} (uncommitted work is abandoned)", file=sys.stderr)
         sys.stderr.flush()
         os._exit(1)
 
 
 @contextmanager
 def on_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Handle SIGTERM and Ctrl-C with `handler`. Prefect installs a handler of its own in every flow, which would cut a
-    stage at any line: a flow's body puts ours back."""
+    """Handle SIGTERM and Ctrl-C with `handler` during the `with` statement.
+
+    Prefect installs its own handler in every flow, which would interrupt a stage at any line. Each flow's body installs
+    ours again.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
+    former_handlers = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
-        for number, former in before.items():
+        for number, former in former_handlers.items():
             signal.signal(number, former)

@@ -1,1 +1,1 @@
-"""What a run is in a store: objects, the commit log, its records, manifests. Knows no model, no reward, no worker."""
+"""The storage of a run: objects, commit log, records and manifests. Independent of models, rewards and workers."""

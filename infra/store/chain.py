@@ -1,6 +1,6 @@
-"""The whole log, from its first record: what a resume never reads, and what must hold before anything is deleted.
+"""Reading and checking the whole log from its first record, as `verify` and `vacuum` need. A resume never does this.
 
-Every record names the sha256 of the one before it, and since schema version 3 has a digest of its own.
+Each record names the sha256 of the previous record; since schema version 3 it also contains its own digest.
 """
 
 from __future__ import annotations
@@ -16,31 +16,36 @@ from infra.store.records import Record, sha256_of
 from infra.store.run_store import RunStore
 
 AT_ONCE = 16
-"""Requests to the store at the same time."""
+"""Number of concurrent requests to the store."""
 PART = 512
-"""Records between two reports."""
+"""Number of records between two progress reports."""
 
 
 @dataclass(frozen=True)
 class Broken:
-    """A record that is not as it was written."""
+    """A record that is missing or damaged."""
 
     key: str
     what: str
 
 
 class Chain:
-    """The records of a run in order, each checked against the one before it."""
+    """The records of a run in order, each checked against the previous one."""
 
     def __init__(self, store: RunStore) -> None:
         self.store = store
         self.slot = -1
-        """Of the last record that was read."""
+        """The slot of the last record that was read."""
         self._sha256 = ""
-        """Of its bytes; empty if nobody knows what they were."""
+        """The sha256 of that record's bytes; empty if it was missing or damaged."""
 
     def read(self, last: int) -> Iterator[Record | Broken]:
-        """Every record from where the chain stood up to this slot; after it, or in its place, what is wrong with it."""
+        """Read the records after `slot`, up to slot `last`.
+
+        Yields:
+            Each readable record; a `Broken` replaces an unreadable record, or follows a record that does not fit the
+            previous one.
+        """
         slots = iter(range(self.slot + 1, last + 1))
         with ThreadPoolExecutor(AT_ONCE) as pool:
             while part := list(islice(slots, PART)):
@@ -52,7 +57,7 @@ class Chain:
         return self.store.objects.get_if_there(slot_key(slot))
 
     def _next(self, data: bytes | None) -> Iterator[Record | Broken]:
-        before, self._sha256 = self._sha256, ""
+        previous, self._sha256 = self._sha256, ""
         self.slot += 1
         key = slot_key(self.slot)
         if data is None:
@@ -65,12 +70,12 @@ class Chain:
             return
         self._sha256 = sha256_of(data)
         yield record
-        follows = record.previous == before or (self.slot > 0 and not before)
+        follows = record.previous == previous or (self.slot > 0 and not previous)
         if record.slot != self.slot or not follows:
             yield Broken(key, f"does not follow record {self.slot - 1}: one of the two was changed")
 
 
 def last_slot(keys: list[str]) -> int:
-    """Of the log records among the keys of a run; -1 if there is none."""
+    """The highest slot among the keys of a run; -1 if there are no log records."""
     names = (key.removeprefix("log/").removesuffix(".json") for key in keys if key.startswith("log/"))
     return max((int(name) for name in names if name.isdecimal()), default=-1)

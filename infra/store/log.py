@@ -1,8 +1,8 @@
-"""The commit log of a run: records in numbered slots, created if absent. The only commit point there is.
+"""The commit log of a run: records in numbered slots, each created if absent. It is the only commit point.
 
-One driver at a time may append: starting appends a claim of the next term, and a driver that meets a claim of a
-higher term is fenced. After an error the slot is read back, so that an answer lost on its way is never taken for
-a failure.
+Only one driver at a time may append. A driver starts by appending a claim with the next term; a driver that finds a
+claim with a higher term is fenced. After an error the driver reads the slot back, so that a lost answer is never
+mistaken for a failure.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from infra.store.records import READABLE, Claim, Commit, M, ObjectRef, Record, R
 from rlhf.errors import RatchetError, UserError
 
 TAIL = "log/tail.json"
-"""A hint, overwritten at every close: the newest index. Losing it costs a few reads."""
+"""A hint: the reference to the newest index, overwritten at every close. Losing it costs a few reads."""
 LOOK_BEYOND = (*range(2, 10), 17, 33, 65)
-"""So far after the last record is looked for others, before a driver writes the next."""
+"""Distances after the last record at which a driver looks for later records before it claims the run."""
 
 
 class Fenced(RatchetError):
-    """A newer driver has taken the run over; this one must stop and must not be resumed by any automation."""
+    """A newer driver has taken over the run. This driver must stop, and no automation may restart it."""
 
     exit_code = 3
 
 
 class Corrupt(RatchetError):
-    """An object of the store is not what the record that names it says."""
+    """An object is missing, or differs from what was committed."""
 
 
 class Deleted(RatchetError):
@@ -39,43 +39,62 @@ class Deleted(RatchetError):
 
     @classmethod
     def of(cls, url: str) -> Deleted:
+        """The error for the run at `url`."""
         return cls(f"the run {url} was deleted while this driver was at work: the driver stops")
 
 
 def slot_key(slot: int) -> str:
+    """The key of a log record."""
     return f"log/{slot:012d}.json"
 
 
 class RunLog:
+    """The log of one run, and the run's state as far as the log was read. Thread-safe."""
+
     def __init__(self, objects: ObjectStore) -> None:
+        """`objects` is the run's folder."""
         self.objects = objects
         self.term = 0
-        """This driver's term; 0 while it has not claimed."""
+        """This driver's term; 0 until it claims the run."""
         self._first = ""
-        """The first record's uuid, as this driver found it when it claimed; empty if it was lost before."""
+        """The uuid of the first record when this driver claimed the run; empty if that record could not be read."""
         self._state = RunState()
         self._doubtful: Record | None = None
-        """What `append` began to write and has not learnt the fate of."""
+        """A record that `append` tried to write, with an unknown outcome."""
         self._lock = threading.RLock()
 
     @property
     def state(self) -> RunState:
-        """What the log says, as far as it was read. An append that was left in doubt is first brought to an end, so
-        that nobody who tries again does a second time what the log may hold already."""
+        """The run's state, as far as the log was read.
+
+        Resolves an append with an unknown outcome first, so that a retry cannot commit the same work twice.
+
+        Raises:
+            Fenced: resolving that append, a newer driver's record was found.
+            StoreUnavailable: the outcome of that append is still unknown.
+        """
         with self._lock:
             self._settle()
             return self._state
 
     @contextmanager
     def held(self) -> Iterator[RunState]:
-        """What the log says, while nobody else appends."""
+        """The run's state, for the body of a `with` statement during which no other thread appends."""
         with self._lock:
             yield self.state
 
     # Reading: the cost depends on the open iteration, not on the length of the run.
 
     def read(self) -> RunState:
-        """Catch up with the log, from its newest index."""
+        """Read the log from its newest index, or from where the last read ended, to its end.
+
+        Returns:
+            The run's state; its slot is -1 if there is no log.
+
+        Raises:
+            Corrupt: a record or an index is damaged.
+            UserError: the log has a schema version that this release does not read.
+        """
         with self._lock:
             self._settle()
             if self._state.slot < 0:
@@ -88,63 +107,85 @@ class RunLog:
             self._apply(data)
 
     def check_end(self) -> None:
-        """Whether the log ends where it seems to. A record that was lost looks like the end, and what is after it would
-        be taken for leavings and swept away. Raises `Corrupt`, naming the lost record."""
+        """Check that the log really ends after the last record that was read.
+
+        A lost record looks like the end of the log, and a sweep would then delete the committed files after it.
+
+        Raises:
+            Corrupt: a record is missing; the message names it.
+        """
         with self._lock:
             while (beyond := self._beyond_the_end()) is not None:
                 before = self._state.slot
                 self._catch_up()
-                if self._state.slot == before:  # else somebody appended meanwhile
+                if self._state.slot == before:  # otherwise another driver has appended
                     raise Corrupt(
                         f"{self.objects.url}/{slot_key(before + 1)} is gone, though {beyond} is there: restore it "
-                        "from a backup; nothing was changed (`ratchet verify` says what depends on it)"
+                        "from a backup; nothing was changed (`ratchet verify` lists the consequences)"
                     )
 
     def _beyond_the_end(self) -> str | None:
-        """Something that is only there if the log goes on: a later record, or the index that the hint names."""
+        """The key of an object that exists only if the log continues: a later record, or the index in the hint."""
         end = self._state.slot
         for distance in LOOK_BEYOND:
             if self._filled(end + distance):
                 return slot_key(end + distance)
         hint = self.objects.get_if_there(TAIL)
-        with suppress(ValueError, Corrupt):  # a hint is only a hint
-            # an index stands before the record that closes its iteration, and the hint is written after that record
+        with suppress(ValueError, Corrupt):  # a hint may be wrong
+            # an index's slot precedes the record that closes its iteration; the hint is written after that record
             if hint is not None and self.load_index(ref := ObjectRef.model_validate_json(hint)).slot >= end:
                 return ref.key
         return None
 
     def load_index(self, ref: ObjectRef) -> RunState:
-        """The state before the close that names this index."""
+        """The state just before the record that names this index.
+
+        Raises:
+            Corrupt: the index is missing or damaged.
+        """
         return read_model(self.objects, ref, RunState)
 
     def claim_of(self, term: int) -> Claim:
-        """The claim of a term that worked on the open iteration."""
+        """The claim of a term that worked on the open iteration.
+
+        Raises:
+            Corrupt: the claim's record is missing or damaged.
+        """
         return self.claim_at(self.state.open_terms[term].slot)
 
     def claim_at(self, slot: int) -> Claim:
+        """The claim in a slot that is known to hold one.
+
+        Raises:
+            Corrupt: the record is missing or damaged.
+        """
         return next(commit for commit in self.record(slot).commits if isinstance(commit, Claim))
 
     def record(self, slot: int) -> Record:
-        """Any record. Raises `Corrupt` if it is gone or damaged."""
+        """The record in any slot.
+
+        Raises:
+            Corrupt: the record is missing or damaged.
+        """
         data = self.objects.get_if_there(slot_key(slot))
         if data is None:
             raise Corrupt(f"{self.objects.url}/{slot_key(slot)} is gone: restore it from a backup")
         return self._parse(data, slot)
 
     def _newest_summary(self) -> RunState:
-        """The newest index, or one not much older; the empty state if there is none."""
+        """The newest index or a slightly older one; the empty state if there is none."""
         hint = self.objects.get_if_there(TAIL)
         if hint is not None:
             try:
                 return self.load_index(ObjectRef.model_validate_json(hint))
             except (ValueError, Corrupt):
-                pass  # a hint is only a hint
+                pass  # a hint may be wrong
         last = self._gallop()
         index = None if last is None else self._parse(self.objects.get(slot_key(last)), last).index
         return RunState() if index is None else self.load_index(index)
 
     def _gallop(self) -> int | None:
-        """The last filled slot, by doubling steps and then halving them."""
+        """The last filled slot, found by doubling steps followed by bisection; None if the log is empty."""
         if not self._filled(0):
             return None
         step = 1
@@ -162,7 +203,15 @@ class RunLog:
     # Writing.
 
     def claim(self, claim: Claim) -> None:
-        """Take the run: append the claim of the next term, after whatever others append meanwhile."""
+        """Take the run: append a claim with the next term, retrying behind records that other drivers append.
+
+        Args:
+            claim: becomes the run's newest claim.
+
+        Raises:
+            Corrupt: the log is damaged or incomplete.
+            StoreUnavailable: nobody can say whether the claim was written.
+        """
         with self._lock:
             self.read()
             self.check_end()
@@ -174,8 +223,13 @@ class RunLog:
                     return
 
     def append(self, *commits: Commit) -> None:
-        """Commit all of `commits` at once. Raises `Fenced` if a newer driver holds the run, and `StoreUnavailable` if
-        nobody can say whether they are committed: `state` then knows, as soon as the store answers again."""
+        """Commit all of `commits` atomically, in one record.
+
+        Raises:
+            Fenced: a newer driver holds the run.
+            Deleted: the run was deleted.
+            StoreUnavailable: nobody can say whether they were committed; `state` resolves it once the store answers.
+        """
         with self._lock:
             self._settle()
             self._check_term()
@@ -183,22 +237,26 @@ class RunLog:
             self._settle()
 
     def check_claim(self) -> None:
-        """Raises `Fenced` if a newer driver holds the run: to be asked where it may be why something failed."""
+        """Check whether a takeover explains an error.
+
+        Raises:
+            Fenced: a newer driver holds the run.
+        """
         with self._lock:
             self.read()
             self._check_term()
 
     def _settle(self) -> None:
-        """Bring an append to its end: the very record that may be there already is written, never another."""
+        """Resolve an append with an unknown outcome, by writing the identical record again."""
         if self._doubtful is None:
             return
         try:
-            mine = self._fill(self._doubtful)
+            is_mine = self._fill(self._doubtful)
         except Deleted:
             self._doubtful = None
             raise
         self._doubtful = None
-        if not mine:
+        if not is_mine:
             self._check_term()
             raise Corrupt(f"log record {self._state.slot} is of term {self.term}, but this driver did not write it")
 
@@ -207,7 +265,7 @@ class RunLog:
         if newest != self.term:
             raise Fenced(
                 f"another driver (term {newest}{f', on {claim.host}' if claim else ''}) has taken the run "
-                f"over from this one (term {self.term}); it goes on there, and this driver stops"
+                f"over from this one (term {self.term}); it continues there, and this driver stops"
             )
 
     def _next_record(self, commits: tuple[Commit, ...], term: int) -> Record:
@@ -222,7 +280,7 @@ class RunLog:
         )
 
     def _fill(self, record: Record) -> bool:
-        """Write the record into its slot. False if another's was there: it is applied, and the caller decides."""
+        """Write the record into its slot. False if the slot holds another driver's record, which is applied instead."""
         key, data = slot_key(record.slot), record.to_bytes()
         deadline = self.objects.clock.monotonic() + self.objects.deadline_s
         attempt = 0
@@ -231,7 +289,7 @@ class RunLog:
             error: Exception | None = None
             try:
                 self.objects.create(key, data)
-                found: bytes | None = data
+                stored: bytes | None = data
             except Exception as raised:
                 if is_refusal(raised):
                     raise UserError(f"the store {self.objects.url} refuses to write {key}: {raised}") from raised
@@ -240,13 +298,13 @@ class RunLog:
                 if not isinstance(raised, FileExistsError) and not is_transient(raised):
                     raise
                 error = raised
-                found = self.objects.get_if_there(key)
-            if found is not None:
+                stored = self.objects.get_if_there(key)
+            if stored is not None:
                 if self.term > 0 and self.is_deleted(record.slot):
-                    if found == data:  # without those before it, it is no log
+                    if stored == data:  # a record without its predecessors is no log
                         self.objects.delete([key])
                     raise Deleted.of(self.objects.url)
-                return self._apply(found).uuid == record.uuid
+                return self._apply(stored).uuid == record.uuid
             if error is not None and is_full(error):
                 raise self.objects.full(f"append {key}") from error
             if self.objects.clock.monotonic() >= deadline:
@@ -254,23 +312,29 @@ class RunLog:
             self.objects.clock.sleep(self.objects.pause(attempt))
 
     def is_deleted(self, slot: int = 2) -> bool:
-        """Whether the run that this driver claimed has been deleted: the first two of the records before `slot` are
-        gone, or another run was begun in its place. (A single one that is lost or damaged is no such sign: the others
-        are worth saving.)"""
+        """Whether the run that this driver claimed was deleted.
+
+        It was if the first two records are missing, or if another run has started in its place. A single missing or
+        damaged record does not count: the other records are worth saving.
+
+        Args:
+            slot: look only at records before this slot.
+        """
         first = self._uuid_of_the_first()
         if first is not None:
             return bool(first and self._first) and first != self._first
         return slot < 2 or not self._filled(1)
 
     def _uuid_of_the_first(self) -> str | None:
-        """Empty if it cannot be read; None if it is gone."""
+        """The uuid of the first record; empty if the record is unreadable, None if it is missing."""
         data = self.objects.get_if_there(slot_key(0))
         with suppress(ValueError):
             return None if data is None else Record.from_bytes(data).uuid
         return ""
 
     def write_tail(self, index: ObjectRef) -> None:
-        with suppress(StoreUnavailable):  # a hint is only a hint
+        """Write the hint that names the newest index."""
+        with suppress(StoreUnavailable):  # the log is readable without the hint
             self.objects.put(TAIL, index.model_dump_json().encode())
 
     def _apply(self, data: bytes) -> Record:
@@ -288,22 +352,35 @@ class RunLog:
             return Record.from_bytes(data)
         except (ValueError, AttributeError):
             raise Corrupt(
-                f"{self.objects.url}/{slot_key(slot)} is damaged: restore it from a backup (`ratchet verify` says "
-                "what else is)"
+                f"{self.objects.url}/{slot_key(slot)} is damaged: restore it from a backup (`ratchet verify` lists "
+                "all damage)"
             ) from None
 
 
-def check_version(tree: dict[str, object], what: str) -> None:
-    found = tree.get("schema_version")
-    if found not in READABLE:
+def check_version(tree: dict[str, object], name: str) -> None:
+    """Check that this release reads a stored JSON object.
+
+    Args:
+        tree: the parsed object.
+        name: names the object in the error message.
+
+    Raises:
+        UserError: the object's schema version is unknown.
+    """
+    version = tree.get("schema_version")
+    if version not in READABLE:
         raise UserError(
-            f"{what} is of schema version {found}, and this release reads versions {READABLE[0]} to {READABLE[-1]}: "
+            f"{name} is of schema version {version}, and this release reads versions {READABLE[0]} to {READABLE[-1]}: "
             "open the run with the release that wrote it"
         )
 
 
 def read_verified(objects: ObjectStore, ref: ObjectRef) -> bytes:
-    """An object's bytes, if they are what its reference says; raises `Corrupt`, naming it, if not."""
+    """The bytes of an object, checked against the digest in its reference.
+
+    Raises:
+        Corrupt: the object is missing or damaged; the message names it.
+    """
     holder = objects.of_run(ref.run)
     try:
         data = holder.get(ref.key)
@@ -315,8 +392,21 @@ def read_verified(objects: ObjectStore, ref: ObjectRef) -> bytes:
 
 
 def read_model(objects: ObjectStore, ref: ObjectRef, model: type[M]) -> M:
-    """A JSON object of this schema version; what it refers to is held by the run that holds it."""
+    """Read a JSON object, checked against its digest.
+
+    Args:
+        objects: this run's folder.
+        ref: the object, perhaps of another run.
+        model: its type.
+
+    Returns:
+        The object; its references name the run that holds them.
+
+    Raises:
+        Corrupt: the object is missing or damaged.
+        UserError: the object has a schema version that this release does not read.
+    """
     data = read_verified(objects, ref)
     check_version(json.loads(data), ref.key)
-    found = model.model_validate_json(data)
-    return found if ref.run is None else seen_from_fork(ref.run, found)
+    document = model.model_validate_json(data)
+    return document if ref.run is None else seen_from_fork(ref.run, document)

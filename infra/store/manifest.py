@@ -1,4 +1,4 @@
-"""What a stage's commit holds: its shards, its checkpoints, and everything that it depended on."""
+"""Stored descriptions of committed data: stage manifests, checkpoints, and registrations of forks."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from infra.store.records import SCHEMA_VERSION, Frozen, ObjectRef, ShardRef, Wei
 
 
 class Fingerprint(Frozen):
-    """What a stage's output is a function of, besides its config, by name.
+    """The dependencies of a stage's output, except its config.
 
-    `parts` maps ``stage``, ``version``, ``iteration``, ``input.<stage>``, ``weights.<role>`` and, where the stage reads
-    them, ``dataset``, ``reward``, ``tokenizer`` and so on to values or digests. Before schema version 4 it also had
-    ``config.<key>``, where that was not the default.
+    `parts` maps ``stage``, ``version``, ``iteration``, ``input.<stage>`` and ``weights.<role>`` to values or digests,
+    as well as ``dataset``, ``reward``, ``tokenizer`` and so on if the stage reads them. Before schema version 4 it also
+    held ``config.<key>`` for values that differ from the default.
     """
 
     parts: dict[str, Any]
 
     @property
     def digest(self) -> str:
+        """The sha256 of the parts."""
         return sha256_of(json.dumps(self.parts, sort_keys=True).encode())
 
 
@@ -35,12 +36,12 @@ class Manifest(Frozen):
     attempt: int
     fingerprint: Fingerprint
     config: dict[str, Any]
-    """The config the stage saw, hashed keys and operational ones alike: a replay sees the same."""
+    """The stage's whole config, including operational keys, so that a replay uses the same."""
     columns: tuple[str, ...] = ()
     shards: tuple[ShardRef, ...] = ()
     role: str | None = None
     weights: Weights | None = None
-    """For an update: the role's weights after it."""
+    """The role's weights after an update."""
     metrics: dict[str, float] = {}
     seconds: float = Field(0.0, description="compute time, over all shards")
     began: float = Field(0.0, description="when the attempt that committed it began, in seconds since 1970")
@@ -48,7 +49,7 @@ class Manifest(Frozen):
 
     @property
     def digest(self) -> str:
-        """Of the content alone: the same rows and weights give the same digest in any attempt."""
+        """A digest of the rows and weights only: equal content gives an equal digest in any attempt."""
         content = [shard.sha256 for shard in self.shards] + ([self.weights.digest] if self.weights else [])
         return sha256_of(json.dumps(content).encode())
 
@@ -60,7 +61,7 @@ class File(ObjectRef):
 
 
 class Checkpoint(Frozen):
-    """A role's full state: safetensors and JSON only, every file with its digest."""
+    """The files of a role's full state, safetensors and JSON only, with their digests."""
 
     schema_version: int = SCHEMA_VERSION
     role: str
@@ -69,7 +70,7 @@ class Checkpoint(Frozen):
 
 
 class Registration(Frozen):
-    """Left in a run's folder, as ``forks/<child>.json``, by a fork that needs its snapshots."""
+    """A file ``forks/<child>.json`` in a run's folder, written by a fork that needs the run's snapshots."""
 
     schema_version: int = SCHEMA_VERSION
     child: str

@@ -1,9 +1,9 @@
-"""Bytes under keys, on any fsspec URL, with the one primitive a commit needs: create-if-absent.
+"""Bytes under keys on any fsspec URL, with the one primitive that a commit needs: create-if-absent.
 
-`Backend` is the raw store: an operation either does what it says, answers that the key exists (`FileExistsError`) or
-does not (`FileNotFoundError`), or raises anything else, and then *may or may not have happened*. `Objects` adds the
-retries: reading, overwriting and deleting may be repeated at will; creating is left to the caller, who can tell its
-own object from another's.
+`Backend` is the raw store. An operation succeeds, answers that the key exists (`FileExistsError`) or does not
+(`FileNotFoundError`), or raises another error; after such an error it *may or may not have happened*. `ObjectStore`
+adds retries. Reads, overwrites and deletes can be repeated safely. A create cannot, so its caller retries: only the
+caller can tell its own object from another writer's.
 """
 
 from __future__ import annotations
@@ -35,41 +35,58 @@ PROBE_ROUNDS = 5
 
 
 class StoreUnavailable(RatchetError):
-    """The store did not answer within the deadline; what was being written may or may not be there."""
+    """The store did not answer within the deadline; an object that was being written may or may not exist."""
 
 
 class StoreFull(StoreUnavailable):
-    """There is no room: waiting rarely helps, and a person should know at once."""
+    """The disk is full. Not retried: waiting rarely helps, and the user should know at once."""
 
 
 class Backend(Protocol):
-    """Raw operations on keys; `delete` does not mind absent ones."""
+    """Raw operations on keys."""
 
-    def create(self, key: str, data: bytes) -> None: ...
-    def put(self, key: str, data: bytes) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def size(self, key: str) -> int: ...
-    def read(self, key: str, start: int, end: int) -> bytes: ...
-    def delete(self, keys: list[str]) -> None: ...
-    def list(self, prefix: str) -> list[str]: ...
-    def delete_leavings(self, older_s: float) -> None: ...
-    def delete_empty_folders(self) -> None: ...
+    def create(self, key: str, data: bytes) -> None:
+        """Write `key` atomically if it is absent; raise `FileExistsError` if it exists."""
+
+    def put(self, key: str, data: bytes) -> None:
+        """Write `key` atomically, replacing any object under it."""
+
+    def get(self, key: str) -> bytes:
+        """The object's bytes; raise `FileNotFoundError` if it is absent."""
+
+    def size(self, key: str) -> int:
+        """The object's size in bytes; raise `FileNotFoundError` if it is absent."""
+
+    def read(self, key: str, start: int, end: int) -> bytes:
+        """The object's bytes from `start` up to, but not including, `end`."""
+
+    def delete(self, keys: list[str]) -> None:
+        """Delete `keys`, ignoring absent keys."""
+
+    def list(self, prefix: str) -> list[str]:
+        """The keys that begin with `prefix`, sorted, except hidden keys."""
+
+    def delete_leavings(self, older_s: float) -> None:
+        """Delete temporary files older than `older_s` seconds."""
+
+    def delete_empty_folders(self) -> None:
+        """Delete empty folders, if the store has folders."""
 
 
 class Clock(Protocol):
-    """What paces the retries: the module `time`, or a clock that jumps."""
+    """The clock for retries: the module `time`, or a simulated clock."""
 
     def monotonic(self) -> float: ...
     def sleep(self, seconds: float, /) -> None: ...
 
 
 TEMPORARY = ".writing"
-"""Where nothing lasts: files of a local folder before they are given their names, and what tries the store out. Like
-everything whose name begins with a dot, listings leave it out."""
+"""The folder for temporary files: local files before they are renamed, and the objects of `honours_create`. Listings
+skip every name that begins with a dot."""
 
 
 class LocalBackend:
-    """A folder. An object appears whole or not at all, and is on the disk before it appears."""
+    """A local folder. Objects appear atomically, after their bytes are synced to disk."""
 
     def __init__(self, root: str) -> None:
         self.root = Path(root)
@@ -100,20 +117,20 @@ class LocalBackend:
             (self.root / key).unlink(missing_ok=True)
 
     def list(self, prefix: str) -> list[str]:
-        folder, _, beginning = prefix.rpartition("/")
+        folder, _, name_prefix = prefix.rpartition("/")
         files = (
             file.relative_to(self.root)
-            for path in (self.root / folder).glob(f"{beginning}*")
+            for path in (self.root / folder).glob(f"{name_prefix}*")
             for file in (path.rglob("*") if path.is_dir() else [path])
             if file.is_file()
         )
         return sorted(path.as_posix() for path in files if not any(part.startswith(".") for part in path.parts))
 
     def delete_leavings(self, older_s: float) -> None:
-        """Temporary files that writers left who were killed, if nobody can still be writing them."""
+        """Delete temporary files older than `older_s` seconds, which killed writers left behind."""
         oldest = time.time() - older_s
         for path in (self.root / TEMPORARY).glob("*"):
-            with suppress(FileNotFoundError):  # it was given its name
+            with suppress(FileNotFoundError):  # its writer has renamed it
                 if path.stat().st_mtime < oldest:
                     path.unlink()
 
@@ -124,7 +141,8 @@ class LocalBackend:
 
     @contextmanager
     def _beside(self, path: Path, data: bytes) -> Iterator[Path]:
-        """The bytes in a temporary file on the disk, to be given the name of `path`; nothing else stays."""
+        """Write the bytes to a synced temporary file, which the caller links or renames to `path`. Always removes the
+        temporary file."""
         self._make_folder(path.parent)
         self._make_folder(self.root / TEMPORARY)
         temporary = self.root / TEMPORARY / uuid.uuid4().hex
@@ -134,20 +152,20 @@ class LocalBackend:
                 file.flush()
                 os.fsync(file.fileno())
             yield temporary
-        except FileNotFoundError as error:  # not the answer to a read: another try makes it again
-            raise OSError(errno.ESTALE, "somebody deletes what is being written", str(path)) from error
+        except FileNotFoundError as error:  # a vanished folder, which a retry creates again; not a missing key
+            raise OSError(errno.ESTALE, "its folder was deleted during the write", str(path)) from error
         finally:
             temporary.unlink(missing_ok=True)
         self._sync_folder(path.parent)
 
     def _make_folder(self, folder: Path) -> None:
-        """A file is no safer than the folders that lead to it: each new one is on the disk, too."""
+        """Create a folder and its parents, and sync each: a file survives a crash only if its folders do."""
         if not folder.is_dir():
             self._make_folder(folder.parent)
             try:
                 folder.mkdir(exist_ok=True)
-            except FileExistsError:  # a file, or a link to nothing; not the answer to a create
-                raise NotADirectoryError(errno.ENOTDIR, "it is no folder", str(folder)) from None
+            except FileExistsError:  # a file or a dangling link; not an existing key
+                raise NotADirectoryError(errno.ENOTDIR, "not a folder", str(folder)) from None
             self._sync_folder(folder.parent)
 
     @staticmethod
@@ -160,7 +178,7 @@ class LocalBackend:
 
 
 class FsspecBackend:
-    """Any other fsspec file system; object stores honour create-if-absent by conditional writes."""
+    """Any other fsspec file system. Object stores implement create-if-absent with conditional writes."""
 
     _memory_lock = threading.Lock()
 
@@ -169,7 +187,7 @@ class FsspecBackend:
         self.root = self.root.rstrip("/")
 
     def create(self, key: str, data: bytes) -> None:
-        if self.fs.protocol == "memory":  # threads of one process: a lock is its create-if-absent
+        if self.fs.protocol == "memory":  # shared by threads of one process only, so a lock makes the create atomic
             with self._memory_lock:
                 if self.fs.exists(self._path(key)):
                     raise FileExistsError(key)
@@ -178,7 +196,7 @@ class FsspecBackend:
             try:
                 self.fs.pipe_file(self._path(key), data, mode="create")
             except OSError as error:
-                if _http_status(error) == 412:  # s3fs knows AWS's wording of it only
+                if _http_status(error) == 412:  # s3fs recognizes only AWS's wording of this error
                     raise FileExistsError(key) from error
                 raise
 
@@ -189,10 +207,10 @@ class FsspecBackend:
         return bytes(self.fs.cat_file(self._path(key)))
 
     def delete_leavings(self, older_s: float) -> None:
-        """An object store shows nothing before it is whole: there is only what tried it out."""
+        """Delete old probe objects. Object stores have no other temporary files, because their writes are atomic."""
         oldest = datetime.now(UTC) - timedelta(seconds=older_s)
         for path in self.fs.find(self._path(TEMPORARY)):
-            with suppress(FileNotFoundError):  # its writer lives, and has deleted it
+            with suppress(FileNotFoundError):  # its writer is alive and has deleted it
                 if self.fs.modified(path) < oldest:
                     self.fs.rm_file(path)
 
@@ -206,7 +224,7 @@ class FsspecBackend:
         return bytes(self.fs.cat_file(self._path(key), start=start, end=end))
 
     def delete(self, keys: list[str]) -> None:
-        if "s3" in self.fs.protocol:  # one request for a thousand keys, absent ones included
+        if "s3" in self.fs.protocol:  # one request deletes up to 1000 keys, and ignores absent keys
             self.fs.rm([self._path(key) for key in keys])
             return
         for key in keys:
@@ -214,8 +232,8 @@ class FsspecBackend:
                 self.fs.rm_file(self._path(key))
 
     def list(self, prefix: str) -> list[str]:
-        folder, _, beginning = prefix.rpartition("/")
-        paths = self.fs.find(self._path(folder).rstrip("/"), prefix=beginning)
+        folder, _, name_prefix = prefix.rpartition("/")
+        paths = self.fs.find(self._path(folder).rstrip("/"), prefix=name_prefix)
         keys = (path.removeprefix(self.root).lstrip("/") for path in paths)
         is_hidden = re.compile(r"(^|/)\.").search
         return sorted(key for key in keys if key.startswith(prefix) and not is_hidden(key))
@@ -225,6 +243,11 @@ class FsspecBackend:
 
 
 def backend_for(url: str) -> Backend:
+    """The backend for a store's URL.
+
+    Raises:
+        UserError: fsspec does not know the protocol, or its package is not installed.
+    """
     try:
         fs, root = fsspec.core.url_to_fs(url)
     except (ValueError, ImportError) as error:
@@ -233,11 +256,22 @@ def backend_for(url: str) -> Backend:
 
 
 class ObjectStore:
-    """A folder of objects, with bounded retries."""
+    """A folder of objects, with bounded retries.
+
+    The methods raise `StoreUnavailable` if the store does not answer within the deadline, `StoreFull` if the disk is
+    full, and `UserError` if the store refuses the operation.
+    """
 
     def __init__(
         self, url: str, backend: Backend | None = None, *, deadline_s: float = 60.0, clock: Clock = time
     ) -> None:
+        """
+        Args:
+            url: the folder, as any fsspec URL or a local path.
+            backend: raw operations; None: chosen by the URL.
+            deadline_s: seconds after which an operation is no longer retried.
+            clock: measures the deadline and sleeps between attempts.
+        """
         self.url = url.rstrip("/")
         self.backend = backend_for(url) if backend is None else backend
         self.deadline_s = deadline_s
@@ -245,7 +279,11 @@ class ObjectStore:
         self._others: dict[str, ObjectStore] = {}
 
     def of_run(self, run: str | None) -> ObjectStore:
-        """The folder of another run: its URL, or ``../name`` for one beside this; this one for None."""
+        """The store of another run.
+
+        Args:
+            run: the run's URL, ``../name`` for a run beside this one, or None for this run.
+        """
         if run is None:
             return self
         if run not in self._others:
@@ -255,57 +293,87 @@ class ObjectStore:
         return self._others[run]
 
     def create(self, key: str, data: bytes) -> None:
-        """Write `key` if it is absent, once. `FileExistsError` if it is there; any other error: unknown."""
+        """Write `key` if it is absent. Not retried.
+
+        Raises:
+            FileExistsError: the key exists.
+            Exception: the object may or may not have been written.
+        """
         self.backend.create(key, data)
 
     def put(self, key: str, data: bytes) -> None:
+        """Write `key`, replacing any object under it.
+
+        Raises:
+            UserError: the bucket does not exist, or the store refuses the write.
+        """
         try:
             self.retry(f"write {key}", lambda: self.backend.put(key, data))
         except FileNotFoundError as error:
             raise self.no_bucket(error) from error
 
     def get(self, key: str) -> bytes:
-        """The object's bytes; `FileNotFoundError` if it is absent."""
+        """The object's bytes.
+
+        Raises:
+            FileNotFoundError: the key is absent.
+        """
         return self.retry(f"read {key}", lambda: self.backend.get(key))
 
     def parts(self, key: str, size: int) -> Iterator[bytes]:
-        """The object's bytes, so many at a time; `FileNotFoundError` if it is absent."""
+        """The object's bytes in parts.
+
+        Args:
+            key: the object.
+            size: bytes in a part; the last part may be shorter.
+
+        Raises:
+            FileNotFoundError: the key is absent.
+        """
         end = self.retry(f"read {key}", lambda: self.backend.size(key))
         for start in range(0, end, size):
             part = partial(self.backend.read, key, start, min(start + size, end))
             yield self.retry(f"read {key}", part)
 
     def get_if_there(self, key: str) -> bytes | None:
+        """The object's bytes, or None if the key is absent."""
         try:
             return self.get(key)
         except FileNotFoundError:
             return None
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete what is there of `keys`."""
+        """Delete `keys`, ignoring absent keys."""
         doomed = list(keys)
         if doomed:
             self.retry(f"delete {doomed[0]}", lambda: self.backend.delete(doomed))
 
     def list(self, prefix: str) -> list[str]:
-        """The keys that begin with `prefix`, sorted; but for those of which a part begins with a dot."""
+        """The keys that begin with `prefix`, sorted, except hidden keys (any path part begins with a dot)."""
         return self.retry(f"list {prefix}", lambda: self.backend.list(prefix))
 
     def delete_leavings(self) -> None:
-        """What writers who were killed left half-written, more than an hour ago."""
+        """Delete temporary files older than an hour, which killed writers left behind."""
         self.retry("delete temporary files", lambda: self.backend.delete_leavings(LEAVINGS_S))
 
     def delete_empty_folders(self) -> None:
-        """Those of a local store, itself included; files stay, and the folders that hold them."""
+        """Delete the empty folders of a local store, including the store's own folder."""
         self.retry("delete empty folders", self.backend.delete_empty_folders)
 
     def pause(self, attempt: int) -> float:
-        """Seconds to wait after a failed attempt: growing, bounded, and random so that writers do not meet again."""
+        """Seconds to wait after attempt number `attempt` (from 1): exponential, bounded, with random jitter so that
+        writers do not collide again."""
         return random.uniform(0, min(0.05 * 2**attempt, 5.0, self.deadline_s / 2))
 
     def honours_create(self) -> bool:
-        """Try create-if-absent on throw-away objects: does only one of several writers win a race, and does one that
-        comes later learn that it is late? Some stores refuse the late one, and let several win."""
+        """Test create-if-absent on temporary objects.
+
+        Several writers race for each object, and a later writer follows. Some stores refuse the later writer but let
+        several racing writers succeed.
+
+        Returns:
+            Whether at most one writer won each race, and every later writer was refused.
+        """
         keys = [f"{TEMPORARY}/probe-{uuid.uuid4().hex}" for _ in range(PROBE_ROUNDS)]
         try:
             with ThreadPoolExecutor(PROBE_WRITERS) as writers:
@@ -315,11 +383,12 @@ class ObjectStore:
                         return False
             return True
         finally:
-            with suppress(FileNotFoundError):  # of the bucket
+            with suppress(FileNotFoundError):  # the bucket does not exist
                 self.delete(keys)
 
     def _wins(self, key: str, number: int, at: threading.Barrier | None = None) -> bool:
-        """Whether a writer is told that it wrote the object. One whose answer is lost is not: it would read it back."""
+        """Whether the store confirms that this writer created the object. A writer whose answer is lost does not count:
+        in a real commit it reads the object back."""
         if at is not None:
             at.wait()
         try:
@@ -331,13 +400,28 @@ class ObjectStore:
         return True
 
     def no_bucket(self, error: FileNotFoundError) -> UserError:
-        return UserError(f"the store {self.url} is not there: create its bucket first ({error})")
+        """The error for a write to a bucket that does not exist."""
+        return UserError(f"the store {self.url} does not exist: create its bucket first ({error})")
 
-    def full(self, what: str) -> StoreFull:
-        return StoreFull(f"could not {what}: the disk that holds {self.url} is full; free some space, and resume")
+    def full(self, action: str) -> StoreFull:
+        """The error for a full disk; `action` says what failed, such as ``write KEY``."""
+        return StoreFull(f"could not {action}: the disk that holds {self.url} is full; free some space, and resume")
 
-    def retry(self, what: str, operation: Callable[[], T]) -> T:
-        """Run an operation that may be repeated until it answers; `StoreUnavailable` after the deadline."""
+    def retry(self, action: str, operation: Callable[[], T]) -> T:
+        """Run an operation, repeating it after transient errors until the deadline.
+
+        Args:
+            action: what the operation does, for error messages, such as ``write KEY``.
+            operation: must be safe to repeat.
+
+        Returns:
+            The operation's result.
+
+        Raises:
+            StoreUnavailable: no attempt succeeded before the deadline.
+            StoreFull: the disk is full.
+            UserError: the store refuses the operation.
+        """
         deadline = self.clock.monotonic() + self.deadline_s
         attempts: Any = Retrying(
             retry=retry_if_exception(lambda error: is_transient(error) and not is_full(error)),
@@ -350,33 +434,36 @@ class ObjectStore:
             return attempts(operation)  # type: ignore[no-any-return]
         except Exception as error:
             if is_refusal(error):
-                raise UserError(f"the store {self.url} refuses to {what}: {error}") from error
+                raise UserError(f"the store {self.url} refuses to {action}: {error}") from error
             if is_full(error):
-                raise self.full(what) from error
+                raise self.full(action) from error
             if not is_transient(error):
                 raise
-            raise StoreUnavailable(f"could not {what} in {self.url} within {self.deadline_s:.0f} s: {error}") from error
+            raise StoreUnavailable(
+                f"could not {action} in {self.url} within {self.deadline_s:.0f} s: {error}"
+            ) from error
 
 
 def is_full(error: BaseException) -> bool:
+    """Whether the error says that the disk or the quota is full."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether the store will not have us, as we are, or as it is."""
-    closed = isinstance(error, OSError) and error.errno in (errno.EROFS, errno.ELOOP)
-    known = isinstance(error, PermissionError | NotADirectoryError) or type(error).__name__ == "NoCredentialsError"
-    return closed or known
+    """Whether the store refuses the operation for good: no permission, no credentials, or not a writable folder."""
+    is_unwritable = isinstance(error, OSError) and error.errno in (errno.EROFS, errno.ELOOP)
+    is_denied = isinstance(error, PermissionError | NotADirectoryError) or type(error).__name__ == "NoCredentialsError"
+    return is_unwritable or is_denied
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether trying again may help: anything but a plain answer, and never a programming error."""
+    """Whether a retry may help: the error is not an answer from the store, a refusal or a programming error."""
     answers = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError)
     mistakes = (TypeError, AttributeError, NameError, AssertionError)
     return isinstance(error, Exception) and not isinstance(error, (*answers, *mistakes)) and not is_refusal(error)
 
 
 def _http_status(error: OSError) -> int | None:
-    """Of the answer that s3fs made this error from, if there was one."""
+    """The HTTP status of the response behind an s3fs error, or None."""
     response = getattr(error.__cause__, "response", None) or {}
     return response.get("ResponseMetadata", {}).get("HTTPStatusCode")  # type: ignore[no-any-return]

@@ -1,7 +1,7 @@
-"""What the commit log says, and the state of a run that follows from it.
+"""The records of the commit log, and the run's state that results from them.
 
-A record is one object of the log. It carries commits; applying records in order to an empty `RunState` gives the
-state of the run, and nothing else does. `apply` is pure bookkeeping: no input or output here.
+A record is one object of the log and carries commits. Applying all records in order to an empty `RunState` gives the
+state of the run; nothing else changes it. This module does no input or output.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 SCHEMA_VERSION = 4
 READABLE = (2, 3, 4)
-"""Schema versions that this release reads; records have digests of their own from version 3 on."""
+"""Schema versions that this release reads. Records contain their own digest from version 3 on."""
 TRAINED = {"actor", "critic"}
-"""Roles whose weights move from version to version; the reference stays what it was."""
+"""Roles whose weights have versions; the reference never changes."""
 PAGE = 64
-"""Closed iterations a page of the history holds: finding one takes at most two reads."""
+"""Number of closed iterations in a page of the history. Finding an iteration's index takes at most two reads."""
 
 
 class Stored(BaseModel):
-    """What lies in the store as JSON. A driver's term is called ``epoch`` there, as it was in the first releases."""
+    """A model that is stored as JSON, where a driver's term is called ``epoch``, as in the first releases."""
 
     model_config = ConfigDict(
         extra="forbid", ser_json_inf_nan="constants", populate_by_name=True, serialize_by_alias=True
@@ -30,20 +30,22 @@ class Stored(BaseModel):
 
 
 class Frozen(Stored):
+    """A stored model that is immutable."""
+
     model_config = ConfigDict(frozen=True)
 
 
 class ObjectRef(Frozen):
-    """An immutable object, and the digest of its bytes."""
+    """A reference to an immutable object, with the digest of its bytes."""
 
     key: str
     sha256: str
     run: str | None = None
-    """The folder of the run that holds it, as a URL or, beside this run's folder, as ``../name``; null: this run's."""
+    """The run that holds the object: its URL, ``../name`` for a run in the same folder, or null for this run."""
 
 
 class ShardRef(ObjectRef):
-    """An immutable committed data file. It is its own manifest: the record that names it commits it."""
+    """A reference to an immutable data file. The record that names it commits it; it needs no manifest."""
 
     rows: int
     bytes: int
@@ -57,7 +59,7 @@ class Weights(Frozen):
 
 
 class Claim(Frozen):
-    """A driver takes the run: every older term is fenced from here on."""
+    """A driver takes the run, which fences every older term."""
 
     model_config = ConfigDict(extra="ignore")  # older releases wrote `shards`
 
@@ -68,16 +70,18 @@ class Claim(Frozen):
     threads: int
     host: str
     ahead: int = 0
-    """How many iterations beyond the open one it may generate."""
+    """Number of iterations beyond the open one that the driver may generate."""
     outside: dict[str, str] = {}
-    """Digests of what its stages read outside the store, by name. Claims of older releases have none."""
+    """Digests of the stages' inputs outside the store, by name. Empty in claims of older releases."""
     versions: dict[str, int] = {}
-    """The version of each stage's code. Claims of older releases have none."""
+    """The version of each stage's code. Empty in claims of older releases."""
     initial: dict[str, Weights]
-    """Weights that roles start from, by digest of the model's files."""
+    """Each role's initial weights, by digest of the model's files."""
 
 
 class ShardCommit(Frozen):
+    """One shard of a stage is complete."""
+
     kind: Literal["shard"] = "shard"
     iteration: int
     stage: str
@@ -85,14 +89,14 @@ class ShardCommit(Frozen):
     term: int = Field(alias="epoch")
     data: ShardRef
     fingerprint: str = ""
-    """Of releases before schema version 4; what a shard depends on follows from its term's claim."""
+    """Empty since schema version 4, where the claim of the shard's term tells its dependencies."""
     seconds: float
     outputs: dict[str, JsonValue] = {}
-    """Small results besides the rows, such as metrics."""
+    """Small results in addition to the rows, such as metrics."""
 
 
 class StageCommit(Frozen):
-    """A stage is complete; `manifest` says what it read, wrote and depended on."""
+    """A stage is complete; `manifest` lists its outputs and dependencies."""
 
     kind: Literal["stage"] = "stage"
     iteration: int
@@ -101,15 +105,15 @@ class StageCommit(Frozen):
     fingerprint: str
     role: str | None = None
     weights: Weights | None = None
-    """Set by an update: what the role's weights are from here on."""
+    """Set by an update: the role's new weights."""
     cursor: int | None = None
-    """Set by generate: prompts drawn since the run began."""
+    """Set by generate: the number of prompts drawn since the run began."""
     controllers: dict[str, float] | None = None
-    """Set by advantages: the coefficients of the next iteration."""
+    """Set by advantages: the controllers' coefficients for the next iteration."""
 
 
 class Assigned(Frozen):
-    """Before a shard is generated with other weights than those with which its iteration will begin: with which."""
+    """A shard will be generated with these weights, which differ from the starting weights of its iteration."""
 
     kind: Literal["assigned"] = "assigned"
     iteration: int
@@ -118,7 +122,7 @@ class Assigned(Frozen):
 
 
 class Skip(Frozen):
-    """An update that does not happen in this iteration: the role's weights pass through unchanged."""
+    """An update is skipped in this iteration: the role's weights stay unchanged."""
 
     kind: Literal["skip"] = "skip"
     iteration: int
@@ -127,13 +131,13 @@ class Skip(Frozen):
     weights: Weights
     reason: str
     not_finite: bool = False
-    """Whether it was to happen, and something came out as NaN or infinite (`train.on_nan: skip`)."""
+    """Whether it was skipped because a value was NaN or infinite (`train.on_nan: skip`)."""
     cursor: int | None = None
-    """Set if generate itself was given up: past every prompt that it may have drawn."""
+    """Set if generate itself was abandoned: a cursor past every prompt that it may have drawn."""
 
 
 class Snapshot(Frozen):
-    """The full state after `version` iterations is durable; a checkpoint manifest for each role."""
+    """The full state after `version` iterations is durable; `roles` names each role's checkpoint manifest."""
 
     kind: Literal["snapshot"] = "snapshot"
     version: int
@@ -141,7 +145,7 @@ class Snapshot(Frozen):
 
 
 class Diverged(Frozen):
-    """Replaying a committed update gave other weights."""
+    """The replay of a committed update gave different weights."""
 
     kind: Literal["diverged"] = "diverged"
     iteration: int
@@ -159,7 +163,7 @@ class Expire(Frozen):
 
 
 class Finalize(Frozen):
-    """An iteration is complete; `index` sums up everything before this record."""
+    """An iteration is complete; `index` is the run's state before this record."""
 
     kind: Literal["close"] = "close"
     iteration: int
@@ -168,16 +172,18 @@ class Finalize(Frozen):
 
 
 class OpenTerm(Frozen):
+    """A term that worked on the open iteration."""
+
     model_config = ConfigDict(extra="ignore")  # older releases wrote `shards`
 
     slot: int
-    """Of the claim."""
+    """The slot of the term's claim."""
     ahead: int = 0
-    """How many iterations beyond the open one its driver may generate."""
+    """Number of iterations beyond the open one that its driver may generate."""
 
 
 class Ahead(Stored):
-    """What is committed of an iteration that is not open yet: its generations."""
+    """The commits of an iteration that is not open yet, all of its stage generate."""
 
     shards: dict[str, dict[int, ShardCommit]] = {}
     stages: dict[str, StageCommit | Skip] = {}
@@ -185,7 +191,7 @@ class Ahead(Stored):
 
 
 class RunState(Stored):
-    """What a run is at one slot of its log: bounded in size, however long the run."""
+    """The state of a run at one slot of its log. Its size stays bounded, however long the run."""
 
     schema_version: int = SCHEMA_VERSION
     slot: int = -1
@@ -193,14 +199,14 @@ class RunState(Stored):
     term: int = Field(0, alias="epoch")
     claim: Claim | None = None
     iteration: int = 0
-    """The open iteration; all before it are closed."""
+    """The open iteration; all earlier iterations are closed."""
     cursor: int = 0
     initial: dict[str, Weights] = {}
-    """Where each role started."""
+    """Each role's initial weights."""
     weights: dict[str, Weights] = {}
-    """Where each role stands."""
+    """Each role's current weights."""
     starting: dict[str, Weights] = {}
-    """Where each role stood when the open iteration began: what its stages work with, and its updates start from."""
+    """Each role's weights when the open iteration began, which its stages use and its updates start from."""
     controllers: dict[str, float] = {}
     snapshots: dict[int, dict[str, ObjectRef]] = {}
     shards: dict[str, dict[int, ShardCommit]] = {}
@@ -208,24 +214,33 @@ class RunState(Stored):
     stages: dict[str, StageCommit | Skip] = {}
     """Committed stages of the open iteration."""
     assigned: dict[int, Weights] = {}
-    """By shard of the open iteration, what generates it, where that is not what the iteration began with."""
+    """Weights that generate shards of the open iteration, by shard, if they differ from the starting weights."""
     ahead: dict[int, Ahead] = {}
-    """Later iterations of which something is committed."""
+    """Later iterations that have commits."""
     metrics: ShardRef | None = None
-    """In an index: the metrics file of the iteration it closes."""
+    """In an index: the metrics file of the iteration that it closes."""
     metric_values: dict[str, float] = {}
-    """In an index: what that file holds, so that looking at an iteration needs no other object. Indexes of older
-    releases have none."""
+    """In an index: the values in that file, so that readers need no other object. Empty in indexes of older
+    releases."""
     open_terms: dict[int, OpenTerm] = Field({}, alias="open_epochs")
-    """Epochs that worked on the open iteration."""
+    """Terms that worked on the open iteration."""
     index: ObjectRef | None = None
+    """The newest index."""
     recent: list[ObjectRef] = []
-    """Indexes of the closed iterations of the last, unfinished page."""
+    """Indexes of the closed iterations in the last, incomplete page."""
     pages: list[ObjectRef] = []
-    """The last index of every full page of closed iterations; each holds the others of its page in `recent`."""
+    """The last index of every full page of closed iterations; its `recent` lists the other indexes of its page."""
 
     def apply(self, record: Record, sha256: str) -> None:
-        """Move to the record's slot. `sha256` is that of the record's bytes."""
+        """Apply the next record.
+
+        Args:
+            record: must follow the last applied record.
+            sha256: the digest of the record's bytes.
+
+        Raises:
+            ValueError: the record does not follow the last one.
+        """
         if record.slot != self.slot + 1 or record.previous != self.sha256:
             raise ValueError(f"log record {record.slot} does not follow record {self.slot}: the log was tampered with")
         self.slot, self.sha256 = record.slot, sha256
@@ -233,17 +248,18 @@ class RunState(Stored):
             self.apply_commit(commit, record.term)
 
     def apply_commit(self, commit: Commit, term: int) -> None:
+        """Apply one commit of a record; `term` is the record's term."""
         match commit:
             case Fork():
-                began = commit.state.model_copy(deep=True, update={"slot": self.slot, "sha256": self.sha256})
+                parent_state = commit.state.model_copy(deep=True, update={"slot": self.slot, "sha256": self.sha256})
                 for name in RunState.model_fields:
-                    setattr(self, name, getattr(began, name))
+                    setattr(self, name, getattr(parent_state, name))
                 self.claim = commit.claim
             case Claim():
                 self.term, self.claim = term, commit
                 self.open_terms[term] = OpenTerm(slot=self.slot, ahead=commit.ahead)
                 for role, first in commit.initial.items():
-                    weights = Weights(version=self.iteration, digest=first.digest)  # a fork may begin a role late
+                    weights = Weights(version=self.iteration, digest=first.digest)  # a fork may add a role late
                     self.initial.setdefault(role, weights)
                     self.weights.setdefault(role, weights)
                     self.starting.setdefault(role, weights)
@@ -278,7 +294,7 @@ class RunState(Stored):
                 if len(self.recent) == PAGE:
                     self.pages.append(commit.index)
                     self.recent = []
-                for role in TRAINED & self.weights.keys():  # one that the iteration did not update passes through
+                for role in TRAINED & self.weights.keys():  # roles without an update keep their weights
                     if self.weights[role].version == commit.iteration:
                         digest = self.weights[role].digest
                         self.weights[role] = Weights(version=commit.iteration + 1, digest=digest)
@@ -286,35 +302,35 @@ class RunState(Stored):
                 self.shards, self.stages, self.assigned = {}, {}, {}
                 self.metrics, self.metric_values = None, {}
                 self.starting = dict(self.weights)
-                committed = [shard for k in self.ahead.values() for one in k.shards.values() for shard in one.values()]
-                still = {term, *(shard.term for shard in committed)}
-                self.open_terms = {number: found for number, found in self.open_terms.items() if number in still}
-                if (begun := self.ahead.pop(self.iteration, None)) is not None:
-                    self.shards, self.assigned = begun.shards, begun.assigned
-                    for stage in begun.stages.values():
+                by_stage = [shards for ahead in self.ahead.values() for shards in ahead.shards.values()]
+                needed = {term, *(shard.term for shards in by_stage for shard in shards.values())}
+                self.open_terms = {number: opened for number, opened in self.open_terms.items() if number in needed}
+                if (opening := self.ahead.pop(self.iteration, None)) is not None:
+                    self.shards, self.assigned = opening.shards, opening.assigned
+                    for stage in opening.stages.values():
                         self.apply_commit(stage, term)
 
     def _of(self, iteration: int) -> RunState | Ahead:
         return self if iteration == self.iteration else self.ahead.setdefault(iteration, Ahead())
 
     def cursor_before(self, iteration: int) -> int:
-        """Where the prompts begin of an iteration that has not generated yet, and all before it have."""
-        ahead = list(self.ahead.items())  # another executor may add to it
-        earlier = [stage for k, begun in ahead if k < iteration for stage in list(begun.stages.values())]
+        """The first prompt of an iteration that has not generated yet; all iterations before it must have generated."""
+        ahead = list(self.ahead.items())  # a copy, because another executor may add to it
+        earlier = [stage for k, commits in ahead if k < iteration for stage in list(commits.stages.values())]
         return max([self.cursor, *(stage.cursor for stage in earlier if stage.cursor is not None)])
 
 
 class Fork(Frozen):
-    """The first record of a run that begins where another one stood: its history up to there is the other run's."""
+    """The first record of a run that starts from another run's state and shares the history before it."""
 
     kind: Literal["fork"] = "fork"
     parent: str
     at: str
-    """Iteration, and the first stage that is not shared, if any, such as ``7`` or ``7:score``."""
+    """The iteration, and the first stage that is not shared if there is one, such as ``7`` or ``7:score``."""
     claim: Claim
-    """The parent's newest, with the config that the fork begins with."""
+    """The parent's newest claim, with the fork's config."""
     state: RunState
-    """Where the parent stood; every reference in it names the run that holds the object."""
+    """The parent's state; every reference in it names the run that holds the object."""
 
 
 Commit = Annotated[
@@ -324,7 +340,7 @@ Commit = Annotated[
 
 
 def named_here(commit: Commit) -> list[ObjectRef]:
-    """What a commit names in its own run's folder, but for the snapshots, which may be retired."""
+    """The objects that a commit names in its own run's folder, except snapshots, which may expire."""
     refs: list[ObjectRef] = []
     if isinstance(commit, ShardCommit):
         refs = [commit.data]
@@ -343,45 +359,55 @@ class Record(Frozen):
     slot: int
     term: int = Field(alias="epoch")
     previous: str
-    """sha256 of the record before this one; empty for the first."""
+    """The sha256 of the previous record; empty for the first record."""
     at: datetime
     commits: tuple[Commit, ...]
     index: ObjectRef | None
-    """The newest index before this record, so that any record leads to a summary."""
+    """The newest index before this record, so that any record leads to an index."""
     digest: str = ""
-    """sha256 of the record without it, so that each record verifies alone: the newest one has none after it that
-    names its sha256. Empty in version 2."""
+    """The sha256 of the record without this field, so that a record verifies alone: no later record names the newest
+    record's sha256. Empty in version 2."""
 
     def to_bytes(self) -> bytes:
+        """The stored form, with the digest at its end."""
         body = self.model_dump_json(exclude={"digest"}).encode()
         return body[:-1] + _seal(body)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Record:
-        """Raises `ValueError` for what is not a record, or was changed since it was written."""
+        """Parse a stored record.
+
+        Raises:
+            ValueError: the bytes are not a record, or were changed.
+        """
         record = cls.model_validate_json(data)
         sealed = record.digest or record.schema_version > 2
         size = len(_seal(b""))
         if sealed and data[-size:] != _seal(data[:-size] + b"}"):
-            raise ValueError(f"record {record.slot} is not what was written")
+            raise ValueError(f"record {record.slot} was changed after it was written")
         return record
 
 
 def _seal(body: bytes) -> bytes:
-    """The end of a record with this body, which takes the place of its last brace."""
+    """The end of a record: its digest and closing brace, which replace the closing brace of `body`."""
     return f',"digest":"{sha256_of(body)}"}}'.encode()
 
 
 M = TypeVar("M", bound=BaseModel)
 
 
-def seen_from_fork(run: str, what: M) -> M:
-    """A copy, for a run that calls another one `run`, of what that one says: references name the run that they mean."""
+def seen_from_fork(run: str, document: M) -> M:
+    """A copy of another run's document, in which every reference names the run that holds its object.
+
+    Args:
+        run: how this run refers to the other run, as in `ObjectRef.run`.
+        document: the other run's document.
+    """
 
     def visit(value: Any) -> Any:
         if isinstance(value, ObjectRef):
             holder = run if value.run is None else value.run
-            if holder.startswith("../") and not run.startswith("../"):  # a sibling of a run that is elsewhere
+            if holder.startswith("../") and not run.startswith("../"):  # a sibling of a run in another folder
                 holder = f"{run.rpartition('/')[0]}/{holder.removeprefix('../')}"
             return value.model_copy(update={"run": holder})
         if isinstance(value, BaseModel):
@@ -393,8 +419,9 @@ def seen_from_fork(run: str, what: M) -> M:
             return type(value)(visit(inner) for inner in value)
         return value
 
-    return visit(what)  # type: ignore[no-any-return]
+    return visit(document)  # type: ignore[no-any-return]
 
 
 def sha256_of(data: bytes) -> str:
+    """The sha256 in hex."""
     return hashlib.sha256(data).hexdigest()

@@ -1,7 +1,7 @@
-"""A run's folder: data files, manifests, checkpoints, metrics and the log that makes them exist.
+"""A run's folder: data files, manifests, checkpoints, metrics, and the log that commits them.
 
-Everything but the log is immutable and uniquely named, and is written before the record that commits it. A name holds
-the term and the attempt, so that a writer never meets another's file.
+Everything except the log is immutable and has a unique name, and is written before the record that commits it. Names
+contain the term and the attempt, so that writers never collide.
 """
 
 from __future__ import annotations
@@ -40,92 +40,124 @@ from rlhf.schema import TRAJECTORY
 
 CLOSE = "close"
 VALIDATE = "validate"
-"""The stage whose rows are no trajectories that the iteration learns from."""
+"""The stage whose rows are not training trajectories."""
 REPORT = "report.html"
-"""Not part of the run: a page that may lie in its folder."""
+"""An HTML page that users may write into the run's folder; not part of the run."""
 
 
 class RunStore:
-    """One run in one folder; reading needs no claim."""
+    """One run in one folder. Reading needs no claim.
+
+    Methods that read raise `Corrupt` if an object is missing or damaged; all raise `StoreUnavailable` if the store does
+    not answer.
+    """
 
     def __init__(self, objects: ObjectStore) -> None:
+        """`objects` is the run's folder."""
         self.objects = objects
         self.log = RunLog(objects)
         self._lock = threading.Lock()
         self._attempts: dict[tuple[int, str], int] = {}
         self._manifests: dict[ObjectRef, Manifest] = {}
-        """Manifests read or written since the last close: they are immutable."""
+        """Manifests read or written since the last close; they are immutable, so they can be cached."""
 
     @classmethod
     def at(cls, url: str) -> RunStore:
+        """The run in the folder at `url`."""
         return cls(ObjectStore(url))
 
     @property
     def state(self) -> RunState:
+        """The run's state, as far as the log was read."""
         return self.log.state
 
     @property
     def url(self) -> str:
+        """The run's URL."""
         return self.objects.url
 
     # Stages.
 
     def begin_attempt(self, iteration: int, stage: str) -> int:
-        """A new number for this driver's next try at a stage; what its earlier tries left uncommitted is deleted."""
+        """Start this driver's next attempt at a stage, and delete the uncommitted files of its earlier attempts.
+
+        Returns:
+            The attempt's number, from 0.
+        """
         with self._lock:
             attempt = self._attempts.get((iteration, stage), -1) + 1
             self._attempts[iteration, stage] = attempt
         if attempt:
-            mine = [key for key in self._uncommitted(iteration, stage) if _term_of(key) == self.log.term]
-            self.objects.delete(mine)
+            leftovers = [key for key in self._uncommitted(iteration, stage) if _term_of(key) == self.log.term]
+            self.objects.delete(leftovers)
         return attempt
 
     def write_shard(self, iteration: int, stage: str, attempt: int, shard: int, table: pa.Table) -> ShardRef:
+        """Write one shard's rows; a record must commit the returned reference."""
         return self._write_table(_shard_key(iteration, stage, self._tag(attempt), shard), table)
 
     def write_manifest(self, manifest: Manifest) -> ObjectRef:
+        """Write a stage's manifest; a record must commit the returned reference."""
         key = f"manifests/iteration={manifest.iteration:06d}/{manifest.stage}.{self._tag(manifest.attempt)}.json"
         ref = self._write(key, manifest.model_dump_json().encode())
         self._manifests[ref] = manifest
         return ref
 
     def commit(self, *commits: Commit) -> None:
-        """Make it so, all at once. A fenced driver deletes its files: they came too late for the new driver's sweep."""
+        """Commit all of `commits` atomically.
+
+        If this driver is fenced, it deletes the files that the commits name: the new driver's sweep may have missed
+        them.
+
+        Raises:
+            Fenced: a newer driver holds the run.
+            Deleted: the run was deleted.
+        """
         try:
             self.log.append(*commits)
         except Fenced:
-            with suppress(StoreUnavailable):  # tidiness; being fenced is the news
+            with suppress(StoreUnavailable):  # the caller needs to see Fenced; the files are only garbage
                 self.objects.delete(ref.key for commit in commits for ref in named_here(commit))
             raise
 
     def committed_shards(self, stage: str, iteration: int | None = None) -> dict[int, ShardCommit]:
-        """Shards of an iteration, by default of the open one, whether or not their stage is complete."""
+        """The committed shards of a stage, complete or not.
+
+        Args:
+            stage: the stage's name.
+            iteration: None for the open iteration.
+
+        Returns:
+            Commits by shard number.
+        """
         state = self.state if iteration is None else self.iteration_state(iteration)
         return state.shards.get(stage, {})
 
     def committed_stage(self, iteration: int, stage: str) -> StageCommit | Skip | None:
+        """The commit that completed or skipped a stage; None if the stage is not complete."""
         return self.iteration_state(iteration).stages.get(stage)
 
     def manifest(self, stage: StageCommit) -> Manifest:
-        ref, known = stage.manifest, self._manifests
-        if (found := known.get(ref)) is None:
-            found = known[ref] = read_model(self.objects, ref, Manifest)
-        return found
+        """The manifest that a stage's commit names."""
+        ref, cache = stage.manifest, self._manifests
+        if (manifest := cache.get(ref)) is None:
+            manifest = cache[ref] = read_model(self.objects, ref, Manifest)
+        return manifest
 
     def shards_of(self, state: RunState, stage: str) -> list[ShardRef]:
-        """The data files that a stage has committed in an iteration, whether or not it is complete."""
+        """The data files that a stage has committed in an iteration, complete or not, in the order of the shards."""
         committed = state.stages.get(stage)
         if isinstance(committed, StageCommit):
             return list(self.manifest(committed).shards)
         return [shard.data for _, shard in sorted(state.shards.get(stage, {}).items())]
 
     def manifests(self, iteration: int) -> dict[str, Manifest]:
-        """Every stage that an iteration has committed with a manifest, in the order in which they were committed."""
+        """The manifests of an iteration's completed stages, by stage, in the order of their commits."""
         stages = self.iteration_state(iteration).stages
         return {name: self.manifest(stage) for name, stage in stages.items() if isinstance(stage, StageCommit)}
 
     def columns_of(self, state: RunState, stage: str) -> tuple[str, ...]:
-        """The columns that a stage has committed in an iteration, besides `trajectory_id`."""
+        """The columns that a stage has committed in an iteration, without `trajectory_id`."""
         if stage in TRAJECTORY.stages:
             return TRAJECTORY.names(stage)
         committed = state.stages.get(stage)
@@ -137,34 +169,46 @@ class RunStore:
         return tuple(self.read_shard(shards[0]).column_names[1:]) if shards else ()
 
     def read_shard(self, ref: ShardRef, columns: Sequence[str] | None = None) -> pa.Table:
-        """Its rows; a column that is younger than the file is null."""
+        """The rows of a data file.
+
+        Args:
+            ref: the file.
+            columns: the columns to read, in this order; None for all columns of the file.
+
+        Returns:
+            The rows. Columns that are not in the file, because it was written by an older release, are null.
+        """
         file = pq.ParquetFile(pa.BufferReader(read_verified(self.objects, ref)))
-        there = file.schema_arrow.names
+        stored_columns = file.schema_arrow.names
         if columns is None:
             return file.read()
-        table = file.read([name for name in columns if name in there])
+        table = file.read([name for name in columns if name in stored_columns])
         for name in columns:
-            if name not in there:
+            if name not in stored_columns:
                 table = table.append_column(name, pa.nulls(len(table), TRAJECTORY.type_of(name) or pa.null()))
         return table.select(list(columns))
 
     # Iterations.
 
     def iteration_state(self, iteration: int) -> RunState:
-        """The state in which an iteration's stages stand: the open one's, or that of a closed one's index; of a later
-        one, no more than what is committed of it."""
+        """The state of an iteration.
+
+        Returns:
+            The run's state for the open iteration; the index for a closed iteration; for a later iteration, a state
+            that holds only the iteration's own commits.
+        """
         with self.log.held() as state:
             if iteration == state.iteration:
                 return state
             if iteration > state.iteration:
-                begun = state.ahead.get(iteration, Ahead())
+                ahead = state.ahead.get(iteration, Ahead())
                 later = RunState(iteration=iteration)
-                later.shards, later.stages, later.assigned = begun.shards, begun.stages, begun.assigned
+                later.shards, later.stages, later.assigned = ahead.shards, ahead.stages, ahead.assigned
                 return later
         return self.log.load_index(self.index_of(iteration))
 
     def index_of(self, iteration: int) -> ObjectRef:
-        """The index that a closed iteration's last record names."""
+        """The reference to a closed iteration's index."""
         page, place = divmod(iteration, PAGE)
         if page >= len(self.state.pages):
             return self.state.recent[place]
@@ -172,11 +216,19 @@ class RunStore:
         return last if place == PAGE - 1 else self.log.load_index(last).recent[place]
 
     def close(self, metrics: Mapping[str, float], *also: Commit) -> None:
-        """Close the open iteration, together with other commits, in one record."""
-        with self.log.held() as state:  # what is committed ahead meanwhile waits, or the index would be torn
+        """Close the open iteration and make other commits, in one record.
+
+        Args:
+            metrics: the iteration's metrics.
+            also: commits for the same record, such as a snapshot.
+
+        Raises:
+            Fenced: a newer driver holds the run.
+        """
+        with self.log.held() as state:  # other threads must not commit ahead while the index is written
             iteration = state.iteration
             assert state.stages or also, (
-                f"iteration {iteration} has not begun: is it the one before that was to be closed?"
+                f"iteration {iteration} has not begun: should the previous one be closed instead?"
             )
             tag = self._tag(self.begin_attempt(iteration, CLOSE))
             row = pa.table({"iteration": [iteration], **{name: [float(value)] for name, value in metrics.items()}})
@@ -192,17 +244,21 @@ class RunStore:
         self._manifests = {}
 
     def sweep(self, stages: Iterable[str]) -> None:
-        """Delete what drivers of older terms wrote into the open iteration, or ahead of it, and never committed."""
+        """Delete the uncommitted files of older terms, in the open iteration and in those generated ahead.
+
+        Args:
+            stages: names of the stages to sweep.
+        """
         self.objects.delete_leavings()
-        older = {term: found.ahead for term, found in self.state.open_terms.items() if term < self.log.term}
+        older = {term: opened.ahead for term, opened in self.state.open_terms.items() if term < self.log.term}
         if not older:
             return
         iterations = range(self.state.iteration, self.state.iteration + 1 + max(older.values()))
-        left = [key for stage in (*stages, CLOSE) for k in iterations for key in self._uncommitted(k, stage)]
-        self.objects.delete(key for key in left if _term_of(key) < self.log.term)
+        uncommitted = [key for stage in (*stages, CLOSE) for k in iterations for key in self._uncommitted(k, stage)]
+        self.objects.delete(key for key in uncommitted if _term_of(key) < self.log.term)
 
     def _uncommitted(self, iteration: int, stage: str) -> list[str]:
-        """Files of a stage of an iteration, or of its close, that no record names."""
+        """Keys of an iteration's stage, or of its close, that no record names."""
         if stage == CLOSE:
             return self.objects.list(_metrics_prefix(iteration))
         committed = {shard.data.key for shard in self.committed_shards(stage, iteration).values()}
@@ -211,11 +267,19 @@ class RunStore:
     # Checkpoints.
 
     def checkpoint_folder(self, role: str, weights: Weights) -> str:
-        """Where this driver's checkpoint of a role goes."""
+        """The folder for this driver's checkpoint of a role."""
         return f"checkpoints/{role}/{weights.version:06d}.{self._tag(0)}"
 
     def write_checkpoint_files(self, folder: str, files: Mapping[str, bytes]) -> dict[str, File]:
-        """Write files of a role's full state: all of them, or those of one rank."""
+        """Write files of a role's full state: all of them, or one rank's share.
+
+        Args:
+            folder: from `checkpoint_folder`.
+            files: contents by name.
+
+        Returns:
+            References by name.
+        """
         written = {}
         for name, data in files.items():
             ref = self._write(f"{folder}/{name}", data)
@@ -223,38 +287,56 @@ class RunStore:
         return written
 
     def write_checkpoint_manifest(self, folder: str, checkpoint: Checkpoint) -> ObjectRef:
-        """What makes files a checkpoint; it exists once a `Snapshot` names what is returned."""
+        """Write the manifest of a checkpoint. The checkpoint exists once a `Snapshot` names the returned reference."""
         return self._write(f"{folder}/manifest.json", checkpoint.model_dump_json().encode())
 
     def checkpoint(self, ref: ObjectRef) -> Checkpoint:
+        """The manifest of a checkpoint."""
         return read_model(self.objects, ref, Checkpoint)
 
     def read_checkpoint(self, checkpoint: Checkpoint, names: Iterable[str] | None = None) -> dict[str, bytes]:
-        """Files of a checkpoint, verified."""
+        """Files of a checkpoint, checked against their digests.
+
+        Args:
+            checkpoint: the checkpoint's manifest.
+            names: the files to read; None for all.
+
+        Returns:
+            Contents by name.
+        """
         wanted = checkpoint.files if names is None else names
         return {name: read_verified(self.objects, checkpoint.files[name]) for name in wanted}
 
     def snapshot_at_or_before(self, version: int, role: str) -> int | None:
-        """The newest snapshot of a role that is not newer than `version`."""
+        """The newest version up to `version` that has a snapshot of the role; None if there is none."""
         snapshots = self.state.snapshots.items()
-        return max((found for found, roles in snapshots if found <= version and role in roles), default=None)
+        return max((number for number, roles in snapshots if number <= version and role in roles), default=None)
 
     def forks(self) -> list[Registration]:
-        """What forks of this run need of it."""
-        found = []
+        """The registrations of this run's forks.
+
+        Raises:
+            Corrupt: a registration is damaged.
+        """
+        registrations = []
         for key in self.objects.list("forks/"):
             if not key.endswith(".json"):
-                continue  # a marker of a folder, say
+                continue  # such as a folder marker of an object store
             try:
-                found.append(Registration.model_validate_json(self.objects.get(key)))
+                registrations.append(Registration.model_validate_json(self.objects.get(key)))
             except ValueError:
                 raise Corrupt(
-                    f"{self.url}/{key} is damaged, so that nobody can say what the fork needs: restore it from a backup"
+                    f"{self.url}/{key} is damaged, so the snapshots that the fork needs are unknown: restore it from a "
+                    "backup"
                 ) from None
-        return found
+        return registrations
 
     def commit_snapshot(self, commits: Sequence[Commit]) -> None:
-        """Commit, and then delete what the commits retire."""
+        """Commit snapshots, then delete the files of snapshots that the commits expire.
+
+        Raises:
+            Fenced: a newer driver holds the run.
+        """
         expired = [commit.version for commit in commits if isinstance(commit, Expire)]
         doomed = [ref for version in expired for ref in self.state.snapshots[version].values()]
         if commits:
@@ -262,9 +344,10 @@ class RunStore:
         self._delete_checkpoints(doomed)
 
     def _delete_checkpoints(self, refs: Iterable[ObjectRef]) -> None:
-        """Delete the files of snapshots whose retirement is committed; not those of another run, nor what a fork needs.
+        """Delete the files of expired snapshots, except those of other runs and those that a fork needs.
 
-        A fork registers first and reads the log then: one that this does not see yet sees the retirement.
+        Safe against concurrent forks: a fork registers first and reads the log after that. A fork that is not
+        registered yet will see that the snapshot is expired.
         """
         doomed = [ref for ref in refs if ref.run is None]
         if not doomed:
@@ -272,13 +355,13 @@ class RunStore:
         shared = {ref.key for fork in self.forks() for roles in fork.snapshots.values() for ref in roles.values()}
         for ref in doomed:
             if ref.key not in shared:
-                with suppress(Corrupt):  # nobody needs it any more, and `vacuum` finds its files
+                with suppress(Corrupt):  # the checkpoint is expired anyway, and `vacuum` deletes its files
                     self.objects.delete([*(file.key for file in self.checkpoint(ref).files.values()), ref.key])
 
     # Writing immutable objects.
 
     def write_as(self, term: int) -> None:
-        """Name what is written after this term: for a worker in another process than the driver that claimed."""
+        """Use this term in the names of new files; for workers outside the process of the driver that claimed."""
         self.log.term = term
 
     def _tag(self, attempt: int) -> str:
@@ -303,7 +386,7 @@ def _shard_key(iteration: int, stage: str, tag: str, shard: int) -> str:
 
 
 def _term_of(key: str) -> int:
-    """The term in a file's tag."""
+    """The term in a file's name; the largest integer if it has none."""
     tag = re.search(r"[/.](\d+)-\d+(-part-\d+)?\.parquet$", key)
     return int(tag[1]) if tag is not None else sys.maxsize
 
@@ -317,7 +400,7 @@ def _metrics_key(iteration: int, tag: str) -> str:
 
 
 def parquet_bytes(table: pa.Table) -> bytes:
-    """Parquet with zstd; per-token floats are split by byte, which is what makes log-probs compress."""
+    """A table as Parquet with zstd. Lists of floats use byte-stream split, without which log-probs do not compress."""
     split = [
         f"{field.name}.list.element"
         for field in table.schema

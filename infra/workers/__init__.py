@@ -1,1 +1,1 @@
-"""Long-lived workers: models that stay loaded while stages come and go."""
+"""Long-lived workers, whose models stay loaded from stage to stage."""

@@ -1,4 +1,4 @@
-"""What a worker is asked, and what a stage's compute function is given and gives."""
+"""Calls to workers and their results, and the arguments and results of a stage's compute function."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 
 class ShardSummary(BaseModel):
-    """Small results of a shard, committed beside its rows. A stage that has others adds fields, with defaults if runs
-    that are stored already do not have them."""
+    """Small results of a shard, committed with its rows. A stage with more results adds fields in a subclass; fields
+    that stored runs lack need defaults."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="constants")
 
     metrics: dict[str, float] = {}
     cursor: int | None = None
-    """Prompts drawn since the run began, where the stage draws some."""
+    """Number of prompts drawn since the run began, if the stage draws prompts."""
     controllers: dict[str, float] | None = None
-    """Coefficients of the next iteration, where the stage steers some."""
+    """The controllers' coefficients for the next iteration, if the stage sets any."""
 
 
 C = TypeVar("C", bound=StageConfig)
@@ -39,15 +39,15 @@ S = TypeVar("S", bound=ShardSummary)
 C_co = TypeVar("C_co", bound=StageConfig, covariant=True)
 
 Input = tuple[tuple[ShardRef, ...], tuple[str, ...]]
-"""Of a stage that is read: its shards, and the columns. With no column, it says which trajectories to work on."""
+"""The shards and columns of a stage that is read. Without columns, it only selects the trajectories to work on."""
 
 GenerationKey = tuple[str, int, int]
-"""Stage, iteration and shard."""
+"""Stage, iteration and shard of a generation."""
 
 
 @dataclass(frozen=True)
 class ShardOutput(Generic[S]):
-    """What a stage computes of one shard."""
+    """The result of a compute function for one shard."""
 
     batch: TrajectoryBatch
     summary: S
@@ -66,14 +66,14 @@ class Call(Generic[C_co]):
     attempt: int = 0
     role: str | None = None
     weights: Weights | None = None
-    """What the role's weights are: a worker that holds others refuses the call."""
+    """The weights that the role must hold; a worker with other weights refuses the call."""
     cursor: int = 0
     controllers: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class RowsCall(Generic[C, S]):
-    """A shard to compute."""
+    """A call to compute one shard."""
 
     call: Call[C]
     compute: Callable[[Context[C]], ShardOutput[S]]
@@ -82,7 +82,7 @@ class RowsCall(Generic[C, S]):
 
 @dataclass(frozen=True)
 class UpdateCall(Generic[C]):
-    """An update to make."""
+    """A call to update a role's weights."""
 
     call: Call[C]
     compute: Callable[[Context[C]], dict[str, float]]
@@ -93,38 +93,40 @@ class Rows(Generic[S]):
     """A shard that was computed and written."""
 
     shard: ShardRef | None
-    """What was written, by the rank that writes."""
+    """The file, on the rank that wrote it."""
     summary: S
     seconds: float
 
 
 @dataclass(frozen=True)
 class Updated:
+    """The result of an update."""
+
     before: Weights
     weights: Weights
     metrics: dict[str, float]
     seconds: float
     device: str
-    """What computed it: cpu or cuda."""
+    """The device type that computed it: cpu or cuda."""
 
 
 class Interrupted(Exception):
-    """A generation is not complete: new weights may come, and whoever asks again continues it."""
+    """A generation is incomplete. The caller may load new weights, and continues it by repeating the call."""
 
 
 @dataclass
 class Context(Generic[C]):
-    """What a stage's compute function is given: the columns and the config that it declares, and the engine of its
-    role."""
+    """The argument of a stage's compute function: the columns and the config that the stage declares, and the engine
+    of its role."""
 
     call: Call[C]
     batch: TrajectoryBatch
     engines: Engines
     resources: Resources
     generations: dict[GenerationKey, Interruptible] = field(default_factory=dict)
-    """Generations that were interrupted, and continue when they are asked for again."""
+    """Interrupted generations, which continue when their call is repeated."""
     earlier_s: float = 0.0
-    """Seconds that earlier pieces of an interrupted generation took."""
+    """Compute time of the earlier pieces of an interrupted generation, in seconds."""
 
     @property
     def config(self) -> C:
@@ -140,16 +142,17 @@ class Context(Generic[C]):
 
     @property
     def engine(self) -> InferenceEngine:
-        """The model of the stage's role, to be asked."""
+        """The model of the stage's role, for inference."""
         return self.engines.inference(self._role)
 
     @property
     def trainer(self) -> TrainEngine:
-        """The model of the stage's role, to be updated."""
+        """The model of the stage's role, for training."""
         return self.engines.model(self._role, learns=True)
 
     @property
     def rollout(self) -> RolloutEngine:
+        """The engine that generates."""
         return self.engines.rollout()
 
     @property
@@ -160,15 +163,18 @@ class Context(Generic[C]):
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, piece_tokens: int | None = None
     ) -> tuple[list[Generation], list[list[int]]]:
-        """Responses, and the version of the policy that drew each of their tokens.
+        """Generate responses, possibly in pieces with new weights between them.
 
         Args:
-            requests: what to respond to.
-            sampling: how.
-            piece_tokens: after so many tokens, new weights may come; None: not before all responses are complete.
+            requests: the prompts to respond to.
+            sampling: the sampling settings.
+            piece_tokens: the number of tokens per piece; None: generate all responses in one piece.
+
+        Returns:
+            The responses, and the policy version of each token of each response.
 
         Raises:
-            Interrupted: not all of them are complete; asked again, it continues.
+            Interrupted: some responses are incomplete; repeating the call continues them.
         """
         assert self.call.weights is not None
         key = self.call.stage, self.iteration, self.shard

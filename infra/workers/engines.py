@@ -1,4 +1,4 @@
-"""The models of a worker: each role's engine, built when it is first asked for, and kept."""
+"""The models of a worker: one engine per role, built on first use and kept."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ if TYPE_CHECKING:
 
 
 class Engine(Protocol):
-    """What every engine can do: give way to another model of the same process."""
+    """Any engine: its model and optimizer can move to the device or to host memory."""
 
     def place(self, *, model: bool, optimizer: bool) -> None: ...
 
 
 class Engines:
-    """Engines that give way (`offload_when_idle`) lie in host memory while another one computes."""
+    """The engines of one worker. With `offload_when_idle`, an engine is in host memory while another one computes."""
 
     def __init__(self, config: RunConfig, roles: Iterable[str]) -> None:
         self.config = config
         self.roles = frozenset(roles)
         self.lock = threading.RLock()
-        """Of what engines there are, and whose weights they have: stages of different roles may compute at once."""
+        """Guards the engines and their weights, because stages of different roles may compute at the same time."""
         self._models: dict[str, ModelEngine] = {}
         self._rollout: RolloutEngine | None = None
         self._reward_model: RewardEngine | None = None
 
     def inference(self, role: str) -> InferenceEngine:
-        """The actor, the critic or the reference, ready to be asked."""
+        """The engine of the actor, the critic or the reference, ready for inference."""
         from rlhf.engines.model_engine import WithoutAdapters
 
         if role == "reference" and self.owner(role) == "actor":
@@ -42,7 +42,7 @@ class Engines:
         return self.model(role)
 
     def model(self, role: str, *, learns: bool = False) -> ModelEngine:
-        """A model of this worker's own, ready to compute; or to learn, to be saved or loaded."""
+        """The engine of a role's own model, ready for inference, or with `learns` for training, saving and loading."""
         with self.lock:
             self._make_room(role)
             if role not in self._models:
@@ -52,7 +52,7 @@ class Engines:
             return self._models[role]
 
     def rollout(self) -> RolloutEngine:
-        """What generates, ready to."""
+        """The rollout engine, ready to generate."""
         from rlhf.engines.build import rollout_engine
 
         owner = self.owner("rollout")
@@ -80,35 +80,36 @@ class Engines:
             return self._reward_model
 
     def forget(self, role: str) -> None:
-        """Drop a role's model, and what computes with its tensors: it is built anew from the model's files."""
+        """Drop a role's engine and a rollout that shares its tensors. They are rebuilt from the model's files."""
         with self.lock:
             self._models.pop(role, None)
             if self._rollout is not None and self.owner("rollout") == role:
                 self._rollout = None
 
     def end_rollout(self) -> None:
+        """Close the rollout engine; the next use builds a new one."""
         with self.lock:
             if self._rollout is not None:
                 rollout, self._rollout = self._rollout, None
                 rollout.close()
 
     def owner(self, role: str) -> str:
-        """Whose tensors a role computes with: a rollout's may be the actor's own, and a LoRA actor's reference is its
-        base."""
+        """The role whose tensors a role uses: a rollout may share the actor's, and so does the reference of a LoRA
+        actor, which is the actor's base model."""
         config = self.config
         actor = config.actor
-        plain = config.rollout.engine == "hf" and actor.engine == "torch" and actor.sequence_parallel == 1
-        own_base = config.model.lora is not None and config.reference.model is None
-        shares = {"rollout": plain, "reference": own_base}
+        rollout_shares = config.rollout.engine == "hf" and actor.engine == "torch" and actor.sequence_parallel == 1
+        reference_shares = config.model.lora is not None and config.reference.model is None
+        shares = {"rollout": rollout_shares, "reference": reference_shares}
         return "actor" if "actor" in self.roles and shares.get(role) else role
 
     def _engines(self) -> dict[str, Engine]:
-        others = {"rollout": self._rollout, "reward": self._reward_model}
-        return {**self._models, **{role: engine for role, engine in others.items() if engine is not None}}
+        optional = {"rollout": self._rollout, "reward": self._reward_model}
+        return {**self._models, **{role: engine for role, engine in optional.items() if engine is not None}}
 
     def _make_room(self, owner: str) -> None:
-        for other, engine in self._engines().items():
-            if other != owner and self.owner(other) == other and self._gives_way(other):
+        for role, engine in self._engines().items():
+            if role != owner and self.owner(role) == role and self._gives_way(role):
                 engine.place(model=False, optimizer=False)
 
     def _gives_way(self, role: str) -> bool:

@@ -1,4 +1,4 @@
-"""Which group serves which role: one in the driver's process, and one for each pool."""
+"""The worker groups of a driver: one in the driver's process, and one per pool."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ R_co = TypeVar("R_co", covariant=True)
 
 
 class Pending(Protocol[R_co]):
-    """A call that others may overlap."""
+    """A call in progress; `result` waits for its answer."""
 
     def result(self) -> R_co: ...
 
 
 class WorkerGroup(Protocol):
-    """The processes that hold the models of some roles: a method of `Worker` is called in each, and the first one's
-    answer is given."""
+    """The processes that hold the models of some roles. A call runs a method of `Worker` in each process and returns
+    the first process's answer; `submit` does not wait for it."""
 
     def call(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> R: ...
 
@@ -35,16 +35,19 @@ class WorkerGroup(Protocol):
 
 
 class WorkerGroups:
+    """The worker groups of all roles; pools start on first use."""
+
     def __init__(self, config: RunConfig, store: RunStore, identity: Callable[[], str]) -> None:
-        """`identity` tells models, code and data apart, for workers that outlive a driver."""
+        """`identity` identifies models, code and data, so that a driver reuses only matching workers of an earlier
+        driver."""
         self.config, self.store, self.identity = config, store, identity
-        here = [role for role in config.roles if config.pool_of(role) is None]
-        self.local = LocalGroup(Worker(config, store, here))
+        local_roles = [role for role in config.roles if config.pool_of(role) is None]
+        self.local = LocalGroup(Worker(config, store, local_roles))
         self._pools: dict[str, RayGroup] = {}
         self._lock = threading.Lock()
 
     def of(self, role: str | None) -> WorkerGroup:
-        """The group of a role; what has no role is computed in the driver's process."""
+        """The group of a role; stages without a role (None) use the driver's process."""
         pool = None if role is None else self.config.pool_of(role)
         if pool is None:
             return self.local
@@ -61,16 +64,16 @@ class WorkerGroups:
         return group
 
     def executor_of(self, role: str | None) -> str:
-        """Where a role computes: what has the same name computes by turns, in order."""
+        """The name of the executor on which a role's stages run, one at a time."""
         if role is None:
             return "host"
         pool = self.config.pool_of(role)
         if pool is not None:
             return f"pool {pool}"
         offload_when_idle = any(trainer.offload_when_idle for trainer in self.config.trainers.values())
-        alone = role == "rollout" and self.config.rollout.engine != "hf" and not offload_when_idle
-        return "rollout" if alone else "driver"
+        has_own_process = role == "rollout" and self.config.rollout.engine != "hf" and not offload_when_idle
+        return "rollout" if has_own_process else "driver"
 
     def close(self) -> None:
-        """End what this process started and what would not end with the driver."""
+        """End the processes of the local worker, which would outlive the driver."""
         self.local.worker.close()

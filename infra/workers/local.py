@@ -1,4 +1,4 @@
-"""A group of one worker in the driver's own process. The default, and what tests and the demo use."""
+"""A group of one worker in the driver's own process: the default, which tests and the demo use."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ R = TypeVar("R")
 
 
 class LocalGroup:
+    """A `WorkerGroup` of one worker in this process."""
+
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
 
     def call(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """The method's result."""
         return method(self.worker, *args, **kwargs)
 
     def submit(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """There is nobody else who could compute meanwhile: the future is there already."""
+        """Run the method now, since there is no other process to run it; the future is complete."""
         future: Future[R] = Future()
         future.set_result(self.call(method, *args, **kwargs))
         return future

@@ -1,8 +1,9 @@
-"""A pool on Ray: processes with devices of their own, which hold the models of some roles between them.
+"""A pool on Ray: processes with their own devices, which together hold the models of some roles.
 
-The processes are Ray actors, gang-scheduled by a placement group; among themselves they talk through torch.distributed.
-Only references pass through Ray: each process reads from the store what a stage reads, and rank 0 writes.
-On a Ray that outlives the driver they are detached and named: the next driver of the run finds them, models loaded.
+The processes are Ray actors, gang-scheduled by a placement group, and communicate through torch.distributed. Only
+references pass through Ray: each process reads a stage's inputs from the store, and rank 0 writes its outputs. On a
+Ray cluster that outlives the driver the actors are detached and named, so that the run's next driver finds them with
+their models loaded.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ P = ParamSpec("P")
 R = TypeVar("R")
 NAMESPACE = "ratchet"
 PATIENCE_S = 60.0
-"""A process that does not say that it is alive for so long is taken for dead."""
+"""Seconds after which a process that does not answer `alive` counts as dead."""
 GRACE_S = 10.0
-"""Where one process of a group has failed, the others have so long to say what came of it for them."""
+"""Seconds for the other processes of a group to answer after one has failed."""
 START_S = 600.0
 OPERATIONAL = {"train", "checkpoint", "validation", "tracking"}
 """Sections of the config that loaded models do not depend on."""
 
 
 class GroupLost(RatchetError):
-    """A process of a worker group died. The group begins anew with the next call, which loads what is committed."""
+    """A process of a worker group died. The next call restarts the group and loads the committed weights."""
 
 
 class RayWorker:
@@ -53,7 +54,7 @@ class RayWorker:
         import torch
 
         torch.set_num_threads(threads)
-        os.environ["LOCAL_RANK"] = "0"  # Ray shows each process its own devices only
+        os.environ["LOCAL_RANK"] = "0"  # Ray shows each process only its own devices
         self.config, self.rank, self.identity = config, rank, identity
         self.ranks = 0
         self.worker = Worker(config, RunStore(ObjectStore(url)), roles)
@@ -62,10 +63,11 @@ class RayWorker:
         threading.Thread(target=self._end_when_idle, daemon=True).start()
 
     def alive(self) -> bool:
+        """True; an answer shows that the process is alive."""
         return True
 
     def meeting_point(self) -> str:
-        """Where the ranks may meet: this machine's address, and a port that is free."""
+        """A URL for the ranks' rendezvous: this machine's address with a free port."""
         import ray
 
         host = ray.util.get_node_ip_address()
@@ -74,6 +76,7 @@ class RayWorker:
             return f"tcp://{host}:{probe.getsockname()[1]}"
 
     def join(self, count: int, meeting: str) -> None:
+        """Join the group of `count` ranks at the rendezvous."""
         from rlhf.engines import ranks
 
         if count > 1:
@@ -81,11 +84,11 @@ class RayWorker:
         self.ranks = ranks.count()
 
     def serves(self) -> tuple[str, int]:
-        """Which models, code and data, and among how many ranks; none before they have met."""
+        """The identity of models, code and data, and the number of ranks (0 before they have joined)."""
         return self.identity, self.ranks
 
     def do(self, term: int, call: partial[Any]) -> tuple[bool, Any]:
-        """Whether it went well, and the result, or an error that the driver knows what to do with."""
+        """Run a call for a driver's term. Returns True and its result, or False and an error for the driver."""
         self.busy += 1
         try:
             self.worker.admit(term)
@@ -108,7 +111,7 @@ class RayWorker:
 
 @dataclass(frozen=True)
 class Answer(Generic[R]):
-    """What a call will have given."""
+    """The pending answer of a call."""
 
     group: RayGroup
     method: Callable[..., R]
@@ -116,12 +119,15 @@ class Answer(Generic[R]):
     pending: list[Any]
 
     def result(self) -> R:
+        """Wait for rank 0's answer. Raises the worker's error, or `GroupLost`."""
         return self.group.await_answers(self.method, self.actors, self.pending)
 
 
 class RayGroup:
+    """The processes of one pool, started or found on first use."""
+
     def __init__(self, config: RunConfig, url: str, pool: str, threads: int, identity: str) -> None:
-        """`identity`: what loaded models, code and data are, besides the config; who serves others is ended."""
+        """`identity` identifies models, code and data outside the config; processes with another identity are ended."""
         self.config, self.name, self.threads = config, pool, threads
         self.url = f"file://{Path(url.removeprefix('file://')).resolve()}" if url.startswith("file://") else url
         self.identity = sha256_of(f"{identity}\n{_engines_of(config)}".encode())
@@ -132,37 +138,43 @@ class RayGroup:
         self._lock = threading.RLock()
 
     def call(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """What rank 0 answers. Raises what the worker raised, or `GroupLost`."""
+        """Call a method in all processes and return rank 0's answer. Raises the worker's error, or `GroupLost`."""
         return self.submit(method, *args, **kwargs).result()
 
     def submit(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> Answer[R]:
-        """Ask all processes, which answer in the order in which they are asked."""
-        call = partial(method, *args, **kwargs)  # type: ignore[arg-type]  # the worker comes first, over there
-        with self._lock:  # or two threads could ask two ranks in different orders, which then wait for each other
+        """Call a method in all processes, which handle calls in the order of submission."""
+        call = partial(method, *args, **kwargs)  # type: ignore[arg-type]  # the remote process adds the worker
+        with self._lock:  # calls that reach two ranks in different orders would deadlock
             actors = self._ready()
             return Answer(self, method, actors, [_asked(actor, self.term, call) for actor in actors])
 
     def await_answers(self, method: Callable[..., R], actors: list[Any], pending: list[Any]) -> R:
+        """Wait for the answers of a call and return rank 0's.
+
+        Raises:
+            GroupLost: a process died; the group is ended.
+            Exception: a worker's error, of any rank.
+        """
         import ray
 
         try:
             answers = self._patiently(actors, pending)
         except ray.exceptions.RayError as error:
-            mistake = isinstance(error, ray.exceptions.RayTaskError) and self._all_alive(actors)
-            self._end_those(actors)  # those that are left may wait for the one that failed
-            if mistake:
+            is_bug = isinstance(error, ray.exceptions.RayTaskError) and self._all_alive(actors)
+            self._end_those(actors)  # the other processes may be waiting for the failed one
+            if is_bug:
                 raise
             raise GroupLost(f"a process of pool {self.name} died during {method.__name__}: it restarts") from error
-        for good, answer in answers:
-            if not good:
+        for succeeded, answer in answers:
+            if not succeeded:
                 raise answer
         results: list[R] = [answer for _, answer in answers]
-        if method in (Worker.has_weights, Worker.is_saved):  # ranks that disagree hold nothing
+        if method in (Worker.has_weights, Worker.is_saved):  # one rank's no counts for all
             return next((result for result in results if not result), results[0])
         return results[0]
 
     def _end_those(self, actors: list[Any]) -> None:
-        with self._lock:  # unless another call has done so, and new ones have begun
+        with self._lock:  # another call may have restarted the group already
             if self._actors is actors:
                 self.end()
 
@@ -171,28 +183,28 @@ class RayGroup:
         import ray
 
         self._actors = []
-        with suppress(ValueError):  # there is none
+        with suppress(ValueError):  # the placement group does not exist
             ray.util.remove_placement_group(ray.util.get_placement_group(self._place))
         deadline = time.monotonic() + 30
-        while self._named() and time.monotonic() < deadline:  # until they are gone, their names are taken
+        while self._named() and time.monotonic() < deadline:  # their names are taken until they are gone
             time.sleep(0.1)
 
     def _patiently(self, actors: list[Any], pending: list[Any]) -> list[Any]:
-        """The answers, however long they take, as long as every process says that it is alive.
+        """Wait for the answers without a time limit, as long as every process answers `alive`.
 
-        Where one has failed, others may wait for it in a collective, in vain: after a moment the group is ended, and
-        the error stands for all.
+        If one process fails, others may wait for it forever in a collective. After `GRACE_S` the group is ended, and
+        only the failed answers are returned.
         """
         import ray
 
-        left = pending
-        while left:
-            ready, left = ray.wait(left, timeout=PATIENCE_S / 4)
+        unanswered = pending
+        while unanswered:
+            ready, unanswered = ray.wait(unanswered, timeout=PATIENCE_S / 4)
             failed = [answer for answer in ray.get(ready) if not answer[0]]
-            if failed and left:
-                _, left = ray.wait(left, num_returns=len(left), timeout=GRACE_S)
-                if left:
-                    if not isinstance(failed[0][1], Fenced):  # else the processes are another driver's by now
+            if failed and unanswered:
+                _, unanswered = ray.wait(unanswered, num_returns=len(unanswered), timeout=GRACE_S)
+                if unanswered:
+                    if not isinstance(failed[0][1], Fenced):  # if it is, the processes serve a newer driver
                         self._end_those(actors)
                     return failed
             elif not ready:
@@ -200,10 +212,10 @@ class RayGroup:
         return list(ray.get(pending))
 
     def _all_alive(self, actors: list[Any]) -> bool:
-        """Where one process dies, another may be the first to fail, since it cannot reach it."""
+        """Whether all processes answer. When one dies, another that cannot reach it may be the first to fail."""
         import ray
 
-        time.sleep(1.0)  # for Ray to notice
+        time.sleep(1.0)  # Ray needs a moment to notice a death
         try:
             return all(ray.get([actor.alive.remote() for actor in actors], timeout=PATIENCE_S))
         except ray.exceptions.RayError:
@@ -216,21 +228,21 @@ class RayGroup:
         return self._actors
 
     def _found(self) -> list[Any]:
-        """The processes that an earlier driver of this run left, if they are all there and hold the same engines."""
+        """The processes of an earlier driver of this run, if all are alive and hold the same engines."""
         import ray
 
-        found = []
-        with suppress(ValueError, AssertionError):  # those that end just now: their class goes before their name
-            found = [ray.get_actor(name, namespace=NAMESPACE) for name in sorted(self._named())]
+        actors = []
+        with suppress(ValueError, AssertionError):  # an actor that is ending loses its class before its name
+            actors = [ray.get_actor(name, namespace=NAMESPACE) for name in sorted(self._named())]
         try:
-            good = len(found) == self.pool.workers and all(
+            is_usable = len(actors) == self.pool.workers and all(
                 tuple(serves) == (self.identity, self.pool.workers)
-                for serves in ray.get([actor.serves.remote() for actor in found], timeout=PATIENCE_S)
+                for serves in ray.get([actor.serves.remote() for actor in actors], timeout=PATIENCE_S)
             )
         except ray.exceptions.RayError:
-            good = False
-        if good:
-            return found
+            is_usable = False
+        if is_usable:
+            return actors
         self.end()
         return []
 
@@ -238,23 +250,23 @@ class RayGroup:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        outlives = not _started_here
+        lifetime = None if _started_here else "detached"
         pool = self.pool
         need = {"CPU": pool.cpus_per_worker, "GPU": pool.gpus_per_worker}
         bundle = {name: amount for name, amount in need.items() if amount}
         note(f"starting pool {self.name}: {pool.workers} x {bundle} for {', '.join(self.roles)}")
-        placed = ray.util.placement_group(
-            [bundle] * pool.workers, strategy="PACK", lifetime="detached" if outlives else None, name=self._place
+        placement = ray.util.placement_group(
+            [bundle] * pool.workers, strategy="PACK", lifetime=lifetime, name=self._place
         )
         fits = _fits(bundle, pool.workers)
-        if fits and not placed.wait(timeout_seconds=10):
-            note(f"pool {self.name} waits for Ray to have room (at most {START_S / 60:.0f} minutes)")
-        if not fits or not placed.wait(timeout_seconds=START_S):
-            ray.util.remove_placement_group(placed)
-            there = {name: amount for name, amount in ray.cluster_resources().items() if name in bundle}
+        if fits and not placement.wait(timeout_seconds=10):
+            note(f"pool {self.name} waits for free resources in Ray (at most {START_S / 60:.0f} minutes)")
+        if not fits or not placement.wait(timeout_seconds=START_S):
+            ray.util.remove_placement_group(placement)
+            available = {name: amount for name, amount in ray.cluster_resources().items() if name in bundle}
             raise UserError(
-                f"pools.{self.name} asks for {pool.workers} x {bundle}, and Ray has {there}, some of it in use: "
-                "ask for less, or give the cluster more"
+                f"pools.{self.name} asks for {pool.workers} x {bundle}, and Ray has {available}, some of it in use: "
+                "ask for less, or add resources to the cluster"
             )
         remote = ray.remote(concurrency_groups={"health": 1})(_with_health(RayWorker))
         actors = [
@@ -263,8 +275,8 @@ class RayGroup:
                 num_gpus=pool.gpus_per_worker,
                 name=self._actor_name(rank),
                 namespace=NAMESPACE,
-                lifetime="detached" if outlives else None,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(placed, placement_group_bundle_index=rank),
+                lifetime=lifetime,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=rank),
             ).remote(self.config, self.url, self.roles, rank, self.threads, self.identity)
             for rank in range(pool.workers)
         ]
@@ -278,36 +290,36 @@ class RayGroup:
 
     @property
     def _place(self) -> str:
-        """The placement group's name: that of the run, and the pool."""
+        """The placement group's name, unique to the run and the pool."""
         return f"{hashlib.sha256(self.url.encode()).hexdigest()[:16]}/{self.name}"
 
     def _actor_name(self, rank: int) -> str:
         return f"{self._place}/{rank:06}"
 
     def _named(self) -> set[str]:
-        """The names of its processes that there are."""
+        """The names of the pool's existing processes."""
         import ray
 
-        there = {each["name"] for each in ray.util.list_named_actors(all_namespaces=True)}
-        return there & {self._actor_name(rank) for rank in range(self.pool.workers)}
+        existing = {actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)}
+        return existing & {self._actor_name(rank) for rank in range(self.pool.workers)}
 
 
 def _fits(bundle: dict[str, float], workers: int) -> bool:
-    """Whether the cluster, were it empty, could give that; a node that is yet to come does not count."""
+    """Whether the cluster's current nodes, if idle, have enough resources in total."""
     import ray
 
-    there = ray.cluster_resources()
-    return all(there.get(name, 0) >= amount * workers for name, amount in bundle.items())
+    total = ray.cluster_resources()
+    return all(total.get(name, 0) >= amount * workers for name, amount in bundle.items())
 
 
 def _asked(actor: Any, term: int, call: partial[Any]) -> Any:
-    if call.func is Worker.is_saved:  # whatever it computes meanwhile
+    if call.func is Worker.is_saved:  # answered while the process computes
         return actor.is_saved.remote(*call.args)
     return actor.do.remote(term, call)
 
 
 def _with_health(cls: type[RayWorker]) -> type[RayWorker]:
-    """`alive`, `serves` and `is_saved` answer while the process computes."""
+    """A subclass whose `alive`, `serves` and `is_saved` answer while the process computes."""
     import ray
 
     class Process(cls):  # type: ignore[misc, valid-type]
@@ -327,12 +339,12 @@ def _with_health(cls: type[RayWorker]) -> type[RayWorker]:
 
 
 def _engines_of(config: RunConfig) -> dict[str, Any]:
-    """What loaded engines depend on."""
+    """The config that loaded engines depend on."""
     return config.model_dump(mode="json", exclude=OPERATIONAL)
 
 
 def end_idle(config: RunConfig, url: str) -> bool:
-    """End the processes that drivers of a run left on a Ray that outlives them; whether there was such a Ray."""
+    """End the processes that a run's drivers left on a long-lived Ray; returns whether such a Ray exists."""
     if not config.pools or not _connect_to_existing():
         return False
     for pool in config.pools:
@@ -344,7 +356,7 @@ _started_here = False
 
 
 def connect() -> None:
-    """To the Ray at RAY_ADDRESS, or one that runs on this machine, or one that ends with this process."""
+    """Connect to the Ray at RAY_ADDRESS or on this machine, or start one that ends with this process."""
     global _started_here
     import ray
 
@@ -361,7 +373,7 @@ def _connect_to_existing() -> bool:
         ray.init(address=address, **QUIET)
     except (ConnectionError, ValueError) as error:
         if address != "auto":
-            raise UserError(f"RAY_ADDRESS is {address}, but no Ray answers there ({error})") from None
+            raise UserError(f"RAY_ADDRESS is {address}, but no Ray answers at that address ({error})") from None
         return False
     return True
 

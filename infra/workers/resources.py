@@ -1,4 +1,4 @@
-"""What stages read besides rows and models: prompts, the tokenizer, environments, and the processes of rewards."""
+"""Inputs of stages other than rows and models: prompts, the tokenizer, environments, and reward processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RewardSettings:
-    """What processes that compute rewards are started with."""
+    """The settings of the processes that compute rewards."""
 
     function: str | Mapping[str, float]
     options: Mapping[str, Mapping[str, Any]]
@@ -30,7 +30,7 @@ class RewardSettings:
 
 
 class Resources:
-    """Each is loaded when it is first asked for, and kept."""
+    """The resources of one worker, each loaded on first use and kept."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -41,16 +41,17 @@ class Resources:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The policy's tokenizer."""
         return load_tokenizer(self.config.model)
 
     def environment(self, name: str) -> Callable[..., Environment]:
-        """Loaded once, so that a change of the file does not come in the middle of a run."""
+        """The factory of an environment. Loaded once, so that a change of its file has no effect during a run."""
         if name not in self._environments:
             self._environments[name] = load_environment(name)
         return self._environments[name]
 
     def dataset(self, paths: Sequence[str]) -> PromptDataset:
-        """The prompts of some files, without those that `data.truncation: drop` leaves out."""
+        """The prompts of some files; with `data.truncation: drop`, without overlong prompts."""
         key = tuple(paths)
         if key not in self._datasets:
             dataset, data = PromptDataset(key), self.config.data
@@ -63,7 +64,7 @@ class Resources:
         return self._datasets[key]
 
     def rewards(self, settings: RewardSettings) -> RewardPool:
-        """The processes that compute rewards."""
+        """The processes that compute rewards, restarted if the settings have changed."""
         with self._lock:
             if self._rewards is None or self._rewards[0] != settings:
                 self._end_rewards()
@@ -72,6 +73,7 @@ class Resources:
             return self._rewards[1]
 
     def close(self) -> None:
+        """End the reward processes."""
         with self._lock:
             self._end_rewards()
 

@@ -1,7 +1,7 @@
-"""A worker: the models of some roles in one process, and the only place where stages compute.
+"""A worker: the models of some roles in one process. Stages compute only in workers.
 
-A call carries references and config, never rows or weights: the worker reads what the stage reads, computes, and
-writes what the stage writes.
+Calls carry references and config, never rows or weights: the worker reads the stage's inputs from the store, computes,
+and writes its outputs.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 WEIGHTS_OF = {"rollout": "actor"}
-"""The rollout generates with the actor's weights: with the very same tensors, or with a copy of its own."""
+"""The rollout generates with the actor's weights: either the same tensors or its own copy."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Saving:
 
 
 class WrongPolicyVersion(Exception):
-    """The worker does not hold the weights that a call asks for: load the newest snapshot and replay."""
+    """The worker does not hold the weights of a call. The caller should load the newest snapshot and replay."""
 
 
 class Worker:
@@ -75,31 +75,43 @@ class Worker:
         self.resources = Resources(config)
         self.term = 0
         self._weights: dict[str, Weights | None] = {}
-        """What each trainable role holds; None: dirty, in the middle of an update."""
+        """The weights that each role holds; None during an update, when its tensors have no version."""
         self._updated: dict[str, Updated] = {}
         self._rollout_has: Weights | None = None
-        """What the rollout's own copy of the actor's weights is, where it needs one."""
+        """The weights of the rollout's own copy of the actor, if it has one."""
         self._server_checked = False
         self._saving: dict[str, Saving] = {}
         self._generations: dict[GenerationKey, Interruptible] = {}
 
     @property
     def roles(self) -> frozenset[str]:
+        """The roles whose models this worker holds."""
         return self.engines.roles
 
     def rows(self, asked: RowsCall[C, S]) -> Rows[S] | None:
-        """Compute one shard and write it; nothing is committed. None: there is more to do, ask again."""
+        """Compute one shard and write it, without committing it. None: the generation is incomplete, so call again."""
         try:
             output, seconds = self.computed(asked)
         except Interrupted:
             return None
         shard, call = None, asked.call
-        if ranks.rank() == 0:  # the others hold the same rows
+        if ranks.rank() == 0:  # the other ranks hold the same rows
             shard = self.store.write_shard(call.iteration, call.stage, call.attempt, call.shard, output.batch.table)
         return Rows(shard, output.summary, seconds)
 
     def computed(self, asked: RowsCall[C, S]) -> tuple[ShardOutput[S], float]:
-        """One shard's rows with its summary, and the seconds it took; nothing is written."""
+        """Compute one shard without writing it.
+
+        Returns:
+            The shard's rows and summary, and the compute time in seconds.
+
+        Raises:
+            Fenced: a newer driver uses the worker.
+            WrongPolicyVersion: the role does not hold the weights of the call.
+            Interrupted: the generation is incomplete; call again.
+            NotFinite: a column contains NaN or infinity.
+            EngineLost: the engine died; it was discarded.
+        """
         call = asked.call
         self.admit(call.term)
         try:
@@ -109,7 +121,7 @@ class Worker:
             started = time.perf_counter()
             context = self._context(call, batch)
             output = asked.compute(context)
-        except EngineLost:  # a new one holds nothing yet
+        except EngineLost:  # its replacement starts without the call's weights
             self._end_rollout()
             raise
         seconds = time.perf_counter() - started + context.earlier_s
@@ -121,8 +133,12 @@ class Worker:
         return output, seconds
 
     def update(self, asked: UpdateCall[C]) -> Updated:
-        """Move a role from the call's weights to the next version, once: asked again, the finished result is
-        returned."""
+        """Update a role from the call's weights to the next version. Repeating the call returns the finished result.
+
+        Raises:
+            Fenced: a newer driver uses the worker.
+            WrongPolicyVersion: the role does not hold the weights of the call.
+        """
         call = asked.call
         self.admit(call.term)
         assert call.role in self.roles and call.weights is not None
@@ -133,7 +149,7 @@ class Worker:
             raise WrongPolicyVersion(call.role)
         batch = self._read(call)
         started = time.perf_counter()
-        with self.engines.lock:  # nobody copies them any more
+        with self.engines.lock:  # from now on nobody copies the tensors, which are about to change
             self._weights[call.role] = None
         metrics = asked.compute(self._context(call, batch))
         digest = self.engines.model(call.role, learns=True).digest()
@@ -147,20 +163,21 @@ class Worker:
         return Context(call, batch, self.engines, self.resources, self._generations)
 
     def has_weights(self, role: str, weights: Weights | None) -> bool:
-        copy = role == "rollout" and not self.rollout_is_actor()
-        return weights is not None and weights == (self._rollout_has if copy else self._weights.get(_whose(role)))
+        """Whether the role holds these weights."""
+        has_copy = role == "rollout" and not self.rollout_is_actor()
+        return weights is not None and weights == (self._rollout_has if has_copy else self._weights.get(_whose(role)))
 
     def rollout_is_actor(self) -> bool:
-        """Whether the rollout generates with the actor's very tensors."""
+        """Whether the rollout shares the actor's tensors."""
         return self.engines.owner("rollout") == "actor"
 
     def copy_to_rollout(self, weights: Weights) -> bool:
-        """Give the actor's weights to the rollout; False if the actor, here, does not hold these."""
+        """Copy the actor's weights to the rollout; False if this worker's actor does not hold these weights."""
         with self.engines.lock:
             if "actor" not in self.roles or self._weights.get("actor") != weights:
                 return False
             actor = self.engines.model("actor", learns=True)
-            rollout = self.engines.rollout()  # the last, so that it is awake where they take turns
+            rollout = self.engines.rollout()  # after the actor, so that it is on the device if they take turns
             self._rollout_has = None
             rollout.load_weights(actor.weights(), actor.adapter_config)
             if self.config.rollout.engine == "server":
@@ -169,7 +186,7 @@ class Worker:
             return True
 
     def _check_server(self, rollout: RolloutEngine, actor: InferenceEngine) -> None:
-        """Once: a server's answer is compared with what the actor says of it, whose weights it has just loaded."""
+        """Compare a server's log-probs with those of the actor, whose weights it has just loaded. Runs once."""
         if self._server_checked:
             return
         from rlhf.engines.server_rollout import ServerRollout, check_log_probs
@@ -197,11 +214,17 @@ class Worker:
     def _comes_to_hold(self, role: str, weights: Weights) -> bool:
         if self.has_weights(role, weights):
             return True
-        copies = role == "rollout" and not self.rollout_is_actor()
-        return copies and self.copy_to_rollout(weights)
+        has_copy = role == "rollout" and not self.rollout_is_actor()
+        return has_copy and self.copy_to_rollout(weights)
 
     def load(self, role: str, weights: Weights, checkpoint: ObjectRef | None) -> None:
-        """Load a role's snapshot; without one, the weights it starts from."""
+        """Load a role's checkpoint, or its initial weights if `checkpoint` is None.
+
+        Args:
+            role: a role of this worker.
+            weights: the version that the role holds afterwards.
+            checkpoint: the manifest of the checkpoint.
+        """
         stored = None if checkpoint is None else self.store.checkpoint(checkpoint)
         if role == "rollout":
             self._rollout_has = None
@@ -220,15 +243,15 @@ class Worker:
         return self.engines.owner("reference") == "actor"
 
     def _load_rollout(self, checkpoint: Checkpoint | None) -> None:
-        """The actor's weights alone, for a rollout whose actor is elsewhere."""
+        """Load only the actor's weights, for a rollout in a different process from the actor."""
         from rlhf.engines.model_engine import copy_weights, is_weights, weights_of
 
-        serves, config = self.config.rollout.engine == "server", "adapter_config.json"
+        uses_server, adapter_config = self.config.rollout.engine == "server", "adapter_config.json"
         files: dict[str, bytes] = {}
         if checkpoint is not None:
-            names = [name for name in checkpoint.files if is_weights(name) or name == config]
+            names = [name for name in checkpoint.files if is_weights(name) or name == adapter_config]
             files = self.store.read_checkpoint(checkpoint, names)
-        if serves and not self._server_checked:  # of a pool of its own, which holds no other model
+        if uses_server and not self._server_checked:  # this pool holds no actor to compare with, so load one
             from rlhf.engines.torch_engine import TorchEngine
 
             rollout, model = self.engines.rollout(), load_actor(self.config.model)
@@ -237,8 +260,8 @@ class Worker:
             actor = TorchEngine(model, "policy", dtype=self.config.model.dtype, trainable=False)
             self._check_server(rollout, actor)
         elif checkpoint is not None:
-            self.engines.rollout().load_weights(weights_of(files), files.get(config))
-        elif serves:  # it may have other weights
+            self.engines.rollout().load_weights(weights_of(files), files.get(adapter_config))
+        elif uses_server:  # the server may hold other weights
             self.engines.rollout().load_weights(load_actor(self.config.model).named_parameters())
         else:
             self._end_rollout()
@@ -249,15 +272,16 @@ class Worker:
             self.engines.end_rollout()
 
     def close(self) -> None:
+        """End the rollout engine and the reward processes."""
         self._end_rollout()
         self.resources.close()
 
     def mark_as_version(self, role: str, weights: Weights) -> None:
-        """The role's tensors count as `weights` from here on: an update was skipped, or replayed with other bits."""
+        """Label the role's tensors with `weights`, after an update was skipped or replayed with different bits."""
         self._weights[role] = weights
 
     def begin_save(self, role: str) -> None:
-        """Copy a role's full state, and write this rank's share while other calls go on."""
+        """Copy a role's full state, and write this rank's share in the background."""
         weights = self._weights[role]
         assert weights is not None, "a role in the middle of an update has no state to save"
         folder, files = self.store.checkpoint_folder(role, weights), self.engines.model(role, learns=True).state()
@@ -265,14 +289,18 @@ class Worker:
         self._saving[role] = Saving(folder, weights, written)
 
     def is_saved(self, role: str) -> bool:
+        """Whether this rank has written its share."""
         return role not in self._saving or self._saving[role].written.done()
 
     def finish_save(self, role: str) -> ObjectRef | None:
-        """Wait for what was begun, by all ranks: a checkpoint, which exists once a snapshot record names it. None: it
-        was begun by another process, which is gone."""
+        """Wait until all ranks have written their shares, and write the checkpoint's manifest.
+
+        Returns:
+            The manifest, on rank 0. None on other ranks, or if a process died since `begin_save`.
+        """
         saving = self._saving.pop(role, None)
-        mine = None if saving is None else saving.written.result()
-        shares = ranks.gathered(mine)
+        own_share = None if saving is None else saving.written.result()
+        shares = ranks.gathered(own_share)
         if saving is None or None in shares:
             return None
         files = {name: file for share in shares for name, file in share.items()}
@@ -280,13 +308,14 @@ class Worker:
         return self.store.write_checkpoint_manifest(saving.folder, checkpoint) if ranks.rank() == 0 else None
 
     def admit(self, term: int) -> None:
+        """Serve this term from now on; raises `Fenced` if the worker serves a newer term."""
         if term < self.term:
             raise Fenced(f"a worker refused a call of term {term}: it serves term {self.term}")
         self.term = term
 
     def _read(self, call: Call[C]) -> TrajectoryBatch:
-        stages = [self._read_stage(*columns) for columns in call.inputs if columns[1]]
-        for chosen in (self._read_stage(*columns) for columns in call.inputs if not columns[1]):
+        stages = [self._read_stage(shards, columns) for shards, columns in call.inputs if columns]
+        for chosen in (self._read_stage(shards, columns) for shards, columns in call.inputs if not columns):
             stages = [stage.only(chosen.array("trajectory_id")) for stage in stages]
         return TrajectoryBatch.join(stages) if stages else TrajectoryBatch(pa.table({}))
 
@@ -300,7 +329,7 @@ def _whose(role: str) -> str:
 
 
 def in_background(work: Callable[[], T]) -> Future[T]:
-    """A thread that does not outlive the process: what it writes counts only when a record says so."""
+    """Run `work` in a daemon thread. The process may end before it: its files count only once a record names them."""
     future: Future[T] = Future()
 
     def run() -> None:

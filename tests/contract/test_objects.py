@@ -201,7 +201,7 @@ def test_a_412_in_other_words_than_those_of_aws(monkeypatch: pytest.MonkeyPatch)
 def test_a_missing_bucket_is_named(s3: str) -> None:
     objects = ObjectStore("s3://no-such-bucket/run")
     assert objects.get_if_there("key") is None
-    with pytest.raises(UserError, match=r"s3://no-such-bucket/run is not there: create its bucket"):
+    with pytest.raises(UserError, match=r"s3://no-such-bucket/run does not exist: create its bucket"):
         objects.honours_create()
 
 

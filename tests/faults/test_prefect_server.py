@@ -142,7 +142,7 @@ def test_a_driver_that_is_stopped_stops_though_prefect_is_not_told(
         driver.send_signal(signal.SIGTERM)
         said, _ = driver.communicate(timeout=600)
     assert driver.returncode == 1, said
-    assert "stopped as asked; `ratchet resume stopped` goes on from the last commit" in said
+    assert "stopped as asked; `ratchet resume stopped` continues from the last commit" in said
     history = History.of(config)
     history.check_sound(killed=True)
     assert history.state.iteration < 200

@@ -59,7 +59,7 @@ def test_a_run_from_training_to_export(ratchet: Ratchet, config_file: Path, tmp_
     assert "it    0/1" in out
     code, out, _ = ratchet("train", config_file)
     assert code == 0
-    assert "goes on with other settings: train.iterations 1 -> 2\n" in out
+    assert "continues with different settings: train.iterations 1 -> 2\n" in out
     assert "it    1/2" in out
     assert "run cli has its 2 iterations" in out
 

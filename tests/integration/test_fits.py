@@ -65,7 +65,7 @@ def test_stopped_killed_and_contested_it_comes_out_the_same(sft: Any, processes:
     assert stopped.wait() == 0, stopped.text
     assert "slow has stopped; the command that began it continues from the last commit" in stopped.text
     assert slow.wait() == 1, slow.text
-    assert "stopped as asked; the same command goes on" in slow.text
+    assert "stopped as asked; the same command continues" in slow.text
     again = sft("slow")
     assert again.wait(240) == 0, again.text
     assert len(again.engine_calls) < 9, "what was committed is not computed again"
@@ -84,7 +84,7 @@ def test_ctrl_c_ends_it_at_once(sft: Any) -> None:
     wait_until(lambda: "waiting at" in child.text)
     child.signal(signal.SIGINT)
     assert child.wait() == 1, child.text
-    assert "stopped as asked; the same command goes on from the last commit (what was being computed is abandoned)" in (
+    assert "stopped as asked; the same command continues from the last commit (uncommitted work is abandoned)" in (
         child.text
     )
 
@@ -106,14 +106,14 @@ def test_a_fit_is_one_thing(sft: Any, processes: Processes, workspace: Path) -> 
     other = sft("one", "lr=0.02", "batch_examples=4")
     assert other.wait() == 2
     assert "run one in" in other.text
-    assert "was begun with other settings (batch_examples 8 -> 4; lr 0.01 -> 0.02)" in other.text
+    assert "was started with different settings (batch_examples 8 -> 4; lr 0.01 -> 0.02)" in other.text
     moved = processes.folder / "moved.jsonl"
     moved.write_text((processes.folder / "rows.jsonl").read_text())
     assert sft("one", f"data={moved}", "checkpoint_steps=5").wait(240) == 0
     moved.write_text(json.dumps(ROWS[0]) + "\n")
     other = sft("one", f"data={moved}")
     assert other.wait() == 2
-    assert "was begun with other settings (the model's files or the examples)" in other.text
+    assert "was started with different settings (the model's files or the examples)" in other.text
 
     config = tiny.config(workspace, run__name="one", run__store=f"file://{processes.folder}/runs")
     path = processes.folder / "one.yaml"

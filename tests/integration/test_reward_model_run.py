@@ -73,7 +73,7 @@ def test_from_preferences_to_ppo(workspace: Path, preferences: Path, processes: 
     assert killed.wait(240) == -signal.SIGKILL, killed.text
     other = fit(processes, workspace, preferences, "killed", "lr=0.02")
     assert other.wait(240) == 2, other.text
-    assert "was begun with other settings (lr 0.01 -> 0.02)" in other.text
+    assert "was started with different settings (lr 0.01 -> 0.02)" in other.text
     resumed = fit(processes, workspace, preferences, "killed")
     assert resumed.wait(240) == 0, resumed.text
     whole, mended = (load_file(processes.folder / name / "model.safetensors") for name in ("judge", "killed"))

@@ -102,7 +102,7 @@ def test_vacuum_deletes_nothing_if_one_byte_of_the_log_is_not_as_it_was(ratchet:
     for command in (["vacuum", "run", "--dry-run"], ["vacuum", "run"]):
         code, text = ratchet(*command)
         assert code == 1
-        assert "nothing is deleted, because nobody can say" in text or "does not follow" in text
+        assert "nothing is deleted, because it is unknown" in text or "does not follow" in text
     assert files(closed) == before
     path.write_bytes(data)
     code, text = ratchet("vacuum", "run")
@@ -201,7 +201,7 @@ def test_verify_finds_every_kind_of_damage_and_mends_copies(ratchet: Ratchet, ru
     code, text = ratchet("verify", "run")
     assert code == 0, text
     assert "run is intact" in text
-    assert "(is named by no record)" not in text
+    assert "(is not referenced by any record)" not in text
 
     kinds = ("trajectories/score", "manifests", "index", "metrics", "checkpoints/actor")
     for kind in kinds:
@@ -224,7 +224,7 @@ def test_verify_finds_every_kind_of_damage_and_mends_copies(ratchet: Ratchet, ru
     assert code == 0, text
     assert "run.json is gone or damaged: repaired" in text
     assert "log/tail.json is damaged, or names no index: repaired" in text
-    assert "trajectories/score/stray.parquet is named by no record: `ratchet vacuum` deletes it" in text
+    assert "trajectories/score/stray.parquet is not referenced by any record: `ratchet vacuum` deletes it" in text
     assert json.loads((run / "run.json").read_text())["config"]["run"]["name"] == "run"
     assert ratchet("vacuum", "run")[0] == 0
     code, text = ratchet("verify", "run")
@@ -248,7 +248,7 @@ def test_a_damaged_registration_of_a_fork_is_named_and_nothing_is_deleted(ratche
     before = files(run)
     code, text = ratchet("verify", "run")
     assert code == 1
-    assert "forks/child.json is damaged, so that nobody can say what the fork needs" in text
+    assert "forks/child.json is damaged, so the snapshots that the fork needs are unknown" in text
     assert ratchet("vacuum", "run")[0] == 1
     assert {path for path in before if path not in files(run)} == set()
 
