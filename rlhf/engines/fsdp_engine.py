@@ -96,8 +96,9 @@ class FSDPEngine(TorchEngine):
         unknown = set(plan.values()) - {*STYLES, SUMMED}
         if not plan or unknown:
             raise UserError(
-                f"tensor_parallel: {type(self.model).__name__} has no plan for it that is known here"
-                + (f" (it asks for {', '.join(sorted(unknown))})" if unknown else "")
+                f"tensor_parallel: {type(self.model).__name__} has no supported plan"
+                + (f" (unknown styles: {', '.join(sorted(unknown))})" if unknown else "")
+                + ": remove tensor_parallel"
             )
         for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
             if getattr(config, key) % self.team:

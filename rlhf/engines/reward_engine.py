@@ -84,12 +84,14 @@ class RewardEngine:
                 the chat template changes a response.
         """
         if not self.tokenizer.is_fast:
-            raise UserError("the reward model's tokenizer is a slow one, which does not say where tokens begin")
+            raise UserError("the reward model's tokenizer does not report character offsets: use a fast tokenizer")
         texts, ends, last = [], [], []
         for messages, response in conversations:
             text, start = with_response(messages, response, self.tokenizer)
             if start is None:
-                raise UserError(f"the reward model's chat template changes a response, so its steps are lost: {text!r}")
+                raise UserError(
+                    f"the reward model's chat template changes a response, so its steps cannot be located: {text!r}"
+                )
             written = len(response.rstrip()) if self.tokenizer.chat_template else len(response)
             texts.append(text)
             ends.append(step_ends(response, separator))
@@ -129,8 +131,8 @@ class RewardEngine:
         for text, ids in zip(texts, encoding["input_ids"], strict=True):
             if longest is not None and len(ids) > longest:
                 raise UserError(
-                    f"the reward model reads at most {longest} tokens, and a conversation has {len(ids)} "
-                    f"({text[:60]!r}...): choose another, or fork with a lower rollout.max_response_tokens"
+                    f"the reward model reads at most {longest} tokens, but a conversation has {len(ids)} "
+                    f"({text[:60]!r}...): choose another model, or fork with a lower rollout.max_response_tokens"
                 )
         return encoding
 

@@ -62,7 +62,7 @@ class Team:
         window = "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
         kinds = set(getattr(config, "layer_types", None) or [window])
         if kinds != {"full_attention"}:
-            raise UserError(f"sequence_parallel needs full attention in every layer, and the model has {sorted(kinds)}")
+            raise UserError(f"sequence_parallel needs full attention in every layer, but the model has {sorted(kinds)}")
         AttentionInterface.register(NAME, _attention)
         model.set_attn_implementation(NAME)
 
@@ -187,7 +187,7 @@ def _attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     if softcap is not None or s_aux is not None:
-        raise UserError("sequence_parallel does not know this model's kind of attention: leave it out")
+        raise UserError("sequence_parallel does not support this model's attention: leave it out")
     groups = query.shape[1] // key.shape[1]
     if key.shape[1] % team.size:  # key heads cannot be split evenly, so repeat them for each query head
         key, value = (shares.repeat_interleave(groups, dim=1) for shares in (key, value))

@@ -147,7 +147,7 @@ class TokenOutputs(torch.nn.Module):
         alone = self._hidden(ids)
         if self.head == "policy" and _differ(self._logits(alone), self.model(input_ids=ids, use_cache=False).logits):
             raise UserError(
-                f"{name} transforms the logits of its head in an unsupported way, so its log-probs would be wrong: "
+                f"{name} changes the logits of its head in an unsupported way, so its log-probs would be wrong: "
                 "choose a model of another architecture"
             )
         if self.head == "reward" and not hasattr(self.model, "score"):
