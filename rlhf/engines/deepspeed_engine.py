@@ -51,9 +51,8 @@ class DeepSpeedEngine(ModelEngine):
         # DeepSpeed's CPU collectives would take a minute to compile, and a killed build leaves a lock on which the next
         # build waits forever; gloo works as well.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        self.stage = stage = (
-            stage if self.trainable or stage == 3 else 0
-        )  # without an optimizer only parameters can be sharded
+        # without an optimizer there are only parameters to shard, which is stage 3
+        self.stage = stage = stage if self.trainable or stage == 3 else 0
         zero: dict[str, Any] = {"stage": stage}
         host = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
         if offload:

@@ -204,7 +204,7 @@ def _uniforms(requests: Sequence[Request], sampling: Sampling) -> np.ndarray:
     rows = [
         (seeding.generator(sampling.seed, "generate", request.trajectory_id), request.begun) for request in requests
     ]
-    return np.stack([row.random(begun + sampling.max_tokens)[begun:] for row, begun in rows])
+    return np.stack([generator.random(start + sampling.max_tokens)[start:] for generator, start in rows])
 
 
 def _causal_mask(real: Tensor) -> Tensor:

@@ -152,8 +152,8 @@ class VLLMApi:
             ask("/reset_prefix_cache", {})
         except UserError as error:
             raise UserError(
-                f"{ask.url} takes no new weights ({error}): start `vllm serve` with VLLM_SERVER_DEV_MODE=1, and let "
-                f"it see {folder.parent}"
+                f"{ask.url} cannot load new weights ({error}): start `vllm serve` with VLLM_SERVER_DEV_MODE=1, and let "
+                f"it read {folder.parent}"
             ) from None
 
 
@@ -191,7 +191,7 @@ class SGLangApi:
         """Load the weights in a folder; see `Api.load`."""
         answer = ask("/update_weights_from_disk", {"model_path": str(folder), "flush_cache": True})
         if not answer["success"]:
-            raise UserError(f"{ask.url} takes no new weights: {answer['message']}")
+            raise UserError(f"{ask.url} cannot load new weights: {answer['message']}")
 
 
 class TGIApi:
@@ -229,7 +229,7 @@ class TGIApi:
 
     def load(self, ask: Ask, folder: Path) -> None:
         """Raise `UserError`: this server cannot load new weights."""
-        raise UserError(f"{ask.url} (rollout.server.api tgi) takes no new weights: it can only evaluate")
+        raise UserError(f"{ask.url} (rollout.server.api tgi) cannot load new weights: use it for evaluation only")
 
 
 APIS: dict[str, Callable[[PreTrainedTokenizerBase | None], Api]] = {
@@ -281,9 +281,9 @@ def check_log_probs(
         )
         if error > error_if_wrong_kind + ROUNDING or error > SAME_MODEL:
             raise UserError(
-                f"the log-probs of {url} are not those that the trainer gives the same {len(log_probs)} tokens (they "
-                f"differ by {error:.3g} nats on average): start `vllm serve` with --logprobs-mode {mode} (or another "
-                "server so that it gives the same), and with the model of model.path"
+                f"the log-probs of {url} differ from the trainer's on the same {len(log_probs)} tokens (by {error:.3g} "
+                f"nats on average): start `vllm serve` with --logprobs-mode {mode} (or configure another server to "
+                "return the same kind), and with the model of model.path"
             )
 
 
