@@ -88,19 +88,23 @@ class ActorObjective:
 
     @property
     def columns(self) -> tuple[str, ...]:
+        """Names of the columns that the objective reads; see `Objective.columns`."""
         needs = [name for name in self.policy_loss.needs if name != "old_log_probs" or not self.on_policy]
         ref = ("ref_log_probs",) if self.kl_in_loss is not None else ()
         return ("loss_mask", "advantages", *needs, *ref, *(("rollout_is_weights",) if self.weighted else ()))
 
     @property
     def outputs(self) -> tuple[str, ...]:
+        """Names of the model outputs that the objective reads; see `Objective.outputs`."""
         return ("log_probs", "entropy") if self.entropy_coef else ("log_probs",)
 
     @property
     def selection(self) -> Selection | None:
+        """The selection of a `SelectingLoss`; None for other losses; see `Objective.selection`."""
         return self._select if isinstance(self.policy_loss, SelectingLoss) else None
 
     def __call__(self, outputs: Outputs, batch: Outputs, normalizers: LossNormalizers) -> Share:
+        """Compute loss and metrics of a micro-batch; see `Objective.__call__`."""
         mask, log_probs, how = batch["loss_mask"], outputs["log_probs"], self.policy_loss.how
         if self.horizon is not None:
             normalizers = replace(normalizers, horizon=self.horizon)
@@ -149,6 +153,7 @@ class CriticObjective:
     together: int = 1
 
     def __call__(self, outputs: Outputs, batch: Outputs, normalizers: LossNormalizers) -> Share:
+        """Compute loss and metrics of a micro-batch; see `Objective.__call__`."""
         mask, predicted = batch["loss_mask"], outputs["values"]
         error = squared = (predicted - batch["returns"]).square()
         if self.cliprange_value is not None:
@@ -172,6 +177,7 @@ class SupervisedObjective:
     together: int = 1
 
     def __call__(self, outputs: Outputs, batch: Outputs, normalizers: LossNormalizers) -> Share:
+        """Compute loss and metrics of a micro-batch; see `Objective.__call__`."""
         loss = aggregate(-outputs["log_probs"], batch["loss_mask"], "token-mean", normalizers)
         return loss, {"sft/loss": loss}
 
@@ -193,6 +199,7 @@ class PreferenceObjective:
     together: int = 2
 
     def __call__(self, outputs: Outputs, batch: Outputs, normalizers: LossNormalizers) -> Share:
+        """Compute loss and metrics of a micro-batch; see `Objective.__call__`."""
         scores = sequence_sum(outputs["scores"], batch["loss_mask"])
         margin, pairs = scores[0::2] - scores[1::2], normalizers.sequences / 2
         loss = -logsigmoid(margin).sum() / pairs

@@ -117,6 +117,7 @@ class TokenLoss(PolicyLossBase):
 
     @property
     def how(self) -> Aggregation:
+        """The configured reduction."""
         return self.aggregate
 
 
@@ -125,6 +126,7 @@ class SequenceLoss(PolicyLossBase):
 
     @property
     def how(self) -> Aggregation:
+        """Always the mean over trajectories of the mean over tokens."""
         return "seq-mean-token-mean"
 
 

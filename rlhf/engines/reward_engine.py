@@ -99,9 +99,8 @@ class RewardEngine:
         tokens = self._tokens(texts, return_offsets_mapping=True)
         ids, places = tokens["input_ids"], []
         for offsets, ends_in_text in zip(tokens["offset_mapping"], last, strict=True):
-            begins = np.maximum.accumulate(
-                [begin for begin, _ in offsets]
-            )  # a special token at the end may have offset 0
+            # offsets must not decrease, but a special token at the end may have offset 0
+            begins = np.maximum.accumulate([begin for begin, _ in offsets])
             places.append(np.searchsorted(begins, ends_in_text) - 1)
         steps: dict[int, list[Step]] = {}
         for rows, logits in self._logits(ids, micro_batch_tokens):

@@ -202,6 +202,7 @@ class TGIApi:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        """Use `tokenizer` to turn prompts into text; None: generating is impossible."""
         self.tokenizer = tokenizer
 
     def generate(self, ask: Ask, request: Request, sampling: Sampling, seed: int, eos: Sequence[int]) -> Generation:
