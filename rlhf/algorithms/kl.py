@@ -114,7 +114,7 @@ NO_REWARD = (
 
 def _only_k1(value: object) -> object:
     if value == "k1+":
-        raise ValueError("k1+ differs from k1 in its gradient alone, and in the reward there is none: write k1")
+        raise ValueError("k1+ differs from k1 only in its gradient, and in the reward there is none: write k1")
     if value in get_args(Estimator) and value != "k1":
         raise ValueError(NO_REWARD.format(estimator=value))
     return value

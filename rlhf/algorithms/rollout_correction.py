@@ -196,7 +196,7 @@ class RolloutCorrection(Options):
     def _bypass_compares_nothing(self) -> Self:
         if self.bypass and (self.weights is not None or self.rejection):
             raise ValueError(
-                "bypass takes the rollout's log-probs as the old ones, which leaves weights and rejection nothing to "
+                "bypass uses the rollout's log-probs as the old ones, so weights and rejection have nothing to "
                 "compare: remove them, or set bypass: false"
             )
         return self
