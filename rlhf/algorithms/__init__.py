@@ -1,8 +1,8 @@
-"""The maths of RL for language models: pure functions of tensors, no engine in sight.
+"""The maths of RL for language models: pure functions of tensors, independent of any engine.
 
-Each algorithm is one frozen pydantic class: its fields are its configuration, `needs` names the inputs it asks for
-(and so decides which stages an iteration runs), and calling it computes. To add one, write the class and name it in
-the union at the end of its module; nothing else branches on an algorithm's name.
+Each algorithm is a frozen pydantic class. Its fields are its configuration, `needs` names its inputs (and so decides
+which stages an iteration runs), and calling it runs the computation. To add an algorithm, write a class and add it to
+the union at the end of its module; no other code branches on an algorithm's name.
 """
 
 from rlhf.algorithms.advantages import GAE, GRPO, Advantage

@@ -1,7 +1,7 @@
-"""Advantage estimators: from per-token rewards to advantages and returns.
+"""Advantage estimators: compute advantages and returns from per-token rewards.
 
-A trajectory's score, as the estimators below use it, is the sum of its unmasked token rewards. Those that compare the
-trajectories of a prompt give every unmasked token its trajectory's advantage.
+The score of a trajectory is the sum of its unmasked token rewards. Estimators that compare the trajectories of a prompt
+give every unmasked token the advantage of its trajectory.
 """
 
 from __future__ import annotations
@@ -26,37 +26,48 @@ if TYPE_CHECKING:
 
 
 class AdvantageEstimator(Algorithm):
-    """What all estimators have. Calling one gives advantages and returns, 0 where masked; `needs` names its inputs:
+    """Base class of all estimators.
 
-    - ``values`` [batch, response]: the critic's, before its update;
-    - ``group_ids`` [batch]: equal for trajectories of the same prompt;
-    - ``entropy`` [batch, response]: of the policy, in nats;
-    - ``greedy_scores`` [batch]: the score of the greedy answer to the same prompt;
-    - ``reward_parts``: each named part of the score, [batch].
+    An estimator is called with ``token_rewards`` and ``mask``, float32, shape (batch, response), and with the inputs
+    that `needs` names:
+
+    - ``values``, shape (batch, response): the critic's values before its update;
+    - ``group_ids``, shape (batch,): equal for trajectories of the same prompt;
+    - ``entropy``, shape (batch, response): entropy of the policy, in nats;
+    - ``greedy_scores``, shape (batch,): score of the greedy answer to the same prompt;
+    - ``reward_parts``: each named part of the score, shape (batch,).
+
+    It returns advantages and returns, float32, shape (batch, response), 0 where masked.
     """
 
     whiten: bool = Field(False, description="shift and scale advantages to mean 0, variance 1 over the batch's tokens")
     clip_rewards: float | None = Field(
-        None, gt=0, description="scores (and parts of them) are limited to ± this before anything; null: not limited"
+        None, gt=0, description="scores and their parts are clamped to ± this value first; null: no limit"
     )
     drop_zero_std_groups: bool = Field(
-        False, description="trajectories whose group has one score throughout do not enter the losses"
+        False, description="leave trajectories out of the losses if all scores of their group are equal"
     )
 
     def finished(self, advantages: Tokens, mask: Tokens) -> Tokens:
+        """Whiten advantages if configured, and set masked positions to 0; shapes (batch, response)."""
         return whiten(advantages, mask) if self.whiten else advantages * mask
 
     def clipped(self, scores: Scores) -> Scores:
+        """Clamp scores, shape (batch,), to ± `clip_rewards` if configured."""
         return scores if self.clip_rewards is None else scores.clamp(-self.clip_rewards, self.clip_rewards)
 
     def teaches(self, scores: Scores, group_ids: Int[Tensor, " batch"]) -> Bool[Tensor, " batch"]:
-        """Which trajectories there is something to learn from; the others enter neither the losses nor any statistic
-        over the batch. Left out are flat groups, if asked for, and for an estimator that compares the trajectories of a
-        prompt, one that has no other to be compared with.
+        """Find the trajectories to learn from; the losses and the batch statistics leave the others out.
+
+        With `drop_zero_std_groups`, groups whose scores are all equal are left out. Estimators that compare the
+        trajectories of a prompt leave out a trajectory that is alone in its group.
 
         Args:
-            scores: the score of each trajectory.
-            group_ids: equal for trajectories of the same prompt.
+            scores: score of each trajectory, shape (batch,).
+            group_ids: equal for trajectories of the same prompt, shape (batch,).
+
+        Returns:
+            True for each trajectory to learn from, bool, shape (batch,).
         """
         groups = Groups(group_ids)
         if self.drop_zero_std_groups:
@@ -70,8 +81,8 @@ class GAE(AdvantageEstimator):
     .. math::
         \delta_t = r_t + \gamma V_{t+1} - V_t, \qquad A_t = \delta_t + \gamma\lambda A_{t+1}, \qquad R_t = A_t + V_t
 
-    with :math:`V = A = 0` after the last token. Masked tokens (tool output) are stepped over: the next unmasked
-    token follows the previous one. Returns are taken before the advantages are whitened.
+    with :math:`V = A = 0` after the last token. Masked tokens (tool output) are skipped: t+1 is the next unmasked
+    token. Returns are computed before the advantages are whitened.
     """
 
     type: Literal["gae"] = "gae"
@@ -81,14 +92,15 @@ class GAE(AdvantageEstimator):
     needs: ClassVar[tuple[str, ...]] = ("values",)
 
     def __call__(self, token_rewards: Tokens, mask: Tokens, *, values: Tokens) -> tuple[Tokens, Tokens]:
+        """Compute advantages and returns, each float32 of shape (batch, response); see `AdvantageEstimator`."""
         advantages = token_rewards.new_zeros(token_rewards.shape)
         next_value = token_rewards.new_zeros(token_rewards.shape[0])
         next_advantage = next_value
         for t in reversed(range(token_rewards.shape[1])):
-            here = mask[:, t] > 0
+            unmasked = mask[:, t] > 0
             delta = token_rewards[:, t] + self.gamma * next_value - values[:, t]
-            next_advantage = (delta + self.gamma * self.lam * next_advantage).where(here, next_advantage)
-            next_value = values[:, t].where(here, next_value)
+            next_advantage = (delta + self.gamma * self.lam * next_advantage).where(unmasked, next_advantage)
+            next_value = values[:, t].where(unmasked, next_value)
             advantages[:, t] = next_advantage
         return self.finished(advantages, mask), (advantages + values).where(mask > 0, 0.0)
 
@@ -98,9 +110,9 @@ class ReinforcePlusPlus(AdvantageEstimator):
 
     .. math:: R_t = r_t + \gamma R_{t+1}, \qquad A_t = \frac{R_t - \operatorname{mean}(R)}{\operatorname{std}(R)}
 
-    Masked tokens (tool output) are stepped over, as in `gae`: what the model wrote before a tool answered has its part
-    in the final reward. verl's code sets the return to 0 at every masked token instead, so that only the last turn
-    learns from the final reward. The two agree where nothing within a response is masked.
+    Masked tokens (tool output) are skipped, as in `gae`: tokens that the model wrote before a tool call share in the
+    final reward. verl's code instead resets the return to 0 at every masked token, so only the last turn learns from
+    the final reward. Both agree if no token inside a response is masked.
     """
 
     type: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
@@ -108,6 +120,7 @@ class ReinforcePlusPlus(AdvantageEstimator):
     whiten: bool = Field(True, description="shift and scale advantages to mean 0, variance 1 over the batch's tokens")
 
     def __call__(self, token_rewards: Tokens, mask: Tokens) -> tuple[Tokens, Tokens]:
+        """Compute advantages and returns, each float32 of shape (batch, response); see `AdvantageEstimator`."""
         returns = token_rewards.new_zeros(token_rewards.shape)
         following = token_rewards.new_zeros(token_rewards.shape[0])
         for t in reversed(range(token_rewards.shape[1])):
@@ -126,31 +139,54 @@ class ReMax(AdvantageEstimator):
     needs: ClassVar[tuple[str, ...]] = ("greedy_scores",)
 
     def __call__(self, token_rewards: Tokens, mask: Tokens, *, greedy_scores: Scores) -> tuple[Tokens, Tokens]:
+        """Compute advantages and returns, each float32 of shape (batch, response); see `AdvantageEstimator`."""
         returns = token_rewards.where(mask > 0, 0.0).flip(-1).cumsum(-1).flip(-1)
         return self.finished(returns - greedy_scores[:, None], mask), returns * mask
 
 
 class GroupEstimator(AdvantageEstimator):
-    """One advantage for a trajectory, from its score and those of its group; 0 for one alone in its group, which has
-    nothing to be compared with (the stage `advantages` leaves it out of the losses, too). There is nothing for a critic
-    to learn: returns are the advantages."""
+    """Base class of estimators that compute one advantage per trajectory by comparing scores within its group.
+
+    The advantage is 0 for a trajectory that is alone in its group (the stage `advantages` also leaves it out of the
+    losses). Returns are equal to the advantages, since no critic is trained.
+    """
 
     needs: ClassVar[tuple[str, ...]] = ("group_ids",)
 
     def __call__(
         self, token_rewards: Tokens, mask: Tokens, *, group_ids: Int[Tensor, " batch"]
     ) -> tuple[Tokens, Tokens]:
+        """Compute advantages and returns, each float32 of shape (batch, response); see `AdvantageEstimator`."""
         compared = self.compare(sequence_sum(token_rewards, mask), mask.sum(-1), Groups(group_ids))
         advantages = self.finished(compared[:, None] * mask, mask)
         return advantages, advantages
 
     @abstractmethod
     def compare(self, scores: Scores, lengths: Scores, groups: Groups) -> Scores:
-        """Advantages [batch] from scores and numbers of unmasked tokens [batch]."""
+        """Compute the advantage of each trajectory.
+
+        Args:
+            scores: score of each trajectory, shape (batch,).
+            lengths: number of unmasked tokens of each trajectory, shape (batch,).
+            groups: the groups of the batch.
+
+        Returns:
+            One advantage per trajectory, shape (batch,).
+        """
 
 
 def relative_to_group(scores: Scores, groups: Groups, norm_by_std: bool, epsilon: float) -> Scores:
-    """The score less its group's mean, divided by its group's standard deviation if asked; see `GRPO`."""
+    """Subtract the mean of the group from each score, and divide by its standard deviation if asked; see `GRPO`.
+
+    Args:
+        scores: score of each trajectory, shape (batch,).
+        groups: the groups of the batch.
+        norm_by_std: whether to divide by the standard deviation of the group.
+        epsilon: added to the standard deviation.
+
+    Returns:
+        One advantage per trajectory, shape (batch,).
+    """
     advantages = scores - groups.mean(scores)
     return advantages / (groups.std(scores) + epsilon) if norm_by_std else advantages
 
@@ -172,7 +208,8 @@ class GRPO(GroupEstimator):
 
 
 class DrGRPO(GroupEstimator):
-    r"""Dr. GRPO (arXiv 2503.20783): GRPO without the division, which favours easy and hard prompts.
+    r"""Dr. GRPO (arXiv 2503.20783): GRPO without the division by the standard deviation, which favours very easy and
+    very hard prompts.
 
     .. math:: A_i = R_i - \operatorname{mean}(R_{group})
 
@@ -187,7 +224,8 @@ class DrGRPO(GroupEstimator):
 
 
 class GRPOPassK(GroupEstimator):
-    r"""Group-relative advantages for pass@k (arXiv 2503.19595): only the best of a group learns, by its lead.
+    r"""Group-relative advantages for pass@k (arXiv 2503.19595): only the best trajectory of a group gets an advantage,
+    its lead over the second best.
 
     .. math:: A_{best} = \frac{R_{best} - R_{second}}{\operatorname{std}(R_{group}) + \epsilon}, \qquad A_{other} = 0
     """
@@ -206,7 +244,7 @@ class GRPOPassK(GroupEstimator):
 
 
 class RLOO(GroupEstimator):
-    r"""REINFORCE, leave one out (arXiv 2402.14740): the mean score of the others is the baseline.
+    r"""REINFORCE leave-one-out (arXiv 2402.14740): the baseline is the mean score of the other trajectories.
 
     .. math:: A_i = R_i - \frac{1}{n - 1}\sum_{j \ne i} R_j = \frac{n}{n-1}\left(R_i - \operatorname{mean}(R)\right)
     """
@@ -218,7 +256,7 @@ class RLOO(GroupEstimator):
 
 
 class OPO(GroupEstimator):
-    r"""On-policy optimization with the baseline of least variance (arXiv 2505.23585): scores weighted by length.
+    r"""On-policy optimization (arXiv 2505.23585): the baseline of least variance, the mean score weighted by length.
 
     .. math:: A_i = R_i - \frac{\sum_j |y_j| R_j}{\sum_j |y_j|}
     """
@@ -230,11 +268,12 @@ class OPO(GroupEstimator):
 
 
 class GPG(GroupEstimator):
-    r"""Group policy gradient (arXiv 2504.02546): the plain difference, scaled up by the batch's share of zero scores.
+    r"""Group policy gradient (arXiv 2504.02546): the difference to the group's mean, scaled up to make up for
+    trajectories with score 0.
 
     .. math:: A_i = \alpha\,(R_i - \operatorname{mean}(R_{group})), \qquad \alpha = \frac{B}{|\{j : R_j \ne 0\}|}
 
-    over the B trajectories that are learned from, as in the published code.
+    where B counts the trajectories that enter the losses, as in the published code.
     """
 
     type: Literal["gpg"] = "gpg"
@@ -245,7 +284,7 @@ class GPG(GroupEstimator):
 
 
 class ReinforcePlusPlusBaseline(GroupEstimator):
-    r"""REINFORCE++ with a baseline (arXiv 2501.03262): the group's mean is taken away, the batch is whitened.
+    r"""REINFORCE++ with a baseline (arXiv 2501.03262): subtracts the mean of the group, then whitens over the batch.
 
     .. math:: A_i = \frac{R_i - \operatorname{mean}(R_{group})}{\operatorname{std}_{batch}}
     """
@@ -258,25 +297,27 @@ class ReinforcePlusPlusBaseline(GroupEstimator):
 
 
 class EGPO(AdvantageEstimator):
-    r"""Entropy-guided advantages (arXiv 2508.05118): uncertain answers weigh more when right, less when wrong.
+    r"""Entropy-guided advantages (arXiv 2508.05118): uncertain answers are rewarded more when right and punished less
+    when wrong.
 
     .. math::
         A_i = A_i^{GRPO} + \lambda \operatorname{clip}\left(H_i, -\frac{|A_i^{GRPO}|}{\alpha},
         \frac{|A_i^{GRPO}|}{\alpha}\right)
 
-    :math:`H_i` is the mean entropy over the response's unmasked tokens, by the policy that generated it.
+    :math:`H_i` is the mean entropy of the policy that generated the response, over its unmasked tokens.
     """
 
     type: Literal["egpo"] = "egpo"
     norm_by_std: bool = Field(True, description="divide by the group's standard deviation")
     epsilon: float = Field(1e-6, gt=0, description="added to the standard deviation")
     lam: float = Field(0.4, ge=0, description="weight of the entropy")
-    alpha: float = Field(2.0, gt=0, description="the entropy counts up to the advantage's size divided by this")
+    alpha: float = Field(2.0, gt=0, description="the entropy is clamped to ± the absolute advantage divided by this")
     needs: ClassVar[tuple[str, ...]] = ("group_ids", "entropy")
 
     def __call__(
         self, token_rewards: Tokens, mask: Tokens, *, group_ids: Int[Tensor, " batch"], entropy: Tokens
     ) -> tuple[Tokens, Tokens]:
+        """Compute advantages and returns, each float32 of shape (batch, response); see `AdvantageEstimator`."""
         scores = sequence_sum(token_rewards, mask)
         compared = relative_to_group(scores, Groups(group_ids), self.norm_by_std, self.epsilon)
         limit = compared.abs() / self.alpha
@@ -286,26 +327,26 @@ class EGPO(AdvantageEstimator):
 
 
 class GDPO(AdvantageEstimator):
-    r"""Decoupled normalization (arXiv 2601.05242): each part of the reward is compared within its group on its own.
+    r"""Decoupled normalization (arXiv 2601.05242): each part of the reward is normalized within the group separately.
 
     .. math:: A_i = \operatorname{whiten}\left(\sum_k w_k A_{ik}^{GRPO}\right)
 
-    so that a part with a large spread does not drown the others. It reads the parts alone, not the token rewards;
-    whether a group is flat is judged by the score.
+    so that a part with a large spread does not drown out the others. Only the parts enter the advantages, not the token
+    rewards; `drop_zero_std_groups` still compares total scores.
     """
 
     type: Literal["gdpo"] = "gdpo"
     parts: tuple[str, ...] = Field(
-        min_length=1, description="names of the reward's parts, which it gives for every response; `score` is one"
+        min_length=1, description="names of reward parts, present for every response; `score` is one of them"
     )
-    weights: tuple[float, ...] | None = Field(None, description="a weight for each part; null: 1 each")
+    weights: tuple[float, ...] | None = Field(None, description="one weight per part; null: 1 each")
     norm_by_std: bool = Field(True, description="divide by the group's standard deviation")
     epsilon: float = Field(1e-6, gt=0, description="added to the standard deviation")
     whiten: bool = Field(True, description="shift and scale advantages to mean 0, variance 1 over the batch's tokens")
     needs: ClassVar[tuple[str, ...]] = ("group_ids", "reward_parts")
 
     @model_validator(mode="after")
-    def _a_weight_each(self) -> Self:
+    def _check_weights(self) -> Self:
         if self.weights is not None and len(self.weights) != len(self.parts):
             raise ValueError(f"weights has {len(self.weights)} values for {len(self.parts)} parts: give one each")
         return self
@@ -318,6 +359,20 @@ class GDPO(AdvantageEstimator):
         group_ids: Int[Tensor, " batch"],
         reward_parts: Mapping[str, Scores],
     ) -> tuple[Tokens, Tokens]:
+        """Compute advantages from the parts of the reward.
+
+        Args:
+            token_rewards: not used.
+            mask: 1 for tokens that count in the loss, 0 for the rest, float32, shape (batch, response).
+            group_ids: equal for trajectories of the same prompt, shape (batch,).
+            reward_parts: value of each named part for each trajectory, shape (batch,).
+
+        Returns:
+            Advantages and returns, which are equal, shape (batch, response).
+
+        Raises:
+            UserError: `parts` names a part that the reward does not give for every trajectory.
+        """
         if missing := [name for name in self.parts if name not in reward_parts]:
             raise UserError(
                 f"algorithm.advantage.parts names {missing[0]}, but the reward gives every trajectory only "
@@ -326,7 +381,7 @@ class GDPO(AdvantageEstimator):
         groups = Groups(group_ids)
         total = mask.new_zeros(len(mask))
         for name, weight in zip(self.parts, self.weights or (1.0,) * len(self.parts), strict=True):
-            part = reward_parts[name].where(mask.sum(-1) > 0, 0.0)  # as the scores: none without a token
+            part = reward_parts[name].where(mask.sum(-1) > 0, 0.0)  # like scores: 0 without unmasked tokens
             total = total + weight * relative_to_group(part, groups, self.norm_by_std, self.epsilon)
         advantages = self.finished(total[:, None] * mask, mask)
         return advantages, advantages

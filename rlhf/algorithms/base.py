@@ -1,4 +1,4 @@
-"""What every algorithm is: a frozen pydantic class, so that a run's config holds the algorithm itself."""
+"""Base classes of the algorithms: frozen pydantic models, so that a run's config holds the algorithm itself."""
 
 from typing import ClassVar
 
@@ -6,12 +6,14 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Options(BaseModel):
-    """Parameters that are checked once and never change."""
+    """Immutable parameters, validated once."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Algorithm(Options):
+    """An algorithm whose fields are its configuration."""
+
     needs: ClassVar[tuple[str, ...]] = ()
-    """Inputs beyond the common ones, by the name of the argument they are passed as. They decide which stages an
-    iteration runs: ``values`` asks for a critic, ``ref_log_probs`` for a reference, and so on."""
+    """Names of the arguments that this algorithm takes in addition to the common ones. They decide which stages an
+    iteration runs: ``values`` requires a critic, ``ref_log_probs`` a reference, and so on."""

@@ -1,4 +1,4 @@
-"""Trajectories that answer the same prompt, and statistics over them."""
+"""Statistics over groups of trajectories that answer the same prompt."""
 
 from __future__ import annotations
 
@@ -10,30 +10,43 @@ if TYPE_CHECKING:
 
 
 class Groups:
-    """The groups of a batch. Every statistic is given per trajectory: that of the group it belongs to."""
+    """The groups of a batch.
+
+    Every statistic takes values of shape (batch,) and returns a tensor of the same shape: for each trajectory, the
+    statistic of its group.
+    """
 
     def __init__(self, group_ids: Int[Tensor, " batch"]) -> None:
+        """Find the groups.
+
+        Args:
+            group_ids: equal for trajectories of the same prompt, shape (batch,).
+        """
         self.index: Int[Tensor, " batch"]
         _, self.index = group_ids.unique(return_inverse=True)  # type: ignore[no-untyped-call]
         self.size: Int[Tensor, " batch"] = self.index.bincount()[self.index]
         self.alone: Bool[Tensor, " batch"] = self.size == 1
 
     def sum(self, x: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
+        """Sum over the group."""
         return x.new_zeros(len(x)).index_add(0, self.index, x)[self.index]
 
     def mean(self, x: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
+        """Average over the group."""
         return self.sum(x) / self.size
 
     def std(self, x: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
-        """Bessel-corrected; 0 for a trajectory alone."""
+        """Compute the Bessel-corrected standard deviation of the group; 0 for a group of one."""
         return (self.sum((x - self.mean(x)) ** 2) / (self.size - 1).clamp(min=1)).sqrt()
 
     def max(self, x: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
+        """Find the largest value of the group."""
         return x.new_zeros(len(x)).scatter_reduce(0, self.index, x, "amax", include_self=False)[self.index]
 
     def min(self, x: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
+        """Find the smallest value of the group."""
         return -self.max(-x)
 
     def differ(self, x: Float[Tensor, " batch"]) -> Bool[Tensor, " batch"]:
-        """Whether the group's values are not all the same: only then is there something to learn from comparing."""
+        """Tell whether the group has different values; comparing equal values teaches nothing."""
         return self.max(x) > self.min(x)

@@ -1,8 +1,8 @@
 """Sums and means over the tokens of a padded batch, with the normalizers of the whole mini-batch.
 
-A mini-batch is computed in micro-batches, so no loss may divide by what it happens to see: every mean is
-a sum over the micro-batch divided by a count taken over the mini-batch (`Totals`). Micro-batch losses then
-add up to the mini-batch's loss, however it was cut or padded.
+A mini-batch is computed in micro-batches, so every mean is a sum over the micro-batch divided by a count over the
+whole mini-batch (`LossNormalizers`). The micro-batch losses then add up to the loss of the mini-batch, however it is
+split or padded.
 """
 
 from __future__ import annotations
@@ -17,25 +17,33 @@ if TYPE_CHECKING:
 Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are limited to ± this before they are exponentiated, as in the published code."""
+"""Log-ratios are clamped to ± this value before exponentiation, as in the published code."""
 
 EPSILON = 1e-8
-"""Added to counts where the published code does: no tokens, mean 0."""
+"""Added to counts where the published code does, so that a mean over no tokens is 0."""
 
 
 @dataclass(frozen=True)
 class LossNormalizers:
-    """What a mini-batch counts in all."""
+    """Counts over a whole mini-batch, by which losses are divided."""
 
     tokens: int
-    """Unmasked response tokens."""
+    """Number of unmasked response tokens."""
     sequences: int
-    """Trajectories that have at least one."""
+    """Number of trajectories with at least one unmasked token."""
     horizon: int
-    """A length that all trajectories have in common; unless told otherwise, that of the longest response."""
+    """Length in tokens by which `seq-mean-token-sum-norm` divides; by default that of the longest response."""
 
     @classmethod
     def of(cls, mask: Float[Tensor, "batch response"]) -> LossNormalizers:
+        """Count a whole mini-batch.
+
+        Args:
+            mask: 1 for tokens that count in the loss, 0 for the rest, shape (batch, response).
+
+        Returns:
+            The counts, with the width of the mask as `horizon`.
+        """
         return cls(
             tokens=int(mask.sum().item()), sequences=int((mask.sum(-1) > 0).sum().item()), horizon=mask.shape[-1]
         )
@@ -44,7 +52,16 @@ class LossNormalizers:
 def masked_mean(
     x: Float[Tensor, "batch response"], mask: Float[Tensor, "batch response"], normalizers: LossNormalizers
 ) -> Float[Tensor, ""]:
-    """This micro-batch's share of the mean over the mini-batch's unmasked tokens; 0 where there are none."""
+    """Compute a micro-batch's contribution to the mean over the unmasked tokens of its mini-batch.
+
+    Args:
+        x: values, shape (batch, response).
+        mask: 1 for tokens that count, 0 for the rest, same shape.
+        normalizers: counts over the whole mini-batch.
+
+    Returns:
+        A scalar, 0 if the mini-batch has no unmasked token.
+    """
     return x.where(mask > 0, 0.0).sum() / (normalizers.tokens + EPSILON)
 
 
@@ -54,16 +71,26 @@ def aggregate(
     how: Aggregation,
     normalizers: LossNormalizers,
 ) -> Float[Tensor, ""]:
-    """One number from per-token losses.
+    """Reduce per-token losses to a scalar.
 
-    - ``token-mean``: every token weighs the same (DAPO, arXiv 2503.14476).
-    - ``token-sum``: the plain sum.
-    - ``seq-mean-token-sum``: tokens are summed, trajectories averaged.
-    - ``seq-mean-token-mean``: each trajectory's mean, averaged (GRPO, arXiv 2402.03300).
-    - ``seq-mean-token-sum-norm``: tokens are summed and divided by one length for all, trajectories averaged
-      (Dr. GRPO, arXiv 2503.20783); the length is ``rollout.max_response_tokens``.
+    - ``token-mean``: mean over all tokens (DAPO, arXiv 2503.14476).
+    - ``token-sum``: sum over all tokens.
+    - ``seq-mean-token-sum``: sum over the tokens of each trajectory, then mean over trajectories.
+    - ``seq-mean-token-mean``: mean over the tokens of each trajectory, then mean over trajectories (GRPO, arXiv
+      2402.03300).
+    - ``seq-mean-token-sum-norm``: sum over the tokens of each trajectory divided by ``rollout.max_response_tokens``,
+      then mean over trajectories (Dr. GRPO, arXiv 2503.20783).
 
-    Masked positions never count, whatever they hold; a trajectory with no unmasked token counts nowhere.
+    Masked positions are ignored, whatever their values. Trajectories with no unmasked token are not counted.
+
+    Args:
+        loss: loss of each token, float32, shape (batch, response).
+        mask: 1 for tokens that count, 0 for the rest, same shape.
+        how: one of the names above.
+        normalizers: counts over the whole mini-batch.
+
+    Returns:
+        A scalar; it adds up over the micro-batches of a mini-batch.
     """
     loss = loss.where(mask > 0, 0.0)
     if how == "token-mean":
@@ -79,19 +106,43 @@ def aggregate(
 
 
 def sequence_sum(x: Float[Tensor, "batch response"], mask: Float[Tensor, "batch response"]) -> Float[Tensor, " batch"]:
-    """The sum over each trajectory's unmasked tokens."""
+    """Sum over the unmasked tokens of each trajectory.
+
+    Args:
+        x: values, shape (batch, response).
+        mask: 1 for tokens that count, 0 for the rest, same shape.
+
+    Returns:
+        One sum per trajectory, shape (batch,).
+    """
     return x.where(mask > 0, 0.0).sum(-1)
 
 
 def sequence_mean(x: Float[Tensor, "batch response"], mask: Float[Tensor, "batch response"]) -> Float[Tensor, " batch"]:
-    """The mean over each trajectory's unmasked tokens; 0 where there are none."""
+    """Average over the unmasked tokens of each trajectory.
+
+    Args:
+        x: values, shape (batch, response).
+        mask: 1 for tokens that count, 0 for the rest, same shape.
+
+    Returns:
+        One mean per trajectory, shape (batch,), 0 without unmasked tokens.
+    """
     return sequence_sum(x, mask) / (mask.sum(-1) + EPSILON)
 
 
 def whiten(
     x: Float[Tensor, "batch response"], mask: Float[Tensor, "batch response"]
 ) -> Float[Tensor, "batch response"]:
-    """Shift and scale to zero mean and unit variance over unmasked positions (Bessel-corrected variance)."""
+    """Shift and scale to zero mean and unit variance over unmasked positions (Bessel-corrected variance).
+
+    Args:
+        x: values, shape (batch, response).
+        mask: 1 for tokens that count, 0 for the rest, same shape.
+
+    Returns:
+        The whitened values, same shape, 0 where masked.
+    """
     count = mask.sum()
     mean = (x * mask).sum() / count.clamp(min=1.0)
     variance = ((x - mean) ** 2 * mask).sum() / (count - 1.0).clamp(min=1.0)

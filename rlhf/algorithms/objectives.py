@@ -1,7 +1,7 @@
-"""What an update minimizes: the whole objective of the actor and of the critic, for any train engine.
+"""Training objectives: the complete loss that an update minimizes, for any train engine.
 
-An objective names the columns it reads and turns one micro-batch into a loss and metrics. Both are shares of the
-mini-batch's (see `masked`), so an engine only has to add them up.
+An objective names the columns that it reads and computes loss and metrics of one micro-batch. Both are contributions to
+those of the mini-batch (see `masked`), so an engine only has to add them up.
 """
 
 from __future__ import annotations
@@ -29,35 +29,48 @@ if TYPE_CHECKING:
 
 
 class Objective(Protocol):
+    """A loss that a train engine minimizes."""
+
     @property
     def columns(self) -> tuple[str, ...]:
-        """Per-token columns of the batch that the objective reads, `loss_mask` among them."""
+        """Names of the per-token columns of the batch that the objective reads, including `loss_mask`."""
         ...
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """What it asks of the model's forward pass: `log_probs`, `entropy` or `values`."""
+        """Names of the model outputs that the objective reads: `log_probs`, `entropy`, `values` or `scores`."""
         ...
 
     @property
     def selection(self) -> Selection | None:
-        """From a whole mini-batch to a column, `selected`, that its micro-batches are then given besides."""
+        """A function that computes the column `selected` from the outputs and columns of a whole mini-batch; the engine
+        adds this column to each micro-batch. None: no such column."""
         ...
 
     @property
     def together(self) -> int:
-        """So many rows, one after the other, come into the same micro-batch: 2 for pairs."""
+        """Number of consecutive rows that must be in the same micro-batch: 2 for pairs."""
         ...
 
-    def __call__(self, outputs: Outputs, batch: Outputs, normalizers: LossNormalizers) -> Share: ...
+    def __call__(self, outputs: Outputs, batch: Outputs, normalizers: LossNormalizers) -> Share:
+        """Compute a micro-batch's contribution to the loss and metrics of its mini-batch.
+
+        Args:
+            outputs: per-token model outputs by name, float32, shape (micro-batch, response).
+            batch: per-token columns by name, float32, same shape.
+            normalizers: counts over the whole mini-batch.
+
+        Returns:
+            The loss and the metrics by name, scalars. They add up over the micro-batches of a mini-batch.
+        """
+        ...
 
 
 @dataclass(frozen=True)
 class ActorObjective:
-    r""":math:`L_{policy} - c_H H + \beta KL(\pi\|\pi_{ref})`, each aggregated as the policy loss says.
+    r"""The actor's objective, :math:`L_{policy} - c_H H + \beta KL(\pi\|\pi_{ref})`.
 
-    `on_policy`: there are no old log-probs, because one pass over one mini-batch starts from the actor that
-    generated; the ratio is 1 and only its gradient matters.
+    The entropy and the KL divergence are aggregated like the policy loss.
     """
 
     policy_loss: PolicyLoss
@@ -65,35 +78,41 @@ class ActorObjective:
     kl_estimator: Estimator
     entropy_coef: float
     on_policy: bool
+    """Whether there are no old log-probs, because the update is a single pass over a single mini-batch, starting from
+    the actor that generated it; the ratio is then 1 and only its gradient matters."""
     weighted: bool = False
-    """Whether rollout correction gave the tokens weights."""
+    """Whether the batch has token weights from rollout correction."""
     horizon: int | None = None
-    """The longest that a response may be, for `seq-mean-token-sum-norm`; None: the longest of the mini-batch."""
+    """Maximum response length in tokens, for `seq-mean-token-sum-norm`; None: the longest of the mini-batch."""
     together: int = 1
 
     @property
     def columns(self) -> tuple[str, ...]:
+        """Names of the columns that the objective reads; see `Objective.columns`."""
         needs = [name for name in self.policy_loss.needs if name != "old_log_probs" or not self.on_policy]
         ref = ("ref_log_probs",) if self.kl_in_loss is not None else ()
         return ("loss_mask", "advantages", *needs, *ref, *(("rollout_is_weights",) if self.weighted else ()))
 
     @property
     def outputs(self) -> tuple[str, ...]:
+        """Names of the model outputs that the objective reads; see `Objective.outputs`."""
         return ("log_probs", "entropy") if self.entropy_coef else ("log_probs",)
 
     @property
     def selection(self) -> Selection | None:
+        """The selection of a `SelectingLoss`; None for other losses; see `Objective.selection`."""
         return self._select if isinstance(self.policy_loss, SelectingLoss) else None
 
     def __call__(self, outputs: Outputs, batch: Outputs, normalizers: LossNormalizers) -> Share:
+        """Compute loss and metrics of a micro-batch; see `Objective.__call__`."""
         mask, log_probs, how = batch["loss_mask"], outputs["log_probs"], self.policy_loss.how
         if self.horizon is not None:
             normalizers = replace(normalizers, horizon=self.horizon)
-        more = {"selected": batch["selected"] > 0} if "selected" in batch else {}
+        options = {"selected": batch["selected"] > 0} if "selected" in batch else {}
         if self.weighted:
-            more["rollout_is_weights"] = batch["rollout_is_weights"]
+            options["rollout_is_weights"] = batch["rollout_is_weights"]
         old = self._old(log_probs, batch)
-        loss, metrics = self.policy_loss(log_probs, old, batch["advantages"], mask, normalizers, **more)
+        loss, metrics = self.policy_loss(log_probs, old, batch["advantages"], mask, normalizers, **options)
         metrics = {f"actor/{name}": value for name, value in metrics.items()} | {"actor/pg_loss": loss}
         if self.entropy_coef:
             metrics["actor/entropy_loss"] = entropy = aggregate(outputs["entropy"], mask, how, normalizers)
@@ -107,23 +126,23 @@ class ActorObjective:
     def _select(self, outputs: Outputs, batch: Outputs) -> Tokens:
         assert isinstance(self.policy_loss, SelectingLoss)
         mask, log_probs = batch["loss_mask"], outputs["log_probs"]
-        noise = batch.get("selection_noise", log_probs)  # only a loss that needs noise looks at it
-        found = self.policy_loss.select(log_probs, self._old(log_probs, batch), batch["advantages"], mask, noise)
-        return found.to(mask.dtype)
+        noise = batch.get("selection_noise", log_probs)  # losses that do not need noise ignore it
+        selected = self.policy_loss.select(log_probs, self._old(log_probs, batch), batch["advantages"], mask, noise)
+        return selected.to(mask.dtype)
 
     def _old(self, log_probs: Tokens, batch: Outputs) -> Tokens:
-        """The old log-probs; on policy, and for a loss without a ratio, the current ones."""
+        """Return the old log-probs; on policy, or for a loss without a ratio, the current ones."""
         return batch.get("old_log_probs", log_probs.detach())
 
 
 @dataclass(frozen=True)
 class CriticObjective:
-    r"""The clipped value loss (PPO's reference code, arXiv 1707.06347; arXiv 2005.12729 measures it):
+    r"""The clipped value loss of PPO's reference code (arXiv 1707.06347; arXiv 2005.12729 measures its effect):
 
     .. math::
         \tfrac12 \max\left((V - R)^2, (\operatorname{clip}(V, V_{old} - \epsilon, V_{old} + \epsilon) - R)^2\right)
 
-    `cliprange_value` None leaves the clipping out.
+    If `cliprange_value` is None, values are not clipped.
     """
 
     cliprange_value: float | None
@@ -134,6 +153,7 @@ class CriticObjective:
     together: int = 1
 
     def __call__(self, outputs: Outputs, batch: Outputs, normalizers: LossNormalizers) -> Share:
+        """Compute loss and metrics of a micro-batch; see `Objective.__call__`."""
         mask, predicted = batch["loss_mask"], outputs["values"]
         error = squared = (predicted - batch["returns"]).square()
         if self.cliprange_value is not None:
@@ -149,7 +169,7 @@ class CriticObjective:
 
 @dataclass(frozen=True)
 class SupervisedObjective:
-    """The negative log-likelihood of the responses, per token: supervised fine-tuning."""
+    """Supervised fine-tuning: the negative log-likelihood of the responses in nats, averaged over tokens."""
 
     columns: tuple[str, ...] = ("loss_mask",)
     outputs: tuple[str, ...] = ("log_probs",)
@@ -157,19 +177,20 @@ class SupervisedObjective:
     together: int = 1
 
     def __call__(self, outputs: Outputs, batch: Outputs, normalizers: LossNormalizers) -> Share:
+        """Compute loss and metrics of a micro-batch; see `Objective.__call__`."""
         loss = aggregate(-outputs["log_probs"], batch["loss_mask"], "token-mean", normalizers)
         return loss, {"sft/loss": loss}
 
 
 @dataclass(frozen=True)
 class PreferenceObjective:
-    r"""Bradley and Terry's model of preferences: the negative log-likelihood that the first response of each pair is
-    preferred to the second (arXiv 1706.03741, 2203.02155),
+    r"""The Bradley-Terry preference loss: the negative log-likelihood that the first response of each pair is preferred
+    to the second (arXiv 1706.03741, 2203.02155),
 
     .. math::
         -\log \sigma(r_{chosen} - r_{rejected})
 
-    averaged over the pairs, which are two rows each, with one score each.
+    averaged over the pairs. A pair is two consecutive rows with one score each.
     """
 
     columns: tuple[str, ...] = ("loss_mask",)
@@ -178,6 +199,7 @@ class PreferenceObjective:
     together: int = 2
 
     def __call__(self, outputs: Outputs, batch: Outputs, normalizers: LossNormalizers) -> Share:
+        """Compute loss and metrics of a micro-batch; see `Objective.__call__`."""
         scores = sequence_sum(outputs["scores"], batch["loss_mask"])
         margin, pairs = scores[0::2] - scores[1::2], normalizers.sequences / 2
         loss = -logsigmoid(margin).sum() / pairs

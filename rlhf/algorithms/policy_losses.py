@@ -1,7 +1,7 @@
-"""Policy losses: from log-probs, old log-probs and advantages to the number that the actor minimizes.
+"""Policy losses: compute the actor's loss from log-probs, old log-probs and advantages.
 
-Throughout, :math:`\\rho = \\pi / \\pi_{old}` of a token, and A is its advantage. Log-ratios are limited to ±20 where
-they are exponentiated, so that nothing overflows.
+Notation: :math:`\\rho = \\pi / \\pi_{old}` is the ratio of a token, A its advantage. Log-ratios are clamped to ±20
+before exponentiation to avoid overflow.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class PolicyLossBase(Algorithm):
-    """What all policy losses have."""
+    """Base class of all policy losses."""
 
     needs: ClassVar[tuple[str, ...]] = ("old_log_probs",)
 
@@ -47,9 +47,18 @@ class PolicyLossBase(Algorithm):
         *,
         rollout_is_weights: Tokens | None = None,
     ) -> tuple[Scalar, dict[str, Scalar]]:
-        """The loss and metrics: this micro-batch's shares of the mini-batch's, whose `totals` are given.
+        """Compute a micro-batch's contribution to the loss and metrics of its mini-batch.
 
-        `rollout_is_weights` multiply the loss of each token.
+        Args:
+            log_probs: current log-probs of the response tokens in nats, float32, shape (batch, response).
+            old_log_probs: log-probs before the update, in nats, same shape.
+            advantages: advantage of each token, same shape.
+            mask: 1 for tokens that count in the loss, 0 for the rest, same shape.
+            normalizers: counts over the whole mini-batch.
+            rollout_is_weights: weight by which each token's loss is multiplied, same shape; None: no weights.
+
+        Returns:
+            The loss and the metrics by name, scalars. They add up over the micro-batches of a mini-batch.
         """
         loss, metrics = self.token_losses(log_probs, old_log_probs, advantages, mask)
         return self.reduced(loss, metrics, mask, normalizers, rollout_is_weights)
@@ -62,6 +71,18 @@ class PolicyLossBase(Algorithm):
         normalizers: LossNormalizers,
         weights: Tokens | None,
     ) -> tuple[Scalar, dict[str, Scalar]]:
+        """Reduce per-token losses and metrics to scalars.
+
+        Args:
+            loss: loss of each token, float32, shape (batch, response).
+            metrics: per-token metrics by name, same shape.
+            mask: 1 for tokens that count in the loss, 0 for the rest, same shape.
+            normalizers: counts over the whole mini-batch.
+            weights: weight by which each token's loss is multiplied, same shape; None: no weights.
+
+        Returns:
+            The loss and the metrics by name, scalars.
+        """
         if weights is not None:
             loss = loss * weights
         return aggregate(loss, mask, self.how, normalizers), means(metrics, mask, normalizers)
@@ -69,37 +90,50 @@ class PolicyLossBase(Algorithm):
     @property
     @abstractmethod
     def how(self) -> Aggregation:
-        """How token losses become one number."""
+        """How token losses are reduced to a scalar."""
 
     @abstractmethod
     def token_losses(
         self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, mask: Tokens
     ) -> tuple[Tokens, dict[str, Tokens]]:
-        """The loss of each token, and per-token metrics, which are averaged."""
+        """Compute the loss and the metrics of each token.
+
+        Args:
+            log_probs: current log-probs of the response tokens in nats, float32, shape (batch, response).
+            old_log_probs: log-probs before the update, in nats, same shape.
+            advantages: advantage of each token, same shape.
+            mask: 1 for tokens that count in the loss, 0 for the rest, same shape.
+
+        Returns:
+            The per-token loss, and per-token metrics by name, all of shape (batch, response). Metrics are averaged
+            over the unmasked tokens.
+        """
 
 
 class TokenLoss(PolicyLossBase):
-    """A loss whose tokens can be put together in several ways."""
+    """A loss with a configurable reduction of its token losses."""
 
-    aggregate: Aggregation = Field("token-mean", description="how token losses become one number")
+    aggregate: Aggregation = Field("token-mean", description="how token losses are reduced to a scalar")
 
     @property
     def how(self) -> Aggregation:
+        """The configured reduction."""
         return self.aggregate
 
 
 class SequenceLoss(PolicyLossBase):
-    """A loss in which every trajectory weighs the same, whatever its length."""
+    """A loss in which every trajectory has the same weight, whatever its length."""
 
     @property
     def how(self) -> Aggregation:
+        """Always the mean over trajectories of the mean over tokens."""
         return "seq-mean-token-mean"
 
 
 class SelectingLoss(TokenLoss):
-    """A loss that treats some tokens in another way, and picks them by comparing all tokens of a mini-batch.
+    """A loss that treats selected tokens differently, and selects them by comparing all tokens of a mini-batch.
 
-    Whoever cuts a mini-batch into micro-batches calls `select` on the whole first.
+    Code that splits a mini-batch into micro-batches must call `select` on the whole mini-batch first.
     """
 
     def __call__(
@@ -113,7 +147,21 @@ class SelectingLoss(TokenLoss):
         rollout_is_weights: Tokens | None = None,
         selected: Flags | None = None,
     ) -> tuple[Scalar, dict[str, Scalar]]:
-        """As any policy loss; without `selected`, the micro-batch is the whole mini-batch."""
+        """Compute a micro-batch's contribution to the loss and metrics of its mini-batch.
+
+        Args:
+            log_probs: see `PolicyLossBase`.
+            old_log_probs: see `PolicyLossBase`.
+            advantages: see `PolicyLossBase`.
+            mask: see `PolicyLossBase`.
+            normalizers: see `PolicyLossBase`.
+            rollout_is_weights: see `PolicyLossBase`.
+            selected: the selected tokens, bool, shape (batch, response); None: select them here, treating the
+                micro-batch as the whole mini-batch.
+
+        Returns:
+            The loss and the metrics by name, scalars.
+        """
         if selected is None:
             selected = self.select(log_probs, old_log_probs, advantages, mask, log_probs.new_zeros(log_probs.shape))
         loss, metrics = self.token_losses(log_probs, old_log_probs, advantages, mask)
@@ -124,20 +172,43 @@ class SelectingLoss(TokenLoss):
     def select(
         self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, mask: Tokens, noise: Tokens
     ) -> Flags:
-        """Which tokens of a whole mini-batch; `noise`, uniform in [0, 1), decides where chance does."""
+        """Select tokens of a whole mini-batch.
+
+        Args:
+            log_probs: current log-probs of the response tokens in nats, float32, shape (batch, response).
+            old_log_probs: log-probs before the update, in nats, same shape.
+            advantages: advantage of each token, same shape.
+            mask: 1 for tokens that count in the loss, 0 for the rest, same shape.
+            noise: uniform in [0, 1), same shape; used by losses that select at random.
+
+        Returns:
+            The selected tokens, bool, shape (batch, response).
+        """
 
     @abstractmethod
     def treat(
         self, loss: Tokens, metrics: dict[str, Tokens], log_ratio: Tokens, selected: Flags
     ) -> tuple[Tokens, dict[str, Tokens]]:
-        """The losses of the tokens, and metrics, with what is done to the selected ones."""
+        """Apply the special treatment to the selected tokens.
+
+        Args:
+            loss: loss of each token, float32, shape (batch, response).
+            metrics: per-token metrics by name, same shape.
+            log_ratio: log of the ratio of each token, in nats, same shape.
+            selected: the selected tokens, bool, same shape.
+
+        Returns:
+            The changed per-token loss and per-token metrics.
+        """
 
 
 def means(metrics: dict[str, Tokens], mask: Tokens, normalizers: LossNormalizers) -> dict[str, Scalar]:
+    """Average per-token metrics, shape (batch, response), into scalars that add up over micro-batches."""
     return {name: masked_mean(value.detach().to(mask.dtype), mask, normalizers) for name, value in metrics.items()}
 
 
 def ratio_of(log_ratio: Tokens) -> Tokens:
+    """Exponentiate log-ratios in nats, shape (batch, response), clamped to ± `MAX_LOG_RATIO`."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
@@ -173,14 +244,14 @@ class PPOClip(TokenLoss):
 
 
 class GSPO(SequenceLoss):
-    r"""Group sequence policy optimization (arXiv 2507.18071): one ratio for a whole response.
+    r"""Group sequence policy optimization (arXiv 2507.18071): one ratio for the whole response.
 
     .. math::
         s = \exp\left(\tfrac{1}{|y|}\sum_t \log\rho_t\right), \qquad s_t = \operatorname{sg}[s]\,
         \frac{\pi_t}{\operatorname{sg}[\pi_t]}, \qquad
         L_t = \max\left(-s_t A,\; -\operatorname{clip}(s_t, 1-\epsilon_{low}, 1+\epsilon_{high}) A\right)
 
-    sg stops the gradient; log s is limited to 10.
+    sg stops the gradient; log s is clamped to at most 10.
     """
 
     type: Literal["gspo"] = "gspo"
@@ -207,7 +278,7 @@ class GPGLoss(TokenLoss):
 
     .. math:: L = -A \log\pi
 
-    Its comparison with the reference is the KL term in the loss, ``kl.in_loss``.
+    To keep the policy near the reference, add the KL term to the loss (``kl.in_loss``).
     """
 
     type: Literal["gpg"] = "gpg"
@@ -220,7 +291,7 @@ class GPGLoss(TokenLoss):
 
 
 class CISPO(TokenLoss):
-    r"""Clipped importance-sampling weights (arXiv 2506.13585): every token keeps its gradient.
+    r"""CISPO (arXiv 2506.13585): clips the importance-sampling weight, so every token keeps its gradient.
 
     .. math::
         L = -\operatorname{sg}\left[\operatorname{clip}(\rho, 1-\epsilon_{low}, 1+\epsilon_{high})\right] A \log\pi
@@ -229,7 +300,7 @@ class CISPO(TokenLoss):
     """
 
     type: Literal["cispo"] = "cispo"
-    clip_ratio_low: float = Field(1.0, gt=0, description="how far below 1 the weight may go; 1 or more: to 0")
+    clip_ratio_low: float = Field(1.0, gt=0, description="how far below 1 the weight may go; 1 or more: down to 0")
     clip_ratio_high: float = Field(0.2, gt=0, description="how far above 1 the weight may go")
 
     def token_losses(
@@ -246,14 +317,14 @@ class CISPO(TokenLoss):
 
 
 class GMPO(SequenceLoss):
-    r"""Geometric-mean policy optimization (arXiv 2507.20673): log-ratios are clipped by token, then averaged.
+    r"""Geometric-mean policy optimization (arXiv 2507.20673): clips the log-ratio of each token, then averages.
 
     .. math::
         \ell_t = \operatorname{sgn}(A) \min\left(\operatorname{sgn}(A) \log\rho_t,\; \operatorname{sgn}(A)
         \operatorname{clip}(\log\rho_t, -\epsilon_{low}, \epsilon_{high})\right), \qquad
         L = -\bar A \exp\left(\tfrac{1}{|y|}\sum_t \ell_t\right)
 
-    averaged over trajectories. Rollout weights enter by their geometric mean.
+    averaged over trajectories. Rollout weights enter as their geometric mean.
     """
 
     type: Literal["geo_mean"] = "geo_mean"
@@ -279,7 +350,7 @@ class GMPO(SequenceLoss):
     def token_losses(
         self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, mask: Tokens
     ) -> tuple[Tokens, dict[str, Tokens]]:
-        """The exponents :math:`\\ell_t`, of which the loss takes each trajectory's mean."""
+        """Compute the exponents :math:`\\ell_t`; the loss takes their mean over each trajectory."""
         log_ratio = (log_probs - old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         clipped = log_ratio.clamp(-self.clip_ratio_low, self.clip_ratio_high)
         sign = advantages.sign()
@@ -301,7 +372,7 @@ class SAPO(SequenceLoss):
 
     type: Literal["sapo"] = "sapo"
     tau_pos: float = Field(1.0, gt=0, description="how sharply the gate closes where the advantage is positive")
-    tau_neg: float = Field(1.05, gt=0, description="the same where it is not")
+    tau_neg: float = Field(1.05, gt=0, description="the same where the advantage is not positive")
 
     def token_losses(
         self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, mask: Tokens
@@ -314,14 +385,26 @@ class SAPO(SequenceLoss):
 
 
 class DPPO(TokenLoss):
-    """What both divergence losses share: tokens beyond the trust region, on the side that the advantage pushes to, have
-    no gradient; the others weigh by their ratio, truncated."""
+    """Base class of the two divergence losses.
+
+    Tokens that are outside the trust region, on the side that the advantage pushes to, get no gradient. The other
+    tokens are weighted by their truncated ratio.
+    """
 
     clip_ratio_c: float = Field(20.0, gt=1, description="truncation of the ratio")
 
     @abstractmethod
     def inside(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens) -> Flags:
-        """Which tokens are within the trust region, or move back to it."""
+        """Find the tokens that are inside the trust region, or that the advantage pushes back to it.
+
+        Args:
+            log_probs: current log-probs of the response tokens in nats, float32, shape (batch, response).
+            old_log_probs: log-probs before the update, in nats, same shape.
+            advantages: advantage of each token, same shape.
+
+        Returns:
+            The tokens that keep their gradient, bool, shape (batch, response).
+        """
 
     def token_losses(
         self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, mask: Tokens
@@ -337,7 +420,7 @@ class DPPO(TokenLoss):
 
 
 class DPPOTV(DPPO):
-    r"""Divergence PPO with total variation (arXiv 2602.04879): the trust region is over probabilities, not ratios.
+    r"""Divergence PPO with total variation (arXiv 2602.04879): the trust region bounds probabilities, not ratios.
 
     .. math::
         L = -\operatorname{sg}\left[\min(\rho, c)\right] A \log\pi \cdot M, \qquad
@@ -355,14 +438,14 @@ class DPPOTV(DPPO):
 
 
 class DPPOKL(DPPO):
-    r"""Divergence PPO with the binary KL divergence (arXiv 2602.04879), of the token against all others.
+    r"""Divergence PPO with the binary KL divergence (arXiv 2602.04879) of the token against all other tokens.
 
     .. math::
         D = \pi_{old}\log\frac{\pi_{old}}{\pi} + (1 - \pi_{old})\log\frac{1 - \pi_{old}}{1 - \pi}, \qquad
         M = \begin{cases} D \le \epsilon_{high} \text{ or } \pi \le \pi_{old} & A > 0 \\
         D \le \epsilon_{low} \text{ or } \pi \ge \pi_{old} & \text{else} \end{cases}
 
-    with the loss of `dppo_tv`.
+    and the loss of `dppo_tv`.
     """
 
     type: Literal["dppo_kl"] = "dppo_kl"
@@ -379,12 +462,12 @@ class DPPOKL(DPPO):
 
 
 class ClipCov(SelectingLoss):
-    r"""Clip-Cov (arXiv 2505.22617): some tokens whose log-prob and advantage vary together have no gradient.
+    r"""Clip-Cov (arXiv 2505.22617): some tokens with a high covariance of log-prob and advantage get no gradient.
 
     .. math:: \operatorname{cov}_t = (A_t - \bar A)(\log\pi_t - \overline{\log\pi})
 
-    Of the tokens with a covariance between the two bounds that PPO's clip leaves alone, as many as `clip_cov_ratio` of
-    all tokens, but at least one, are drawn at random.
+    The tokens are drawn at random among those that PPO would not clip and whose covariance is between the two bounds.
+    Their number is `clip_cov_ratio` times the number of all tokens, at least 1.
     """
 
     type: Literal["clip_cov"] = "clip_cov"
@@ -406,8 +489,8 @@ class ClipCov(SelectingLoss):
         self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, mask: Tokens, noise: Tokens
     ) -> Flags:
         plain, clipped = self._surrogates(log_probs - old_log_probs, advantages)
-        found = covariance(log_probs, advantages, mask)
-        candidates = (mask > 0) & (clipped <= plain) & (found > self.clip_cov_lb) & (found < self.clip_cov_ub)
+        cov = covariance(log_probs, advantages, mask)
+        candidates = (mask > 0) & (clipped <= plain) & (cov > self.clip_cov_lb) & (cov < self.clip_cov_ub)
         return largest(noise, candidates, max(int(self.clip_cov_ratio * mask.sum().item()), 1))
 
     def treat(
@@ -421,17 +504,17 @@ class ClipCov(SelectingLoss):
 
 
 class KLCov(SelectingLoss):
-    r"""KL-Cov (arXiv 2505.22617): the tokens of largest covariance are held near the old policy.
+    r"""KL-Cov (arXiv 2505.22617): a KL penalty holds the tokens of largest covariance near the old policy.
 
     .. math::
         L = -\rho A + \beta\,|\log\rho| \text{ where } \operatorname{cov}_t \text{ is among the largest, else } -\rho A
 
-    with the covariance of `clip_cov`.
+    The covariance is that of `clip_cov`.
     """
 
     type: Literal["kl_cov"] = "kl_cov"
-    kl_cov_ratio: float = Field(2e-4, gt=0, le=1, description="share of all tokens that is held")
-    ppo_kl_coef: float = Field(1.0, ge=0, description="weight of their KL term")
+    kl_cov_ratio: float = Field(2e-4, gt=0, le=1, description="share of all tokens that gets the KL term")
+    ppo_kl_coef: float = Field(1.0, ge=0, description="weight of the KL term")
 
     def token_losses(
         self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, mask: Tokens
@@ -452,7 +535,7 @@ class KLCov(SelectingLoss):
 
 
 class DRO(TokenLoss):
-    r"""Direct reward optimization (arXiv 2405.19107): no ratio, a quadratic penalty on its logarithm.
+    r"""Direct reward optimization (arXiv 2405.19107): a quadratic penalty on the log-ratio, no clipping.
 
     .. math:: L = -\left(A \log\pi - \tfrac{\beta}{2} (\log\rho)^2\right)
     """
@@ -468,7 +551,16 @@ class DRO(TokenLoss):
 
 
 def covariance(log_probs: Tokens, advantages: Tokens, mask: Tokens) -> Tokens:
-    """Of each token's log-prob and advantage, about their means over the mini-batch."""
+    """Compute each token's term of the covariance of log-prob and advantage over the mini-batch.
+
+    Args:
+        log_probs: log-probs of the response tokens in nats, float32, shape (batch, response).
+        advantages: advantage of each token, same shape.
+        mask: 1 for tokens that count in the loss, 0 for the rest, same shape.
+
+    Returns:
+        The product of the deviations of log-prob and advantage from their means, shape (batch, response).
+    """
     log_probs, normalizers = log_probs.detach(), LossNormalizers.of(mask)
     return (advantages - masked_mean(advantages, mask, normalizers)) * (
         log_probs - masked_mean(log_probs, mask, normalizers)
@@ -476,11 +568,20 @@ def covariance(log_probs: Tokens, advantages: Tokens, mask: Tokens) -> Tokens:
 
 
 def largest(x: Tokens, candidates: Flags, count: int) -> Flags:
-    """The `count` candidates of largest x, or all there are."""
-    found = candidates.new_zeros(candidates.numel())
+    """Select the candidates with the largest values.
+
+    Args:
+        x: values to compare, shape (batch, response).
+        candidates: tokens that may be selected, bool, same shape.
+        count: number of tokens to select; all candidates if there are fewer.
+
+    Returns:
+        The selected tokens, bool, shape (batch, response).
+    """
+    chosen = candidates.new_zeros(candidates.numel())
     count = min(count, int(candidates.sum().item()))
-    found[x.masked_fill(~candidates, float("-inf")).flatten().topk(count).indices] = True
-    return found.view(candidates.shape)
+    chosen[x.masked_fill(~candidates, float("-inf")).flatten().topk(count).indices] = True
+    return chosen.view(candidates.shape)
 
 
 PolicyLoss = Annotated[

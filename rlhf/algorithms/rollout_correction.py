@@ -1,7 +1,8 @@
-"""What to do about the distance between the policy that generated, as the rollout engine computed it, and the policy
-that is trained, as the trainer computes it: other kernels, other precision, or older weights.
+"""Corrections for the mismatch between the rollout engine's log-probs and the trainer's.
 
-Throughout, :math:`\\rho = \\pi_{old} / \\pi_{rollout}` of a token.
+The two differ because of different kernels, different precision, or older weights.
+
+Notation: :math:`\\rho = \\pi_{old} / \\pi_{rollout}` is the ratio of a token.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ Statistic = Literal[
 
 
 class ImportanceWeights(Options):
-    r"""Truncated importance weights (arXiv 1802.01561), or masked on two sides (IcePop, arXiv 2510.18855).
+    r"""Importance weights, truncated (arXiv 1802.01561) or masked on both sides (IcePop, arXiv 2510.18855).
 
     .. math:: w_t = \min(\rho_t, C) \qquad\text{or}\qquad w_t = \rho_t\,[c \le \rho_t \le C]
 
-    for tokens, or with :math:`\prod_t \rho_t` for all tokens of a trajectory. Log-ratios are limited to ±20.
+    per token; at the level of sequences, :math:`\prod_t \rho_t` replaces :math:`\rho_t`. Log-ratios are clamped to ±20.
     """
 
-    level: Literal["token", "sequence"] = Field("token", description="one weight a token, or one a trajectory")
-    upper: float = Field(2.0, gt=0, description="weights are truncated to this; with `lower`, those above become 0")
-    lower: float | None = Field(None, gt=0, description="weights below become 0; null: one-sided truncation")
+    level: Literal["token", "sequence"] = Field("token", description="one weight per token or per trajectory")
+    upper: float = Field(2.0, gt=0, description="larger weights are truncated to this; with `lower`, they become 0")
+    lower: float | None = Field(None, gt=0, description="smaller weights become 0; null: one-sided truncation")
     normalize: bool = Field(False, description="scale the weights to mean 1 over the batch")
 
     @model_validator(mode="after")
@@ -55,6 +56,16 @@ class ImportanceWeights(Options):
         return self
 
     def __call__(self, old_log_probs: Tokens, rollout_log_probs: Tokens, mask: Tokens) -> Tokens:
+        """Compute the weight of each token.
+
+        Args:
+            old_log_probs: the trainer's log-probs in nats, float32, shape (batch, response).
+            rollout_log_probs: the rollout engine's log-probs in nats, same shape.
+            mask: 1 for tokens that count in the loss, 0 for the rest, same shape.
+
+        Returns:
+            Truncated or masked weights, same shape, 0 where masked.
+        """
         weights = self.untruncated(old_log_probs, rollout_log_probs, mask)
         if self.lower is None:
             weights = weights.clamp(max=self.upper)
@@ -63,31 +74,51 @@ class ImportanceWeights(Options):
         return weights / self._mean(weights, mask) if self.normalize else weights
 
     def untruncated(self, old_log_probs: Tokens, rollout_log_probs: Tokens, mask: Tokens) -> Tokens:
+        """Compute the weight of each token before truncation.
+
+        Args:
+            old_log_probs: the trainer's log-probs in nats, float32, shape (batch, response).
+            rollout_log_probs: the rollout engine's log-probs in nats, same shape.
+            mask: 1 for tokens that count in the loss, 0 for the rest, same shape.
+
+        Returns:
+            Ratios of the tokens or of their trajectories, same shape, 0 where masked.
+        """
         log_ratio = (old_log_probs - rollout_log_probs).where(mask > 0, 0.0)
         if self.level == "sequence":
             log_ratio = log_ratio.sum(-1, keepdim=True).expand_as(log_ratio)
         return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() * mask
 
     def _mean(self, weights: Tokens, mask: Tokens) -> Tensor:
-        """Over tokens, or over trajectories; 1 where every weight is 0, so that they stay 0."""
+        """Average over tokens or trajectories; returns 1 if all weights are 0, so that dividing keeps them 0."""
         if self.level == "token":
             mean = masked_mean(weights, mask, LossNormalizers.of(mask))
         else:
-            there = (mask.sum(-1) > 0).to(mask.dtype)
-            mean = (sequence_mean(weights, mask) * there).sum() / there.sum().clamp(min=EPSILON)
+            nonempty = (mask.sum(-1) > 0).to(mask.dtype)
+            mean = (sequence_mean(weights, mask) * nonempty).sum() / nonempty.sum().clamp(min=EPSILON)
         return mean.where(mean > EPSILON, 1.0)
 
     def metrics(self, old_log_probs: Tokens, rollout_log_probs: Tokens, mask: Tokens) -> dict[str, Tensor]:
+        """Summarize the weights over the unmasked tokens, before they are scaled by `normalize`.
+
+        Args:
+            old_log_probs: the trainer's log-probs in nats, float32, shape (batch, response).
+            rollout_log_probs: the rollout engine's log-probs in nats, same shape.
+            mask: 1 for tokens that count in the loss, 0 for the rest, same shape.
+
+        Returns:
+            Scalars by metric name.
+        """
         raw = self.untruncated(old_log_probs, rollout_log_probs, mask)
         weights = self.model_copy(update={"normalize": False})(old_log_probs, rollout_log_probs, mask)
-        normalizers, here = LossNormalizers.of(mask), mask > 0
+        normalizers, unmasked = LossNormalizers.of(mask), mask > 0
         lower = 1.0 / self.upper if self.lower is None else self.lower
         mean = masked_mean(weights, mask, normalizers)
         spread = masked_mean(weights.square(), mask, normalizers) - mean.square()
         return {
             "rollout_is_mean": mean,
-            "rollout_is_max": weights.masked_fill(~here, float("-inf")).max(),
-            "rollout_is_min": weights.masked_fill(~here, float("inf")).min(),
+            "rollout_is_max": weights.masked_fill(~unmasked, float("-inf")).max(),
+            "rollout_is_min": weights.masked_fill(~unmasked, float("inf")).min(),
             "rollout_is_std": spread.clamp(min=0.0).sqrt(),
             "rollout_is_ratio_fraction_high": masked_mean((raw > self.upper).to(mask.dtype), mask, normalizers),
             "rollout_is_ratio_fraction_low": masked_mean((raw < lower).to(mask.dtype), mask, normalizers),
@@ -96,17 +127,17 @@ class ImportanceWeights(Options):
 
 
 class Rejection(Options):
-    r"""Tokens or trajectories too far off leave the losses: hard trust regions on estimates of the divergence.
+    r"""Hard trust region: leaves tokens or trajectories out of the losses if their estimated divergence is too large.
 
     .. math:: k_1 = -\log\rho, \qquad k_2 = \tfrac12 (\log\rho)^2, \qquad k_3 = \rho - 1 - \log\rho
 
-    of single tokens, or their sum, mean or maximum over a trajectory. k1 has a side: `lower` and `upper` bound
-    :math:`e^{k_1} = 1/\rho` (of the sum or the mean); the others are bounded by `upper` alone.
+    of single tokens, or their sum, mean or maximum over a trajectory. k1 is signed: `lower` and `upper` bound
+    :math:`e^{k_1} = 1/\rho` (of the sum or the mean). k2 and k3 are bounded by `upper` only.
     """
 
-    statistic: Statistic = Field(description="what is bounded")
-    upper: float = Field(gt=0, description="largest value that stays")
-    lower: float | None = Field(None, gt=0, description="k1 only: smallest value that stays; null: 1 / upper")
+    statistic: Statistic = Field(description="the statistic that is bounded")
+    upper: float = Field(gt=0, description="largest value that is kept")
+    lower: float | None = Field(None, gt=0, description="k1 only: smallest value that is kept; null: 1 / upper")
 
     @model_validator(mode="after")
     def _sides(self) -> Self:
@@ -119,7 +150,16 @@ class Rejection(Options):
         return self
 
     def __call__(self, old_log_probs: Tokens, rollout_log_probs: Tokens, mask: Tokens) -> Tokens:
-        """The mask without what is rejected."""
+        """Remove rejected tokens from the mask.
+
+        Args:
+            old_log_probs: the trainer's log-probs in nats, float32, shape (batch, response).
+            rollout_log_probs: the rollout engine's log-probs in nats, same shape.
+            mask: 1 for tokens that count in the loss, 0 for the rest, same shape.
+
+        Returns:
+            The mask, 0 for rejected tokens, same shape.
+        """
         log_ratio = (old_log_probs - rollout_log_probs).where(mask > 0, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         over, _, kind = self.statistic.rpartition("_")
         divergence = {
@@ -142,42 +182,61 @@ class Rejection(Options):
 
 
 class RolloutCorrection(Options):
-    """How log-probs of the rollout engine and of the trainer come together."""
+    """How to reconcile the log-probs of the rollout engine with those of the trainer."""
 
     bypass: bool = Field(
-        False, description="the rollout's log-probs serve as the old ones, and the old-log-prob stage disappears"
+        False, description="use the rollout's log-probs as the old ones and skip the old-log-prob stage"
     )
     weights: ImportanceWeights | None = Field(None, description="importance weights on the policy loss")
-    rejection: tuple[Rejection, ...] = Field((), description="what leaves the losses; all that are listed must hold")
+    rejection: tuple[Rejection, ...] = Field(
+        (), description="trust regions; tokens outside any of them are left out of the losses"
+    )
 
     @model_validator(mode="after")
     def _bypass_compares_nothing(self) -> Self:
         if self.bypass and (self.weights is not None or self.rejection):
             raise ValueError(
-                "bypass takes the rollout's log-probs as the old ones, which leaves weights and rejection nothing to "
+                "bypass uses the rollout's log-probs as the old ones, so weights and rejection have nothing to "
                 "compare: remove them, or set bypass: false"
             )
         return self
 
     @property
     def needs(self) -> tuple[str, ...]:
+        """Names of the inputs that the correction reads, as in `Algorithm.needs`."""
         return ("old_log_probs",) if self.weights is not None or self.rejection else ()
 
 
 def effective_sample_size(weights: Tokens, mask: Tokens) -> Tensor:
-    r""":math:`(\operatorname{mean} w)^2 / \operatorname{mean}(w^2)`: the share of the tokens that still counts."""
+    r"""Compute :math:`(\operatorname{mean} w)^2 / \operatorname{mean}(w^2)`, the effective share of the tokens.
+
+    Args:
+        weights: weight of each token, float32, shape (batch, response).
+        mask: 1 for tokens that count in the loss, 0 for the rest, same shape.
+
+    Returns:
+        A scalar, 1 if all weights are equal.
+    """
     normalizers = LossNormalizers.of(mask)
     normalized = weights / (masked_mean(weights, mask, normalizers) + EPSILON)
     return 1.0 / masked_mean(normalized.square(), mask, normalizers).clamp(min=EPSILON)
 
 
 def off_policy_metrics(old_log_probs: Tokens, rollout_log_probs: Tokens, mask: Tokens) -> dict[str, Tensor]:
-    r"""How far training is from the rollout:
+    r"""Measure how far the trainer's policy is from the rollout's:
 
     - ``kl``: :math:`E[-\log\rho]`; ``k3_kl``: :math:`E[\rho - 1 - \log\rho]`, both per token;
-    - ``training_ppl``, ``rollout_ppl``: :math:`e^{-\overline{\log\pi}}` of a trajectory, averaged; ``*_log_ppl``
-      their logarithms, ``log_ppl_*`` and ``ppl_ratio`` how they differ;
+    - ``training_ppl``, ``rollout_ppl``: perplexity :math:`e^{-\overline{\log\pi}}` of a trajectory, averaged;
+      ``*_log_ppl``: its logarithm, averaged; ``log_ppl_*`` and ``ppl_ratio``: difference and ratio of the two;
     - ``chi2_token``: :math:`E[\rho^2] - 1`; ``chi2_seq``: the same with the product over a trajectory.
+
+    Args:
+        old_log_probs: the trainer's log-probs in nats, float32, shape (batch, response).
+        rollout_log_probs: the rollout engine's log-probs in nats, same shape.
+        mask: 1 for tokens that count in the loss, 0 for the rest, same shape.
+
+    Returns:
+        Scalars by metric name.
     """
     normalizers = LossNormalizers.of(mask)
     log_ratio = (old_log_probs - rollout_log_probs).where(mask > 0, 0.0)

@@ -1,1 +1,1 @@
-"""What generates and what trains, behind two protocols that every engine passes the same tests for."""
+"""Rollout and train engines, behind two protocols; all engines of a protocol pass the same contract tests."""

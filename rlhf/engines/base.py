@@ -1,4 +1,4 @@
-"""The two protocols, and the plain data that crosses them."""
+"""The protocols of rollout and train engines, and the plain data that they exchange."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Request:
     trajectory_id: str
     prompt_ids: tuple[int, ...]
     begun: int = 0
-    """So many of them are tokens of the response, written before: it goes on from there."""
+    """Number of tokens at the end of `prompt_ids` that were generated earlier; the response continues after them."""
     max_tokens: int | None = None
-    """At most so many, where that is fewer than the sampling's."""
+    """Limit on the new tokens of this request, in addition to `Sampling.max_tokens`; None: no further limit."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn; the noise of a trajectory depends on `seed` and its id alone."""
+    """How tokens are sampled; the noise of a trajectory depends only on `seed` and the trajectory's id."""
 
     temperature: float
     top_p: float
@@ -39,98 +39,153 @@ class Sampling:
     seed: int
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()
-    """Texts that end a response, which keeps them."""
+    """Texts that end a response; they are kept in the response."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """A response: its tokens (end-of-sequence included), their log-probs, and why it ended."""
+    """A response: its tokens (including end-of-sequence), their log-probs, and the reason why it ended."""
 
     response_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
+    """Log-prob of each response token, in nats."""
     finish_reason: str
+    """`stop` (end-of-sequence or a stop text) or `length`."""
 
 
 def limit_of(request: Request, sampling: Sampling) -> int:
-    """The most tokens that a request may be answered with."""
+    """Compute the maximum number of new tokens for a request."""
     return sampling.max_tokens if request.max_tokens is None else min(request.max_tokens, sampling.max_tokens)
 
 
 def seed_of(request: Request, sampling: Sampling) -> int:
-    """For an engine that takes a seed with each request."""
+    """Derive the seed of a request, a non-negative int64, for engines that take a seed per request."""
     place = [request.begun] if request.begun else []
     return int(seeding.generator(sampling.seed, "generate", request.trajectory_id, *place).integers(2**63))
 
 
 class RolloutEngine(Protocol):
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Generation]:
-        """Responses in the order of the requests. The same requests and weights give the same responses.
+    """A model that generates responses."""
 
-        Log-probs are those of the temperature-scaled logits, before any truncation by `top_p`; at temperature 0
-        (greedy) they are those of the plain logits.
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Generation]:
+        """Generate responses. The same requests and weights give the same responses.
+
+        Log-probs are computed from the temperature-scaled logits, before truncation by `top_p`; at temperature 0
+        (greedy), from the plain logits.
+
+        Args:
+            requests: the trajectories to generate.
+            sampling: how to sample tokens.
+
+        Returns:
+            One response per request, in the same order.
+
+        Raises:
+            EngineLost: the engine's process or server does not answer.
         """
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes | None = None) -> None:
-        """Take over the policy's weights, in place, named as in a checkpoint; with PEFT's config of an adapter, the
-        adapter's."""
+        """Replace the weights in place.
+
+        Args:
+            weights: tensors of the policy, named as in a checkpoint.
+            adapter_config: PEFT's config as JSON if `weights` are those of an adapter; None: of the whole model.
+
+        Raises:
+            EngineLost: the engine's process or server does not answer.
+        """
         ...
 
     def place(self, *, model: bool, optimizer: bool) -> None:
-        """Make room: what lies on the device, and what in host memory."""
+        """Move the weights to the device or to host memory, to make room for another model.
+
+        Args:
+            model: whether the weights stay on the device.
+            optimizer: ignored; rollout engines have no optimizer.
+        """
         ...
 
     def close(self) -> None:
-        """End what does not end by itself."""
+        """Release processes and connections."""
         ...
 
 
 @dataclass(frozen=True)
 class OptimizerPlan:
-    """An update, as one optimizer step after the other."""
+    """The optimizer steps of an update."""
 
     lr: float
     optimizer: Optimizer
     grad_clip: float | None
     micro_batch_tokens: int
     mini_batches: tuple[tuple[int, ...], ...]
-    """Rows of the batch, for each optimizer step."""
+    """Rows of the batch for each optimizer step."""
     temperature: float
 
 
 class InferenceEngine(Protocol):
-    """A model that is asked: actor and reference give log_probs and entropy, a critic values."""
+    """A model that computes outputs: actor and reference give log_probs and entropy, a critic gives values."""
 
     def infer(
         self, batch: TrajectoryBatch, outputs: Iterable[str], *, temperature: float, micro_batch_tokens: int
     ) -> dict[str, pa.Array]:
-        """Per-token columns by name (`log_probs`, `entropy`, `values`), in the order of the batch."""
+        """Compute per-token outputs without gradients.
+
+        Args:
+            batch: prompts and responses.
+            outputs: names of the outputs: `log_probs` and `entropy` in nats, or `values`.
+            temperature: divisor of the logits.
+            micro_batch_tokens: maximum number of tokens per forward pass.
+
+        Returns:
+            Columns by name: one float32 list per row of the batch, with one value per response token.
+        """
         ...
 
 
 class TrainEngine(InferenceEngine, Protocol):
     """A model that is trained.
 
-    One model may be many processes. Each makes the same calls with the whole batch, and has the whole result (SPMD).
-    How they share out the work is the engine's own affair, and changes results by rounding at most: trajectories are
-    dealt out; with `sequence_parallel` or `tensor_parallel`, ranks in a row are dealt the same ones, and
-    share each sequence's positions, or each matrix. The gradient is always that of the whole mini-batch.
+    A model may span several processes. Each makes the same calls with the whole batch and gets the whole result (SPMD).
+    The engine distributes the work; this changes results by rounding at most. Trajectories are distributed over the
+    ranks. With `sequence_parallel` or `tensor_parallel`, adjacent ranks get the same trajectories and split the
+    positions of each sequence, or each matrix. The gradient is always that of the whole mini-batch.
     """
 
     def update(self, batch: TrajectoryBatch, objective: Objective, plan: OptimizerPlan) -> dict[str, float]:
-        """Take the optimizer steps of the plan; metrics are means over them. Raises `NotFinite`."""
+        """Take the optimizer steps of the plan.
+
+        Args:
+            batch: prompts, responses and the columns that the objective reads.
+            objective: the loss to minimize.
+            plan: the optimizer steps.
+
+        Returns:
+            Metrics by name, averaged over the steps.
+
+        Raises:
+            NotFinite: the norm of a gradient is not finite; the state must be loaded again.
+        """
         ...
 
     def digest(self) -> str:
-        """Over weights and optimizer state, as logical tensors: not of how they are laid out."""
+        """Hash weights and optimizer state as logical tensors, independently of their layout; returns hex SHA-256."""
         ...
 
     def state(self) -> dict[str, bytes]:
-        """The full state as files: safetensors and JSON, loadable by any layout."""
+        """Return this rank's files of the full state by name: safetensors and JSON, loadable in any layout."""
         ...
 
-    def load_state(self, files: Mapping[str, bytes]) -> None: ...
+    def load_state(self, files: Mapping[str, bytes]) -> None:
+        """Load the state from the files of all ranks that wrote it."""
+        ...
 
     def place(self, *, model: bool, optimizer: bool) -> None:
-        """Make room for another model: what lies on the device, and what in host memory."""
+        """Move state to the device or to host memory, to make room for another model.
+
+        Args:
+            model: whether the weights stay on the device.
+            optimizer: whether the optimizer state stays on the device.
+        """
         ...

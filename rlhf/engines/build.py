@@ -1,4 +1,4 @@
-"""From a trainer's section of the config to its engine; what an engine needs is imported when it is built."""
+"""Builds engines from the config; the packages that an engine needs are imported when it is built."""
 
 from __future__ import annotations
 
@@ -21,6 +21,21 @@ if TYPE_CHECKING:
 def train_engine(
     trainer: TrainerConfig, model: PreTrainedModel, head: Head, *, dtype: Dtype, trainable: bool = True
 ) -> ModelEngine:
+    """Build the train engine of a model.
+
+    Args:
+        trainer: the trainer's section of the config.
+        model: the model, with float32 weights.
+        head: outputs of the model.
+        dtype: type of the computation.
+        trainable: whether the model is trained; False for a reference.
+
+    Returns:
+        The engine that `trainer.engine` names.
+
+    Raises:
+        UserError: the model does not support an option of the trainer.
+    """
     options: dict[str, Any] = {
         "dtype": dtype,
         "trainable": trainable,
@@ -43,7 +58,15 @@ def train_engine(
 
 
 def rollout_engine(config: RunConfig, actor: PreTrainedModel | None) -> RolloutEngine:
-    """What generates, as `rollout.engine` says; with the actor's own tensors, if they are given."""
+    """Build the rollout engine that `rollout.engine` names.
+
+    Args:
+        config: the run's config.
+        actor: model whose tensors the engine `hf` uses; None: it loads the model itself.
+
+    Returns:
+        The rollout engine.
+    """
     from rlhf.models import eos_token_ids, load_actor, load_tokenizer
 
     tokenizer = load_tokenizer(config.model)
@@ -59,7 +82,18 @@ def rollout_engine(config: RunConfig, actor: PreTrainedModel | None) -> RolloutE
 
 
 def vllm_rollout(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> VLLMRollout:
-    """On the CPU vLLM sizes its cache by `VLLM_CPU_KVCACHE_SPACE`, and must not ask for most of the memory."""
+    """Build the vLLM rollout engine.
+
+    On the CPU `VLLM_CPU_KVCACHE_SPACE` sets the size of vLLM's cache, and `gpu_memory_utilization` is kept low so that
+    vLLM does not claim most of the memory.
+
+    Args:
+        config: the run's config.
+        tokenizer: gives the end-of-sequence tokens.
+
+    Returns:
+        The rollout engine; its first call starts vLLM.
+    """
     import torch
 
     from rlhf.engines.vllm_rollout import VLLMRollout
@@ -88,6 +122,15 @@ def vllm_rollout(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> VLLMR
 
 
 def server_rollout(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> ServerRollout:
+    """Build the rollout engine that uses running servers.
+
+    Args:
+        config: the run's config.
+        tokenizer: gives the end-of-sequence tokens, and the text of prompts for `tgi`.
+
+    Returns:
+        The rollout engine.
+    """
     from rlhf.engines.server_rollout import ServerRollout
     from rlhf.models import eos_token_ids, generation_config, model_folder
 

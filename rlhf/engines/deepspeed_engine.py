@@ -1,4 +1,4 @@
-"""`engine: deepspeed`: ZeRO stages 0 to 3 (arXiv 1910.02054), on CUDA with NCCL or on the CPU with gloo."""
+"""`engine: deepspeed`: ZeRO stages 0 to 3 (arXiv 1910.02054), on GPUs with NCCL or on the CPU with gloo."""
 
 from __future__ import annotations
 
@@ -23,23 +23,36 @@ Stage = Literal[0, 1, 2, 3]
 
 
 class DeepSpeedEngine(ModelEngine):
-    """With bfloat16 the model itself is in bfloat16, and the optimizer holds float32 weights. In stage 0 the optimizer
-    has no weights of its own: there the model is in float32, and computes in bfloat16."""
+    """A train engine that uses DeepSpeed.
+
+    With bfloat16 the model itself is in bfloat16, and the optimizer keeps float32 weights. In stage 0 the optimizer has
+    no weights of its own, so the model is in float32 and computes in bfloat16.
+    """
 
     def __init__(
         self, model: PreTrainedModel, head: Head, *, stage: Stage = 2, offload: bool = False, **options: Any
     ) -> None:
+        """Wrap a model.
+
+        Args:
+            model: the model, with float32 weights.
+            head: outputs of the model.
+            stage: ZeRO stage: from 1 the optimizer state is sharded, from 2 also gradients, in 3 also parameters.
+            offload: whether optimizer state (and in stage 3 parameters) are kept in host memory.
+            options: see `ModelEngine`.
+        """
         super().__init__(model, head, **options)
         ranks.initialized()
         os.environ.setdefault("DS_ACCELERATOR", self.device.type)
-        os.environ.setdefault("LOCAL_RANK", "0")  # it asks again at every step
+        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it at every step
         import deepspeed
 
         warnings.filterwarnings("ignore", message="`torch.distributed.*is deprecated", category=FutureWarning)
-        # Its own collectives on the CPU would be compiled now, for a minute; a build that is killed leaves a lock on
-        # which the next one waits for ever, and gloo does as well.
+        # DeepSpeed's CPU collectives would take a minute to compile, and a killed build leaves a lock on which the next
+        # build waits forever; gloo works as well.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        self.stage = stage = stage if self.trainable or stage == 3 else 0  # only parameters are left to spread
+        # without an optimizer there are only parameters to shard, which is stage 3
+        self.stage = stage = stage if self.trainable or stage == 3 else 0
         zero: dict[str, Any] = {"stage": stage}
         host = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
         if offload:
@@ -47,12 +60,12 @@ class DeepSpeedEngine(ModelEngine):
         if offload and stage == 3:
             zero["offload_param"] = host
         config = {
-            "train_micro_batch_size_per_gpu": 1,  # it counts nothing: we say where a mini-batch ends
+            "train_micro_batch_size_per_gpu": 1,  # unused: we mark the end of a mini-batch ourselves
             "gradient_accumulation_steps": 1,
             "zero_optimization": zero,
             "zero_force_ds_cpu_optimizer": False,
             "bf16": {"enabled": self.dtype == "bfloat16" and stage > 0},
-            "gradient_clipping": 0.0,  # its default is 1; the plan says
+            "gradient_clipping": 0.0,  # the default is 1; `_step` sets the limit of the plan
             "steps_per_print": 2**62,
         }
         self.parameters = self._parameters()
@@ -62,13 +75,14 @@ class DeepSpeedEngine(ModelEngine):
         self.module.in_step = stage == 3
         self._placed = (True, True)
         self._accumulates = False
-        """Whether there are gradients that no step has taken."""
+        """Whether there are gradients that no step has consumed."""
 
     def _call(self, *inputs: Any) -> dict[str, Tensor]:
         with self._autocast() if self.stage == 0 else nullcontext():
             return self.engine(*inputs)  # type: ignore[no-any-return]
 
     def place(self, *, model: bool, optimizer: bool) -> None:
+        """Move state to the device or to host memory; see `TrainEngine.place`."""
         from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Kind
 
         if self.stage == 0:
@@ -80,7 +94,7 @@ class DeepSpeedEngine(ModelEngine):
         assert self.optimizer is not None
         assert self.stage < 3, "DeepSpeed moves the state of stage 3 for its own compiled optimizer only"
         self.engine.reload_states()
-        if self.optimizer.state:  # reloading forgets which parameter's state lies where
+        if self.optimizer.state:  # reloading invalidates the links from parameters to their state
             self.wrapper._hp_optimizer_states_linked = False
             self.wrapper._lazy_init_hp_params_optimizer_state()
         away = set(Kind)
@@ -94,15 +108,15 @@ class DeepSpeedEngine(ModelEngine):
     def _backward(self, loss: Tensor, last: bool) -> None:
         self._accumulates = True
         self.engine.set_gradient_accumulation_boundary(last)
-        self.engine.backward(loss * ranks.count())  # it averages over ranks, and every loss is already a share
+        self.engine.backward(loss * ranks.count())  # DeepSpeed averages over ranks; losses must be summed
         if not last:
-            self.engine.step()  # of which nothing comes but the end of a micro-batch
+            self.engine.step()  # only marks the end of a micro-batch
 
     def _step(self, plan: OptimizerPlan) -> float:
         assert self.optimizer is not None
         plan.optimizer.set(self.optimizer, plan.lr)
         clip = plan.grad_clip or math.inf
-        if self.stage == 0:  # its gradients are whole, and it would not tell their norm
+        if self.stage == 0:  # gradients are whole, and DeepSpeed does not report their norm
             norm = float(torch.nn.utils.clip_grad_norm_(self.parameters.values(), clip))
         else:
             self.wrapper.clip_grad = clip
@@ -115,23 +129,25 @@ class DeepSpeedEngine(ModelEngine):
         return norm
 
     def get(self, kind: str, name: str) -> Tensor:
+        """Gather a parameter or its optimizer state; see `ModelEngine.get`."""
         from deepspeed.runtime.zero import GatheredParameters
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         parameter = self.parameters[name]
-        found: Tensor
+        tensor: Tensor
         if self.stage == 0:
-            found = parameter.detach() if kind == "model" else self._plain_state(parameter)[kind]
+            tensor = parameter.detach() if kind == "model" else self._plain_state(parameter)[kind]
         elif kind != "model":
-            found = safe_get_full_optimizer_state(parameter, kind)
+            tensor = safe_get_full_optimizer_state(parameter, kind)
         elif self.trainable:
-            found = safe_get_full_fp32_param(parameter)
+            tensor = safe_get_full_fp32_param(parameter)
         else:
             with GatheredParameters([parameter]):
-                found = parameter.detach().float().clone()
-        return found
+                tensor = parameter.detach().float().clone()
+        return tensor
 
     def set(self, kind: str, name: str, value: Tensor) -> None:
+        """Replace a parameter or its optimizer state; see `ModelEngine.set`."""
         from deepspeed import utils
         from deepspeed.runtime.zero import GatheredParameters
 
@@ -153,7 +169,7 @@ class DeepSpeedEngine(ModelEngine):
             utils.safe_set_local_optimizer_state(parameter, self._part(parameter, value), kind)
 
     def _part(self, parameter: Any, value: Tensor) -> Tensor:
-        """This rank's share in stage 3, padded (DeepSpeed's `safe_set_full_…` fail where a share is all padding)."""
+        """Return this rank's share in stage 3, padded; `safe_set_full_…` fail if a share is nothing but padding."""
         size, first = parameter.ds_tensor.numel(), ranks.rank() * parameter.ds_tensor.numel()
         padded = torch.nn.functional.pad(value.flatten(), (0, size * ranks.count() - value.numel()))
         return padded[first : first + size]
@@ -165,7 +181,7 @@ class DeepSpeedEngine(ModelEngine):
 
     def _reset_optimizer(self) -> None:
         assert self.optimizer is not None
-        # It has many places for gradients, all of which a step empties; and all ranks have to step together.
+        # DeepSpeed keeps gradients in many places; a step clears them all, but all ranks must take it together.
         if ranks.largest(int(self._accumulates)):
             self._stand_still()
         for state in self.optimizer.state.values():
@@ -173,7 +189,7 @@ class DeepSpeedEngine(ModelEngine):
                 tensor.zero_()
 
     def _make_state(self) -> None:
-        """DeepSpeed makes the optimizer's state at its first step: one that changes nothing, if there was none yet."""
+        """Create the optimizer state, which DeepSpeed does in its first step, by a step that changes no weights."""
         assert self.optimizer is not None
         if not self.optimizer.state:
             self._stand_still()
@@ -181,12 +197,12 @@ class DeepSpeedEngine(ModelEngine):
             state["step"].fill_(self.steps)
 
     def _stand_still(self) -> None:
-        """A step of length 0; its traces in the optimizer's state are to be overwritten."""
+        """Take a step with learning rate 0; the caller must overwrite the optimizer state."""
         assert self.optimizer is not None
         self.optimizer_type().set(self.optimizer, lr=0.0)
         token = torch.zeros(1, dtype=torch.long, device=self.device)
         with torch.enable_grad():
-            [nothing] = self._call(token[None], None, token, token, 1.0, ()).values()
-            self._backward(0 * nothing.sum(), last=True)
+            [output] = self._call(token[None], None, token, token, 1.0, ()).values()
+            self._backward(0 * output.sum(), last=True)
         self.engine.step()
         self._accumulates = False

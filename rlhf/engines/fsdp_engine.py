@@ -1,9 +1,9 @@
-"""`engine: fsdp`: PyTorch's FSDP2 (`fully_shard`): parameters, gradients and optimizer state are spread over the ranks,
-and gathered layer by layer as they are needed (arXiv 2304.11277).
+"""`engine: fsdp`: PyTorch's FSDP2 (`fully_shard`).
 
-With `tensor_parallel`, ranks in a row form a team that computes the same trajectories: the matrices of attention and
-MLP are cut over the team, by columns and then by rows (arXiv 1909.08053), as the model's own plan says; FSDP then
-spreads each part over the teams.
+Parameters, gradients and optimizer state are sharded over the ranks and gathered layer by layer when needed (arXiv
+2304.11277). With `tensor_parallel`, adjacent ranks form a team that computes the same trajectories: the matrices of
+attention and MLP are split over the team, by columns and then by rows (arXiv 1909.08053), as the model's own plan says;
+FSDP then shards each part over the teams.
 """
 
 from __future__ import annotations
@@ -30,21 +30,35 @@ if TYPE_CHECKING:
 
 STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 WHOLE = "embedding_rowwise"
-"""Embeddings are not cut: FSDP spreads them."""
+"""Embeddings are not split over the team; FSDP shards them."""
 SUMMED = "replicated_with_grad_allreduce"
-"""A parameter that every member has, and whose gradient is the sum of theirs: each member uses it on its own heads."""
+"""Every member of the team has the parameter and applies it to its own heads, so gradients are summed over the team."""
 
 
 class FSDPEngine(TorchEngine):
+    """A train engine that uses FSDP2, optionally with tensor parallelism."""
+
     def __init__(
         self, model: PreTrainedModel, head: Head, *, offload: bool = False, tensor_parallel: int = 1, **options: Any
     ) -> None:
+        """Wrap and shard a model.
+
+        Args:
+            model: the model, with float32 weights.
+            head: outputs of the model.
+            offload: whether parameters and optimizer state are kept in host memory.
+            tensor_parallel: number of adjacent ranks that split each matrix.
+            options: see `ModelEngine`.
+
+        Raises:
+            UserError: the model does not support `tensor_parallel`.
+        """
         self.offload = offload
         self.team = tensor_parallel
         super().__init__(model, head, tensor_parallel=tensor_parallel, **options)
 
     def _build_optimizer(self) -> torch.optim.Optimizer:
-        # a kernel for many tensors does not take those of two meshes together
+        # multi-tensor kernels cannot mix tensors of two meshes
         return self.optimizer_type.build(self.parameters.values(), foreach=self.team == 1)
 
     def _place(self) -> None:
@@ -75,27 +89,28 @@ class FSDPEngine(TorchEngine):
         self.members = mesh.get_group("team")
 
     def _cut(self, team: DeviceMesh) -> dict[str, str]:
-        """Cut the model over the team; returns its plan."""
+        """Split the model over the team; returns the model's plan: styles by pattern of module names."""
         config = self.model.config.get_text_config()
-        asked = (getattr(config, "base_model_tp_plan", None) or {}).items()
-        plan = {pattern: style for pattern, style in asked if style != WHOLE}
+        full_plan = (getattr(config, "base_model_tp_plan", None) or {}).items()
+        plan = {pattern: style for pattern, style in full_plan if style != WHOLE}
         unknown = set(plan.values()) - {*STYLES, SUMMED}
         if not plan or unknown:
             raise UserError(
-                f"tensor_parallel: {type(self.model).__name__} has no plan for it that is known here"
-                + (f" (it asks for {', '.join(sorted(unknown))})" if unknown else "")
+                f"tensor_parallel: {type(self.model).__name__} has no supported plan"
+                + (f" (unknown styles: {', '.join(sorted(unknown))})" if unknown else "")
+                + ": remove tensor_parallel"
             )
-        for what in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-            if getattr(config, what) % self.team:
+        for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+            if getattr(config, key) % self.team:
                 raise UserError(
-                    f"tensor_parallel is {self.team}, which does not divide the model's {what} {getattr(config, what)}"
+                    f"tensor_parallel is {self.team}, which does not divide the model's {key} {getattr(config, key)}"
                 )
         styles = {pattern: STYLES[style]() for pattern, style in plan.items() if style in STYLES}
         parallelize_module(self.model.base_model, team, styles)
         return plan
 
     def _backward(self, loss: Tensor, last: bool) -> None:
-        share = loss * (ranks.count() // self.team)  # gradients are averaged, and every loss is already a share
+        share = loss * (ranks.count() // self.team)  # FSDP averages over teams; losses must be summed
         share.backward()  # type: ignore[no-untyped-call]
 
     def _clip(self, limit: float) -> float:
@@ -128,12 +143,12 @@ class FSDPEngine(TorchEngine):
         part, cut = whole, placements[1]
         if isinstance(cut, Shard):
             part = whole.chunk(self.team, cut.dim)[ranks.rank() % self.team].contiguous()
-        mine = distribute_tensor(part, mesh["teams"], [Shard(0)]).to_local().to(device)
-        return DTensor.from_local(mine, mesh, placements, shape=parameter.shape, stride=parameter.stride())
+        shard = distribute_tensor(part, mesh["teams"], [Shard(0)]).to_local().to(device)
+        return DTensor.from_local(shard, mesh, placements, shape=parameter.shape, stride=parameter.stride())
 
 
 def _is_cut(tensor: DTensor) -> bool:
-    """Over the team."""
+    """Tell whether a tensor is split over the team."""
     return tensor.device_mesh.ndim == 2 and isinstance(tensor.placements[1], Shard)
 
 

@@ -1,4 +1,4 @@
-"""What is the same for every rollout engine: ranks share requests, and a generation may be interrupted."""
+"""Generation with any rollout engine: distributing requests over ranks, and interruptible generation."""
 
 from __future__ import annotations
 
@@ -12,62 +12,104 @@ from rlhf.errors import NotFinite
 
 
 def answers(engine: RolloutEngine, requests: Sequence[Request], sampling: Sampling) -> list[Generation]:
-    """Every rank is given all requests, answers its share, and has all the answers. Raises `NotFinite`."""
-    dealt = deal(requests, sampling, ranks.count())
-    shares = ranks.gathered(engine.generate([requests[row] for row in dealt[ranks.rank()]], sampling))
-    found = {row: one for rows, share in zip(dealt, shares, strict=True) for row, one in zip(rows, share, strict=True)}
-    for generation in found.values():  # every rank looks at all of them, so that all refuse
+    """Generate responses on all ranks; each rank generates a share and gets all responses.
+
+    Args:
+        engine: this rank's rollout engine.
+        requests: all trajectories to generate, the same on every rank.
+        sampling: how to sample tokens.
+
+    Returns:
+        One response per request, in the same order.
+
+    Raises:
+        NotFinite: a log-prob is not finite.
+    """
+    shares = deal(requests, sampling, ranks.count())
+    results = ranks.gathered(engine.generate([requests[row] for row in shares[ranks.rank()]], sampling))
+    by_row = {
+        row: generation
+        for rows, generations in zip(shares, results, strict=True)
+        for row, generation in zip(rows, generations, strict=True)
+    }
+    for generation in by_row.values():  # every rank checks all responses, so that all ranks raise
         if not all(map(math.isfinite, generation.log_probs)):
             raise NotFinite("the model gave log-probs that are not finite while generating: nothing is committed")
-    return [found[row] for row in range(len(requests))]
+    return [by_row[row] for row in range(len(requests))]
 
 
-def deal(requests: Sequence[Request], sampling: Sampling, hands: int) -> list[list[int]]:
-    """Rows for each hand, about equal in expected tokens: the longest prompts first, each to whom has the least.
-    Trajectories of one prompt stay together, since an engine may compute their prompt once."""
+def deal(requests: Sequence[Request], sampling: Sampling, rank_count: int) -> list[list[int]]:
+    """Split requests into shares with about the same number of expected tokens.
+
+    Prompts are assigned in order of decreasing cost, each to the rank with the fewest tokens. Trajectories of a prompt
+    stay together, since an engine may compute their prompt only once.
+
+    Args:
+        requests: the trajectories to generate.
+        sampling: gives the maximum length of a response.
+        rank_count: number of shares.
+
+    Returns:
+        Sorted rows of `requests` for each rank.
+    """
     prompts: dict[tuple[int, ...], list[int]] = {}
     for row, request in enumerate(requests):
         prompts.setdefault(request.prompt_ids, []).append(row)
-    dealt: list[list[int]] = [[] for _ in range(hands)]
-    tokens = [0] * hands
+    shares: list[list[int]] = [[] for _ in range(rank_count)]
+    tokens = [0] * rank_count
     for ids, rows in sorted(prompts.items(), key=lambda item: -len(item[0]) - len(item[1]) * sampling.max_tokens):
-        hand = tokens.index(min(tokens))
-        dealt[hand] += rows
-        tokens[hand] += len(ids) + len(rows) * sampling.max_tokens
-    return [sorted(rows) for rows in dealt]
+        rank = tokens.index(min(tokens))
+        shares[rank] += rows
+        tokens[rank] += len(ids) + len(rows) * sampling.max_tokens
+    return [sorted(rows) for rows in shares]
 
 
 @dataclass
 class Interruptible:
-    """The generation of a shard, in pieces: between two of them, the engine may be given new weights."""
+    """The generation of a shard in pieces; the engine may load new weights between two pieces."""
 
     requests: Sequence[Request]
     generations: list[Generation] = field(default_factory=list)
     versions: list[list[int]] = field(default_factory=list)
-    """Of the policy that drew each token."""
+    """For each request, the version of the policy that sampled each token."""
     seconds: float = 0.0
-    """That pieces before the last one took."""
+    """Time that the pieces before the last one took."""
 
     def go_on(self, engine: RolloutEngine, sampling: Sampling, tokens: int, version: int) -> bool:
-        """Draw at most so many tokens more, with the policy of this version; whether all responses are complete."""
+        """Generate the next piece of every incomplete response.
+
+        Args:
+            engine: this rank's rollout engine.
+            sampling: how to sample tokens.
+            tokens: maximum number of new tokens per response.
+            version: version of the policy whose weights the engine has.
+
+        Returns:
+            Whether all responses are complete.
+
+        Raises:
+            NotFinite: a log-prob is not finite.
+        """
         if not self.generations:
             self.generations = [Generation((), (), "length") for _ in self.requests]
             self.versions = [[] for _ in self.requests]
-        left = [row for row, one in enumerate(self.generations) if one.finish_reason != "stop"]
-        begun = max(len(self.generations[row].response_ids) for row in left)
-        asked = [
+        incomplete = [row for row, generation in enumerate(self.generations) if generation.finish_reason != "stop"]
+        length = max(len(self.generations[row].response_ids) for row in incomplete)
+        requests = [
             replace(
                 self.requests[row],
                 prompt_ids=self.requests[row].prompt_ids + self.generations[row].response_ids,
-                begun=self.requests[row].begun + begun,
+                begun=self.requests[row].begun + length,
             )
-            for row in left
+            for row in incomplete
         ]
-        piece = min(tokens, sampling.max_tokens - begun)
-        for row, more in zip(left, answers(engine, asked, replace(sampling, max_tokens=piece)), strict=True):
-            before = self.generations[row]
+        piece = min(tokens, sampling.max_tokens - length)
+        for row, new in zip(incomplete, answers(engine, requests, replace(sampling, max_tokens=piece)), strict=True):
+            old = self.generations[row]
             self.generations[row] = Generation(
-                before.response_ids + more.response_ids, before.log_probs + more.log_probs, more.finish_reason
+                old.response_ids + new.response_ids, old.log_probs + new.log_probs, new.finish_reason
             )
-            self.versions[row] += [version] * len(more.response_ids)
-        return begun + piece == sampling.max_tokens or all(one.finish_reason == "stop" for one in self.generations)
+            self.versions[row] += [version] * len(new.response_ids)
+        return length + piece == sampling.max_tokens or all(
+            generation.finish_reason == "stop" for generation in self.generations
+        )

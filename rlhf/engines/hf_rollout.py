@@ -1,4 +1,4 @@
-"""`rollout.engine: hf`: transformers' models with a KV cache, sampled one token at a time."""
+"""`rollout.engine: hf`: generation with a transformers model and a KV cache, one token at a time."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class HFRollout:
-    """Generates with a model that may be the actor itself: in one process, weights need no copy.
+    """Generates with a model in this process, which may be the actor itself, so that weights need no copy.
 
-    All requests of a call form one batch. The noise that draws a token depends on the run's seed, the trajectory
-    and the token's position, and finished rows leave the batch, so a call is a pure function of requests and weights.
+    All requests of a call form one batch; finished rows leave it. The noise that samples a token depends only on the
+    seed, the trajectory and the position of the token, so a call is a pure function of requests and weights.
     """
 
     def __init__(
@@ -33,7 +33,14 @@ class HFRollout:
         dtype: Literal["float32", "bfloat16"] = "float32",
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
-        """The tokenizer is for stop texts."""
+        """Wrap a model.
+
+        Args:
+            model: the model, on its device.
+            eos_token_ids: tokens that end a response.
+            dtype: type of the computation.
+            tokenizer: only needed for stop texts.
+        """
         self.model = model
         self.tokenizer = tokenizer
         self.dtype = dtype
@@ -43,15 +50,18 @@ class HFRollout:
         self.device = model.device
 
     def place(self, *, model: bool, optimizer: bool) -> None:
+        """Move the model to its device or to host memory; see `RolloutEngine.place`."""
         self.model.to(self.device if model else torch.device("cpu"))
 
     def close(self) -> None:
-        """Nothing but memory is held."""
+        """Do nothing: there are no processes or connections to release."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes | None = None) -> None:
+        """Copy weights into the model; see `RolloutEngine.load_weights`."""
         copy_weights(weights, self.model)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Generation]:
+        """Generate responses; see `RolloutEngine.generate`."""
         if not requests:
             return []
         was_training = self.model.training
@@ -78,7 +88,11 @@ class HFRollout:
         return (int(response[-1]) in eos and not sampling.ignore_eos) or self._stops(response, sampling)
 
     def _stops(self, response: np.ndarray, sampling: Sampling) -> bool:
-        """Whether its end holds a stop text; a token has a character at least, or is a part of one."""
+        """Tell whether the end of a response contains a stop text.
+
+        Only the last tokens are decoded. A token has at least one byte, and a character at most 4, so 4 tokens per
+        character are enough.
+        """
         if not sampling.stop:
             return False
         assert self.tokenizer is not None
@@ -87,7 +101,7 @@ class HFRollout:
         return any(stop in text for stop in sampling.stop)
 
     def _generate(self, requests: Sequence[Request], sampling: Sampling) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Token ids and log-probs [requests, max_tokens], and how many of each row are real."""
+        """Generate token ids and log-probs, shape (requests, max_tokens), and lengths, shape (requests,)."""
         from transformers import DynamicCache
 
         device = self.model.device
@@ -112,7 +126,7 @@ class HFRollout:
         mask = None
         if min(prompts) < longest:
             mask = torch.arange(width, device=device)[None, :] >= padding[:, None]
-            if self.full_attention:  # ready-made, instead of by the model at every step
+            if self.full_attention:  # otherwise the model would build this mask at every step
                 mask = _causal_mask(mask)
         positions = (torch.arange(longest, device=device)[None, :] - padding[:, None]).clamp(min=0)
 
@@ -134,10 +148,10 @@ class HFRollout:
                 lengths[active[ends]] = step + 1
                 finished[active[ends]] = True
                 running = ~finished[active]
-                left = int(running.sum())
-                if left == 0:
+                running_count = int(running.sum())
+                if running_count == 0:
                     break
-                if left <= 0.75 * len(active):  # finished rows cost as much as others: leave them behind
+                if running_count <= 0.75 * len(active):  # finished rows cost as much as others, so drop them
                     kept = running.nonzero().squeeze(-1)
                     cache.batch_select_indices(kept)
                     active, tokens, positions = active[kept], tokens[kept], positions[kept]
@@ -157,7 +171,16 @@ class HFRollout:
 def sample(
     logits: Float[Tensor, "batch vocab"], uniforms: Float[Tensor, " batch"], sampling: Sampling
 ) -> tuple[Tensor, Float[Tensor, " batch"]]:
-    """Draw a token a row by inverting the cumulative distribution at the row's uniform number."""
+    """Sample one token per row by inverting the cumulative distribution.
+
+    Args:
+        logits: shape (batch, vocab).
+        uniforms: a uniform number in [0, 1) per row, float64, shape (batch,).
+        sampling: temperature and `top_p`; temperature 0 is greedy.
+
+    Returns:
+        Token ids, shape (batch,), and their log-probs in nats before `top_p`, float32, shape (batch,).
+    """
     logits = logits.float()
     if sampling.temperature == 0:
         log_probs = logits.log_softmax(-1)
@@ -170,27 +193,30 @@ def sample(
         beyond = ordered.cumsum(-1) - ordered >= sampling.top_p
         probs = torch.zeros_like(probs).scatter(-1, order, ordered.masked_fill(beyond, 0.0))
     cumulative = probs.cumsum(-1)
-    # just below the total, so that rounding never points past the last token that has any probability
+    # just below the total, so that rounding never selects a position after the last token with nonzero probability
     drawn = uniforms[:, None] * cumulative[:, -1:] * (1 - 1e-12)
     tokens = torch.searchsorted(cumulative, drawn, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)  # NaN
     return tokens, log_probs.gather(-1, tokens[:, None]).squeeze(-1)
 
 
 def _uniforms(requests: Sequence[Request], sampling: Sampling) -> np.ndarray:
-    """[requests, max_tokens], each of its trajectory and position alone."""
+    """Draw uniform numbers, shape (requests, max_tokens); each depends only on seed, trajectory and position."""
     rows = [
         (seeding.generator(sampling.seed, "generate", request.trajectory_id), request.begun) for request in requests
     ]
-    return np.stack([row.random(begun + sampling.max_tokens)[begun:] for row, begun in rows])
+    return np.stack([generator.random(start + sampling.max_tokens)[start:] for generator, start in rows])
 
 
 def _causal_mask(real: Tensor) -> Tensor:
-    """[batch, 1, time, time], True where a position may look; padding looks at itself, so that no row is empty."""
+    """Build an attention mask, shape (batch, 1, time, time), True where a position may attend.
+
+    Padding attends to itself, so that no row of the mask is empty.
+    """
     time = torch.arange(real.shape[1], device=real.device)
     visible = (time[None, :] <= time[:, None])[None] & real[:, None, :]
     return (visible | torch.eye(len(time), dtype=torch.bool, device=real.device))[:, None]
 
 
 def _seen(mask: Tensor, seen: int, new: int) -> Tensor:
-    """The part of the mask for the `new` last of `seen` positions; a mask [batch, time] says only what is real."""
+    """Slice the mask for the last `new` of `seen` positions; a mask of shape (batch, time) only marks padding."""
     return mask[:, :, seen - new : seen, :seen] if mask.dim() == 4 else mask[:, :seen]

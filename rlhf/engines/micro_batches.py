@@ -1,4 +1,4 @@
-"""Cutting a batch into pieces that fit: rows of similar length together, at most so many tokens at once."""
+"""Splitting a batch into micro-batches of rows of similar length, within a token budget."""
 
 from __future__ import annotations
 
@@ -16,8 +16,16 @@ if TYPE_CHECKING:
 
 
 def by_token_budget(lengths: np.ndarray, budget: int, *, packed: bool = False) -> list[np.ndarray]:
-    """Rows in pieces whose size (padded: rows x longest; packed: the sum) stays within `budget`; longest first, so
-    that memory peaks at once rather than late. A row longer than the budget is a piece of its own."""
+    """Split rows into pieces within a token budget, longest rows first, so that memory peaks early rather than late.
+
+    Args:
+        lengths: length of each row in tokens, shape (rows,).
+        budget: maximum size of a piece in tokens; a longer row is a piece by itself.
+        packed: whether the size of a piece is the sum of its lengths; otherwise rows x longest, padding included.
+
+    Returns:
+        Row numbers of each piece.
+    """
     pieces: list[np.ndarray] = []
     order = np.argsort(-lengths, kind="stable")
     start = 0
@@ -32,25 +40,36 @@ def by_token_budget(lengths: np.ndarray, budget: int, *, packed: bool = False) -
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Prompts and responses, prompt first: one row each, right-padded; or packed, one after the other in one row.
+    """Sequences of a prompt and its response: one per row, right-padded; or packed one after the other into one row.
 
-    With causal attention nothing sees the padding to its right, so no attention mask is needed; packed sequences are
-    told apart by their positions, which begin again with each.
+    With causal attention no token sees the padding to its right, so no attention mask is needed. Packed sequences are
+    distinguished by their positions, which restart with each sequence.
     """
 
     rows: np.ndarray
-    """Which rows of the batch these are."""
+    """Row numbers in the batch."""
     input_ids: Int[Tensor, "sequences time"]
     position_ids: Int[Tensor, "sequences time"] | None
     """None: counted from the left."""
     at: Int[Tensor, " tokens"]
-    """For each response token, the place in the flattened `input_ids` that predicts it."""
+    """For each response token, the index in the flattened `input_ids` of the position that predicts it."""
     targets: Int[Tensor, " tokens"]
     """The response tokens, row after row."""
     response_lengths: np.ndarray
+    """Number of response tokens of each row."""
 
     @classmethod
     def of(cls, batch: TrajectoryBatch, rows: Sequence[int] | np.ndarray, *, packed: bool = False) -> MicroBatch:
+        """Build a micro-batch.
+
+        Args:
+            batch: must have the columns `prompt_ids` and `response_ids`.
+            rows: rows of the batch.
+            packed: whether to pack the sequences into one row.
+
+        Returns:
+            The micro-batch, on the CPU.
+        """
         import torch
 
         part = batch.take(rows)
@@ -80,10 +99,11 @@ class MicroBatch:
 
     @property
     def horizon(self) -> int:
+        """Length of the longest response, in tokens."""
         return int(self.response_lengths.max(initial=0))
 
     def padded(self, per_token: Float[Tensor, " tokens"]) -> Float[Tensor, "micro response"]:
-        """Zero beyond a row's end."""
+        """Pad values of the response tokens, shape (tokens,), with 0 to shape (micro-batch, response)."""
         import torch
 
         lengths = torch.from_numpy(self.response_lengths).to(per_token.device)

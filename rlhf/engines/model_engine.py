@@ -1,7 +1,7 @@
-"""How a batch becomes outputs and gradients, and a model's state becomes files: the same for every train engine.
+"""The base of all train engines: computes outputs and gradients of a batch, and saves and loads the state.
 
-An engine says where the tensors live, how a loss is propagated and how a step is taken. Everything here is SPMD: each
-rank is given the whole batch, computes its share, and has the whole result.
+An engine defines where tensors are stored, how a loss is backpropagated and how a step is taken. Everything here is
+SPMD: each rank gets the whole batch, computes its share, and returns the whole result.
 """
 
 from __future__ import annotations
@@ -40,10 +40,7 @@ Dtype = Literal["float32", "bfloat16"]
 
 
 class ModelEngine(ABC):
-    """A model with its optimizer. Weights and optimizer state are float32; bfloat16 is the type of the computation.
-
-    `head` says what the model gives: a policy's log-probs and entropy, a critic's values, or a reward model's scores.
-    """
+    """A model with its optimizer. Weights and optimizer state are float32; bfloat16 is only used for computation."""
 
     def __init__(
         self,
@@ -58,67 +55,114 @@ class ModelEngine(ABC):
         tensor_parallel: int = 1,
         optimizer: Optimizer = AdamW(),  # noqa: B008  (it is frozen)
     ) -> None:
+        """Wrap a model.
+
+        Args:
+            model: the model, with float32 weights.
+            head: outputs of the model: `policy` (log-probs and entropy), `value` (values) or `reward` (scores).
+            dtype: type of the computation.
+            trainable: whether the model is trained; False for a reference.
+            gradient_checkpointing: whether to recompute activations in the backward pass to save memory.
+            packing: whether to pack sequences one after the other instead of padding them.
+            sequence_parallel: number of adjacent ranks that split each sequence.
+            tensor_parallel: number of adjacent ranks that split each matrix.
+            optimizer: type and options of the optimizer.
+
+        Raises:
+            UserError: the model does not support `packing`, `sequence_parallel`, or its log-probs would be wrong.
+        """
         team = Team.of(sequence_parallel) if sequence_parallel > 1 else None
         self.module = TokenOutputs(model, head, team=team, packing=packing)
         self.model = model
-        """Within the module; in engines that share it out its tensors are not whole."""
+        """The model inside `module`; in engines that shard it, its tensors are not whole."""
         self.head, self.dtype, self.trainable, self.packing = head, dtype, trainable, packing
         self.sharing = sequence_parallel * tensor_parallel
-        """So many ranks in a row compute the same trajectories; the first of them counts."""
+        """Number of adjacent ranks that compute the same trajectories; only the first contributes results."""
         self.counts = ranks.rank() % self.sharing == 0
         self.device = ranks.device()
         self.optimizer_type = type(optimizer)
         self.steps = 0
         """Optimizer steps taken so far."""
         checkpointed = trainable and gradient_checkpointing
-        model.train(checkpointed)  # the models of this project have no dropout either way
+        model.train(checkpointed)  # only affects checkpointing: the models have no dropout
         if checkpointed:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if not trainable:
             model.requires_grad_(False)
 
-    # What an engine is.
+    # Defined by each engine.
 
     parameters: dict[str, torch.nn.Parameter]
     optimizer: torch.optim.Optimizer | None
 
     @abstractmethod
     def _backward(self, loss: Tensor, last: bool) -> None:
-        """Add a loss's gradients to those of the mini-batch; summed over ranks, not averaged."""
+        """Add the gradients of a loss to those of the mini-batch; gradients are summed over ranks, not averaged.
+
+        Args:
+            loss: this rank's loss of a micro-batch, a scalar.
+            last: whether this is the last micro-batch of the mini-batch.
+        """
 
     @abstractmethod
     def _step(self, plan: OptimizerPlan) -> float:
-        """Clip, take the step, forget the gradients; returns the gradient's norm. Raises `NotFinite`: the engine is
-        then to be loaded anew."""
+        """Clip the gradients, take the step and clear the gradients; returns the norm of the gradient before clipping.
+
+        Raises:
+            NotFinite: the norm is not finite; the state must be loaded again.
+        """
 
     def _parameters(self) -> dict[str, torch.nn.Parameter]:
-        """As the module has them when they are laid out: those that learn (adapters alone, if there are any); where
-        nothing learns, all."""
+        """Return the trainable parameters by name (only adapters, if there are any); all if the model is not trained.
+
+        Call this after the engine has sharded the module, which may replace its parameters.
+        """
         named = self.model.named_parameters()
-        return {name: each for name, each in named if each.requires_grad or not self.trainable}
+        return {name: parameter for name, parameter in named if parameter.requires_grad or not self.trainable}
 
     def names(self) -> list[str]:
-        """The same on every rank."""
+        """Return the sorted names of `parameters`, which are the same on every rank."""
         return sorted(self.parameters)
 
     @abstractmethod
     def get(self, kind: str, name: str) -> Tensor:
-        """A parameter (`model`) or its moment, float32 and whole; every rank asks for the same."""
+        """Gather a parameter or its optimizer state; all ranks must make the same call.
+
+        Args:
+            kind: `model`, or the name of an optimizer state (`Optimizer.state`).
+            name: name of the parameter.
+
+        Returns:
+            The whole tensor, float32.
+        """
 
     @abstractmethod
-    def set(self, kind: str, name: str, value: Tensor) -> None: ...
+    def set(self, kind: str, name: str, value: Tensor) -> None:
+        """Replace a parameter or its optimizer state; all ranks must make the same call.
+
+        Args:
+            kind: `model`, or the name of an optimizer state (`Optimizer.state`).
+            name: name of the parameter.
+            value: the whole tensor, float32.
+        """
 
     @abstractmethod
     def _reset_optimizer(self) -> None:
-        """No step has been taken, and no gradient is left of an update that was aborted."""
+        """Clear the optimizer state, and the gradients that an aborted update may have left."""
 
     def _call(self, *inputs: Any) -> dict[str, Tensor]:
         with self._autocast():
             return self.module(*inputs)  # type: ignore[no-any-return]
 
     def place(self, *, model: bool, optimizer: bool) -> None:
-        """What of it lies on the device; the rest lies in host memory, so that another model may have its turn. The
-        model is needed to compute, both to learn and to be saved or loaded."""
+        """Move state to the device or to host memory, to make room for another model.
+
+        Computing, training, saving and loading require the weights on the device.
+
+        Args:
+            model: whether the weights stay on the device.
+            optimizer: whether the optimizer state stays on the device.
+        """
         host = torch.device("cpu")
         self.module.to(self.device if model else host)
         states = self.optimizer.state.values() if self.optimizer is not None else ()
@@ -131,19 +175,21 @@ class ModelEngine(ABC):
     def infer(
         self, batch: TrajectoryBatch, outputs: Iterable[str], *, temperature: float, micro_batch_tokens: int
     ) -> dict[str, pa.Array]:
-        wanted = tuple(outputs)
+        """Compute per-token outputs without gradients; see `InferenceEngine.infer`."""
+        names = tuple(outputs)
         lengths = batch.lengths("response_ids")
         starts = np.concatenate([[0], np.cumsum(lengths)])
-        flat = {name: np.zeros(starts[-1], dtype=np.float32) for name in wanted}
+        flat = {name: np.zeros(starts[-1], dtype=np.float32) for name in names}
         for rows, micro in self._micro_batches(batch, micro_batch_tokens):
             with torch.no_grad():
-                found = self._forward(micro, wanted, temperature)
+                values_by_name = self._forward(micro, names, temperature)
             where = np.concatenate([np.arange(starts[row], starts[row + 1]) for row in rows] or [np.arange(0)])
-            for name in wanted:
-                flat[name][where] = found[name].cpu().numpy()[: len(where)] if self.counts else 0
+            for name in names:
+                flat[name][where] = values_by_name[name].cpu().numpy()[: len(where)] if self.counts else 0
         return {name: ragged(self._from_all(values), lengths) for name, values in flat.items()}
 
     def update(self, batch: TrajectoryBatch, objective: Objective, plan: OptimizerPlan) -> dict[str, float]:
+        """Take the optimizer steps of the plan; see `TrainEngine.update`."""
         assert self.trainable, "a reference is never updated"
         if not plan.mini_batches:
             return {}
@@ -154,7 +200,7 @@ class ModelEngine(ABC):
         return {name: value / len(plan.mini_batches) for name, value in sums.items()}
 
     def _mini_batch(self, mini_batch: TrajectoryBatch, objective: Objective, plan: OptimizerPlan) -> dict[str, float]:
-        """One optimizer step; the gradient is that of the whole mini-batch, however it is cut and dealt out."""
+        """Take one optimizer step with the gradient of the whole mini-batch; returns the metrics by name."""
         normalizers = LossNormalizers.of(mini_batch.padded("loss_mask"))
         micro_batches = list(self._micro_batches(mini_batch, plan.micro_batch_tokens, objective.together))
         columns = {name: mini_batch.padded(name).float().to(self.device) for name in objective.columns}
@@ -164,8 +210,10 @@ class ModelEngine(ABC):
         sums: dict[str, Tensor] = {}
         for number, (rows, micro) in enumerate(micro_batches, 1):
             part = {name: column[micro.rows, : micro.horizon] for name, column in columns.items()}
-            found = self._forward(micro, objective.outputs, plan.temperature)
-            loss, metrics = objective({name: micro.padded(values) for name, values in found.items()}, part, normalizers)
+            outputs = self._forward(micro, objective.outputs, plan.temperature)
+            loss, metrics = objective(
+                {name: micro.padded(values) for name, values in outputs.items()}, part, normalizers
+            )
             self._backward(loss if len(rows) else 0 * loss, last=number == len(micro_batches))
             for name, value in metrics.items():
                 sums.setdefault(name, torch.zeros((), device=self.device)).add_(
@@ -183,24 +231,25 @@ class ModelEngine(ABC):
         plan: OptimizerPlan,
         normalizers: LossNormalizers,
     ) -> dict[str, Tensor]:
-        """The model's outputs for a whole mini-batch, without gradient."""
-        mine = sum(len(rows) for rows, _ in micro_batches) if self.counts else 0
-        rows_in_all = int(ranks.summed(torch.tensor(mine, device=self.device)))
-        whole = {
-            name: torch.zeros((rows_in_all, normalizers.horizon), device=self.device) for name in objective.outputs
-        }
+        """Compute the model's outputs for the whole mini-batch, without gradients, shape (batch, response)."""
+        local_rows = sum(len(rows) for rows, _ in micro_batches) if self.counts else 0
+        total_rows = int(ranks.summed(torch.tensor(local_rows, device=self.device)))
+        whole = {name: torch.zeros((total_rows, normalizers.horizon), device=self.device) for name in objective.outputs}
         for rows, micro in micro_batches:
             with torch.no_grad():
-                found = self._forward(micro, objective.outputs, plan.temperature)
-            for name, values in found.items():
+                outputs = self._forward(micro, objective.outputs, plan.temperature)
+            for name, values in outputs.items():
                 whole[name][rows, : micro.horizon] = micro.padded(values)[: len(rows)] if self.counts else 0
         return {name: ranks.summed(values) for name, values in whole.items()}
 
     def _micro_batches(
         self, batch: TrajectoryBatch, budget: int, together: int = 1
     ) -> Iterator[tuple[np.ndarray, MicroBatch]]:
-        """This rank's pieces: their rows, and what is computed, which for a piece without rows is some row in vain. So
-        many rows as have to be `together` are never cut apart."""
+        """Split this rank's share of a batch into micro-batches; yields their rows and the micro-batches.
+
+        `together` consecutive rows stay in the same micro-batch. A piece without rows still computes some row, to stay
+        in step with the other ranks; its result is discarded.
+        """
         lengths = (batch.lengths("prompt_ids") + batch.lengths("response_ids")).reshape(-1, together)
         sizes = lengths.sum(1) if self.packing else together * lengths.max(1)
         for groups in ranks.pieces(sizes, budget, packed=self.packing, sharing=self.sharing):
@@ -208,9 +257,9 @@ class ModelEngine(ABC):
             yield rows, MicroBatch.of(batch, rows if len(rows) else range(together), packed=self.packing)
 
     def _forward(self, micro: MicroBatch, outputs: Iterable[str], temperature: float) -> dict[str, Tensor]:
-        """Per response token."""
+        """Compute outputs by name, shape (response tokens of the micro-batch,)."""
         positions = None if micro.position_ids is None else micro.position_ids.to(self.device)
-        input_ids, at, targets = (each.to(self.device) for each in (micro.input_ids, micro.at, micro.targets))
+        input_ids, at, targets = (tensor.to(self.device) for tensor in (micro.input_ids, micro.at, micro.targets))
         return self._call(input_ids, positions, at, targets, temperature, tuple(outputs))
 
     def _autocast(self) -> AbstractContextManager[None]:
@@ -219,32 +268,35 @@ class ModelEngine(ABC):
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
     def _from_all(self, values: np.ndarray) -> np.ndarray:
-        """Each rank has filled in its own rows, and left the others zero."""
+        """Combine the values of all ranks; each rank has filled in its own rows and left the others 0."""
         if ranks.count() == 1:
             return values
         return ranks.summed(torch.from_numpy(values).to(self.device)).cpu().numpy()
 
-    # State, as logical tensors, whole whatever the layout. Each belongs to one rank, which hashes and writes it.
+    # State as whole, logical tensors, whatever the layout. Each tensor has an owner rank, which hashes and writes it.
 
     def digest(self) -> str:
-        mine = {}
-        for name, tensor, is_mine in self._tensors():
-            if is_mine:
+        """Hash weights and optimizer state, independently of their layout; returns hex SHA-256."""
+        owned = {}
+        for name, tensor, is_owner in self._tensors():
+            if is_owner:
                 data = tensor.contiguous().view(-1).view(torch.uint8).numpy()
-                mine[name] = f"{tensor.dtype} {tuple(tensor.shape)} {hashlib.sha256(data.data).hexdigest()}"
-        every = {name: digest for part in ranks.gathered(mine) for name, digest in part.items()}
-        return hashlib.sha256(json.dumps([self.steps, every], sort_keys=True).encode()).hexdigest()
+                owned[name] = f"{tensor.dtype} {tuple(tensor.shape)} {hashlib.sha256(data.data).hexdigest()}"
+        digests = {name: digest for part in ranks.gathered(owned) for name, digest in part.items()}
+        return hashlib.sha256(json.dumps([self.steps, digests], sort_keys=True).encode()).hexdigest()
 
     def state(self) -> dict[str, bytes]:
-        """This rank's files: its share of the tensors, in the layout that `from_pretrained` reads. Adapters are in that
-        of PEFT, which knows one file only: rank 0's."""
+        """Return this rank's files by name: its share of the tensors, in the layout that `from_pretrained` reads.
+
+        Adapters are written in the layout of PEFT, which allows a single file: rank 0 writes it.
+        """
         adapted, count = lora.has(self.model), ranks.count()
         part = "" if count == 1 else f"-{ranks.rank() + 1:05d}-of-{count:05d}"
         weights_file = "adapter_model.safetensors" if adapted else f"model{part}.safetensors"
         weights: dict[str, Tensor] = {}
         moments: dict[str, Tensor] = {}
-        for name, tensor, is_mine in self._tensors():
-            if is_mine:
+        for name, tensor, is_owner in self._tensors():
+            if is_owner:
                 kind, _, parameter = name.partition(".")
                 share, key = (weights, self._stored(parameter)) if kind == "model" else (moments, name)
                 share[key] = tensor.contiguous()
@@ -262,7 +314,11 @@ class ModelEngine(ABC):
         return files
 
     def load_state(self, files: Mapping[str, bytes]) -> None:
-        """From the files of all ranks that wrote it, however many there were."""
+        """Load the state.
+
+        Args:
+            files: the files of all ranks that wrote the state, by name; their number may differ from the ranks now.
+        """
         model = _merged(files, WEIGHTS)
         names, buffers = self.names(), self._buffers()
         expected = {self._stored(name) for name in (*names, *buffers)}
@@ -283,30 +339,30 @@ class ModelEngine(ABC):
         return lora.stored_name(name) if lora.has(self.model) else name
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor that a checkpoint has as the model's, by its name there, whole; for all ranks, one after the
-        other."""
+        """Yield the model's tensors under their names in a checkpoint, whole, on every rank; all ranks must iterate."""
         for name in self.names():
             yield self._stored(name), self.get("model", name).detach()
         yield from self._buffers().items()
 
     @property
     def adapter_config(self) -> bytes | None:
+        """PEFT's config as JSON; None if the model has no adapters."""
         return lora.config_json(self.model) if lora.has(self.model) else None
 
     def _tensors(self) -> Iterator[tuple[str, Tensor, bool]]:
-        """Every logical tensor by name, on the CPU where it is this rank's."""
+        """Yield every logical tensor with its name and whether this rank is its owner; owners get it on the CPU."""
         kinds = ["model", *(self.optimizer_type.state if self.trainable and self.steps else ())]
         whole = [(kind, name) for kind in kinds for name in self.names()]
         for number, (kind, name) in enumerate(whole):
             owner = 0 if kind == "model" and lora.has(self.model) else number % ranks.count()
-            is_mine = owner == ranks.rank()
+            is_owner = owner == ranks.rank()
             tensor = self.get(kind, name).detach()
-            yield f"{kind}.{name}", tensor.cpu() if is_mine else tensor, is_mine
+            yield f"{kind}.{name}", tensor.cpu() if is_owner else tensor, is_owner
         for name, buffer in self._buffers().items():
             yield f"model.{name}", buffer.detach().cpu(), ranks.rank() == 0
 
     def _buffers(self) -> dict[str, Tensor]:
-        """Buffers that a checkpoint holds (not those that the model derives, such as rotary frequencies)."""
+        """Return the buffers that a checkpoint contains (not derived ones, such as rotary frequencies)."""
         if lora.has(self.model):
             return {}
         names = self.model.state_dict().keys() - set(self.names())
@@ -314,14 +370,16 @@ class ModelEngine(ABC):
 
 
 class WithoutAdapters:
-    """The reference of a LoRA actor: the actor's own base, so that it takes no memory."""
+    """The reference of a LoRA actor: the actor with its adapters off, which takes no extra memory."""
 
     def __init__(self, actor: ModelEngine) -> None:
+        """Wrap an actor that has adapters."""
         self.actor = actor
 
     def infer(
         self, batch: TrajectoryBatch, outputs: Iterable[str], *, temperature: float, micro_batch_tokens: int
     ) -> dict[str, pa.Array]:
+        """Compute per-token outputs of the base model; see `InferenceEngine.infer`."""
         with lora.off(self.actor.model):
             return self.actor.infer(batch, outputs, temperature=temperature, micro_batch_tokens=micro_batch_tokens)
 
@@ -330,16 +388,29 @@ WEIGHTS = ("model", "adapter_model")
 
 
 def is_weights(file: str) -> bool:
+    """Tell whether a file of a checkpoint, given by name, contains weights of the model or its adapters."""
     return file.startswith(WEIGHTS) and file.endswith(".safetensors")
 
 
 def weights_of(files: Mapping[str, bytes]) -> Iterable[tuple[str, Tensor]]:
-    """Those of a checkpoint, however many ranks wrote it."""
+    """Read the weights of a checkpoint.
+
+    Args:
+        files: the files of all ranks, by name.
+
+    Returns:
+        Tensors by name.
+    """
     return _merged(files, WEIGHTS).items()
 
 
 def copy_weights(weights: Iterable[tuple[str, Tensor]], model: PreTrainedModel) -> None:
-    """Into a plain model (which has its adapters, if any)."""
+    """Copy weights into an unsharded model, in place.
+
+    Args:
+        weights: tensors, named as in a checkpoint.
+        model: the model; it must already have its adapters, if any.
+    """
     targets = dict(model.named_parameters()) | dict(model.named_buffers())
     if lora.has(model):
         targets = {lora.stored_name(name): tensor for name, tensor in targets.items()}
@@ -354,4 +425,5 @@ def _merged(files: Mapping[str, bytes], which: tuple[str, ...]) -> dict[str, Ten
 
 
 def not_finite(norm: float) -> NotFinite:
+    """Build the error for a gradient whose norm is not finite."""
     return NotFinite(f"the gradient's norm is {norm}; nothing of this update is committed")

@@ -1,7 +1,8 @@
-"""Optimizers: what each is made with, and the state that it keeps for each parameter.
+"""Optimizers: their options, and the state that they keep for each parameter.
 
-A checkpoint holds that state by these names, so that every engine can load what another has written. An optimizer is a
-class with `type`, `state`, `build` and `set`; `Optimizer` is the union of them. Importing this imports no torch.
+A checkpoint stores this state under the names in `state`, so that every engine can load the checkpoints of the others.
+An optimizer is a class with `type`, `state`, `build` and `set`; `Optimizer` is the union of them. Importing this module
+does not import torch.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class AdamW(Options):
     """Adam with decoupled weight decay (arXiv 1711.05101)."""
 
     state: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
-    """Tensors for each parameter, of its shape."""
+    """Names of the state tensors of each parameter; they have the parameter's shape."""
 
     type: Literal["adamw"] = Field("adamw", description="which optimizer")
     betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="decay rates of the two moments")
@@ -33,19 +34,27 @@ class AdamW(Options):
     def build(
         parameters: Iterable[torch.nn.Parameter], *, fused: bool | None = None, foreach: bool | None = None
     ) -> torch.optim.Optimizer:
-        """Its options come with each step (`set`).
+        """Build the torch optimizer; its options are set before each step (`set`).
 
         Args:
-            parameters: those that learn.
-            fused: whether one kernel takes a whole step.
-            foreach: whether a kernel takes many tensors together. Where both are None, torch chooses.
+            parameters: the trainable parameters.
+            fused: whether a single kernel computes the whole step.
+            foreach: whether a kernel updates many tensors at once. If both are None, torch chooses.
+
+        Returns:
+            The optimizer, without state.
         """
         from torch.optim import AdamW
 
         return AdamW(parameters, fused=fused, foreach=foreach)
 
     def set(self, optimizer: torch.optim.Optimizer, lr: float) -> None:
-        """For the next step."""
+        """Set the options of the next step.
+
+        Args:
+            optimizer: the torch optimizer, changed in place.
+            lr: learning rate.
+        """
         for group in optimizer.param_groups:
             group["lr"], group["betas"], group["weight_decay"] = lr, self.betas, self.weight_decay
 

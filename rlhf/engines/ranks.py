@@ -1,7 +1,7 @@
-"""The processes that compute one model together: each knows its rank, and all make the same calls (SPMD).
+"""The processes that compute a model together: each has a rank, and all make the same calls (SPMD).
 
-One process is a group of one: nothing is sent, and nothing has to be set up. torch is imported when something is
-computed, so that this module costs nothing to import.
+A single process is a group of one, which needs no setup and no communication. Functions import torch when they are
+called, so that this module is cheap to import.
 """
 
 from __future__ import annotations
@@ -17,26 +17,34 @@ if TYPE_CHECKING:
 
 
 def rank() -> int:
+    """Return this process's rank, from 0."""
     import torch.distributed as dist
 
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def count() -> int:
+    """Return the number of ranks."""
     import torch.distributed as dist
 
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def join(rank: int, count: int, meeting: str) -> None:
-    """Become one of `count` ranks, which meet at ``tcp://host:port``, where rank 0 listens, or at ``file://path``."""
+    """Join a group of ranks; blocks until all have joined.
+
+    Args:
+        rank: this process's rank, from 0.
+        count: number of ranks.
+        meeting: rendezvous address: ``tcp://host:port``, where rank 0 listens, or ``file://path``.
+    """
     import torch.distributed as dist
 
     dist.init_process_group(_backend(), rank=rank, world_size=count, init_method=meeting)
 
 
 def initialized() -> None:
-    """For engines that need a process group even when they are alone."""
+    """Ensure that a process group exists, for engines that need one even with a single process."""
     import torch.distributed as dist
 
     if not dist.is_initialized():
@@ -51,13 +59,14 @@ def _backend() -> str:
 
 
 def device() -> torch.device:
+    """Return the device of this rank: the current GPU, or the CPU if there is none."""
     import torch
 
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def summed(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum over the ranks, in place."""
+    """Sum a tensor over the ranks, in place; returns the same tensor."""
     import torch.distributed as dist
 
     if count() > 1:
@@ -66,31 +75,40 @@ def summed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def largest(number: int) -> int:
-    """Over the ranks."""
+    """Return the largest value of `number` over the ranks."""
     return int(max(gathered(number)))
 
 
-def gathered(mine: Any) -> list[Any]:
-    """What each rank brings, by rank; plain data."""
+def gathered(value: Any) -> list[Any]:
+    """Collect a picklable value from every rank; returns the values in order of rank."""
     import torch.distributed as dist
 
     if count() == 1:
-        return [mine]
-    found: list[Any] = [None] * count()
-    dist.all_gather_object(found, mine)
-    return found
+        return [value]
+    values: list[Any] = [None] * count()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def pieces(lengths: np.ndarray, budget: int, *, packed: bool = False, sharing: int = 1) -> list[np.ndarray]:
-    """This rank's pieces of a batch: rows, at most `budget` tokens at once (padding included, unless packed).
+    """Split a batch over the ranks, and this rank's share into pieces within a token budget.
 
-    Rows are dealt out by length, so that ranks have about the same number of tokens; `sharing` ranks in a row get the
-    same. Every rank gets the same number of pieces, since sharded models are computed in step: a piece may be empty.
+    Rows are distributed by length, so that ranks have about the same number of tokens. Every rank gets the same number
+    of pieces, because the ranks of a sharded model compute in lockstep; a piece may be empty.
+
+    Args:
+        lengths: length of each row in tokens, shape (rows,).
+        budget: maximum size of a piece in tokens.
+        packed: whether padding does not count towards the budget.
+        sharing: number of adjacent ranks that get the same rows.
+
+    Returns:
+        Row numbers of each piece of this rank.
     """
-    hands = count() // sharing
+    teams = count() // sharing
     order = np.argsort(-lengths, kind="stable")
-    dealt = [order[hand::hands] for hand in range(hands)]
-    cut = [[rows[piece] for piece in by_token_budget(lengths[rows], budget, packed=packed)] for rows in dealt]
-    most = max(len(one) for one in cut)
-    mine = cut[rank() // sharing]
-    return mine + [order[:0]] * (most - len(mine))
+    shares = [order[team::teams] for team in range(teams)]
+    by_team = [[rows[piece] for piece in by_token_budget(lengths[rows], budget, packed=packed)] for rows in shares]
+    most = max(len(team_pieces) for team_pieces in by_team)
+    own_pieces = by_team[rank() // sharing]
+    return own_pieces + [order[:0]] * (most - len(own_pieces))

@@ -1,4 +1,4 @@
-"""A reward model: a Hugging Face classifier that reads a conversation and says what its last message is worth."""
+"""Reward models: Hugging Face classifiers that score the last message of a conversation."""
 
 from __future__ import annotations
 
@@ -25,41 +25,73 @@ class Step:
     """A step of a response, and its score."""
 
     end: int
-    """Where the next one begins, in characters of the response."""
+    """Start of the next step, in characters of the response."""
     score: float
 
 
 class RewardEngine:
-    """Every rank is given all conversations, reads its share, and has all the scores.
+    """A reward model; each rank gets all conversations, scores a share, and returns all scores.
 
-    A classifier with one label gives its logit; one with several, the probability of the last.
+    The score is the logit of a classifier with one label, or the probability of the last of several labels.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Move a model to this rank's device.
+
+        Args:
+            model: a sequence classifier (`scores`) or a token classifier (`steps`).
+            tokenizer: the reward model's own tokenizer.
+        """
         self.model = model.to(ranks.device())
         self.tokenizer = tokenizer
         self.padding = model.config.get_text_config().pad_token_id
 
     def scores(self, conversations: Sequence[tuple[Messages, str]], *, micro_batch_tokens: int) -> list[float]:
-        """Of prompt and response, by a sequence classifier: as the model itself takes it from its tokens."""
+        """Score responses with a sequence classifier.
+
+        Args:
+            conversations: prompt and response of each conversation.
+            micro_batch_tokens: maximum number of tokens per forward pass, including padding.
+
+        Returns:
+            One score per conversation.
+
+        Raises:
+            UserError: a conversation is too long for the model.
+        """
         texts = [with_response(messages, response, self.tokenizer)[0] for messages, response in conversations]
         ids = self._tokens(texts)["input_ids"]
-        found: dict[int, float] = {}
+        scores: dict[int, float] = {}
         for rows, logits in self._logits(ids, micro_batch_tokens):
-            found |= dict(zip(rows.tolist(), self._read(logits), strict=True))
-        return self._from_all(found, len(ids))
+            scores |= dict(zip(rows.tolist(), self._read(logits), strict=True))
+        return self._from_all(scores, len(ids))
 
     def steps(
         self, conversations: Sequence[tuple[Messages, str]], separator: str, *, micro_batch_tokens: int
     ) -> list[list[Step]]:
-        """Of prompt and response, by a token classifier: what it says at the last token of each step."""
+        """Score the steps of responses with a token classifier, at the last token of each step.
+
+        Args:
+            conversations: prompt and response of each conversation.
+            separator: text that ends a step.
+            micro_batch_tokens: maximum number of tokens per forward pass, including padding.
+
+        Returns:
+            The steps of each response.
+
+        Raises:
+            UserError: a conversation is too long for the model, the tokenizer does not report character offsets, or
+                the chat template changes a response.
+        """
         if not self.tokenizer.is_fast:
-            raise UserError("the reward model's tokenizer is a slow one, which does not say where tokens begin")
+            raise UserError("the reward model's tokenizer does not report character offsets: use a fast tokenizer")
         texts, ends, last = [], [], []
         for messages, response in conversations:
             text, start = with_response(messages, response, self.tokenizer)
             if start is None:
-                raise UserError(f"the reward model's chat template changes a response, so its steps are lost: {text!r}")
+                raise UserError(
+                    f"the reward model's chat template changes a response, so its steps cannot be located: {text!r}"
+                )
             written = len(response.rstrip()) if self.tokenizer.chat_template else len(response)
             texts.append(text)
             ends.append(step_ends(response, separator))
@@ -67,38 +99,44 @@ class RewardEngine:
         tokens = self._tokens(texts, return_offsets_mapping=True)
         ids, places = tokens["input_ids"], []
         for offsets, ends_in_text in zip(tokens["offset_mapping"], last, strict=True):
-            begins = np.maximum.accumulate([begin for begin, _ in offsets])  # a special token's, at the end, may be 0
+            # offsets must not decrease, but a special token at the end may have offset 0
+            begins = np.maximum.accumulate([begin for begin, _ in offsets])
             places.append(np.searchsorted(begins, ends_in_text) - 1)
-        found: dict[int, list[Step]] = {}
+        steps: dict[int, list[Step]] = {}
         for rows, logits in self._logits(ids, micro_batch_tokens):
-            for row, of_tokens in zip(rows.tolist(), logits, strict=True):
-                scores = self._read(of_tokens[places[row]])
-                found[row] = [Step(end, score) for end, score in zip(ends[row], scores, strict=True)]
-        return self._from_all(found, len(ids))
+            for row, token_logits in zip(rows.tolist(), logits, strict=True):
+                scores = self._read(token_logits[places[row]])
+                steps[row] = [Step(end, score) for end, score in zip(ends[row], scores, strict=True)]
+        return self._from_all(steps, len(ids))
 
     def place(self, *, model: bool, optimizer: bool) -> None:
-        """What lies on the device; the rest lies in host memory."""
+        """Move the model to the device or to host memory.
+
+        Args:
+            model: whether the model is on the device.
+            optimizer: ignored; there is no optimizer.
+        """
         self.model.to(ranks.device() if model else "cpu")
 
     def _tokens(self, texts: list[str], **options: Any) -> Any:
-        """A chat template writes its special tokens itself; without one, those stand before a text that begin it."""
-        found = self.tokenizer(texts, add_special_tokens=False, **options)
-        for row, ids in enumerate(found["input_ids"]):
+        """Tokenize texts; without a chat template, which writes special tokens itself, prepend the initial ones."""
+        encoding = self.tokenizer(texts, add_special_tokens=False, **options)
+        for row, ids in enumerate(encoding["input_ids"]):
             before = [] if self.tokenizer.chat_template else beginning(ids, self.tokenizer)
-            found["input_ids"][row] = [*before, *ids]
-            if "offset_mapping" in found:
-                found["offset_mapping"][row] = [*[(0, 0)] * len(before), *found["offset_mapping"][row]]
+            encoding["input_ids"][row] = [*before, *ids]
+            if "offset_mapping" in encoding:
+                encoding["offset_mapping"][row] = [*[(0, 0)] * len(before), *encoding["offset_mapping"][row]]
         longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        for text, ids in zip(texts, found["input_ids"], strict=True):
+        for text, ids in zip(texts, encoding["input_ids"], strict=True):
             if longest is not None and len(ids) > longest:
                 raise UserError(
-                    f"the reward model reads at most {longest} tokens, and a conversation has {len(ids)} "
-                    f"({text[:60]!r}...): choose another, or fork with a lower rollout.max_response_tokens"
+                    f"the reward model reads at most {longest} tokens, but a conversation has {len(ids)} "
+                    f"({text[:60]!r}...): choose another model, or fork with a lower rollout.max_response_tokens"
                 )
-        return found
+        return encoding
 
     def _logits(self, ids: list[list[int]], budget: int) -> Iterator[tuple[np.ndarray, torch.Tensor]]:
-        """This rank's pieces: rows, and the model's logits."""
+        """Yield rows and logits of each piece of this rank's share, float32, on the CPU."""
         import torch
 
         lengths = np.array([len(row) for row in ids])
@@ -119,8 +157,11 @@ class RewardEngine:
                 )
 
     def _padding(self, ids: list[list[int]], rows: np.ndarray) -> int:
-        """A decoder scores the last token that is not padding. One that knows no padding token scores the last token;
-        so that it can be asked about several conversations at once, one that none of them holds stands for it."""
+        """Return the padding token for a piece.
+
+        A decoder scores the last token that is not padding. If the model defines no padding token, a token that none of
+        the conversations contains is used, so that several conversations can be scored at once.
+        """
         if self.padding is not None:
             return int(self.padding)
         used = {token for row in rows for token in ids[row]}
@@ -129,16 +170,24 @@ class RewardEngine:
         return int(config.pad_token_id)
 
     def _read(self, logits: torch.Tensor) -> list[float]:
-        found = logits[..., 0] if logits.shape[-1] == 1 else logits.softmax(-1)[..., -1]
-        return [float(each) for each in found]
+        scores = logits[..., 0] if logits.shape[-1] == 1 else logits.softmax(-1)[..., -1]
+        return [float(score) for score in scores]
 
-    def _from_all(self, mine: dict[int, T], count: int) -> list[T]:
-        found = {row: one for share in ranks.gathered(mine) for row, one in share.items()}
-        return [found[row] for row in range(count)]
+    def _from_all(self, results: dict[int, T], count: int) -> list[T]:
+        by_row = {row: result for share in ranks.gathered(results) for row, result in share.items()}
+        return [by_row[row] for row in range(count)]
 
 
 def step_ends(response: str, separator: str) -> list[int]:
-    """Where each step ends, its separator included, in characters; what is blank is no step."""
+    """Find the ends of the steps of a response.
+
+    Args:
+        response: text of the response.
+        separator: text that ends a step.
+
+    Returns:
+        End of each step, in characters, including its separator. Blank text is not a step.
+    """
     ends: list[int] = []
     begin = 0
     while begin < len(response):
@@ -151,7 +200,15 @@ def step_ends(response: str, separator: str) -> list[int]:
 
 
 def text_lengths(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """How many characters the tokens say, up to and with each of them; special ones say none."""
+    """Compute the length of the text up to and including each token.
+
+    Args:
+        ids: token ids.
+        tokenizer: a fast tokenizer.
+
+    Returns:
+        Cumulative number of characters, shape (tokens,); special tokens add none.
+    """
     from tokenizers.decoders import DecodeStream
 
     stream = DecodeStream(skip_special_tokens=True)

@@ -1,8 +1,8 @@
-"""Sequence parallelism (Ulysses, arXiv 2309.14509): each process of a team has a share of every sequence's positions.
+"""Sequence parallelism (Ulysses, arXiv 2309.14509): each process of a team has a share of the positions of a sequence.
 
-All but attention looks at one position at a time. For attention, shares of positions are exchanged against shares of
-heads, and back. The loss is computed by every member from the whole outputs, but each sends gradients through its own
-positions only: summed over all processes, as engines do, gradients are those of whole sequences.
+All layers except attention process positions independently. For attention, the processes exchange shares of positions
+for shares of heads, and back. Every member computes the loss from the whole outputs, but sends gradients only through
+its own positions; engines sum them over all processes, which gives the gradients of whole sequences.
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ NAME = "ratchet_sequence_parallel"
 
 @dataclass(frozen=True)
 class Team:
+    """The processes that split each sequence."""
+
     size: int
     index: int
+    """Number of this process in the team, from 0."""
     group: dist.ProcessGroup
 
     @classmethod
     def of(cls, size: int) -> Team:
-        """This process's team, of `size` ranks in a row; every process calls it."""
+        """Form teams of `size` adjacent ranks and return this process's team; all processes must call this."""
         count, rank = dist.get_world_size(), dist.get_rank()
         assert count % size == 0
         groups = [dist.new_group(list(range(first, first + size))) for first in range(0, count, size)]
@@ -40,7 +43,14 @@ class Team:
         return cls(size, rank % size, group)
 
     def adopt(self, model: PreTrainedModel) -> None:
-        """Let the model's attention exchange shares; raises `UserError` where that does not work."""
+        """Make the model's attention exchange shares between the members.
+
+        Args:
+            model: changed in place.
+
+        Raises:
+            UserError: the model has the wrong number of heads, or layers without full attention.
+        """
         from transformers import AttentionInterface
 
         config = model.config.get_text_config()
@@ -52,15 +62,24 @@ class Team:
         window = "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
         kinds = set(getattr(config, "layer_types", None) or [window])
         if kinds != {"full_attention"}:
-            raise UserError(f"sequence_parallel needs full attention in every layer, and the model has {sorted(kinds)}")
+            raise UserError(f"sequence_parallel needs full attention in every layer, but the model has {sorted(kinds)}")
         AttentionInterface.register(NAME, _attention)
         model.set_attn_implementation(NAME)
 
     def share(self, whole: Int[Tensor, "sequences time"]) -> Int[Tensor, "sequences share"]:
+        """Return this process's positions, shape (sequences, time / size), of a tensor of shape (sequences, time)."""
         return whole[:, self.index * self._width(whole) : (self.index + 1) * self._width(whole)]
 
     def padded(self, input_ids: Tensor, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Of a length that can be shared out, and with positions."""
+        """Pad sequences on the right to a multiple of `size`.
+
+        Args:
+            input_ids: shape (sequences, time).
+            position_ids: same shape; None: counted from the left.
+
+        Returns:
+            Padded token ids and position ids.
+        """
         missing = -input_ids.shape[1] % self.size
         ids = torch.nn.functional.pad(input_ids, (0, missing))
         if position_ids is None:
@@ -68,14 +87,31 @@ class Team:
         return ids, torch.nn.functional.pad(position_ids, (0, missing))
 
     def mine(self, at: Int[Tensor, " tokens"], time: int) -> tuple[Bool[Tensor, " tokens"], Int[Tensor, " mine"]]:
-        """Which places are in this process's share, and where in it."""
+        """Locate indices in this process's share.
+
+        Args:
+            at: indices in the flattened whole input, shape (tokens,).
+            time: length of the padded sequences.
+
+        Returns:
+            Whether each index is in this process's share, shape (tokens,), and the indices in the flattened share of
+            those that are.
+        """
         width = time // self.size
         sequence, position = at // time, at % time
         is_mine = position // width == self.index
         return is_mine, (sequence * width + position % width)[is_mine]
 
     def whole(self, values: Float[Tensor, " mine"], is_mine: Bool[Tensor, " tokens"]) -> Float[Tensor, " tokens"]:
-        """Of all members; gradients flow to this one's."""
+        """Combine the values of all members; gradients flow only to this process's values.
+
+        Args:
+            values: this process's values, shape (own tokens,).
+            is_mine: which tokens these are, shape (tokens,).
+
+        Returns:
+            The values of all tokens, shape (tokens,).
+        """
         spread = values.new_zeros(is_mine.shape).masked_scatter(is_mine, values)
         total = spread.detach().clone()
         dist.all_reduce(total, group=self.group)
@@ -86,7 +122,15 @@ class Team:
 
 
 def visible(positions: Int[Tensor, "sequences time"]) -> Bool[Tensor, "sequences 1 time time"] | None:
-    """What a position may look at where sequences are packed; None: at all that comes before."""
+    """Build the attention mask for packed sequences.
+
+    Args:
+        positions: shape (sequences, time); a packed sequence starts where they do not increase by 1.
+
+    Returns:
+        True where a position may attend, shape (sequences, 1, time, time); None if no sequences are packed, so that
+        plain causal attention is correct.
+    """
     if bool((positions.diff(dim=1) == 1).all()):
         return None
     document = (positions.diff(dim=1, prepend=positions[:, :1]) != 1).cumsum(1)
@@ -96,7 +140,7 @@ def visible(positions: Int[Tensor, "sequences time"]) -> Bool[Tensor, "sequences
 
 
 class _Exchange(torch.autograd.Function):
-    """Slice i of the first dimension goes to member i; what comes back is one slice from each. Its own adjoint."""
+    """Sends slice i of the first dimension to member i and receives one slice from each; it is its own adjoint."""
 
     @staticmethod
     def forward(ctx: Any, slices: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -143,15 +187,15 @@ def _attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     if softcap is not None or s_aux is not None:
-        raise UserError("sequence_parallel does not know this model's kind of attention: leave it out")
+        raise UserError("sequence_parallel does not support this model's attention: leave it out")
     groups = query.shape[1] // key.shape[1]
-    if key.shape[1] % team.size:  # fewer key heads than members: each gets those that its query heads look at
-        key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
+    if key.shape[1] % team.size:  # key heads cannot be split evenly, so repeat them for each query head
+        key, value = (shares.repeat_interleave(groups, dim=1) for shares in (key, value))
         groups = 1
-    query, key, value = (_by_heads(each, team) for each in (query, key, value))
+    query, key, value = (_by_heads(shares, team) for shares in (query, key, value))
     if groups > 1:
-        key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
-    found = torch.nn.functional.scaled_dot_product_attention(
+        key, value = (heads.repeat_interleave(groups, dim=1) for heads in (key, value))
+    attended = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=visible, is_causal=visible is None, scale=scaling
     )
-    return _by_positions(found, team).transpose(1, 2), None
+    return _by_positions(attended, team).transpose(1, 2), None

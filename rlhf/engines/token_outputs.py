@@ -1,8 +1,7 @@
-"""A model that is asked about some of its tokens: their log-probs and entropy, their values, or the scores of what they
-end.
+"""Outputs of a model at selected tokens: log-probs and entropy, values, or scores.
 
-Logits are made for those tokens alone, so many at a time that all of them (tokens x vocabulary) are never in memory;
-where gradients flow, they are made again in the backward pass.
+Logits are computed only for these tokens, in pieces, so that the whole tensor (tokens x vocabulary) is never in memory;
+if gradients are needed, they are recomputed in the backward pass.
 """
 
 from __future__ import annotations
@@ -23,21 +22,30 @@ if TYPE_CHECKING:
 
 Head = Literal["policy", "value", "reward"]
 LOGITS_BYTES = 2**28
-"""Largest piece of float32 logits."""
+"""Maximum size of a piece of float32 logits."""
 
 
 class TokenOutputs(torch.nn.Module):
-    """What an engine shares out, compiles and calls; the model keeps its own names."""
+    """The module that an engine shards and calls; the parameters of the model inside keep their names."""
 
     def __init__(self, model: PreTrainedModel, head: Head, *, team: Team | None = None, packing: bool = False) -> None:
-        """`team`: the processes that share each sequence between them. Raises `UserError` for a model of which that,
-        `packing`, or its log-probs would come out wrong."""
+        """Wrap a model and check that it computes correct results.
+
+        Args:
+            model: the model, on its device.
+            head: outputs of the model: `policy` (log-probs and entropy), `value` (values) or `reward` (scores).
+            team: the processes that split each sequence; None: sequences are not split.
+            packing: whether sequences are packed.
+
+        Raises:
+            UserError: the log-probs would be wrong, or the model does not support `team`, `packing` or the head.
+        """
         super().__init__()
         self.model = model
         self.head = head
         self.team = team
         self.in_step = False
-        """Whether all ranks call the head equally often: where that is when they gather its weights."""
+        """Whether all ranks must call the head equally often, because each call gathers its weights."""
         self._check(packing)
 
     def forward(
@@ -49,19 +57,31 @@ class TokenOutputs(torch.nn.Module):
         temperature: float,
         outputs: tuple[str, ...],
     ) -> dict[str, Float[Tensor, " tokens"]]:
-        """`at`: the places (in the flattened `input_ids`) that predict the `targets`."""
+        """Compute outputs at selected positions.
+
+        Args:
+            input_ids: token ids, shape (sequences, time).
+            position_ids: same shape; None: counted from the left.
+            at: indices in the flattened `input_ids` of the positions that predict the targets, shape (tokens,).
+            targets: the tokens to predict, shape (tokens,).
+            temperature: divisor of the logits.
+            outputs: names of the outputs; only `entropy` is optional.
+
+        Returns:
+            Outputs by name, float32, shape (tokens,): `log_probs` and `entropy` in nats, `values`, or `scores`.
+        """
         if self.team is None:
             return self._of_tokens(input_ids, position_ids, at, targets, temperature, outputs)
         team = self.team
         before = input_ids.shape[1]
         input_ids, positions = team.padded(input_ids, position_ids)
         time = input_ids.shape[1]
-        is_mine, mine = team.mine(at // before * time + at % before, time)
+        is_local, local_at = team.mine(at // before * time + at % before, time)
         attend = {"team": team, "visible": visible(positions)}
-        found = self._of_tokens(
-            team.share(input_ids), team.share(positions), mine, targets[is_mine], temperature, outputs, **attend
+        local = self._of_tokens(
+            team.share(input_ids), team.share(positions), local_at, targets[is_local], temperature, outputs, **attend
         )
-        return {name: team.whole(values, is_mine) for name, values in found.items()}
+        return {name: team.whole(values, is_local) for name, values in local.items()}
 
     def _of_tokens(
         self,
@@ -118,17 +138,17 @@ class TokenOutputs(torch.nn.Module):
 
     @torch.no_grad()
     def _check(self, packing: bool) -> None:
-        """Try on a few tokens what an architecture may not do as others do, before anything is trained wrongly."""
+        """Check on a few tokens that this architecture computes what the engine assumes."""
         name, attention = type(self.model).__name__, self.model.config._attn_implementation
-        plain = attention in ("sdpa", "eager")  # they compute everywhere, and in float32
+        plain = attention in ("sdpa", "eager")  # these work on any device, and in float32
         if not plain:
             self.model.set_attn_implementation("sdpa")
         ids = torch.arange(4 * (self.team.size if self.team is not None else 1), device=self.model.device)[None]
         alone = self._hidden(ids)
         if self.head == "policy" and _differ(self._logits(alone), self.model(input_ids=ids, use_cache=False).logits):
             raise UserError(
-                f"{name} changes the logits of its head in a way that is not known here: its log-probs would be "
-                "wrong; choose a model of another architecture"
+                f"{name} changes the logits of its head in an unsupported way, so its log-probs would be wrong: "
+                "choose a model of another architecture"
             )
         if self.head == "reward" and not hasattr(self.model, "score"):
             raise UserError(f"{name} does not score a conversation by its last token: choose a decoder")
@@ -140,9 +160,9 @@ class TokenOutputs(torch.nn.Module):
         if self.team is not None:
             self.team.adopt(self.model)
             positions = torch.arange(ids.shape[1], device=ids.device)[None]
-            share = [self.team.share(each) for each in (ids, positions)]
-            mine = self._hidden(share[0], position_ids=share[1], team=self.team, visible=None)
-            if ranks.largest(int(_differ(mine, self.team.share(alone)))):
+            share = [self.team.share(tensor) for tensor in (ids, positions)]
+            hidden = self._hidden(share[0], position_ids=share[1], team=self.team, visible=None)
+            if ranks.largest(int(_differ(hidden, self.team.share(alone)))):
                 raise UserError(f"{name} does not attend over shares of a sequence: leave sequence_parallel out")
         elif not plain:
             self.model.set_attn_implementation(attention)
@@ -151,16 +171,27 @@ class TokenOutputs(torch.nn.Module):
         return self.model.base_model(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state  # type: ignore[no-any-return]
 
 
-def _differ(found: Tensor, expected: Tensor) -> bool:
+def _differ(actual: Tensor, expected: Tensor) -> bool:
     size = max(1.0, float(expected.abs().max()))
-    return not torch.allclose(found.float(), expected.float(), rtol=0, atol=1e-3 * size)
+    return not torch.allclose(actual.float(), expected.float(), rtol=0, atol=1e-3 * size)
 
 
 def log_probs_and_entropy(
     logits: Float[Tensor, "*tokens vocab"], targets: Int[Tensor, "*tokens"], temperature: float, *, entropy: bool
 ) -> tuple[Float[Tensor, "*tokens"], Float[Tensor, "*tokens"] | None]:
-    r""":math:`\log\pi(y) = z_y - lse(z)` and :math:`H = lse(z) - \sum_v \pi_v z_v` of the temperature-scaled
-    logits z, in float32; lse is the log of the sum of exponentials."""
+    r"""Compute :math:`\log\pi(y) = z_y - lse(z)` and :math:`H = lse(z) - \sum_v \pi_v z_v` in float32.
+
+    z are the temperature-scaled logits; lse is the log of the sum of exponentials.
+
+    Args:
+        logits: shape (*tokens, vocab).
+        targets: token ids y, shape (*tokens).
+        temperature: divisor of the logits.
+        entropy: whether to compute the entropy.
+
+    Returns:
+        Log-probs and entropy (or None) in nats, float32, shape (*tokens).
+    """
     scaled = logits.float() / temperature if temperature != 1.0 else logits.float()
     normalizer = scaled.logsumexp(-1)
     log_probs = scaled.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - normalizer

@@ -1,4 +1,4 @@
-"""`engine: torch`: plain PyTorch, CPU or GPU. Every process holds the whole model; gradients are summed over them."""
+"""`engine: torch`: plain PyTorch on CPU or GPU. Every process has the whole model; gradients are summed over ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,16 @@ if TYPE_CHECKING:
 
 
 class TorchEngine(ModelEngine):
+    """A train engine that uses plain PyTorch."""
+
     def __init__(self, model: PreTrainedModel, head: Head, **options: Any) -> None:
+        """Wrap a model.
+
+        Args:
+            model: the model, with float32 weights.
+            head: outputs of the model.
+            options: see `ModelEngine`.
+        """
         super().__init__(model, head, **options)
         self._place()
         self.parameters = self._parameters()
@@ -49,36 +58,38 @@ class TorchEngine(ModelEngine):
         return norm
 
     def _clip(self, limit: float) -> float:
-        """Scale the gradient so that its norm is at most this; returns the norm it had."""
+        """Scale the gradient so that its norm is at most `limit`; returns the norm before scaling."""
         return float(self._gathered(torch.nn.utils.clip_grad_norm_(self.parameters.values(), limit)))
 
     def get(self, kind: str, name: str) -> Tensor:
+        """Gather a parameter or its optimizer state; see `ModelEngine.get`."""
         parameter = self.parameters[name]
         if kind == "model":
             return self._gathered(parameter.data)
         assert self.optimizer is not None
         moment: Tensor | None = self.optimizer.state.get(parameter, {}).get(kind)
-        if moment is None:  # it has never had a gradient
+        if moment is None:  # the parameter has never had a gradient
             return torch.zeros(parameter.shape, device=self.device)
         return self._gathered(moment)
 
     def set(self, kind: str, name: str, value: Tensor) -> None:
+        """Replace a parameter or its optimizer state; see `ModelEngine.set`."""
         parameter = self.parameters[name]
-        mine = self._share(parameter, value.to(self.device))
+        share = self._share(parameter, value.to(self.device))
         if kind == "model":
-            parameter.data.copy_(mine)
+            parameter.data.copy_(share)
             return
         assert self.optimizer is not None
         state = self.optimizer.state[parameter]
         state["step"] = torch.tensor(float(self.steps), device=self.device)
-        state[kind] = mine
+        state[kind] = share
 
     def _gathered(self, tensor: Tensor) -> Tensor:
-        """A tensor as it is over all ranks."""
+        """Return the whole of a tensor that may be sharded over the ranks."""
         return tensor
 
     def _share(self, parameter: Tensor, whole: Tensor) -> Tensor:
-        """This rank's part of a tensor that is laid out as a parameter is."""
+        """Return this rank's part of a whole tensor, sharded like the parameter."""
         return whole
 
     def _reset_optimizer(self) -> None:

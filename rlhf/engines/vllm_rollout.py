@@ -1,8 +1,8 @@
-"""`rollout.engine: vllm`: generation by vLLM (arXiv 2309.06180), kept warm, in a process of its own.
+"""`rollout.engine: vllm`: generation by vLLM (arXiv 2309.06180) in a separate process that is kept warm.
 
-vLLM has processes, threads and device memory that must not outlive whoever asked for them, and it may crash or hang: so
-it lives in a child process that ends with its parent, is given up after `timeout_s`, and is started again with the
-next call. New weights are loaded in place, from a folder in memory.
+vLLM has processes, threads and device memory that must not outlive the process that uses them, and it may crash or
+hang. It therefore runs in a child process, which ends with its parent, is killed if it does not answer within
+`timeout_s`, and is restarted by the next call. New weights are loaded in place, from a folder in memory.
 """
 
 from __future__ import annotations
@@ -28,17 +28,23 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 START_S = 900.0
+"""Time limit for starting vLLM, in seconds."""
 
 
 @dataclass(frozen=True)
 class Child:
+    """The process that runs vLLM."""
+
     process: subprocess.Popen[bytes]
     pipe: Connection
     log: Path
 
 
 class VLLMRollout:
-    """After an `EngineLost` the next process begins with the model's first weights: load what is wanted."""
+    """A rollout engine that uses vLLM.
+
+    After an `EngineLost` the next process starts with the model's initial weights: load the current weights again.
+    """
 
     def __init__(
         self,
@@ -54,7 +60,20 @@ class VLLMRollout:
         cpu_cache_gib: int = 1,
         **options: Any,
     ) -> None:
-        """`options` go to vLLM's `LLM` as they are; a `lora_rank` makes room for an adapter."""
+        """Prepare the options; the first call starts vLLM.
+
+        Args:
+            folder: the model's folder.
+            eos_token_ids: tokens that end a response.
+            dtype: type of the weights and the computation.
+            max_model_len: maximum number of tokens of prompt and response.
+            logprobs_mode: kind of log-probs: `processed_logprobs`, or `raw_logprobs` if `top_p` is below 1.
+            timeout_s: time limit of a call, in seconds.
+            on_gpu: whether vLLM runs on a GPU.
+            lora_rank: maximum rank of an adapter; None: no adapters.
+            cpu_cache_gib: size of the KV cache on the CPU, in GiB.
+            options: further arguments of vLLM's `LLM`.
+        """
         self.eos, self.timeout_s = eos_token_ids, timeout_s
         self.on_gpu, self.cpu_cache_gib = on_gpu, cpu_cache_gib
         self.asleep = False
@@ -69,9 +88,9 @@ class VLLMRollout:
             "max_model_len": max_model_len,
             "logprobs_mode": logprobs_mode,
             "trust_remote_code": False,
-            "generation_config": "vllm",  # nothing is taken from the model's own defaults
+            "generation_config": "vllm",  # ignore the model's own defaults
             "disable_log_stats": True,
-            # vLLM 0.32 takes a step of a seed back after a part of a prompt, which a CPU's generator cannot
+            # after a chunk of a prompt, vLLM 0.32 rewinds the seeded generator, which CPU generators do not support
             **({} if on_gpu else {"enable_chunked_prefill": False}),
             **options,
         }
@@ -80,6 +99,7 @@ class VLLMRollout:
         atexit.register(self.close)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Generation]:
+        """Generate responses; see `RolloutEngine.generate`."""
         if not requests:
             return []
         prompts = [list(request.prompt_ids) for request in requests]
@@ -88,7 +108,7 @@ class VLLMRollout:
         return [Generation(tuple(ids), tuple(log_probs), reason) for ids, log_probs, reason in answers]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes | None = None) -> None:
-        """Take over the policy's weights, or its adapter's, in place; what was cached for the old ones is forgotten."""
+        """Replace the weights in place and clear the prefix cache; see `RolloutEngine.load_weights`."""
         self._loads += 1
         folder = self.scratch / str(self._loads)
         folder.mkdir()
@@ -107,13 +127,15 @@ class VLLMRollout:
             shutil.rmtree(folder)
 
     def place(self, *, model: bool, optimizer: bool) -> None:
+        """Wake vLLM or put it to sleep; see `RolloutEngine.place`."""
         if not self.on_gpu:
-            return  # there is but one memory
+            return  # host memory is the only memory
         if self._child is not None and model == self.asleep:
             self._ask("wake" if model else "sleep")
         self.asleep = self._child is not None and not model
 
     def close(self) -> None:
+        """End the process and remove its files."""
         self._end()
         shutil.rmtree(self.scratch, ignore_errors=True)
 
@@ -125,7 +147,7 @@ class VLLMRollout:
             "max_tokens": limit_of(request, sampling),
             "seed": seed,
             "logprobs": 0,  # of the sampled token
-            "ignore_eos": True,  # ours are all of them
+            "ignore_eos": True,  # stop_token_ids has all end-of-sequence tokens
             "stop_token_ids": [] if sampling.ignore_eos else list(self.eos),
             "stop": list(sampling.stop),
             "include_stop_str_in_output": True,
@@ -141,9 +163,9 @@ class VLLMRollout:
                 raise EngineLost(f"vLLM did not answer within {self.timeout_s:.0f} s (rollout.vllm.timeout_s)")
             good, answer = child.pipe.recv()
         except (EOFError, OSError):
-            told = self._last_words(child)
+            reason = self._last_words(child)
             self._end()
-            raise EngineLost(f"vLLM's process died during {method}: {told}") from None
+            raise EngineLost(f"vLLM's process died during {method}: {reason}") from None
         except EngineLost:
             self._end()
             raise
@@ -153,30 +175,30 @@ class VLLMRollout:
         return answer
 
     def _start(self) -> Child:
-        here, there = Pipe()
+        parent_end, child_end = Pipe()
         log = self.scratch / "log"
         environment = {
             **os.environ,
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the child is the process of its own
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the child is already a separate process
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_LOGGING_LEVEL": "WARNING",
             **({} if self.on_gpu else {"VLLM_CPU_KVCACHE_SPACE": str(self.cpu_cache_gib)}),
         }
         with log.open("wb") as file:
             process = subprocess.Popen(
-                [sys.executable, "-m", "rlhf.engines.vllm_child", str(there.fileno())],
-                pass_fds=[there.fileno()],
+                [sys.executable, "-m", "rlhf.engines.vllm_child", str(child_end.fileno())],
+                pass_fds=[child_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
                 env=environment,
             )
-        there.close()
-        self._child = child = Child(process, here, log)
+        child_end.close()
+        self._child = child = Child(process, parent_end, log)
         try:
-            here.send((os.getpid(), self.scratch, self.options))
-            ready = here.poll(START_S)
-            good, answer = here.recv() if ready else (False, f"it did not start within {START_S:.0f} s")
+            parent_end.send((os.getpid(), self.scratch, self.options))
+            ready = parent_end.poll(START_S)
+            good, answer = parent_end.recv() if ready else (False, f"it did not start within {START_S:.0f} s")
         except (EOFError, OSError):
             good, answer = False, self._last_words(child)
         if not good:

@@ -1,4 +1,4 @@
-"""A policy's weights as files for an engine in another process."""
+"""Writing a policy's weights to files for an engine in another process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ FILE_BYTES = 2**30
 
 
 def write_weights(weights: Iterable[tuple[str, Tensor]], folder: Path, stem: str) -> None:
-    """As safetensors, in files of about a bounded size: no copy of the whole model is ever in this process."""
+    """Write weights as safetensors files of about `FILE_BYTES`, so that this process never holds a full copy.
+
+    Args:
+        weights: tensors by name, consumed one at a time.
+        folder: an existing folder.
+        stem: start of the file names: ``stem.safetensors``, or ``stem-00000.safetensors`` and so on.
+    """
     from safetensors.torch import save_file
 
     part: dict[str, Tensor] = {}

@@ -90,7 +90,7 @@ def test_log_probs_of_another_kind_are_found_before_anything_is_generated(
     hot = config(folder, processes, "hot", [url]).with_values({"rollout.temperature": 0.7})
     child = train(processes, hot)
     assert child.wait(240) == 2, child.text
-    assert f"the log-probs of {url} are not those that the trainer gives the same 8 tokens" in child.text
+    assert f"the log-probs of {url} differ from the trainer's on the same 8 tokens" in child.text
     assert "start `vllm serve` with --logprobs-mode processed_logprobs" in child.text
     assert "Traceback" not in child.text
     assert not child.computed_shards

@@ -101,7 +101,7 @@ def test_the_minimal_config_is_the_documented_default(file: Path) -> None:
         ("algorithm.dynamic_sampling.max_prompts=63", "algorithm.dynamic_sampling.max_prompts is 63, less than data.prompts_per_iteration 64: raise it"),  # noqa: E501
         ("algorithm.overlong_penalty.buffer_tokens=513", "algorithm.overlong_penalty.buffer_tokens is 513, more than rollout.max_response_tokens 512: lower it"),  # noqa: E501
         ("algorithm.advantage=egpo; algorithm.rollout_correction.bypass=true", "algorithm.advantage egpo needs the entropy"),  # noqa: E501
-        ("algorithm.rollout_correction={bypass: true, weights: {}}", "algorithm.rollout_correction: bypass takes the rollout's log-probs as the old ones"),  # noqa: E501
+        ("algorithm.rollout_correction={bypass: true, weights: {}}", "algorithm.rollout_correction: bypass uses the rollout's log-probs as the old ones"),  # noqa: E501
         ("algorithm.advantage={type: gdpo, parts: [a]}; algorithm.kl.in_reward=0.1", "algorithm.kl.in_reward would do nothing: use algorithm.kl.in_loss"),  # noqa: E501
         ("validation.every=1", "validation.every is set without validation.data: name a prompt file, or remove it"),
         ("actor.lr_schedule.type=cosine", "actor.lr_schedule: a cosine schedule needs decay_iterations"),
