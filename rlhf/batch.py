@@ -55,7 +55,7 @@ class TrajectoryBatch:
         """Put columns side by side. All batches must hold the same trajectories in the same order."""
         table = batches[0].table
         for batch in batches[1:]:
-            assert batch.table["trajectory_id"].equals(table["trajectory_id"]), "stages list other trajectories"
+            assert batch.table["trajectory_id"].equals(table["trajectory_id"]), "the batches hold other trajectories"
             for name in batch.columns:
                 if name not in table.column_names:
                     table = table.append_column(batch.table.field(name), batch.table[name])
@@ -76,7 +76,7 @@ class TrajectoryBatch:
 
     def array(self, name: str) -> pa.Array:
         if name not in self:
-            raise KeyError(f"column {name} is not among those read here: {', '.join(self.columns)}")
+            raise KeyError(f"column {name} is not in this batch, which has: {', '.join(self.columns)}")
         return self.table[name].combine_chunks()
 
     def list(self, name: str) -> list[Any]:

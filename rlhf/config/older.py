@@ -36,7 +36,7 @@ def changed_since(tree: Mapping[str, Any]) -> list[str]:
     estimator = kl.get("estimator", "k1")
     if kl.get("in_reward") is None or estimator.removesuffix("+") == "k1":
         return []
-    return [f"the KL in the reward {estimator} -> k1, which alone has the right gradient"]
+    return [f"the KL in the reward {estimator} -> k1, the only estimator with the right gradient"]
 
 
 def as_of_today(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -272,7 +272,7 @@ def test_what_older_releases_stored_is_read_in_todays_keys() -> None:
     for kl, says in (
         (
             {"estimator": "k3", "in_reward": 0.1},
-            ["the KL in the reward k3 -> k1, which alone has the right gradient"],
+            ["the KL in the reward k3 -> k1, the only estimator with the right gradient"],
         ),
         ({"estimator": "k1", "in_reward": 0.1}, []),
         ({"estimator": "k3", "in_reward": None, "in_loss": 0.1}, []),
