@@ -1,4 +1,4 @@
 """The library of Ratchet: configuration, trajectories, algorithms, rewards, data, models and engines.
 
-It knows neither Prefect nor the store, and computes nothing at import.
+It does not depend on Prefect or the store, and computes nothing at import.
 """

@@ -1,4 +1,4 @@
-"""Trajectories in memory: typed columns that turn into padded tensors and back."""
+"""Trajectories in memory: typed columns, with conversion to padded tensors and back."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class TrajectoryBatch:
-    """Named, typed columns, one row a trajectory (our DataProto, with a schema).
+    """Named, typed columns with one row per trajectory (the counterpart of verl's DataProto, with a schema).
 
-    It holds only the columns that it was given: asking for another raises `KeyError`, so that a stage cannot read
-    what its spec does not name.
+    Reading a column that the batch does not have raises `KeyError`, so a stage cannot read columns that its spec does
+    not name.
     """
 
     def __init__(self, table: pa.Table) -> None:
@@ -28,8 +28,10 @@ class TrajectoryBatch:
 
     @classmethod
     def of(cls, columns: Mapping[str, Any]) -> TrajectoryBatch:
-        """From Python lists, numpy arrays or Arrow arrays; types are those of the schema, or else follow from the
-        values."""
+        """Make a batch from Python lists, numpy arrays or Arrow arrays.
+
+        Columns that are not in the schema get their type from their values.
+        """
         arrays = [
             column if isinstance(column, pa.Array) else pa.array(column, type=TRAJECTORY.type_of(name))
             for name, column in columns.items()
@@ -37,7 +39,7 @@ class TrajectoryBatch:
         return cls(pa.table(dict(zip(columns, arrays, strict=True)))).cast({})
 
     def cast(self, types: Mapping[str, pa.DataType]) -> TrajectoryBatch:
-        """With the types that are given, or else those of the schema."""
+        """Cast the columns to the given types, or else to those of the schema."""
         fields = [
             pa.field(field.name, types.get(field.name, TRAJECTORY.type_of(field.name) or field.type))
             for field in self.table.schema
@@ -50,10 +52,10 @@ class TrajectoryBatch:
 
     @classmethod
     def join(cls, batches: Sequence[TrajectoryBatch]) -> TrajectoryBatch:
-        """Columns side by side; every batch holds the same trajectories in the same order."""
+        """Put columns side by side. All batches must hold the same trajectories in the same order."""
         table = batches[0].table
         for batch in batches[1:]:
-            assert batch.table["trajectory_id"].equals(table["trajectory_id"]), "stages list other trajectories"
+            assert batch.table["trajectory_id"].equals(table["trajectory_id"]), "the batches hold other trajectories"
             for name in batch.columns:
                 if name not in table.column_names:
                     table = table.append_column(batch.table.field(name), batch.table[name])
@@ -74,7 +76,7 @@ class TrajectoryBatch:
 
     def array(self, name: str) -> pa.Array:
         if name not in self:
-            raise KeyError(f"column {name} is not among those read here: {', '.join(self.columns)}")
+            raise KeyError(f"column {name} is not in this batch, which has: {', '.join(self.columns)}")
         return self.table[name].combine_chunks()
 
     def list(self, name: str) -> list[Any]:
@@ -84,16 +86,16 @@ class TrajectoryBatch:
         return np.asarray(self.array(name).to_numpy(zero_copy_only=False))
 
     def flat(self, name: str) -> np.ndarray:
-        """A per-token column's values, trajectory after trajectory, without padding."""
+        """The values of a per-token column without padding, all trajectories one after the other; shape (tokens,)."""
         return np.asarray(self.array(name).flatten().to_numpy(zero_copy_only=False))
 
     def lengths(self, name: str) -> np.ndarray:
-        """Tokens of each trajectory."""
+        """Length of each trajectory in a per-token column, in tokens; shape (batch,)."""
         offsets = self.array(name).offsets.to_numpy()
         return np.diff(offsets)
 
     def only(self, trajectory_ids: pa.Array) -> TrajectoryBatch:
-        """The trajectories that are named, in the order that they have here."""
+        """The trajectories with the given ids, in the order of this batch."""
         return TrajectoryBatch(self.table.filter(pc.is_in(self.array("trajectory_id"), trajectory_ids)))
 
     def with_column(self, name: str, column: pa.Array) -> TrajectoryBatch:
@@ -103,7 +105,15 @@ class TrajectoryBatch:
         return TrajectoryBatch(self.table.take(pa.array(np.fromiter(rows, dtype=np.int64))))
 
     def padded(self, name: str, width: int | None = None) -> Float[Tensor, "batch time"]:
-        """A per-token column as one tensor, zeros after each row's end; integers stay integers."""
+        """A per-token column as one tensor, padded with zeros on the right.
+
+        Args:
+            name: the column.
+            width: number of columns of the tensor; None: length of the longest trajectory.
+
+        Returns:
+            A tensor of shape (batch, width); integers stay integers.
+        """
         import torch
 
         lengths = self.lengths(name)
@@ -114,13 +124,23 @@ class TrajectoryBatch:
 
 
 def ragged(values: np.ndarray, lengths: np.ndarray) -> pa.Array:
-    """A per-token column from flat values: the inverse of `TrajectoryBatch.flat`."""
+    """Make a per-token column from flat values: the inverse of `TrajectoryBatch.flat`.
+
+    Args:
+        values: the values, shape (tokens,).
+        lengths: length of each trajectory in tokens, shape (batch,).
+    """
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     kind = pa.int8() if values.dtype == np.int8 else pa.int32() if values.dtype.kind == "i" else pa.float32()
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values, type=kind))
 
 
 def unpadded(padded: Float[Tensor, "batch time"], lengths: np.ndarray) -> pa.Array:
-    """A per-token column from a padded tensor."""
+    """Make a per-token float32 column from a padded tensor.
+
+    Args:
+        padded: the tensor, shape (batch, width).
+        lengths: length of each trajectory in tokens, shape (batch,).
+    """
     array = padded.detach().float().cpu().numpy()
     return ragged(array[np.arange(array.shape[1])[None, :] < lengths[:, None]], lengths)

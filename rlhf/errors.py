@@ -1,4 +1,4 @@
-"""The errors a person is meant to read: one line that says what is wrong, where, and how to mend it."""
+"""Errors for users: one line that says what is wrong, where, and how to fix it."""
 
 import sys
 import traceback
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 class RatchetError(Exception):
-    """Base of every error that the command line prints as one line instead of a traceback."""
+    """Base class of the errors that the command line prints as one line instead of a traceback."""
 
     exit_code = 1
 
@@ -22,11 +22,11 @@ class NotFinite(RatchetError):
 
 
 class EngineLost(RatchetError):
-    """A generating process died or hung: the shard at hand is lost, and nothing else; a new one starts."""
+    """A generation process died or hung. Only its current shard is lost; a new process starts."""
 
 
 def raised(error: BaseException) -> str:
-    """What a user's code has raised, and where in it: ``KeyError: 'a' at mine.py:12 in step``."""
+    """An exception of user code and its location there, such as ``KeyError: 'a' at mine.py:12 in step``."""
     ours_or_installed = (Path(__file__).parent, sys.prefix, sys.base_prefix)
     frames = [
         frame
@@ -38,4 +38,5 @@ def raised(error: BaseException) -> str:
 
 
 def in_one_line(error: BaseException) -> str:
+    """The message of an error without line breaks."""
     return " ".join(str(error).split())

@@ -1,4 +1,4 @@
-"""What a config names: a built-in of ours, ``package.module:name``, or ``folder/file.py:name``."""
+"""Load functions and classes that a config names: a built-in, ``package.module:name`` or ``folder/file.py:name``."""
 
 from __future__ import annotations
 
@@ -16,38 +16,59 @@ from rlhf.errors import UserError
 
 
 def load_named(name: str, key: str, package: str, attribute: str, built_in: Sequence[str]) -> Any:
-    """What a name stands for; a built-in is the `attribute` of a module in `package`. Raises `UserError`, in which
-    `key` is where the name stands."""
-    module_name, colon, wanted = name.rpartition(":")
+    """Load a function or a class by its name in the config.
+
+    Args:
+        name: a built-in, ``package.module:name`` or ``folder/file.py:name``.
+        key: config key that holds the name, for errors.
+        package: package whose modules are the built-ins.
+        attribute: name of the function or class in a built-in's module.
+        built_in: names of the built-ins, for errors.
+
+    Raises:
+        UserError: the module cannot be imported, or has no such function or class.
+    """
+    module_name, colon, attribute_name = name.rpartition(":")
     if not colon:
-        module_name, wanted = name if name.endswith(".py") else f"{package}.{name}", attribute
+        module_name, attribute_name = name if name.endswith(".py") else f"{package}.{name}", attribute
     try:
-        found = getattr(_module(module_name), wanted)
-    except Exception as error:  # whatever a user's module raises as it is imported
+        target = getattr(_module(module_name), attribute_name)
+    except Exception as error:  # a user's module may raise anything when it is imported
         raise UserError(
             f"{key} {name}: {type(error).__name__}: {error}; name a built-in ({', '.join(built_in)}), "
-            f"package.module:{wanted} or file.py:{wanted}"
+            f"package.module:{attribute_name} or file.py:{attribute_name}"
         ) from None
-    if not callable(found):
+    if not callable(target):
         raise UserError(f"{key} {name} is not a function or a class")
-    return found
+    return target
 
 
-def source_of(found: Any, key: str, name: str) -> str:
-    """The source of the module that holds it, by which a change of it is known."""
+def source_of(target: Any, key: str, name: str) -> str:
+    """The source of the module that defines a function or class; its digest shows when the code changes.
+
+    Args:
+        target: the function or class.
+        key: config key that holds its name, for errors.
+        name: its name in the config, for errors.
+
+    Raises:
+        UserError: there is no Python source.
+    """
     try:
-        return Path(inspect.getsourcefile(found) or "").read_text()
+        return Path(inspect.getsourcefile(target) or "").read_text()
     except (OSError, TypeError):
-        raise UserError(f"{key} {name} has no Python source to take a digest of: wrap it") from None
+        raise UserError(
+            f"{key} {name} has no Python source to take a digest of: wrap it in a Python function"
+        ) from None
 
 
 def _module(name: str) -> ModuleType:
     if not name.endswith(".py"):
         return importlib.import_module(name)
     path = Path(name).resolve()
-    own = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"  # that hides no other module
-    spec = importlib.util.spec_from_file_location(own, path)
+    unique_name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"  # must not hide another module
+    spec = importlib.util.spec_from_file_location(unique_name, path)
     assert spec is not None and spec.loader is not None
-    module = sys.modules[own] = importlib.util.module_from_spec(spec)  # where classes look for their own
+    module = sys.modules[unique_name] = importlib.util.module_from_spec(spec)  # dataclasses look it up there
     spec.loader.exec_module(module)
     return module

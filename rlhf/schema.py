@@ -1,6 +1,6 @@
-"""The columns of a trajectory: name, Arrow type, meaning, unit, and the stage that writes each.
+"""The columns of the trajectories: name, Arrow type, meaning, unit, and the stage that writes them.
 
-One row is one trajectory. Per-token columns (`[T]`) cover the response's tokens only.
+One row is one trajectory. Per-token columns, marked `[T]`, cover only the tokens of the response.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ _FLOATS = pa.list_(pa.float32())
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the trajectories. Its values have one Arrow type, whatever stage or release wrote them."""
+    """A column of the trajectories. Its Arrow type is the same in all stages and releases."""
 
     name: str
     type: pa.DataType
@@ -25,6 +25,8 @@ class Column:
 
 @dataclass(frozen=True)
 class TrajectorySchema:
+    """All columns, in the order of the stages that write them."""
+
     columns: tuple[Column, ...]
 
     @cached_property
@@ -38,15 +40,15 @@ class TrajectorySchema:
         return name in self._by_name
 
     def type_of(self, name: str) -> pa.DataType | None:
-        """A column's type; None if the schema does not have it."""
+        """The type of a column, or None if it is not in the schema."""
         return self[name].type if name in self else None
 
     def of(self, stage: str) -> tuple[Column, ...]:
-        """The columns that a stage writes, besides `trajectory_id`."""
+        """The columns that a stage writes, without `trajectory_id`."""
         return tuple(column for column in self.columns if column.stage == stage)
 
     def names(self, stage: str) -> tuple[str, ...]:
-        """Names of the columns that a stage writes, besides `trajectory_id`."""
+        """The names of the columns that a stage writes, without `trajectory_id`."""
         return tuple(column.name for column in self.of(stage))
 
     @cached_property
@@ -61,82 +63,86 @@ class TrajectorySchema:
 TRAJECTORY = TrajectorySchema(
     (
         Column("trajectory_id", pa.string(), "", "stable id, such as it000007-p00012-s03: iteration, prompt, sample"),
-        Column("prompt_id", pa.string(), "generate", "the trajectory's group: the prompt it answers"),
-        Column("sample", pa.int32(), "generate", "which of the prompt's samples", "index"),
-        Column("data_source", pa.string(), "generate", "where the prompt comes from"),
-        Column("messages", pa.string(), "generate", "the prompt's messages [{role, content}], as JSON"),
-        Column("prompt", pa.string(), "generate", "the prompt as the model reads it"),
-        Column("response", pa.string(), "generate", "the response's text"),
-        Column("prompt_ids", _TOKENS, "generate", "the prompt's tokens", "token id"),
-        Column("response_ids", _TOKENS, "generate", "the response's tokens, end-of-sequence included", "token id"),
-        Column("rollout_log_probs", _FLOATS, "generate", "log-probs [T] by the rollout engine", "nat"),
-        Column("response_mask", pa.list_(pa.int8()), "generate", "1 [T] where the model wrote the token", "0 or 1"),
+        Column("prompt_id", pa.string(), "generate", "id of the prompt, which is also the trajectory's group"),
+        Column("sample", pa.int32(), "generate", "index of the trajectory among those of its prompt", "index"),
+        Column("data_source", pa.string(), "generate", "data source of the prompt"),
+        Column("messages", pa.string(), "generate", "messages of the prompt [{role, content}], as JSON"),
+        Column("prompt", pa.string(), "generate", "text of the prompt, rendered by the chat template"),
+        Column("response", pa.string(), "generate", "text of the response"),
+        Column("prompt_ids", _TOKENS, "generate", "tokens of the prompt", "token id"),
+        Column("response_ids", _TOKENS, "generate", "tokens of the response, including end-of-sequence", "token id"),
+        Column("rollout_log_probs", _FLOATS, "generate", "log-probs [T] from the rollout engine", "nat"),
+        Column(
+            "response_mask", pa.list_(pa.int8()), "generate", "1 [T] if the model wrote the token, else 0", "0 or 1"
+        ),
         Column(
             "finish_reason",
             pa.string(),
             "generate",
-            "stop (its end), length (no room for more), or turns (rollout.environment.max_turns)",
+            "stop (the response ended), length (token limit), or turns (rollout.environment.max_turns)",
         ),
         Column(
             "policy_version",
             pa.int32(),
             "generate",
-            "updates that the actor had seen that drew the first token",
+            "number of updates of the weights that drew the first token",
             "iterations",
         ),
         Column(
             "token_versions",
             pa.list_(pa.int32()),
             "generate",
-            "the same for each token [T], if they differ",
+            "policy_version of each token [T], if the tokens differ in it",
             "iterations",
         ),
-        Column("ground_truth", pa.string(), "generate", "what the reward compares with: a text, or else JSON"),
-        Column("ground_truth_is_json", pa.bool_(), "generate", "whether it is JSON: no text in the dataset"),
-        Column("extra_info", pa.string(), "generate", "what else the dataset says of the prompt, as JSON"),
+        Column("ground_truth", pa.string(), "generate", "ground truth of the prompt: a text, or JSON"),
+        Column("ground_truth_is_json", pa.bool_(), "generate", "whether ground_truth is JSON: it was not a text"),
+        Column("extra_info", pa.string(), "generate", "extra_info of the prompt in the dataset, as JSON"),
         Column(
             "turns",
             pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())])),
             "generate",
-            "the response as turns of policy and environment, if there is one",
+            "turns of the policy and the environment in the response, with rollout.environment",
         ),
-        Column("environment_reward", pa.float32(), "generate", "what the environment gave, if there is one"),
-        Column("seed", pa.int64(), "generate", "the run's seed, from which sampling derives"),
-        Column("model_score", pa.float32(), "reward_model", "the reward model's score; of a process reward, the mean"),
+        Column("environment_reward", pa.float32(), "generate", "sum of the environment's rewards, if there is one"),
+        Column("seed", pa.int64(), "generate", "seed of the run, from which sampling derives"),
+        Column("model_score", pa.float32(), "reward_model", "score of the reward model; mean of a process reward"),
         Column(
             "model_token_scores",
             _FLOATS,
             "reward_model",
-            "of a process reward, [T] each step's share of that mean, at its last token",
+            "process reward: [T] share of each step in model_score, at the step's last token",
         ),
-        Column("score", pa.float32(), "score", "the reward of the whole response"),
+        Column("score", pa.float32(), "score", "reward of the whole response"),
         Column("reward_parts", pa.map_(pa.string(), pa.float32()), "score", "named parts of the reward"),
-        Column("token_scores", _FLOATS, "score", "the part of the score that lies on single tokens [T], if any"),
-        Column("reward_error", pa.string(), "score", "why the reward could not be computed, if so"),
-        Column("group_spread", pa.float32(), "select", "largest less smallest score of the trajectory's group"),
-        Column("greedy_response", pa.string(), "greedy_baseline", "the actor's greedy answer to the prompt"),
-        Column("greedy_tokens", pa.int32(), "greedy_baseline", "the length of that answer", "tokens"),
+        Column("token_scores", _FLOATS, "score", "part of the score that belongs to single tokens [T], if any"),
+        Column("reward_error", pa.string(), "score", "error that prevented the reward, if any"),
+        Column("group_spread", pa.float32(), "select", "largest minus smallest score in the trajectory's group"),
+        Column("greedy_response", pa.string(), "greedy_baseline", "greedy answer of the actor to the prompt"),
+        Column("greedy_tokens", pa.int32(), "greedy_baseline", "length of the greedy answer", "tokens"),
         Column(
             "greedy_score",
             pa.float32(),
             "greedy_baseline",
-            "the reward of that answer; null where it failed and reward.on_error is drop: the prompt is left out",
+            "reward of the greedy answer; null if it failed and reward.on_error is drop, which leaves the prompt out",
         ),
-        Column("greedy_error", pa.string(), "greedy_baseline", "why that reward could not be computed, if so"),
-        Column("old_log_probs", _FLOATS, "old_log_probs", "log-probs [T] by the actor before the update", "nat"),
+        Column("greedy_error", pa.string(), "greedy_baseline", "error that prevented the greedy reward, if any"),
+        Column("old_log_probs", _FLOATS, "old_log_probs", "log-probs [T] from the actor before the update", "nat"),
         Column("entropy", _FLOATS, "old_log_probs", "entropy [T] of the actor's distribution", "nat"),
-        Column("ref_log_probs", _FLOATS, "ref_log_probs", "log-probs [T] by the reference", "nat"),
-        Column("values", _FLOATS, "values", "the critic's values [T] before the update"),
+        Column("ref_log_probs", _FLOATS, "ref_log_probs", "log-probs [T] from the reference", "nat"),
+        Column("values", _FLOATS, "values", "values [T] from the critic before the update"),
         Column(
             "token_rewards",
             _FLOATS,
             "advantages",
-            "the score, where token_scores say, else at the last token that the model wrote, as the length penalty is; "
-            "less the KL penalty [T]",
+            "reward [T]: the score, as in token_scores or else at the last token that the model wrote, plus the length "
+            "penalty at that token, minus the KL penalty",
         ),
         Column("advantages", _FLOATS, "advantages", "advantages [T]"),
-        Column("returns", _FLOATS, "advantages", "what the critic should predict [T]"),
-        Column("loss_mask", pa.list_(pa.int8()), "advantages", "1 [T] where the token enters the losses", "0 or 1"),
+        Column("returns", _FLOATS, "advantages", "target [T] of the critic"),
+        Column(
+            "loss_mask", pa.list_(pa.int8()), "advantages", "1 [T] if the token enters the losses, else 0", "0 or 1"
+        ),
         Column("rollout_is_weights", _FLOATS, "advantages", "importance weights [T] of rollout correction, if any"),
     )
 )

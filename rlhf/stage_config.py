@@ -1,4 +1,4 @@
-"""What a stage depends on: the values of some keys of the run's config, and nothing else.
+"""The keys of the run's config that a stage depends on.
 
 A stage declares a model whose fields name keys of the config:
 
@@ -6,8 +6,8 @@ A stage declares a model whose fields name keys of the config:
         timeout_s: float = key("reward.timeout_s")
         workers: int = key("reward.workers", operational=True)
 
-It is all of the config that the stage can read. Its values are committed with what the stage computes; when they differ
-later, in a key that is not operational, the stage is not what it would be now.
+The stage can read no other part of the config. The values are committed with the stage's output. If a key that is not
+operational has another value later, the committed output is out of date.
 """
 
 from __future__ import annotations
@@ -29,18 +29,20 @@ def key(path: str, *, operational: bool = False) -> Any:
 
     Args:
         path: the key, such as ``rollout.temperature``.
-        operational: whether it may change without changing what the stage computes: speed, memory, where files lie.
+        operational: whether the key may change without changing the result: speed, memory, paths of files.
     """
     return Field(json_schema_extra={"key": path, "operational": operational})
 
 
 class StageConfig(BaseModel):
-    """The part of a run's config that a stage depends on. A field is a `key`, or a group of them: another such model,
-    None if its section is null."""
+    """The part of a run's config that a stage depends on.
+
+    A field is a `key`, or a group of keys: another `StageConfig`, None if its section is null.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
     section: ClassVar[str] = ""
-    """The section of the run's config in which the keys lie; empty: they are whole."""
+    """Section of the run's config that the keys are relative to; empty: the keys are absolute."""
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
@@ -56,7 +58,7 @@ class StageConfig(BaseModel):
 
     @classmethod
     def keys(cls, *, operational: bool | None = None) -> Iterator[str]:
-        """The dotted keys; only operational ones or only others, if `operational` says so."""
+        """The dotted keys: all, only the operational ones (True), or only the others (False)."""
         for field in cls.model_fields.values():
             if (group := _group(field)) is not None:
                 yield from group.keys(operational=operational)
@@ -70,18 +72,18 @@ class StageConfig(BaseModel):
 
     @classmethod
     def values(cls, config: RunConfig) -> dict[str, JsonValue]:
-        """The values in JSON, by dotted key; where a section is null, that it is."""
-        paths = [_there(config, path) for path in cls.keys()]  # noqa: SIM118  (it is no dictionary)
+        """The JSON values by dotted key; if a section is null, the section's key with null."""
+        paths = [_key_or_null_section(config, path) for path in cls.keys()]  # noqa: SIM118  (not a dictionary)
         return {path: _json(_value(config, path)) for path in paths}
 
     @classmethod
     def differences(cls, then: Mapping[str, JsonValue], config: RunConfig) -> list[str]:
-        """What has changed since `then`, operational keys aside.
+        """The changes since `then`, except in operational keys.
 
         Args:
-            then: what `values` gave when the stage was committed, by this release or an older one. A key that it does
-                not have did not exist then: it counts as unchanged while it has its default.
-            config: that of now.
+            then: the result of `values` when the stage was committed, by this release or an older one. A key that is
+                missing in it did not exist then: it counts as unchanged while it has its default.
+            config: the current config.
 
         Returns:
             Lines such as ``config.actor.lr: 1e-05 -> 2e-05``.
@@ -94,7 +96,7 @@ class StageConfig(BaseModel):
         for path in cls.keys(operational=False):
             holder, _, name = path.rpartition(".")
             default = _section_class(holder).model_fields[name].get_default()
-            now = _value(config, path) if _there(config, path) == path else default
+            now = _value(config, path) if _key_or_null_section(config, path) == path else default
             lines += _changes(path, _lookup(tree, path, _json(default)), now)
         return lines
 
@@ -106,24 +108,24 @@ def _extra(field: FieldInfo) -> dict[str, Any]:
 
 def _group(field: FieldInfo) -> type[StageConfig] | None:
     options = (field.annotation, *get_args(field.annotation))
-    return next((each for each in options if isinstance(each, type) and issubclass(each, StageConfig)), None)
+    return next((option for option in options if isinstance(option, type) and issubclass(option, StageConfig)), None)
 
 
 def _json(value: Any) -> Any:
-    """As it is stored; what has no default has none in JSON either."""
+    """The JSON value that is stored; a missing default stays missing."""
     return value if value is PydanticUndefined else to_jsonable_python(value)
 
 
 def _value(config: RunConfig, path: str) -> Any:
-    """The value at a dotted key; None where a section on the way is null."""
+    """The value at a dotted key; None if a section on the path is null."""
     value: Any = config
     for part in path.split("."):
         value = None if value is None else getattr(value, part)
     return value
 
 
-def _there(config: RunConfig, path: str) -> str:
-    """The key, or the section of it that is null."""
+def _key_or_null_section(config: RunConfig, path: str) -> str:
+    """The key, or its outermost section that is null."""
     parts = path.split(".")
     sections = (".".join(parts[:depth]) for depth in range(1, len(parts)))
     return next((section for section in sections if _value(config, section) is None), path)
@@ -135,7 +137,7 @@ def _section_class(path: str) -> type[BaseModel]:
     for part in filter(None, path.split(".")):
         annotation = model.model_fields[part].annotation
         options = (annotation, *get_args(annotation))
-        model = next(each for each in options if isinstance(each, type) and issubclass(each, BaseModel))
+        model = next(option for option in options if isinstance(option, type) and issubclass(option, BaseModel))
     return model
 
 
@@ -149,7 +151,7 @@ def _lookup(tree: Mapping[str, Any], path: str, default: Any) -> Any:
 
 
 def _changes(path: str, before: JsonValue, now: Any) -> list[str]:
-    """Lines for what differs at a key, or below it: a value that is a model of its own is compared field by field."""
+    """Lines for the differences at a key or below it: values that are models are compared field by field."""
     after = _json(now)
     if PydanticUndefined in (before, after) or before == after:
         return []
@@ -158,13 +160,13 @@ def _changes(path: str, before: JsonValue, now: Any) -> list[str]:
         return [f"config.{path}: {_short(before)} -> {_short(after)}"]
     lines: list[str] = []
     for name, field in type(now).model_fields.items():
-        was = before.get(name, _json(field.get_default()))  # type: ignore[union-attr]
-        lines += _changes(f"{path}.{name}", was, getattr(now, name))
+        before_value = before.get(name, _json(field.get_default()))  # type: ignore[union-attr]
+        lines += _changes(f"{path}.{name}", before_value, getattr(now, name))
     return lines
 
 
 def _short(value: JsonValue) -> str:
-    """An algorithm by its type; null as YAML says it."""
+    """A short text for a value: an algorithm as its type, None as null."""
     if isinstance(value, dict) and "type" in value:
         return str(value["type"])
     return "null" if value is None else str(value)

@@ -1,9 +1,9 @@
-"""What held-out answers say of a policy: pass@1, mean@n, maj@n and best@n, by data source.
+"""Validation metrics by data source: pass@1, mean@n, maj@n and best@n.
 
-With :math:`s_{ij}` the score of answer j of n to prompt i: pass@1 is the share of answers that are solved (a threshold
-says from which score on; where a score does not mean that, there is no pass@1), mean@n the mean of :math:`s_{ij}`,
-best@n that of :math:`\\max_j s_{ij}`, and maj@n (arXiv 2203.11171) that of the score of the answer that is given most
-often, the first of them if there are several.
+With :math:`s_{ij}` the score of answer j of n to prompt i: pass@1 is the share of solved answers, whose score is at
+least a threshold; without a threshold there is no pass@1. mean@n is the mean of :math:`s_{ij}`, and best@n the mean of
+:math:`\\max_j s_{ij}`. maj@n (arXiv 2203.11171) is the mean score of the most frequent answer to a prompt; if several
+are equally frequent, the first one counts.
 """
 
 from __future__ import annotations
@@ -16,11 +16,18 @@ from rlhf.rewards.countdown import Malformed, last_answer
 from rlhf.rewards.math import boxed
 
 Sums = dict[str, dict[str, tuple[float, int]]]
-"""By data source and metric: a sum, and over how many."""
+"""By data source and metric: a sum, and the number of its terms."""
 
 
 def final_answer(response: str) -> str:
-    """What a response comes to: its last ``<answer>``, ``\\boxed{}`` or line after ``####``; else its last line."""
+    """The answer of a response: its last ``<answer>``, ``\\boxed{}`` or text after ``####``; else its last line.
+
+    Args:
+        response: text of the response.
+
+    Returns:
+        The last line of the answer, without white space.
+    """
     try:
         text = last_answer(response)
     except Malformed:
@@ -38,43 +45,46 @@ def sums(
     n: int,
     solved: float | None = None,
 ) -> Sums:
-    """The metrics of some answers.
+    """Sum the metrics over some answers. The first four arguments have one entry per answer.
 
     Args:
-        sources: for every answer, in order, the data source,
-        prompts: the prompt that it belongs to,
-        responses: its text,
-        scores: and its score.
-        n: answers to a prompt. One with fewer, because the others could not be scored, says nothing of them together.
-        solved: the score from which on an answer is solved; None: there is no pass@1.
+        sources: data sources.
+        prompts: ids of the prompts.
+        responses: texts of the answers.
+        scores: scores of the answers.
+        n: answers per prompt. Prompts with fewer, because some could not be scored, have no mean@n, maj@n and best@n.
+        solved: smallest score of a solved answer; None: no pass@1.
     """
     answers: dict[tuple[str, str], list[tuple[str, float]]] = defaultdict(list)
     for source, prompt, response, score in zip(sources, prompts, responses, scores, strict=True):
         answers[source, prompt].append((final_answer(response), score))
-    found: Sums = defaultdict(dict)
-    for (source, _), given in answers.items():
-        each = [score for _, score in given]
-        add(found[source], "mean_score", sum(each), len(each))
+    totals: Sums = defaultdict(dict)
+    for (source, _), scored_answers in answers.items():
+        values = [score for _, score in scored_answers]
+        add(totals[source], "mean_score", sum(values), len(values))
         if solved is not None:
-            add(found[source], "pass@1", sum(score >= solved for score in each), len(each))
-        if len(each) == n > 1:
-            [(most, _)] = Counter(answer for answer, _ in given).most_common(1)
-            add(found[source], f"mean@{n}", sum(each) / n, 1)
-            add(found[source], f"maj@{n}", next(score for answer, score in given if answer == most), 1)
-            add(found[source], f"best@{n}", max(each), 1)
-    return dict(found)
+            add(totals[source], "pass@1", sum(score >= solved for score in values), len(values))
+        if len(values) == n > 1:
+            [(most_common, _)] = Counter(answer for answer, _ in scored_answers).most_common(1)
+            add(totals[source], f"mean@{n}", sum(values) / n, 1)
+            add(totals[source], f"maj@{n}", next(score for answer, score in scored_answers if answer == most_common), 1)
+            add(totals[source], f"best@{n}", max(values), 1)
+    return dict(totals)
 
 
 def add(metrics: dict[str, tuple[float, int]], name: str, total: float, count: int) -> None:
+    """Add a sum of `count` terms to a metric, in place."""
     before, counted = metrics.get(name, (0.0, 0))
     metrics[name] = (before + total, counted + count)
 
 
 def means(parts: Iterable[Sums]) -> dict[str, dict[str, float]]:
-    """Of sums over some prompts each: the metrics over all of them."""
+    """The metrics over all prompts, from sums over disjoint sets of prompts; by data source and metric."""
     whole: Sums = defaultdict(dict)
     for part in parts:
         for source, metrics in part.items():
             for name, (total, count) in metrics.items():
                 add(whole[source], name, total, count)
-    return {source: {name: total / count for name, (total, count) in each.items()} for source, each in whole.items()}
+    return {
+        source: {name: total / count for name, (total, count) in metrics.items()} for source, metrics in whole.items()
+    }

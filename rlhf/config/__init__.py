@@ -1,4 +1,4 @@
-"""The configuration: its sections, a whole run, what does not go together, and how it is read."""
+"""The configuration: sections, whole runs, incompatible settings, and reading from YAML."""
 
 from rlhf.config.fitting import FitConfig, RewardTraining, SFTConfig
 from rlhf.config.reading import differences, keys, models_in, overridden, read_yaml, validated, yaml_text

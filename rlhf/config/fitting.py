@@ -1,4 +1,4 @@
-"""What a model is fitted to before it meets an iteration: supervised examples, or preferences."""
+"""Config of the trainings outside the RL loop: supervised fine-tuning, and reward models on preferences."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ from rlhf.config.sections import ModelConfig, RunSection, Section
 
 
 class FitConfig(Section):
-    """What the fits have in common."""
+    """Keys that both trainings share."""
 
-    run: RunSection = Field(RunSection(), description="the fit's name, place and seed: it is committed like any run")
-    model: ModelConfig = Field(description="the model to start from")
-    data: str = Field(description="the examples: Parquet or JSON lines, any fsspec URL")
-    output: str = Field(description="folder of the resulting Hugging Face model")
-    micro_batch_tokens: int = Field(16384, gt=0, description="tokens computed at once, padding included")
+    run: RunSection = Field(RunSection(), description="name, store and seed; the training is committed like any run")
+    model: ModelConfig = Field(description="model to start from")
+    data: str = Field(description="file of examples: Parquet or JSON lines, any fsspec URL")
+    output: str = Field(description="folder for the resulting Hugging Face model")
+    micro_batch_tokens: int = Field(16384, gt=0, description="tokens computed at once, including padding")
     lr: float = Field(1e-5, gt=0, description="largest learning rate of AdamW")
-    warmup_steps: int = Field(0, ge=0, description="steps over which the rate rises; it then falls to 0 by a cosine")
+    warmup_steps: int = Field(
+        0, ge=0, description="steps over which the learning rate rises from 0; it then falls to 0 as a cosine"
+    )
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay")
     grad_clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
     gradient_checkpointing: bool = Field(False, description="recompute activations: less memory, more time")
-    checkpoint_steps: int = Field(100, gt=0, description="steps between snapshots: what a crash can lose at most")
+    checkpoint_steps: int = Field(100, gt=0, description="steps between snapshots; a crash loses at most this many")
 
 
 ELSEWHERE: dict[str, bool | set[str]] = {
@@ -29,7 +31,8 @@ ELSEWHERE: dict[str, bool | set[str]] = {
     "run": {"name", "store", "single_writer"},
     "model": {"path", "chat_template", "attention"},
 }
-"""May change while a fit goes on: what computes the same, and where things lie that digests tell apart."""
+"""Keys that may change when a training resumes: they do not change the result, or are paths of files that have a
+digest."""
 
 
 class SFTConfig(FitConfig):
@@ -38,12 +41,12 @@ class SFTConfig(FitConfig):
     data: str = Field(
         description="Parquet or JSON lines with prompt and response (or completion), or with messages; any fsspec URL"
     )
-    prompt_column: str = Field("prompt", description="text, or messages {role, content}")
-    response_column: str = Field("response", description="text")
-    steps: int = Field(250, gt=0, description="optimizer steps")
-    batch_examples: int = Field(128, gt=0, description="examples an optimizer step learns from")
+    prompt_column: str = Field("prompt", description="column of the prompt: text, or messages {role, content}")
+    response_column: str = Field("response", description="column of the response: text, or messages {role, content}")
+    steps: int = Field(250, gt=0, description="number of optimizer steps")
+    batch_examples: int = Field(128, gt=0, description="examples per optimizer step")
     max_tokens: int = Field(
-        2048, gt=0, description="longest prompt and response together; longer examples are left out"
+        2048, gt=0, description="largest sum of prompt and response tokens; longer examples are left out"
     )
 
 
@@ -51,7 +54,9 @@ class RewardTraining(FitConfig):
     """Training a reward model on preferences."""
 
     data: str = Field(description="Parquet or JSON lines with prompt, chosen and rejected; any fsspec URL")
-    validation: str | None = Field(None, description="pairs that are held out: the share that comes out right")
+    validation: str | None = Field(None, description="file of held-out pairs, to measure accuracy; null: none")
     epochs: int = Field(1, gt=0, description="passes over the pairs")
-    batch_pairs: int = Field(64, gt=0, description="pairs an optimizer step learns from")
-    max_tokens: int = Field(2048, gt=0, description="longest prompt and response together; longer pairs are left out")
+    batch_pairs: int = Field(64, gt=0, description="pairs per optimizer step")
+    max_tokens: int = Field(
+        2048, gt=0, description="largest sum of prompt and response tokens; longer pairs are left out"
+    )

@@ -1,4 +1,4 @@
-"""Combinations of settings that cannot go together; each is refused with what to change."""
+"""Combinations of settings that do not work together. Each error says what to change."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def _roles_are_placed(config: RunConfig) -> None:
         return
     if config.placement == "colocated" and len(config.pools) > 1:
         raise ValueError(
-            f"placement is colocated, but there are {len(config.pools)} pools: leave one, or say in placement which "
-            "role is where"
+            f"placement is colocated, but there are {len(config.pools)} pools: keep one, or map each role to a pool in "
+            "placement"
         )
     for role in config.roles:
         pool = config.pool_of(role)
         if pool not in config.pools:
-            there = ", ".join(config.pools)
-            raise ValueError(f"placement puts the {role} in {pool or 'no pool'}: name one of the pools ({there})")
+            pool_names = ", ".join(config.pools)
+            raise ValueError(f"placement puts the {role} in {pool or 'no pool'}: name one of the pools ({pool_names})")
     if config.pool_of("rollout") != config.pool_of("actor") and config.checkpoint.every != 1:
         raise ValueError(
             f"checkpoint.every is {config.checkpoint.every}, but the rollout is not in the actor's pool and takes "
@@ -34,7 +34,7 @@ def _roles_are_placed(config: RunConfig) -> None:
 
 
 def check_combinations(config: RunConfig) -> None:
-    """Raises `ValueError`."""
+    """Raise `ValueError`, with one line that names the fix, for the first incompatible combination."""
     _algorithms_fit(config)
     _rollout_fits(config)
     _roles_are_placed(config)
@@ -59,13 +59,13 @@ def check_combinations(config: RunConfig) -> None:
             _tensor_parallel_fits(config, role, trainer)
         if trainer.offload_when_idle and trainer.offload:
             raise ValueError(
-                f"{role}.offload_when_idle moves to host memory what {role}.offload keeps there all the time: choose "
-                "one"
+                f"{role}.offload already keeps the state in host memory, so {role}.offload_when_idle does nothing: "
+                "set only one of them"
             )
         if trainer.offload_when_idle and trainer.engine == "deepspeed" and trainer.zero_stage == 3:
             raise ValueError(
-                f"{role}.offload_when_idle does not go with {role}.zero_stage 3, whose state DeepSpeed does not move: "
-                f"use {role}.offload, a lower stage, or {role}.engine fsdp"
+                f"{role}.offload_when_idle does not work with {role}.zero_stage 3, because DeepSpeed cannot move its "
+                f"state: use {role}.offload, a lower stage, or {role}.engine fsdp"
             )
         size = trainer.mini_batch_trajectories
         if size > total:
@@ -94,7 +94,7 @@ def check_combinations(config: RunConfig) -> None:
         raise ValueError("reference.model.lora is set, but the reference does not learn: remove it")
     if config.bypass and config.data.generations is not None:
         raise ValueError(
-            "data.generations takes what another policy generated, so old log-probs have to be recomputed: set "
+            "data.generations uses the generations of another policy, so the old log-probs must be recomputed: set "
             "algorithm.rollout_correction.bypass: false"
         )
     if config.validation.every and config.validation.data is None:
@@ -105,7 +105,7 @@ def _environment_fits(config: RunConfig) -> None:
     rollout, reward = config.rollout, config.reward
     if not reward.functions and reward.model is None and rollout.environment is None:
         raise ValueError(
-            "reward.function names no function: name one, or several with weights, a reward.model, or a "
+            "reward.function names no function: set a function, several with weights, a reward.model, or a "
             "rollout.environment"
         )
     if rollout.environment is None:
@@ -116,7 +116,7 @@ def _environment_fits(config: RunConfig) -> None:
         (f"algorithm.advantage {config.algorithm.advantage.type}", config.needs_greedy_scores),
     ):
         if conflict:
-            raise ValueError(f"rollout.environment takes turns with the policy, which {key} does not know: remove one")
+            raise ValueError(f"rollout.environment does not work with {key}, which has no turns: remove one of them")
 
 
 def _rollout_fits(config: RunConfig) -> None:
@@ -128,19 +128,19 @@ def _rollout_fits(config: RunConfig) -> None:
             "its weights from the snapshot of every iteration: set it to 1"
         )
     if rollout.partial and rollout.mode != "async":
-        raise ValueError(f"rollout.partial is for rollout.mode async, and that is {rollout.mode}")
+        raise ValueError(f"rollout.partial requires rollout.mode async, but rollout.mode is {rollout.mode}")
     if rollout.partial and rollout.stop:
-        raise ValueError("rollout.partial may cut a stop text in two: remove rollout.stop, or set partial: false")
+        raise ValueError("rollout.partial may split a stop text: remove rollout.stop, or set partial: false")
     if rollout.engine != "vllm" and rollout.quantization is not None:
         raise ValueError(f"rollout.quantization {rollout.quantization} is for rollout.engine vllm: remove it")
     if rollout.engine == "hf":
         return
     if rollout.engine == "server" and not rollout.server.urls:
-        raise ValueError("rollout.engine is server, and rollout.server.urls names none: name them")
+        raise ValueError("rollout.engine is server, but rollout.server.urls is empty: list the servers")
     if rollout.engine == "server" and rollout.server.api == "tgi" and rollout.server.weights_folder is not None:
-        raise ValueError("rollout.server.api tgi takes no new weights: use vllm or sglang to train")
+        raise ValueError("rollout.server.api tgi cannot load new weights: use vllm or sglang to train")
     if rollout.engine == "server" and config.model.lora is not None:
-        raise ValueError("rollout.engine server takes no adapters: use vllm or hf with model.lora")
+        raise ValueError("rollout.engine server cannot load adapters: use vllm or hf with model.lora")
     temperatures = {
         "rollout.temperature": rollout.temperature,
         "validation.temperature": config.validation.temperature,
@@ -148,8 +148,8 @@ def _rollout_fits(config: RunConfig) -> None:
     for key, temperature in temperatures.items():
         if rollout.top_p < 1 and temperature not in (0.0, 1.0):
             raise ValueError(
-                f"rollout.engine {rollout.engine} gives log-probs either before top_p or at a temperature: with "
-                f"rollout.top_p {rollout.top_p}, {key} has to be 1 (or 0), and is {temperature}"
+                f"rollout.engine {rollout.engine} gives log-probs either before top_p or at a temperature, not both: "
+                f"with rollout.top_p {rollout.top_p}, {key} must be 1 (or 0), but is {temperature}"
             )
     longest = config.data.max_prompt_tokens + rollout.max_response_tokens
     if rollout.vllm.max_model_len is not None and rollout.vllm.max_model_len < longest:
@@ -161,17 +161,17 @@ def _rollout_fits(config: RunConfig) -> None:
 
 def _tensor_parallel_fits(config: RunConfig, role: str, trainer: TrainerConfig) -> None:
     model = config.critic_model if role == "critic" else config.model
-    for key, other in (
+    for key, conflict in (
         (f"{role}.engine {trainer.engine}", trainer.engine != "fsdp"),
         (f"{role}.sequence_parallel", trainer.sequence_parallel > 1),
         ("model.lora", model.lora is not None),
     ):
-        if other:
-            raise ValueError(f"{role}.tensor_parallel is for engine fsdp, alone: not with {key}")
+        if conflict:
+            raise ValueError(f"{role}.tensor_parallel requires {role}.engine fsdp and does not work with {key}")
 
 
 def _algorithms_fit(config: RunConfig) -> None:
-    """Combinations of algorithms that contradict each other."""
+    """Refuse algorithms that contradict each other."""
     algorithm = config.algorithm
     advantage, kl, sampling = algorithm.advantage, algorithm.kl, algorithm.dynamic_sampling
     if config.rollout.n == 1:
@@ -185,7 +185,7 @@ def _algorithms_fit(config: RunConfig) -> None:
     if config.bypass and "entropy" in advantage.needs:
         raise ValueError(
             f"algorithm.advantage {advantage.type} needs the entropy, which the old-log-prob stage computes, but "
-            "algorithm.rollout_correction.bypass leaves that stage out: set bypass: false"
+            "algorithm.rollout_correction.bypass removes that stage: set bypass: false"
         )
     if "reward_parts" in advantage.needs and kl.in_reward is not None:
         raise ValueError(
@@ -195,7 +195,7 @@ def _algorithms_fit(config: RunConfig) -> None:
     if "reward_parts" in advantage.needs and algorithm.overlong_penalty is not None:
         raise ValueError(
             f"algorithm.advantage {advantage.type} reads the parts of the reward, so algorithm.overlong_penalty "
-            "would do nothing: remove it, or let the reward have such a part"
+            "would do nothing: remove it, or return the penalty as a part of the reward"
         )
     if kl.in_loss is not None and kl.loss_estimator == "k1":
         raise ValueError(
@@ -204,7 +204,7 @@ def _algorithms_fit(config: RunConfig) -> None:
         )
     if kl.controller.type == "adaptive" and not kl.in_reward:
         raise ValueError(
-            "algorithm.kl.controller is adaptive, but algorithm.kl.in_reward, the coefficient that it moves, is "
+            "algorithm.kl.controller is adaptive, but algorithm.kl.in_reward, the coefficient that it adapts, is "
             f"{yaml_text(kl.in_reward)}: set in_reward, or remove the controller"
         )
     if sampling is not None and sampling.max_prompts < config.data.prompts_per_iteration:

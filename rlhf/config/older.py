@@ -1,4 +1,4 @@
-"""Keys that an older release stored under other names: a stored config is brought up to date before it is read."""
+"""Config keys of older releases: stored configs are converted to today's keys before they are validated."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ RENAMED = {
     "critic.weight_decay": "critic.optimizer.weight_decay",
     "algorithm.advantage.drop_flat_groups": "algorithm.advantage.drop_zero_std_groups",
 }
-"""Keys that have another name now. The old names still work in files and overrides."""
+"""Renamed keys, old to new. The old names still work in files and overrides."""
 
 
 class RenamedKey(FutureWarning):
-    """A config has a key by its old name."""
+    """A config uses the old name of a key."""
 
 
 GONE = {
     "algorithm.kl.estimator": "it is two keys now: algorithm.kl.loss_estimator for the KL in the loss, and "
     "algorithm.kl.reward_estimator, always k1, for the KL in the reward",
 }
-"""Keys that were taken away, and what to write instead."""
+"""Removed keys, and what to write instead."""
 
 
 def changed_since(tree: Mapping[str, Any]) -> list[str]:
-    """What a stored config asked for that this release does otherwise, as a person reads it."""
+    """Describe settings of a stored config that this release treats differently, one line each."""
     kl = _kl(tree)
     estimator = kl.get("estimator", "k1")
     if kl.get("in_reward") is None or estimator.removesuffix("+") == "k1":
         return []
-    return [f"the KL in the reward {estimator} -> k1, which alone has the right gradient"]
+    return [f"the KL in the reward {estimator} -> k1, the only estimator with the right gradient"]
 
 
 def as_of_today(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A stored config in today's keys; a config of today as it is."""
+    """Convert a stored config to today's keys; a config of this release is returned unchanged."""
     tree, _ = _renamed(tree)
     kl = dict(_kl(tree))
     if "estimator" not in kl:
@@ -52,7 +52,7 @@ def as_of_today(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_new_names(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A config in today's keys; a `RenamedKey` warning for each old name says the new one."""
+    """Convert a config to today's keys, with a `RenamedKey` warning that gives the new name of each old key."""
     tree, old_names = _renamed(tree)
     for old in old_names:
         warnings.warn(f"{old} is called {RENAMED[old]} now: the old name still works", RenamedKey, stacklevel=2)
@@ -60,7 +60,7 @@ def with_new_names(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _renamed(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The tree in today's names, and the old names that it had."""
+    """The tree with today's names, and the old names that were in it."""
     today = deepcopy(dict(tree))
     old_names: list[str] = []
     for old, new in RENAMED.items():
@@ -73,7 +73,7 @@ def _renamed(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _section_of(tree: dict[str, Any], key: str) -> Any:
-    """The section that holds a dotted key, or what stands in its place; made where its own section is there."""
+    """The section that holds a dotted key, or the value in its place; None if there is no such section."""
     section: Any = tree
     for part in key.split(".")[:-1]:
         section = section.get(part) if isinstance(section, dict) else None
@@ -81,6 +81,6 @@ def _section_of(tree: dict[str, Any], key: str) -> Any:
 
 
 def _kl(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The section `algorithm.kl`; empty where the tree is no run's config."""
+    """The section `algorithm.kl`; empty if the tree is not the config of a run."""
     kl = (tree.get("algorithm") or {}).get("kl")
     return kl if isinstance(kl, Mapping) else {}

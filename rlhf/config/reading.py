@@ -1,4 +1,4 @@
-"""From YAML and overrides to a validated model, and from its errors to a line that a person can use."""
+"""Read YAML and overrides into a validated model, and turn validation errors into one readable line."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def overridden(tree: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """The tree with ``a.b=c`` overrides (values in YAML's syntax)."""
+    """Apply ``a.b=c`` overrides (values in YAML syntax) to the tree, in place."""
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key:
@@ -45,7 +45,11 @@ def overridden(tree: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]
 
 
 def validated(model: type[M], tree: Mapping[str, Any], where: str, context: object = None) -> M:
-    """Validate against any model of the project, in the same words."""
+    """Validate a tree against a model.
+
+    Raises:
+        UserError: one line about the first problem, which starts with `where`.
+    """
     try:
         return model.model_validate(tree, context=context)
     except ValidationError as error:
@@ -74,7 +78,7 @@ def keys(model: type[BaseModel], prefix: str = "") -> list[tuple[str, str, str, 
 
 
 def _shared_base(options: Sequence[type[BaseModel]]) -> type[BaseModel] | None:
-    """The nearest class from which several choices come: its options are those of each of them."""
+    """The nearest common base class of several choices; all of them have its options."""
     if len(options) < 2:
         return None
     bases = (base for base in options[0].__mro__ if issubclass(base, BaseModel) and base is not BaseModel)
@@ -82,7 +86,7 @@ def _shared_base(options: Sequence[type[BaseModel]]) -> type[BaseModel] | None:
 
 
 def yaml_text(value: Any) -> str:
-    """A value as one would write it in the YAML file, on one line."""
+    """A value as YAML on one line."""
     if isinstance(value, BaseModel):
         value = value.model_dump(mode="json")
     if isinstance(value, tuple):
@@ -93,19 +97,19 @@ def yaml_text(value: Any) -> str:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Texts such as ``actor.lr 1e-05 -> 2e-05``: in what two configs differ, as plain values."""
-    found: list[str] = []
+    """The differences between two configs of plain values, as texts such as ``actor.lr 1e-05 -> 2e-05``."""
+    lines: list[str] = []
     for name in sorted(before.keys() | now.keys()):
-        one, other = before.get(name), now.get(name)
-        if isinstance(one, Mapping) and isinstance(other, Mapping):
-            found += differences(one, other, f"{prefix}{name}.")
-        elif one != other:
-            found.append(f"{prefix}{name} {yaml_text(one)} -> {yaml_text(other)}")
-    return found
+        old_value, new_value = before.get(name), now.get(name)
+        if isinstance(old_value, Mapping) and isinstance(new_value, Mapping):
+            lines += differences(old_value, new_value, f"{prefix}{name}.")
+        elif old_value != new_value:
+            lines.append(f"{prefix}{name} {yaml_text(old_value)} -> {yaml_text(new_value)}")
+    return lines
 
 
 def set_value(tree: dict[str, Any], key: str, value: Any) -> None:
-    """At a dotted key."""
+    """Set the value at a dotted key, in place; missing sections are created."""
     *parents, last = key.split(".")
     for part in parents:
         inner = tree.get(part)
@@ -116,12 +120,12 @@ def set_value(tree: dict[str, Any], key: str, value: Any) -> None:
         tree = inner
     before = tree.get(last)
     if isinstance(before, dict) and "type" in before and isinstance(value, dict) and "type" not in value:
-        value = before | value  # options alone keep the algorithm
+        value = before | value  # options without a type keep the chosen algorithm
     tree[last] = value
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads 1e-5 as the number that people mean, as YAML 1.2 does; for YAML 1.1 it is text (it wants 1.0e-5)."""
+    """Reads 1e-5 as a number, as YAML 1.2 does; in YAML 1.1 it is text (the number is 1.0e-5)."""
 
 
 _Loader.add_implicit_resolver(
@@ -159,18 +163,18 @@ def _explain(error: ValidationError, tree: Mapping[str, Any], model: type[BaseMo
 
 
 def _near(key: str, model: type[BaseModel]) -> str:
-    """The keys that look most like this one."""
+    """A question that names the most similar keys; empty if there are none."""
     known = {re.sub(r"\[.*?\]", "", name) for name, *_ in keys(model)}
-    found = get_close_matches(key, known, n=2, cutoff=0.8)
-    return f" (is it {' or '.join(found)}?)" if found else ""
+    similar = get_close_matches(key, known, n=2, cutoff=0.8)
+    return f" (is it {' or '.join(similar)}?)" if similar else ""
 
 
 def _key(location: Sequence[str | int], tree: Any) -> str:
-    """The dotted key of a place in the tree; pydantic's location also holds the type of each algorithm it enters."""
+    """The dotted key of a location in the tree, without the algorithm types that pydantic adds to locations."""
     parts = []
     for depth, part in enumerate(location, 1):
         if part == tree:
-            continue  # the type alone stands for the section
+            continue  # a section given by its type alone
         if isinstance(tree, Mapping) and part not in tree and (depth < len(location) or tree.get("type") == part):
             continue
         parts.append(str(part))
@@ -182,14 +186,14 @@ def _key(location: Sequence[str | int], tree: Any) -> str:
 
 
 def models_in(annotation: Any) -> list[type[BaseModel]]:
-    """The models that a type annotation names."""
-    found: list[type[BaseModel]] = []
+    """The models that a type annotation contains."""
+    models: list[type[BaseModel]] = []
     for part in get_args(annotation):
         if isinstance(part, type) and issubclass(part, BaseModel):
-            found.append(part)
+            models.append(part)
         else:
-            found += models_in(part)
-    return found
+            models += models_in(part)
+    return models
 
 
 def _type_name(annotation: Any) -> str:

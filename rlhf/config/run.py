@@ -1,4 +1,4 @@
-"""The configuration of a run: one frozen tree, the same for YAML files, overrides and Prefect's forms."""
+"""The configuration of a run: one frozen tree for YAML files, overrides and Prefect's forms."""
 
 from __future__ import annotations
 
@@ -32,37 +32,40 @@ from rlhf.config.sections import (
 )
 
 ALLOW_INCOMPATIBLE = "anything fits"
-"""Validation context in which impossible combinations are not refused."""
+"""Validation context in which incompatible combinations are accepted."""
 
 
 class RunConfig(Section):
-    """Everything a run is made of."""
+    """The whole configuration of a run."""
 
-    run: RunSection = Field(RunSection(), description="the run's name, place and seed")
-    model: ModelConfig = Field(description="the actor's model; critic and reference default to it")
-    data: DataConfig = Field(description="the prompts")
+    run: RunSection = Field(RunSection(), description="name, store and seed of the run")
+    model: ModelConfig = Field(description="model of the actor; default for the critic and the reference")
+    data: DataConfig = Field(description="prompts")
     rollout: RolloutConfig = Field(RolloutConfig(), description="how responses are generated")
     reward: RewardConfig = Field(RewardConfig(), description="how responses are scored")
     algorithm: AlgorithmConfig = Field(AlgorithmConfig(), description="advantages, loss and KL")
     actor: ActorConfig = Field(ActorConfig(), description="how the actor is updated")
     critic: CriticConfig | None = Field(CriticConfig(), description="how the critic is updated; null: no critic")
-    reference: ReferenceConfig = Field(ReferenceConfig(), description="the reference model")
+    reference: ReferenceConfig = Field(ReferenceConfig(), description="reference model")
     pools: dict[str, PoolConfig] = Field(
-        {}, description="worker groups on Ray, by name; none: everything in this process"
+        {}, description="worker groups on Ray, by name; {}: everything runs in the driver's process"
     )
     placement: Literal["colocated", "separate"] | dict[Role, str] = Field(
         "colocated",
-        description="roles by pool: all in the one pool, each in the pool of its name, or as a mapping says",
+        description="pool of each role: colocated (all in the only pool), separate (the pool with the role's name) or "
+        "a mapping of roles to pools",
     )
     checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="snapshots")
-    validation: ValidationConfig = Field(ValidationConfig(), description="held-out prompts")
-    tracking: OneOrMore[Literal["tensorboard", "wandb"]] = Field((), description="where metrics go besides the store")
-    train: TrainConfig = Field(TrainConfig(), description="how long")
+    validation: ValidationConfig = Field(ValidationConfig(), description="validation on held-out prompts")
+    tracking: OneOrMore[Literal["tensorboard", "wandb"]] = Field(
+        (), description="services that receive the metrics, in addition to the store"
+    )
+    train: TrainConfig = Field(TrainConfig(), description="length of the run, and handling of NaN")
 
     @model_validator(mode="before")
     @classmethod
     def _stale_rollouts_are_corrected(cls, tree: Any, info: ValidationInfo) -> Any:
-        """Unless the correction is {}, which corrects nothing."""
+        """Default to importance weights when the rollout may be stale; {} turns the correction off."""
         if info.context == ALLOW_INCOMPATIBLE or not isinstance(tree, dict):
             return tree
         if isinstance(rollout := tree.get("rollout"), dict):
@@ -72,7 +75,7 @@ class RunConfig(Section):
                 return {**tree, "algorithm": {**algorithm, "rollout_correction": {"weights": {}}}}
         return tree
 
-    @model_validator(mode="before")  # the last of them runs first
+    @model_validator(mode="before")  # pydantic runs the last "before" validator first
     @classmethod
     def _old_names(cls, tree: Any) -> Any:
         return with_new_names(tree) if isinstance(tree, Mapping) else tree
@@ -83,7 +86,7 @@ class RunConfig(Section):
 
     @property
     def max_prompts(self) -> int:
-        """Prompts that an iteration draws, at most."""
+        """Largest number of prompts that an iteration draws."""
         sampling = self.algorithm.dynamic_sampling
         return self.data.prompts_per_iteration if sampling is None else sampling.max_prompts
 
@@ -97,7 +100,7 @@ class RunConfig(Section):
 
     @property
     def trainers(self) -> dict[str, TrainerConfig]:
-        """How each role that learns is updated."""
+        """The trainer config of each role that learns."""
         critic = {"critic": self.critic} if self.needs_critic and self.critic is not None else {}
         return {"actor": self.actor, **critic}
 
@@ -107,11 +110,11 @@ class RunConfig(Section):
 
     @property
     def reference_model(self) -> ModelConfig:
-        """The actor's first weights are those of its model: a LoRA actor's adapters start at zero."""
+        """The reference, or the actor's model without adapters: LoRA adapters start at zero."""
         return self.reference.model or self.model.model_copy(update={"lora": None})
 
     def pool_of(self, role: str) -> str | None:
-        """The pool that serves a role; None: the driver's own process."""
+        """Name of the pool that serves a role, or None for the driver's own process."""
         if not self.pools:
             return None
         if isinstance(self.placement, dict):
@@ -120,25 +123,25 @@ class RunConfig(Section):
 
     @property
     def on_policy(self) -> bool:
-        """One pass over one mini-batch: the actor that learns is the one that generated, and every ratio is 1."""
+        """Whether each iteration is one optimizer step on fresh trajectories, so that every ratio is 1."""
         one_step = self.actor.mini_batch_trajectories == self.trajectories_per_iteration
         fresh = self.data.generations is None and self.rollout.mode == "sync"
         return self.actor.ppo_epochs == 1 and one_step and fresh
 
     @property
     def bypass(self) -> bool:
-        """The rollout's log-probs serve as the old ones."""
+        """Whether the rollout's log-probs serve as the old log-probs."""
         correction = self.algorithm.rollout_correction
         return correction is not None and correction.bypass
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the algorithms ask for, by name: it decides which stages an iteration has."""
+        """Names of the inputs that the algorithms need; they decide which stages an iteration has."""
         algorithm = self.algorithm
-        asked = {*algorithm.advantage.needs, *algorithm.kl.needs}
-        asked |= set(algorithm.rollout_correction.needs) if algorithm.rollout_correction is not None else set()
-        asked |= set() if self.on_policy else set(algorithm.loss.needs)
-        return frozenset(asked)
+        names = {*algorithm.advantage.needs, *algorithm.kl.needs}
+        names |= set(algorithm.rollout_correction.needs) if algorithm.rollout_correction is not None else set()
+        names |= set() if self.on_policy else set(algorithm.loss.needs)
+        return frozenset(names)
 
     @property
     def needs_critic(self) -> bool:
@@ -146,7 +149,7 @@ class RunConfig(Section):
 
     @property
     def trained(self) -> tuple[str, ...]:
-        """Roles whose weights every iteration moves, or records as passed through."""
+        """Roles whose weights an iteration commits, updated or unchanged."""
         return ("actor", "critic") if self.needs_critic and self.train.updates else ("actor",)
 
     @property
@@ -163,7 +166,7 @@ class RunConfig(Section):
 
     @property
     def selects(self) -> bool:
-        """Whether more may be generated than is learned from."""
+        """Whether an iteration may generate more trajectories than it learns from."""
         return self.algorithm.dynamic_sampling is not None or self.reward.on_error == "drop"
 
     @model_validator(mode="after")
@@ -174,19 +177,20 @@ class RunConfig(Section):
 
     def value(self, key: str) -> Any:
         """The JSON value at a dotted key: a scalar, or a whole section."""
-        found: Any = self.model_dump(mode="json")
+        value: Any = self.model_dump(mode="json")
         for part in key.split("."):
-            found = None if found is None else found[part]
-        return found
+            value = None if value is None else value[part]
+        return value
 
     def with_values(self, values: Mapping[str, Any], overrides: Iterable[str] = ()) -> RunConfig:
-        """This config with the values at some dotted keys replaced, and then with ``a.b=c`` overrides; validated again,
-        once all of them are in."""
+        """Replace the values at dotted keys, apply ``a.b=c`` overrides, and validate the result."""
         return validated(RunConfig, overridden(self._with(values), overrides), "config")
 
     def as_committed(self, values: Mapping[str, Any]) -> RunConfig:
-        """This config with the values that a stage was committed with, by this release or an older one. Combinations
-        are not looked at, because the stage sees only its own keys."""
+        """This config with the values that a stage was committed with, by this release or an older one.
+
+        Combinations are not checked, because the stage has only its own keys.
+        """
         return validated(RunConfig, as_of_today(self._with(values)), "config", ALLOW_INCOMPATIBLE)
 
     def _with(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -197,19 +201,26 @@ class RunConfig(Section):
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
-    """Read a YAML file and apply ``a.b=c`` overrides (values in YAML's syntax).
+    """Read a YAML file and apply ``a.b=c`` overrides (values in YAML syntax).
 
-    Raises `UserError`, one line naming the key and the mend, for anything that is wrong.
+    Raises:
+        UserError: the config is invalid; one line names the key and the fix.
     """
     return parse_config(overridden(read_yaml(path), overrides), str(path))
 
 
 def parse_config(tree: Mapping[str, Any], where: str) -> RunConfig:
-    """Validate a tree of plain values; raises `UserError` with one line about its first problem."""
+    """Validate a tree of plain values.
+
+    Raises:
+        UserError: one line about the first problem.
+    """
     return validated(RunConfig, tree, where)
 
 
 def stored_config(tree: Mapping[str, Any], where: str) -> RunConfig:
-    """The config that a driver stored, of this release or an older one. It can be read even if this release would not
-    begin a run with it: combinations are refused when the run is driven."""
+    """Read a config that a driver of this release or an older one stored.
+
+    Combinations are not checked here: a run that this release would refuse to start stays readable.
+    """
     return validated(RunConfig, as_of_today(tree), where, ALLOW_INCOMPATIBLE)

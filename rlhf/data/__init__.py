@@ -1,1 +1,1 @@
-"""Data sets, generated and read."""
+"""Datasets: generating, converting and reading them."""

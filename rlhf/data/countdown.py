@@ -1,8 +1,8 @@
 """Countdown problems: reach a target from given numbers, using each exactly once.
 
-A problem is a sorted multiset of numbers with a target that can be reached. Problems, their prompts and
-their sample solutions are pure functions of a seed: every draw goes through `random.Random(text).random()`,
-the one stream that Python promises to keep, so the same seed gives the same bytes on every machine.
+A problem is a sorted multiset of numbers and a reachable target. Problems, prompts and sample solutions are pure
+functions of a seed. All draws use `random.Random(text).random()`, the only stream that Python guarantees to keep, so
+the same seed gives the same bytes on every machine.
 """
 
 import json
@@ -32,12 +32,14 @@ _ATOM = 3
 
 
 class Problem(NamedTuple):
+    """Sorted numbers, and a target that they can reach."""
+
     numbers: tuple[int, ...]
     target: int
 
 
 class _Expression(NamedTuple):
-    """The text of an expression, and how tightly its outermost operator binds."""
+    """The text of an expression, and the precedence of its outermost operator."""
 
     text: str
     level: int
@@ -56,57 +58,92 @@ def problems(
     operators: str = "+-*",
     high_product: int | None = None,
 ) -> list[Problem]:
-    """The first `count` problems, in the order of `seed`, with targets from 1 to `max_target`.
+    """Draw distinct problems uniformly.
 
-    They are distinct and drawn uniformly, and a larger `count` only adds to the end. With `high_product`, numbers
-    above it occur only in problems that `+` and `-` alone can solve.
+    Args:
+        seed: seed of the order.
+        count: number of problems; a larger count only adds problems at the end.
+        operands: numbers per problem.
+        low: smallest number.
+        high: largest number.
+        max_target: largest target; the smallest is 1.
+        operators: some of ``+ - * /``.
+        high_product: numbers above this occur only in problems that `+` and `-` can solve; None: no such limit.
+
+    Raises:
+        ValueError: an argument is out of range, or there are fewer than `count` problems.
     """
     _check_operators(operators)
     if count < 0 or operands < 1 or not 0 <= low <= high or max_target < 1:
         raise ValueError("count must be >= 0, operands and max_target >= 1, and 0 <= low <= high")
     multisets = comb(high - low + operands, operands)
     rng = _rng("problems", seed)
-    found: list[Problem] = []
+    drawn: list[Problem] = []
     if count == 0:
-        return found
+        return drawn
     for cell in _permutation(multisets * max_target, rng):
         index, target = divmod(cell, max_target)
         problem = Problem(_multiset(index, operands, low), target + 1)
         small = high_product is None or problem.numbers[-1] <= high_product
         if problem.target in _values(problem.numbers, operators if small else "+-"):
-            found.append(problem)
-            if len(found) == count:
-                return found
-    raise ValueError(f"{count} problems were asked for, but only {len(found)} exist")
+            drawn.append(problem)
+            if len(drawn) == count:
+                return drawn
+    raise ValueError(f"{count} problems were requested, but only {len(drawn)} exist")
 
 
 def split(problems: Sequence[Problem], test: int) -> tuple[list[Problem], list[Problem]]:
-    """Train and test problems: the first `test` are held out, so that more training data never moves them."""
+    """Split problems into train and test. The first ones are the test set, so more problems do not change it.
+
+    Args:
+        problems: distinct problems.
+        test: size of the test set.
+
+    Returns:
+        Train problems and test problems.
+
+    Raises:
+        ValueError: the problems are not distinct, or there are fewer than `test`.
+    """
     if len(set(problems)) != len(problems):
         raise ValueError("the problems to split are not distinct")
     if not 0 <= test <= len(problems):
-        raise ValueError(f"{test} test problems were asked for, but {len(problems)} exist")
+        raise ValueError(f"{test} test problems were requested, but {len(problems)} exist")
     return list(problems[test:]), list(problems[:test])
 
 
 def solutions(numbers: Sequence[int], target: int, operators: str = "+-*") -> list[str]:
-    """Every expression over the numbers that equals the target exactly, sorted, without spaces or signs.
+    """All expressions over the numbers that equal the target exactly.
 
-    Parentheses stand only where leaving them out would change the expression: `1-(2-3)`, but `1+2-3`.
+    Args:
+        numbers: the numbers, each used exactly once.
+        target: value of the expressions.
+        operators: some of ``+ - * /``.
+
+    Returns:
+        Sorted expressions without spaces or signs, with necessary parentheses only: `1-(2-3)`, but `1+2-3`.
+
+    Raises:
+        ValueError: an operator is unknown.
     """
     _check_operators(operators)
     return sorted(expression.text for expression in _expressions(tuple(sorted(numbers)), target, operators))
 
 
 def prompt(problem: Problem) -> str:
-    """The question, its numbers from the smallest up."""
+    """The text of the question, with the numbers in ascending order."""
     numbers = [str(number) for number in problem.numbers]
     listed = " and ".join(filter(None, [", ".join(numbers[:-1]), numbers[-1]]))
     return PROMPT.format(numbers=listed, target=problem.target)
 
 
 def rows(problems: Sequence[Problem], split: str = "train") -> "pa.Table":
-    """The problems as the columns of a verl prompt data set."""
+    """Convert problems to a table in verl's prompt layout.
+
+    Args:
+        problems: the problems.
+        split: name of the split, stored in `extra_info`.
+    """
     import pyarrow as pa
 
     schema = pa.schema(
@@ -134,7 +171,20 @@ def rows(problems: Sequence[Problem], split: str = "train") -> "pa.Table":
 
 
 def sft_rows(problems: Sequence[Problem], seed: int = 0, per_problem: int = 1, operators: str = "+-*") -> "pa.Table":
-    """Worked examples: `per_problem` independent, uniform draws from the solutions of each problem."""
+    """Make supervised examples from random solutions.
+
+    Args:
+        problems: the problems.
+        seed: seed of the draws.
+        per_problem: solutions per problem, drawn independently and uniformly.
+        operators: some of ``+ - * /``.
+
+    Returns:
+        A table with columns `prompt` (messages) and `response` (text).
+
+    Raises:
+        ValueError: a problem has no solution with the operators.
+    """
     import pyarrow as pa
 
     examples = []
@@ -150,7 +200,7 @@ def sft_rows(problems: Sequence[Problem], seed: int = 0, per_problem: int = 1, o
 
 
 def ground_truth(problem: Problem) -> str:
-    """What the reward needs to know, as JSON text."""
+    """The ground truth for the Countdown reward, as JSON text."""
     return json.dumps({"target": problem.target, "numbers": list(problem.numbers)})
 
 
@@ -178,7 +228,7 @@ def _below(n: int, rng: random.Random) -> int:
 
 
 def _permutation(n: int, rng: random.Random) -> Iterator[int]:
-    """The integers below `n` in random order: Fisher-Yates, remembering only the places it has touched."""
+    """The integers below `n` in random order: Fisher-Yates that stores only the positions it has moved."""
     moved: dict[int, int] = {}
     for i in range(n):
         j = i + _below(n - i, rng)
@@ -189,23 +239,23 @@ def _permutation(n: int, rng: random.Random) -> Iterator[int]:
 
 
 def _multiset(index: int, size: int, low: int) -> tuple[int, ...]:
-    """The multiset of `size` integers from `low` up that has this rank in the combinatorial number system."""
+    """The multiset of `size` integers from `low` up with rank `index` in the combinatorial number system."""
     numbers = []
     for k in range(size, 0, -1):
-        place = bisect_right(range(index + k), index, key=lambda c: comb(c, k)) - 1
-        index -= comb(place, k)
-        numbers.append(low + place - (k - 1))
+        element = bisect_right(range(index + k), index, key=lambda c: comb(c, k)) - 1
+        index -= comb(element, k)
+        numbers.append(low + element - (k - 1))
     return tuple(reversed(numbers))
 
 
 @lru_cache(maxsize=2**15)
 def _splits(numbers: tuple[int, ...]) -> frozenset[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The distinct ways to deal sorted numbers into a left and a right hand, neither empty."""
-    hands = range(len(numbers))
+    """The distinct ways to split sorted numbers into a left and a right part, neither empty."""
+    positions = range(len(numbers))
     return frozenset(
         (
-            tuple(numbers[i] for i in hands if mask >> i & 1),
-            tuple(numbers[i] for i in hands if not mask >> i & 1),
+            tuple(numbers[i] for i in positions if mask >> i & 1),
+            tuple(numbers[i] for i in positions if not mask >> i & 1),
         )
         for mask in range(1, 2 ** len(numbers) - 1)
     )
@@ -242,7 +292,7 @@ def _partners(a: Value, symbol: str, target: Value, candidates: frozenset[Value]
 
 @lru_cache(maxsize=2**15)
 def _values(numbers: tuple[int, ...], operators: str) -> frozenset[Value]:
-    """Everything that sorted numbers can reach."""
+    """All values that expressions over sorted numbers can have."""
     if len(numbers) == 1:
         return frozenset(numbers)
     reached: set[Value] = set()
@@ -256,7 +306,7 @@ def _values(numbers: tuple[int, ...], operators: str) -> frozenset[Value]:
 
 @lru_cache(maxsize=2**16)
 def _expressions(numbers: tuple[int, ...], target: Value, operators: str) -> frozenset[_Expression]:
-    """The ways to write `target` with sorted numbers, found from the outermost operator inward."""
+    """All expressions over sorted numbers with the value `target`, built from the outermost operator inward."""
     if len(numbers) == 1:
         return frozenset([_Expression(str(numbers[0]), _ATOM)] if numbers[0] == target else [])
     return frozenset(

@@ -1,4 +1,4 @@
-"""Prompt files in the layout that verl made common, from what others publish: GSM8K, MATH, or any table of prompts."""
+"""Convert published datasets to prompt files in verl's layout: GSM8K, MATH, or any table of prompts."""
 
 from __future__ import annotations
 
@@ -24,66 +24,95 @@ GSM8K = 'Let\'s think step by step and output the final answer after "####".'
 MATH = "Let's think step by step and output the final answer within \\boxed{}."
 
 Rows = Iterable[tuple[str, Mapping[str, Any]]]
-"""Where a row stands, for messages, and what it holds."""
+"""Pairs of a row's location, for errors, and the row."""
 
 
 def gsm8k(rows: Rows, split: str) -> pa.Table:
-    """From rows `question, answer`, where the answer ends with ``#### 42``."""
+    """Convert rows of `question` and `answer`, where the answer ends with ``#### 42``.
 
-    def row(where: str, found: Mapping[str, Any]) -> dict[str, str]:
-        answer = text(found, "answer", where)
+    Args:
+        rows: the published rows.
+        split: name of the split, stored in `extra_info`.
+
+    Raises:
+        UserError: a row is malformed (the message names it), or there are no rows.
+    """
+
+    def convert(where: str, row: Mapping[str, Any]) -> dict[str, str]:
+        answer = text(row, "answer", where)
         _, mark, truth = answer.rpartition("####")
         if not mark:
             raise UserError(f"{where}: the answer does not end with #### and a number")
-        return {"question": text(found, "question", where), "truth": truth.strip().replace(",", ""), "answer": answer}
+        return {"question": text(row, "question", where), "truth": truth.strip().replace(",", ""), "answer": answer}
 
-    return _table(rows, split, row, "openai/gsm8k", "math", GSM8K)
+    return _table(rows, split, convert, "openai/gsm8k", "math", GSM8K)
 
 
 def math(rows: Rows, split: str, data_source: str = "lighteval/MATH") -> pa.Table:
-    """From rows `problem, answer`, or `problem, solution` with the answer in its last ``\\boxed{}``."""
+    """Convert rows of `problem` and `answer`, or of `problem` and `solution` with the answer in its last ``\\boxed{}``.
 
-    def row(where: str, found: Mapping[str, Any]) -> dict[str, str]:
-        if "answer" in found:
-            truth = answer = text(found, "answer", where)
+    Args:
+        rows: the published rows.
+        split: name of the split, stored in `extra_info`.
+        data_source: data source of the prompts.
+
+    Raises:
+        UserError: a row is malformed (the message names it), or there are no rows.
+    """
+
+    def convert(where: str, row: Mapping[str, Any]) -> dict[str, str]:
+        if "answer" in row:
+            truth = answer = text(row, "answer", where)
         else:
-            answer = text(found, "solution", where)
+            answer = text(row, "solution", where)
             inside = boxed(answer)
             if inside is None:
                 raise UserError(f"{where}: the solution has no \\boxed{{}} answer")
             truth = inside.removeprefix("\\boxed{").removesuffix("}")
-        return {"question": text(found, "problem", where), "truth": truth, "answer": answer}
+        return {"question": text(row, "problem", where), "truth": truth, "answer": answer}
 
-    return _table(rows, split, row, data_source, "math", MATH)
+    return _table(rows, split, convert, data_source, "math", MATH)
 
 
 def prompts(
     rows: Rows, split: str, *, prompt: str, truth: str | None, data_source: str, instruction: str | None
 ) -> pa.Table:
-    """From any rows: the names of the columns that hold the prompt, and what the reward compares with."""
+    """Convert rows of any table.
 
-    def row(where: str, found: Mapping[str, Any]) -> dict[str, str]:
-        expected = "" if truth is None else _value(found, truth, where)
+    Args:
+        rows: the rows.
+        split: name of the split, stored in `extra_info`.
+        prompt: name of the column with the prompt's text.
+        truth: name of the column with the ground truth; None: the ground truth is empty.
+        data_source: data source of the prompts.
+        instruction: text to append to each prompt; None: nothing.
+
+    Raises:
+        UserError: a row is malformed (the message names it), or there are no rows.
+    """
+
+    def convert(where: str, row: Mapping[str, Any]) -> dict[str, str]:
+        expected = "" if truth is None else _value(row, truth, where)
         if expected is None:
             raise UserError(f"{where}: {truth} is null")
         expected = expected if isinstance(expected, str) else json.dumps(expected, ensure_ascii=False, default=str)
-        return {"question": text(found, prompt, where), "truth": expected, "answer": expected}
+        return {"question": text(row, prompt, where), "truth": expected, "answer": expected}
 
-    return _table(rows, split, row, data_source, "", instruction)
+    return _table(rows, split, convert, data_source, "", instruction)
 
 
-def _table(rows: Rows, split: str, row: Any, data_source: str, ability: str, instruction: str | None) -> pa.Table:
+def _table(rows: Rows, split: str, convert: Any, data_source: str, ability: str, instruction: str | None) -> pa.Table:
     table = []
-    for index, (where, found) in enumerate(rows):
-        one = row(where, found)
-        question = one["question"] if instruction is None else f"{one['question']} {instruction}"
+    for index, (where, row) in enumerate(rows):
+        fields = convert(where, row)
+        question = fields["question"] if instruction is None else f"{fields['question']} {instruction}"
         table.append(
             {
                 "data_source": data_source,
                 "prompt": [{"role": "user", "content": question}],
                 "ability": ability,
-                "reward_model": {"style": "rule", "ground_truth": one["truth"]},
-                "extra_info": {"split": split, "index": index, "answer": one["answer"]},
+                "reward_model": {"style": "rule", "ground_truth": fields["truth"]},
+                "extra_info": {"split": split, "index": index, "answer": fields["answer"]},
             }
         )
     if not table:
@@ -91,14 +120,19 @@ def _table(rows: Rows, split: str, row: Any, data_source: str, ability: str, ins
     return pa.Table.from_pylist(table, SCHEMA)
 
 
-def text(found: Mapping[str, Any], column: str, where: str) -> str:
-    value = _value(found, column, where)
+def text(row: Mapping[str, Any], column: str, where: str) -> str:
+    """The text in a column of a row.
+
+    Raises:
+        UserError: there is no such column, or it is empty or not a text.
+    """
+    value = _value(row, column, where)
     if not isinstance(value, str) or not value.strip():
         raise UserError(f"{where}: {column} is empty, or not a text")
     return value
 
 
-def _value(found: Mapping[str, Any], column: str, where: str) -> Any:
-    if column not in found:
-        raise UserError(f"{where}: there is no {column}; there are {', '.join(found)}")
-    return found[column]
+def _value(row: Mapping[str, Any], column: str, where: str) -> Any:
+    if column not in row:
+        raise UserError(f"{where}: there is no {column}; there are {', '.join(row)}")
+    return row[column]

@@ -1,4 +1,4 @@
-"""What models are fitted to: prompts with their responses, and pairs of which one response is preferred."""
+"""Training examples outside the RL loop: prompts with responses, and pairs of a preferred and a rejected response."""
 
 from __future__ import annotations
 
@@ -17,69 +17,108 @@ if TYPE_CHECKING:
 def supervised(
     url: str, tokenizer: PreTrainedTokenizerBase, *, prompt: str, response: str, max_tokens: int
 ) -> tuple[TrajectoryBatch, int]:
-    """Rows of a prompt and its response, by the names of their columns, or of `messages` whose last is the response;
-    and how many were left out because they are longer. Raises `UserError` naming the row."""
+    """Read supervised examples: rows with a prompt and a response, or with `messages` that end with the response.
+
+    Args:
+        url: Parquet or JSON lines file, any fsspec URL.
+        tokenizer: tokenizer of the model.
+        prompt: name of the prompt column.
+        response: name of the response column; `completion` is accepted in its place.
+        max_tokens: largest number of prompt and response tokens; longer examples are left out.
+
+    Returns:
+        The examples with columns `prompt_ids`, `response_ids` and `loss_mask`, and the number that was left out.
+
+    Raises:
+        UserError: a row is malformed (the message names it), or no example is left.
+    """
     prompts, responses = [], []
     examples, end = 0, end_of_turn(tokenizer)
     for where, row in read(url):
         examples += 1
         column = response if response in row or "completion" not in row else "completion"
         if "messages" in row and not (prompt in row and column in row):
-            messages, said = answered(row["messages"], where, "messages")
+            messages, answer = answered(row["messages"], where, "messages")
         elif prompt in row and column in row:
-            messages, said = answered(row[column], where, column, row[prompt])
+            messages, answer = answered(row[column], where, column, row[prompt])
         else:
             raise UserError(
                 f"{where} has no {prompt if prompt not in row else column}: supervised examples are rows of {prompt} "
-                f"and {response}, or of messages; there are {', '.join(row)} (prompt_column and response_column name "
-                "others)"
+                f"and {response}, or of messages; there are {', '.join(row)} (set other names in prompt_column and "
+                "response_column)"
             )
-        asked = Prompt("", messages, ground_truth=None, ground_truth_is_json=False, extra_info="{}", where=where)
-        ids = tokens(asked, tokenizer, system_prompt=None)[1]
-        written = [*tokenizer(said, add_special_tokens=False)["input_ids"], *end]
-        if not ids:
+        question = Prompt("", messages, ground_truth=None, ground_truth_is_json=False, extra_info="{}", where=where)
+        prompt_ids = tokens(question, tokenizer, system_prompt=None)[1]
+        response_ids = [*tokenizer(answer, add_special_tokens=False)["input_ids"], *end]
+        if not prompt_ids:
             raise UserError(f"{where}: the prompt is empty: give it at least one message with content")
-        if len(ids) + len(written) <= max_tokens:
-            prompts.append(ids)
-            responses.append(written)
-    _some(prompts, f"{url}, up to max_tokens {max_tokens},")
-    columns = {"prompt_ids": prompts, "response_ids": responses, "loss_mask": [[1] * len(each) for each in responses]}
+        if len(prompt_ids) + len(response_ids) <= max_tokens:
+            prompts.append(prompt_ids)
+            responses.append(response_ids)
+    _check_not_empty(prompts, f"{url}, up to max_tokens {max_tokens},")
+    masks = [[1] * len(response_ids) for response_ids in responses]
+    columns = {"prompt_ids": prompts, "response_ids": responses, "loss_mask": masks}
     return TrajectoryBatch.of(columns), examples - len(prompts)
 
 
 def preferences(
     url: str, tokenizer: PreTrainedTokenizerBase, *, padding: int | None, max_tokens: int
 ) -> tuple[TrajectoryBatch, int]:
-    """Pairs as two rows each, the preferred one first, and how many were left out because they are longer.
+    """Read preference pairs as two rows each, the preferred response first.
 
-    A row is a conversation up to the token at which a classifier with this token for `padding` reads its score, and one
-    place after it, which asks for it.
+    A row holds a conversation up to the token at which the classifier reads its score, and one response token after it
+    as the position of the score.
+
+    Args:
+        url: Parquet or JSON lines file with `prompt`, `chosen` and `rejected`, any fsspec URL.
+        tokenizer: tokenizer of the reward model.
+        padding: padding token of the classifier; conversations end before trailing ones. None: no such token.
+        max_tokens: largest number of tokens of a conversation; pairs with a longer one are left out.
+
+    Returns:
+        The rows with columns `prompt_ids`, `response_ids` and `loss_mask`, and the number of pairs that was left out.
+
+    Raises:
+        UserError: a row is malformed (the message names it), or no pair is left.
     """
     conversations: list[list[int]] = []
     pairs = 0
     for where, row in read(url):
         pairs += 1
-        pair = [_tokens(*each, tokenizer, padding) for each in _pair(row, where)]
+        pair = [_tokens(messages, response, tokenizer, padding) for messages, response in _pair(row, where)]
         if max(map(len, pair)) <= max_tokens:
             conversations += pair
-    _some(conversations, f"{url}, up to max_tokens {max_tokens},")
-    asking = [[0]] * len(conversations)
+    _check_not_empty(conversations, f"{url}, up to max_tokens {max_tokens},")
+    score_tokens = [[0]] * len(conversations)
     batch = TrajectoryBatch.of(
-        {"prompt_ids": conversations, "response_ids": asking, "loss_mask": [[1]] * len(conversations)}
+        {"prompt_ids": conversations, "response_ids": score_tokens, "loss_mask": [[1]] * len(conversations)}
     )
     return batch, pairs - len(conversations) // 2
 
 
 def answered(value: Any, where: str, column: str, prompt: Any = None) -> tuple[Messages, str]:
-    """Prompt and response: a text after the prompt, or messages that end with the assistant's: either the whole
-    conversation, or what goes on from the prompt with a message of the assistant."""
+    """Split an example into its prompt and its response.
+
+    Args:
+        value: a text after `prompt`, or messages that end with one of the assistant: the whole conversation, or, if
+            the first message is the assistant's, a continuation of `prompt`.
+        where: file and row, for errors.
+        column: name of the column of `value`, for errors.
+        prompt: text or messages before the value, if any.
+
+    Returns:
+        The messages before the response, and the text of the response.
+
+    Raises:
+        UserError: the value has another form.
+    """
     if isinstance(value, str) and prompt is not None:
         return messages_of(prompt, where), value
     messages = messages_of(value, where, column)
     if messages[-1]["role"] != "assistant" or (prompt is None and messages[0]["role"] == "assistant"):
         text = "" if column == "messages" else "be a text after a prompt, or "
         raise UserError(f"{where}: {column} should {text}end with a message of the assistant, after others")
-    whole = messages[0]["role"] != "assistant"  # else they go on from the prompt
+    whole = messages[0]["role"] != "assistant"
     before = messages[:-1] if whole else [*messages_of(prompt, where), *messages[:-1]]
     return before, messages[-1]["content"]
 
@@ -87,9 +126,9 @@ def answered(value: Any, where: str, column: str, prompt: Any = None) -> tuple[M
 def _pair(row: Mapping[str, Any], where: str) -> Iterator[tuple[Messages, str]]:
     for column in ("chosen", "rejected"):
         if column not in row:
-            there = ", ".join(row)
+            columns = ", ".join(row)
             raise UserError(
-                f"{where} has no {column}: preferences are rows of prompt, chosen and rejected; there are {there}"
+                f"{where} has no {column}: preferences are rows of prompt, chosen and rejected; there are {columns}"
             )
         yield answered(row[column], where, column, row.get("prompt"))
 
@@ -103,6 +142,6 @@ def _tokens(messages: Messages, response: str, tokenizer: PreTrainedTokenizerBas
     return ids
 
 
-def _some(rows: Sequence[Any], url: str) -> None:
+def _check_not_empty(rows: Sequence[Any], url: str) -> None:
     if not rows:
         raise UserError(f"{url} has no examples")

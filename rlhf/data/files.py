@@ -1,4 +1,4 @@
-"""Files of rows, Parquet or JSON lines, here or at any fsspec URL."""
+"""Read Parquet or JSON lines files at a local path or any fsspec URL."""
 
 from __future__ import annotations
 
@@ -13,8 +13,18 @@ from rlhf.errors import RatchetError, UserError, in_one_line
 
 
 def read(url: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Its rows, such as those of ``hf://datasets/openai/gsm8k/main/....parquet``, and where each stands, for messages.
-    Raises `UserError` naming the line."""
+    """Read the rows of a file.
+
+    Args:
+        url: path or fsspec URL, such as ``hf://datasets/openai/gsm8k/main/....parquet``. Files that do not end with
+            ``.parquet`` are JSON lines.
+
+    Yields:
+        The location of a row (file, and row or line number) and the row.
+
+    Raises:
+        UserError: the file cannot be read, or a line is not a JSON object; the message names the line.
+    """
     import pyarrow.parquet as pq
 
     with _opened(url) as file:
@@ -27,14 +37,21 @@ def read(url: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def digest(url: str) -> str:
-    """sha256 of its bytes."""
+    """sha256 of the file's bytes, in hexadecimal.
+
+    Args:
+        url: path or fsspec URL.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
     with _opened(url) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager
 def _opened(url: str) -> Iterator[BufferedReader]:
-    """Raises `UserError` for whatever goes wrong, until it is closed."""
+    """An open file. Raises `UserError` for any error until it is closed."""
     import fsspec
 
     try:
@@ -48,23 +65,23 @@ def _opened(url: str) -> Iterator[BufferedReader]:
         ) from None
     except IsADirectoryError:
         raise UserError(f"{url} is a folder: name a file in it") from None
-    except Exception as error:  # every file system has errors of its own
+    except Exception as error:  # each file system raises its own errors
         raise UserError(f"cannot read {url}: {in_one_line(error)}") from None
 
 
 def _object(line: bytes, where: str) -> Mapping[str, Any]:
     try:
-        found = json.loads(line.strip())
+        row = json.loads(line.strip())
     except ValueError as error:
         raise UserError(f"{where} is not JSON: {error}") from None
     if b"\\u" in line:
         try:
-            json.dumps(found, ensure_ascii=False).encode()
+            json.dumps(row, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             half = error.object[error.start].encode("unicode_escape").decode()
             raise UserError(
                 f"{where} holds {half}, half of a surrogate pair, which is no character: remove it"
             ) from None
-    if not isinstance(found, dict):
+    if not isinstance(row, dict):
         raise UserError(f"{where} is not a JSON object")
-    return found
+    return row

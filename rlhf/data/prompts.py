@@ -1,4 +1,4 @@
-"""Prompt datasets: files in the layout that verl made common, and which prompts an iteration draws.
+"""Prompt datasets: files in verl's layout, tokenization, and the prompts that an iteration draws.
 
 Rows are ``data_source, prompt [{role, content}], ability, reward_model {style, ground_truth}, extra_info``.
 """
@@ -24,50 +24,67 @@ if TYPE_CHECKING:
 
 
 Messages = list[dict[str, str]]
-"""Of a conversation, each {role, content}."""
+"""Messages of a conversation, each {role, content}."""
 
 
 @dataclass(frozen=True)
 class Prompt:
+    """A row of a prompt dataset."""
+
     data_source: str
     messages: Messages
     ground_truth: str | None
-    """What the reward compares with: a text, or JSON; None where the dataset says nothing."""
+    """Ground truth of the reward: a text, or JSON; None if the dataset has none."""
     ground_truth_is_json: bool
     extra_info: str
     """JSON."""
     where: str = field(default="the data", compare=False)
-    """File and row, for messages."""
+    """File and row, for errors."""
 
     def after(self, system_prompt: str | None) -> Messages:
-        """Its messages, after that of the system, if they have none of their own."""
+        """The messages, with a system message in front if they have none."""
         if system_prompt is None or self.messages[0]["role"] == "system":
             return self.messages
         return [{"role": "system", "content": system_prompt}, *self.messages]
 
     def size(self, system_prompt: str | None) -> int:
-        """Of its messages, in bytes."""
+        """Size of the messages' contents, in bytes."""
         return sum(len(message["content"].encode()) for message in self.after(system_prompt))
 
 
 def structures(ground_truth: str | None, is_json: bool | None, extra_info: str) -> tuple[Any, Any]:
-    """Ground truth and extra_info of a prompt as rewards and environments get them: as the dataset holds them, and
-    nobody else. What was stored before `is_json` was is a text."""
+    """Decode a prompt's ground truth and `extra_info` for a reward or an environment.
+
+    Args:
+        ground_truth: text or JSON; None if there is none.
+        is_json: whether `ground_truth` is JSON; None, in trajectories of older releases, means text.
+        extra_info: JSON.
+
+    Returns:
+        New objects with the values of the dataset, which the caller may modify.
+    """
     truth = json.loads(ground_truth) if is_json and ground_truth is not None else ground_truth
     return truth, json.loads(extra_info) or {}
 
 
 BYTES_A_TOKEN = 100
-"""No text has more, on average: what is longer than that is too long, and not tokenized to find it out."""
+"""Upper bound on the mean bytes per token: a prompt that is larger than this is too long, and is not tokenized."""
 TEMPLATE = 128
-"""Tokens that a chat template may add to a prompt; a token of the rest has a byte at least."""
+"""Upper bound on the tokens that a chat template adds to a prompt. Every other token has at least one byte."""
 
 
 class PromptDataset:
-    """The prompts of some files, in order. Raises `UserError` naming file and row for anything malformed."""
+    """The prompts of some files, in order."""
 
     def __init__(self, paths: Sequence[str | Path]) -> None:
-        """`paths`: files, or fsspec URLs."""
+        """Read the files.
+
+        Args:
+            paths: files, or fsspec URLs.
+
+        Raises:
+            UserError: a file or a row is malformed (the message names it), or there are no prompts.
+        """
         self.paths = [str(path) for path in paths]
         self.prompts = [_prompt(row, where) for path in self.paths for where, row in files.read(path)]
         if not self.prompts:
@@ -78,7 +95,7 @@ class PromptDataset:
 
     @cached_property
     def digest(self) -> str:
-        """sha256 over the files' bytes, in order."""
+        """sha256 over the digests of the files, in order."""
         digest = hashlib.sha256()
         for path in self.paths:
             digest.update(bytes.fromhex(files.digest(path)))
@@ -87,7 +104,16 @@ class PromptDataset:
     def without_overlong(
         self, tokenizer: PreTrainedTokenizerBase, max_tokens: int, system_prompt: str | None
     ) -> PromptDataset:
-        """Without the prompts of more tokens; raises `UserError` if none is left."""
+        """A copy without the prompts that are too long.
+
+        Args:
+            tokenizer: tokenizer of the actor.
+            max_tokens: largest number of tokens of a prompt.
+            system_prompt: system message for prompts that have none.
+
+        Raises:
+            UserError: no prompt is left.
+        """
         kept = copy(self)
         kept.prompts = [
             prompt
@@ -100,14 +126,31 @@ class PromptDataset:
         return kept
 
     def check_lengths(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int, system_prompt: str | None) -> None:
-        """Raises `UserError` for the first prompt of more tokens. One that is too short to have so many, whatever a
-        template adds, is not looked at closely."""
+        """Check that no prompt is too long. Prompts with few enough bytes are not tokenized.
+
+        Args:
+            tokenizer: tokenizer of the actor.
+            max_tokens: largest number of tokens of a prompt.
+            system_prompt: system message for prompts that have none.
+
+        Raises:
+            UserError: a prompt is too long; the message names the first one.
+        """
         for prompt in self.prompts:
             if prompt.size(system_prompt) + TEMPLATE > max_tokens:
                 encode(prompt, tokenizer, max_tokens=max_tokens, truncation="error", system_prompt=system_prompt)
 
     def draw(self, seed: int, cursor: int, count: int) -> list[int]:
-        """Rows `cursor` to `cursor + count` of an endless sequence of epochs, each shuffled in its own way."""
+        """Draw prompts from an endless sequence of epochs, each shuffled differently.
+
+        Args:
+            seed: seed of the run.
+            cursor: number of prompts drawn before.
+            count: number of prompts to draw.
+
+        Returns:
+            Indices into `prompts`.
+        """
         return seeding.epochs(seed, "data", len(self), cursor, count)
 
 
@@ -119,8 +162,21 @@ def encode(
     truncation: str,
     system_prompt: str | None = None,
 ) -> tuple[str, list[int]]:
-    """The prompt as text and tokens, through the tokenizer's chat template (if it has none: the contents, joined). The
-    text is the whole prompt's, whatever is cut from its tokens."""
+    """Render a prompt as text and tokens, and truncate the tokens.
+
+    Args:
+        prompt: the prompt.
+        tokenizer: tokenizer of the actor; its chat template is used. Without one, the contents are joined.
+        max_tokens: largest number of tokens.
+        truncation: `error`, or the part that is cut from a longer prompt: `left`, `right` or `middle`.
+        system_prompt: system message for a prompt that has none.
+
+    Returns:
+        The text, which is never truncated, and the tokens.
+
+    Raises:
+        UserError: the prompt is empty, or too long with truncation `error`.
+    """
     if truncation == "error" and (size := prompt.size(system_prompt)) > BYTES_A_TOKEN * max_tokens:
         raise UserError(
             f"{prompt.where}: the prompt has {size:,} bytes, far more than data.max_prompt_tokens {max_tokens} can "
@@ -135,17 +191,24 @@ def encode(
                 f"{prompt.where}: the prompt has {len(ids)} tokens, more than data.max_prompt_tokens {max_tokens} "
                 f"({text[:60]!r}...): raise it, or set data.truncation"
             )
-        assert truncation != "drop", "such prompts are not in the dataset any more"
-        begin = [] if tokenizer.chat_template else beginning(ids[1:], tokenizer)
-        kept = len(begin) if ids[: len(begin)] == begin else 0
+        assert truncation != "drop", "the dataset has no prompts that are too long"
+        special = [] if tokenizer.chat_template else beginning(ids[1:], tokenizer)
+        kept = len(special) if ids[: len(special)] == special else 0
         head = {"left": kept, "middle": max_tokens // 2, "right": max_tokens}[truncation]
         ids = ids[:head] + ids[len(ids) - (max_tokens - head) :]
     return text, ids
 
 
 def tokens(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, system_prompt: str | None) -> tuple[str, list[int]]:
+    """Render a prompt as text and tokens, without truncation.
+
+    Args:
+        prompt: the prompt.
+        tokenizer: tokenizer of the actor; its chat template is used. Without one, the contents are joined.
+        system_prompt: system message for a prompt that has none.
+    """
     messages = prompt.after(system_prompt)
-    if tokenizer.chat_template:  # which writes its special tokens itself
+    if tokenizer.chat_template:  # the template writes the special tokens
         text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
         return text, list(tokenizer(text, add_special_tokens=False)["input_ids"])
     text = "\n".join(message["content"] for message in messages)
@@ -153,36 +216,55 @@ def tokens(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, system_prompt: st
 
 
 def begun(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokens of a text that a sequence begins with, and that goes on after it: the tokenizer's special tokens stand
-    before it (a beginning of sequence, unless the text has it already), and none after it."""
+    """Tokenize the start of a sequence that will be continued.
+
+    Args:
+        text: the text; it may already start with the beginning-of-sequence token.
+        tokenizer: its special tokens are put before the text, but none after it.
+    """
     plain = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     return [*beginning(plain, tokenizer), *plain]
 
 
 def beginning(plain: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The special tokens that stand before a sequence of these tokens."""
+    """The special tokens that the tokenizer puts before a sequence.
+
+    Args:
+        plain: tokens of the sequence, without special tokens.
+        tokenizer: the tokenizer.
+
+    Returns:
+        The special tokens; none if `plain` already starts with the beginning-of-sequence token.
+    """
     if plain[:1] == [tokenizer.bos_token_id]:
         return []
     sample = list(tokenizer("a", add_special_tokens=False)["input_ids"])
     whole = list(tokenizer("a")["input_ids"])
-    places = (at for at in range(len(whole) - len(sample) + 1) if whole[at : at + len(sample)] == sample)
-    return whole[: next(places, 0)]
+    starts = (at for at in range(len(whole) - len(sample) + 1) if whole[at : at + len(sample)] == sample)
+    return whole[: next(starts, 0)]
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The tokens that end a message of the assistant: those that the chat template writes after it, up to its first
-    special tokens (`<|im_end|>`, `<end_of_turn>`); without a template, or where it writes none, the end of sequence."""
+    """The tokens that end a message of the assistant.
+
+    Args:
+        tokenizer: tokenizer of the model.
+
+    Returns:
+        The tokens that the chat template writes after a message, up to and including the first special tokens
+        (`<|im_end|>`, `<end_of_turn>`); without a template, or without special tokens there, the end of sequence.
+    """
     from jinja2 import TemplateError
 
     end = (int(tokenizer.eos_token_id),)
     if not tokenizer.chat_template:
         return end
-    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    example = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
     try:
-        _, found, after = str(tokenizer.apply_chat_template(said, tokenize=False)).rpartition("!")
-    except TemplateError:  # it knows other roles
+        _, separator, after = str(tokenizer.apply_chat_template(example, tokenize=False)).rpartition("!")
+    except TemplateError:  # the template has other roles
         return end
-    ids = list(tokenizer(after, add_special_tokens=False)["input_ids"]) if found else []
+    ids = list(tokenizer(after, add_special_tokens=False)["input_ids"]) if separator else []
     special = [token in tokenizer.added_tokens_decoder and token != tokenizer.unk_token_id for token in ids]
     if not any(special):
         return end
@@ -191,21 +273,39 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 
 
 def with_response(messages: Messages, response: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, int | None]:
-    """Prompt and response as a reward model reads them, through its own chat template (if it has none: one after the
-    other, and the end of sequence); and where in that text the response begins, if it is there as it is."""
+    """Render a prompt and its response for a reward model.
+
+    Args:
+        messages: messages of the prompt.
+        response: text of the response.
+        tokenizer: tokenizer of the reward model; its chat template is used. Without one, the contents are joined and
+            end with the end of sequence.
+
+    Returns:
+        The text, and the position of the response in it; None if the template changes the response.
+    """
     if not tokenizer.chat_template:
         prompt = "\n".join(message["content"] for message in messages)
         return f"{prompt}{response}{tokenizer.eos_token or ''}", len(prompt)
-    said = [*messages, {"role": "assistant", "content": response}]
-    text = str(tokenizer.apply_chat_template(said, tokenize=False))
-    content = response.strip()  # of which templates may make the content
-    asked = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    start = text.find(content, len(asked)) if text.startswith(asked) else text.rfind(content)
+    conversation = [*messages, {"role": "assistant", "content": response}]
+    text = str(tokenizer.apply_chat_template(conversation, tokenize=False))
+    content = response.strip()  # templates may strip the content
+    question = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    start = text.find(content, len(question)) if text.startswith(question) else text.rfind(content)
     return text, start - (len(response) - len(response.lstrip())) if start >= 0 else None
 
 
 def messages_of(value: Any, where: str, column: str = "prompt") -> Messages:
-    """A text is a message of the user. Raises `UserError` saying where."""
+    """Validate messages; a plain text becomes a message of the user.
+
+    Args:
+        value: messages or text.
+        where: file and row, for errors.
+        column: name of the column, for errors.
+
+    Raises:
+        UserError: the value is neither a text nor a non-empty list of {role, content}.
+    """
     messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
     valid = isinstance(messages, list) and all(
         isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
@@ -229,7 +329,7 @@ def _prompt(row: Mapping[str, Any], where: str) -> Prompt:
     extra = {} if extra is None else extra
     style, truth = reward_model.get("style"), reward_model.get("ground_truth")
     if style not in (None, "rule", "model") and isinstance(extra, dict):
-        extra = {**extra, "reward_style": style}  # which reward to take, for `auto`
+        extra = {**extra, "reward_style": style}  # `auto` chooses the reward by it
     return Prompt(
         data_source=str(row["data_source"]),
         messages=messages,

@@ -1,8 +1,8 @@
-"""Environments: what a policy talks to while it responds, such as tools, or the other side of a game.
+"""Environments that a policy talks to while it responds, such as tools, or the other player of a game.
 
-A built-in is a module here with a class `Environment`; anything else is named ``package.module:Class`` or
-``folder/file.py:Class``. What the environment says becomes part of the response, with `response_mask` 0: it is read,
-and never learned.
+The built-ins are the modules of this package, each with a class `Environment`; other classes are named
+``package.module:Class`` or ``folder/file.py:Class``. The text of an environment becomes part of the response with
+`response_mask` 0: the policy reads it, but does not learn it.
 """
 
 from __future__ import annotations
@@ -25,27 +25,38 @@ class Observation:
     """An environment's answer to a turn of the policy."""
 
     content: str | Messages | None
-    """A text that follows the turn as it is, as tool output within a message does; messages (`user`, `tool`), through
-    the chat template, to which the policy then answers; None: the trajectory ends."""
+    """A text that is appended to the turn unchanged, such as tool output within a message; or messages (`user`,
+    `tool`) that are rendered by the chat template, and that the policy answers; or None: the trajectory ends."""
     reward: float = 0.0
     """Added to the trajectory's score."""
 
 
 class Environment(Protocol):
-    """One for each trajectory, made from `rollout.environment.options`. Given the same turns, it says the same.
+    """The interface of an environment. There is one per trajectory, made with `rollout.environment.options`.
 
-    Those of a shard are made and asked at the same time, each by one thread at once.
+    It must be deterministic: the same turns give the same observations. The environments of a shard run concurrently,
+    but only one thread at a time uses each of them.
     """
 
     stop: tuple[str, ...]
-    """Texts that end a turn, such as that which ends a tool call; the turn keeps them."""
+    """Texts that end a turn, such as the end of a tool call; the turn keeps them."""
 
     def reset(self, messages: Messages, ground_truth: Any, extra_info: Any) -> None:
-        """A trajectory begins with this prompt; the dataset holds the others, and they are its own."""
+        """Start a trajectory.
+
+        Args:
+            messages: messages of the prompt, {role, content}.
+            ground_truth: ground truth of the prompt, as in the dataset; the environment may modify it.
+            extra_info: `extra_info` of the prompt, as in the dataset; the environment may modify it.
+        """
         ...
 
     def step(self, turn: str) -> Observation:
-        """The policy has written this, since it was last told something."""
+        """Answer a turn of the policy.
+
+        Args:
+            turn: the text that the policy wrote since the last observation.
+        """
         ...
 
 
@@ -54,25 +65,40 @@ class EnvironmentFailed(RatchetError):
 
 
 def load_environment(name: str) -> Callable[..., Environment]:
-    """The class that a name stands for; raises `UserError`."""
-    found: Callable[..., Environment] = load_named(name, KEY, "rlhf.environments", "Environment", BUILT_IN)
-    return found
+    """Load an environment class.
+
+    Args:
+        name: a built-in, ``package.module:Class`` or ``folder/file.py:Class``.
+
+    Raises:
+        UserError: there is no such class, or its module cannot be imported.
+    """
+    environment_class: Callable[..., Environment] = load_named(name, KEY, "rlhf.environments", "Environment", BUILT_IN)
+    return environment_class
 
 
 def check_environment(name: str, options: Mapping[str, Any]) -> None:
-    """Refuse a class that cannot be made with these options, or that lacks something."""
+    """Check an environment class before any response is generated.
+
+    Args:
+        name: `rollout.environment.name`.
+        options: `rollout.environment.options`.
+
+    Raises:
+        UserError: the class cannot be loaded, cannot be made with the options, or lacks `stop`, `reset` or `step`.
+    """
     make = load_environment(name)
     source_of(make, KEY, name)
     try:
-        made = make(**options)
+        environment = make(**options)
     except Exception as error:
         raise UserError(f"{KEY} {name} cannot be made with rollout.environment.options: {error}") from None
-    stop = getattr(made, "stop", None)
+    stop = getattr(environment, "stop", None)
     texts = [] if isinstance(stop, str) or not isinstance(stop, Sequence) else stop
     if texts is not stop or not all(isinstance(text, str) and text for text in texts):
         raise UserError(f'{KEY} {name} has no `stop`: the texts that end a turn, such as stop = ("</tool>",), or ()')
     for method in ("reset", "step"):
-        if not callable(getattr(made, method, None)):
+        if not callable(getattr(environment, method, None)):
             raise UserError(
                 f"{KEY} {name} has no method {method}: it needs reset(messages, ground_truth, extra_info) "
                 "and step(turn)"
@@ -80,4 +106,5 @@ def check_environment(name: str, options: Mapping[str, Any]) -> None:
 
 
 def environment_digest(name: str) -> str:
+    """sha256 of the source of the environment's module: changed code is a different environment."""
     return hashlib.sha256(source_of(load_environment(name), KEY, name).encode()).hexdigest()

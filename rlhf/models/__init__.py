@@ -1,4 +1,4 @@
-"""Loading Hugging Face models: actor, critic, tokenizer, and digests of their files."""
+"""Load Hugging Face models and tokenizers, check them, and compute digests of their files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOKENIZER = ("tokenizer*", "*.model", "vocab*", "merges.txt", "special_tokens_ma
 
 
 def model_folder(model: ModelConfig, key: str = "model") -> Path:
-    """The folder of a model's files; a name on the hub is downloaded (or found in the cache)."""
+    """The folder of a model's files; a model on the hub is downloaded to the cache first."""
     path = Path(model.path)
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -29,7 +29,7 @@ def model_folder(model: ModelConfig, key: str = "model") -> Path:
         return path
     if path.is_absolute() or model.path.startswith(".") or model.path.count("/") != 1:
         raise UserError(
-            f"{key}.path {model.path} does not exist: name a model folder, or a model of the hub (owner/name)"
+            f"{key}.path {model.path} does not exist: name a model folder, or a model on the hub (owner/name)"
         )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -39,11 +39,11 @@ def model_folder(model: ModelConfig, key: str = "model") -> Path:
         return Path(snapshot_download(model.path, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         first = str(error).splitlines()[0]
-        raise UserError(f"{key}.path {model.path} is no folder here, and the hub did not give it ({first})") from None
+        raise UserError(f"{key}.path {model.path} is not a local folder, and the download failed: {first}") from None
 
 
 def files_digest(folder: Path, patterns: tuple[str, ...] = WEIGHTS) -> str:
-    """sha256 over the names and bytes of a folder's files."""
+    """sha256 over the names and contents of the files in a folder that match the patterns."""
     digest = hashlib.sha256()
     for path in sorted({path for pattern in patterns for path in folder.glob(pattern)}):
         with path.open("rb") as file:
@@ -55,10 +55,10 @@ def check_weights(folder: Path, key: str = "model") -> None:
     """Refuse a folder without readable safetensors."""
     from safetensors import SafetensorError, safe_open
 
-    found = sorted(folder.glob("*.safetensors"))
-    if not found:
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
         raise UserError(f"{key}.path {folder} holds no safetensors: convert its weights with save_pretrained")
-    for path in found:
+    for path in paths:
         try:
             safe_open(path, framework="numpy")
         except (SafetensorError, OSError) as error:
@@ -66,7 +66,7 @@ def check_weights(folder: Path, key: str = "model") -> None:
 
 
 def check_architecture(model: ModelConfig, key: str, *, is_critic: bool) -> None:
-    """Refuse a model whose architecture transformers does not know as a policy, or as a critic."""
+    """Refuse a model whose architecture transformers does not support as a policy or as a critic."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, AutoConfig
 
     known = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING if is_critic else MODEL_FOR_CAUSAL_LM_MAPPING
@@ -82,14 +82,19 @@ def check_architecture(model: ModelConfig, key: str, *, is_critic: bool) -> None
 
 
 def load_tokenizer(model: ModelConfig, *, writes: bool = True) -> PreTrainedTokenizerBase:
-    """`writes`: for a model that has to end what it writes."""
+    """Load the tokenizer of a model.
+
+    Args:
+        model: the model.
+        writes: whether the model generates, so that the tokenizer needs an end-of-sequence token.
+    """
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_folder(model), trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         first = str(error).splitlines()[0]
-        raise UserError(f"model.path {model.path} holds no tokenizer that can be loaded: {first}") from None
+        raise UserError(f"cannot load the tokenizer of model.path {model.path}: {first}") from None
     if writes and tokenizer.eos_token_id is None:
         raise UserError(f"the tokenizer of {model.path} has no end-of-sequence token: set eos_token in its config")
     if model.chat_template is not None:
@@ -108,8 +113,11 @@ def _set_template(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
 
 
 def tokenizer_digest(model: ModelConfig, *, writes: bool = True) -> str:
-    """Of its files, of the chat template that takes the place of theirs, and for a model that `writes` of the tokens
-    that this project puts around its texts, where they are not the end of sequence alone."""
+    """sha256 over the tokenizer's files and the configured chat template.
+
+    If the model `writes`, the digest also covers the tokens that this project puts around texts, unless that is only
+    the end of sequence.
+    """
     files = files_digest(model_folder(model), TOKENIZER)
     template = "" if model.chat_template is None else f" {Path(model.chat_template).read_text()}"
     around = _tokens_around(model) if writes else ""
@@ -117,17 +125,17 @@ def tokenizer_digest(model: ModelConfig, *, writes: bool = True) -> str:
 
 
 def _tokens_around(model: ModelConfig) -> str:
-    """Before a prompt without a chat template, and after an answer with one."""
+    """The tokens before a prompt without a chat template, and after an answer with one, as text for a digest."""
     tokenizer = load_tokenizer(model)
     before = beginning([], tokenizer)
     known = _ends(generation_config(model), tokenizer)
     after = [token for token in end_of_turn(tokenizer)[-1:] if token not in known]
-    found = {"before": [] if tokenizer.chat_template else before, "after": after}
-    return f" {json.dumps(found)}" if any(found.values()) else ""
+    around = {"before": [] if tokenizer.chat_template else before, "after": after}
+    return f" {json.dumps(around)}" if any(around.values()) else ""
 
 
 def initial_digest(model: ModelConfig, seed: int) -> str:
-    """Of what a role starts from: its model's files, and its adapters if it learns those."""
+    """sha256 over the initial weights of a role: the model's files, and the settings and seed of new adapters."""
     base = files_digest(model_folder(model))
     if model.lora is None:
         return base
@@ -135,8 +143,12 @@ def initial_digest(model: ModelConfig, seed: int) -> str:
 
 
 def load_actor(model: ModelConfig, seed: int = 0) -> PreTrainedModel:
-    """A causal language model, weights in float32 (`dtype` is the type of the computation). The seed is that of new
-    adapters."""
+    """Load a causal language model with float32 weights (`model.dtype` is the type of the computation).
+
+    Args:
+        model: the model.
+        seed: seed of new adapters.
+    """
     from transformers import AutoModelForCausalLM
 
     loaded, _ = _load(AutoModelForCausalLM, model)
@@ -146,10 +158,14 @@ def load_actor(model: ModelConfig, seed: int = 0) -> PreTrainedModel:
 
 
 def load_critic(model: ModelConfig, seed: int = 0) -> PreTrainedModel:
-    """The backbone with one number a token on top (a token-classification model with one label).
+    """Load a backbone with a value head (a token classifier with one label).
 
-    A new head starts at zero, so that every value is 0 until the critic has learned; a head that the folder already
-    holds (of an earlier critic or a reward model) is kept.
+    A new head starts at zero, so that all values are 0 at first. If the folder has a head, from an earlier critic or a
+    reward model, it is kept.
+
+    Args:
+        model: the backbone.
+        seed: seed of new adapters.
     """
     from transformers import AutoModelForTokenClassification
 
@@ -157,18 +173,18 @@ def load_critic(model: ModelConfig, seed: int = 0) -> PreTrainedModel:
 
 
 def load_scorer(model: ModelConfig, seed: int = 0) -> PreTrainedModel:
-    """A reward model to train: a sequence classifier with one label, whose head begins as a critic's does."""
+    """Load a reward model to train: a sequence classifier with one label, whose new head starts at zero."""
     from transformers import AutoModelForSequenceClassification
 
     return _with_head(AutoModelForSequenceClassification, model, seed, "reward model")
 
 
-def _with_head(auto_class: Any, model: ModelConfig, seed: int, what: str) -> PreTrainedModel:
+def _with_head(auto_class: Any, model: ModelConfig, seed: int, purpose: str) -> PreTrainedModel:
     loaded, missing = _load(auto_class, model, num_labels=1)
     parameters = dict(loaded.named_parameters())
     unknown = [name for name in missing if not name.startswith(("score.", "classifier."))]
     if unknown:
-        raise UserError(f"{model.path} lacks {unknown[0]}: it is not a backbone for a {what}")
+        raise UserError(f"{model.path} lacks {unknown[0]}: it is not a backbone for a {purpose}")
     for name in missing:
         parameters[name].data.zero_()
     if model.lora is not None:
@@ -177,19 +193,19 @@ def _with_head(auto_class: Any, model: ModelConfig, seed: int, what: str) -> Pre
 
 
 def load_reward_model(model: RewardModelConfig) -> PreTrainedModel:
-    """A sequence classifier, or for a process reward a token classifier, in the type of its computation."""
+    """Load a reward model in its `dtype`: a sequence classifier, or a token classifier for process rewards."""
     import torch
     from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
     auto = AutoModelForTokenClassification if model.kind == "process" else AutoModelForSequenceClassification
     loaded, missing = _load(auto, model, dtype=getattr(torch, model.dtype))
     if missing:
-        raise _no_reward_model(model, missing[0])
+        raise _not_a_reward_model(model, missing[0])
     return loaded.eval()
 
 
 def check_reward_model(model: RewardModelConfig) -> None:
-    """Refuse a folder that holds no head, before anything is generated that it could not score."""
+    """Refuse a reward model without a head, before any response is generated."""
     import torch
     from safetensors import safe_open
     from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification
@@ -206,16 +222,16 @@ def check_reward_model(model: RewardModelConfig) -> None:
     prefix = f"{whole.base_model_prefix}."
     for name, _ in whole.named_parameters():
         if not name.startswith(prefix) and name not in stored:
-            raise _no_reward_model(model, name)
+            raise _not_a_reward_model(model, name)
 
 
-def _no_reward_model(model: RewardModelConfig, missing: str) -> UserError:
-    mend = "`ratchet reward-model` trains one" if model.kind == "outcome" else "name a token classifier"
-    return UserError(f"reward.model {model.path} lacks {missing}: it is no {model.kind} reward model; {mend}")
+def _not_a_reward_model(model: RewardModelConfig, missing: str) -> UserError:
+    fix = "`ratchet reward-model` trains one" if model.kind == "outcome" else "name a token classifier"
+    return UserError(f"reward.model {model.path} lacks {missing}: it is not a reward model of kind {model.kind}; {fix}")
 
 
 def save(model: PreTrainedModel, folder: Path) -> None:
-    """A Hugging Face model folder; adapters are merged into what they adapt."""
+    """Write a Hugging Face model folder, with adapters merged into the weights."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -230,13 +246,16 @@ def save(model: PreTrainedModel, folder: Path) -> None:
 
 
 def _load(auto_class: Any, model: ModelConfig, **options: Any) -> tuple[PreTrainedModel, list[str]]:
-    """`options` are of the config, but for `dtype`, the type of the weights."""
+    """Load a model and the names of weights that its folder lacks.
+
+    `options` override fields of the model's config, except `dtype`, the type of the weights (default float32).
+    """
     import torch
     from transformers import AutoConfig
     from transformers.utils import logging
 
     folder = model_folder(model)
-    logging.set_verbosity_error()  # a critic's new head is no reason for a warning
+    logging.set_verbosity_error()  # transformers would warn about a critic's new head
     logging.disable_progress_bar()
     dtype = options.pop("dtype", torch.float32)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code, **options)
@@ -251,12 +270,12 @@ def _load(auto_class: Any, model: ModelConfig, **options: Any) -> tuple[PreTrain
             output_loading_info=True,
             dtype=dtype,
         )
-    except RuntimeError as error:  # of shapes
+    except RuntimeError as error:  # the shapes of the weights differ
         if "ignore_mismatched_sizes" not in str(error):
             raise
         raise UserError(
-            f"{model.path} is a classifier with several labels: what learns has one number a token, so start from a "
-            "model with one label, or from a language model"
+            f"{model.path} is a classifier with several labels: start from a model with one label, or from a language "
+            "model"
         ) from None
     except ValueError as error:
         if "Unrecognized configuration class" not in str(error):
@@ -264,22 +283,25 @@ def _load(auto_class: Any, model: ModelConfig, **options: Any) -> tuple[PreTrain
         raise UserError(
             f"{model.path}: transformers has no {auto_class.__name__} for {config.model_type}: start from another model"
         ) from None
-    except ImportError as error:  # of an attention kernel
+    except ImportError as error:  # the attention kernel is not installed
         first = str(error).splitlines()[0]
-        raise UserError(f"model.attention is {model.attention}, which does not work here: {first}") from None
-    for module in loaded.modules():  # a classifier's head has a dropout that no config names
+        raise UserError(f"model.attention {model.attention} does not work on this machine: {first}") from None
+    for module in loaded.modules():  # the dropout of a classifier's head has no field in the config
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     return loaded, sorted(info["missing_keys"])
 
 
 NOISE = ("dropout", "pdrop", "layerdrop", "drop_path", "droppath", "jitter")
-"""What the fields of a config are called that make a model's outputs random while it trains."""
+"""Parts of the names of config fields that make a model's outputs random in training."""
 
 
 def _without_noise(config: PreTrainedConfig) -> None:
-    """The log-probs of an update must be those of the same network that generated, so nothing in it may be random. The
-    config has to say so: many architectures copy the numbers into their layers, and call functions with them."""
+    """Set all dropout and noise fields of a config to 0, in place.
+
+    An update must compute the log-probs of the network that generated, so nothing may be random. The fields must be set
+    before the model is built, because many architectures copy the numbers into their layers.
+    """
     for name, value in vars(config).items():
         if any(part in name for part in NOISE) and isinstance(value, float | int):
             setattr(config, name, 0.0)
@@ -289,7 +311,7 @@ def _without_noise(config: PreTrainedConfig) -> None:
 
 
 def attention_of(model: ModelConfig) -> tuple[str, str | None]:
-    """The attention kernel that a model is computed with, and if it is not the one in the config, why."""
+    """The attention kernel to use for a model, and the reason if it is not the configured one."""
     if model.attention != "sdpa":
         return model.attention, None
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
@@ -303,8 +325,11 @@ def attention_of(model: ModelConfig) -> tuple[str, str | None]:
 
 
 def eos_token_ids(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every token that ends a response: the tokenizer's end of sequence, those of the generation config, and the one
-    with which the chat template ends a turn."""
+    """All tokens that end a response, sorted.
+
+    They are the tokenizer's end of sequence, the ends of the generation config, and the last token with which the chat
+    template ends a turn.
+    """
     return tuple(sorted({*_ends(generation, tokenizer), end_of_turn(tokenizer)[-1]}))
 
 
@@ -316,7 +341,7 @@ def _ends(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBas
 
 
 def generation_config(model: ModelConfig) -> GenerationConfig | None:
-    """As a model loaded from the folder has it."""
+    """The generation config that a model loaded from the folder has."""
     from transformers import AutoConfig, GenerationConfig
 
     folder = model_folder(model)
@@ -327,7 +352,7 @@ def generation_config(model: ModelConfig) -> GenerationConfig | None:
 
 
 def config_json(model: PreTrainedModel) -> bytes:
-    """With the class that the weights are of, which is not that of the folder they came from where a head was added."""
+    """The config.json of a model, with its actual class: a critic has another class than the folder it came from."""
     name = type(model).__name__.removeprefix("FSDP")
     return json.dumps(
         model.config.to_diff_dict() | {"architectures": [name]}, sort_keys=True, indent=1, default=str

@@ -1,5 +1,8 @@
-"""LoRA (arXiv 2106.09685): beside frozen weights W, adapters A and B of low rank learn; a layer computes
-W x + alpha/r B A x. B starts at zero, so that the first actor is the base. PEFT has the layers and the file format."""
+"""LoRA (arXiv 2106.09685): low-rank adapters A and B are trained in addition to frozen weights W.
+
+A layer computes W x + alpha/r B A x. B starts at zero, so that the initial actor equals the base model. The layers and
+the file format are PEFT's.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,20 @@ if TYPE_CHECKING:
 
 ADAPTER = "default"
 HEADS = ("score", "classifier")
-"""What a critic has on top; it is new, and learns as a whole."""
+"""Names of classifier heads. A head is new, so all its weights are trained."""
 
 
 def add(model: PreTrainedModel, lora: LoRAConfig, seed: int) -> None:
-    """Put adapters into a model, in place; nothing but them and a critic's head learns. Raises `UserError`."""
+    """Add adapters to a model, in place. Only the adapters and a classifier head stay trainable.
+
+    Args:
+        model: the model.
+        lora: settings of the adapters.
+        seed: seed of the adapters' initial weights.
+
+    Raises:
+        UserError: no layer matches `target_modules`, or they include embeddings or the head.
+    """
     import torch
     from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -38,7 +50,7 @@ def add(model: PreTrainedModel, lora: LoRAConfig, seed: int) -> None:
         modules_to_save=heads or None,
         base_model_name_or_path=model.name_or_path,
     )
-    saved, config.modules_to_save = config.modules_to_save, None  # it is trained where it is, not in a copy
+    saved, config.modules_to_save = config.modules_to_save, None  # train the head itself, not a copy of it
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(seeding.generator(seed, "lora").integers(2**63)))
         try:
@@ -54,12 +66,13 @@ def add(model: PreTrainedModel, lora: LoRAConfig, seed: int) -> None:
 
 
 def has(model: PreTrainedModel) -> bool:
+    """Whether a model has adapters."""
     return hasattr(model, "peft_config")
 
 
 @contextmanager
 def off(model: PreTrainedModel) -> Iterator[None]:
-    """The base as it is, adapters left out."""
+    """Turn the adapters off, so that the model computes the base model."""
     from peft.tuners.lora import LoraLayer
 
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
@@ -73,22 +86,24 @@ def off(model: PreTrainedModel) -> Iterator[None]:
 
 
 def stored_name(name: str) -> str:
-    """A parameter's name in PEFT's files."""
+    """The name of a parameter in PEFT's files."""
     return f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"
 
 
 def config_json(model: PreTrainedModel) -> bytes:
+    """The content of PEFT's adapter_config.json."""
     config = model.peft_config[ADAPTER].to_dict() | {"inference_mode": True}
     plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
     return json.dumps(plain, sort_keys=True, indent=1).encode()
 
 
 def merged(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The parameters of the plain model that computes the same: W + alpha/r B A."""
+    """The parameters of a plain model without adapters that computes the same: W + alpha/r B A."""
     from peft.tuners.lora import LoraLayer
 
-    found = {name: parameter.detach() for name, parameter in model.named_parameters() if "lora_" not in name}
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters() if "lora_" not in name}
     for name, module in model.named_modules():
         if isinstance(module, LoraLayer):
-            found[f"{name}.base_layer.weight"] = found[f"{name}.base_layer.weight"] + module.get_delta_weight(ADAPTER)
-    return {name.replace(".base_layer.", "."): tensor.contiguous() for name, tensor in found.items()}
+            key = f"{name}.base_layer.weight"
+            weights[key] = weights[key] + module.get_delta_weight(ADAPTER)
+    return {name.replace(".base_layer.", "."): tensor.contiguous() for name, tensor in weights.items()}

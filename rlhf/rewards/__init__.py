@@ -1,7 +1,8 @@
 """Rewards: `compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float | dict`.
 
-A built-in is a module here; anything else is named ``package.module:function`` or ``folder/file.py:function``. A dict
-has `score` and named parts, of which those that are finite numbers are kept. `rlhf.rewards.pool` calls them.
+The built-in rewards are the modules of this package; other functions are named ``package.module:function`` or
+``folder/file.py:function``. A returned dict has `score` and named parts; parts that are not finite numbers are dropped.
+`rlhf.rewards.pool` calls the functions.
 """
 
 from __future__ import annotations
@@ -19,16 +20,15 @@ from rlhf.named import load_named, source_of
 
 RewardFunction = Callable[..., float | dict[str, float]]
 
-
 KEY = "reward.function"
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
-"""By name, as verl gives them, in whatever order a function takes them."""
+"""Passed by keyword, as verl does, so a function may take them in any order."""
 COMPARING = ("auto", "code", "countdown", "gsm8k", "math")
-"""Those that need a ground truth, and give 1 to what is right."""
+"""Built-ins that compare with a ground truth and give 1 to a correct response."""
 BUILT_IN = ("auto", "code", "constant", "countdown", "format", "gsm8k", "length", "math")
 
 LARGEST = (2 - 2**-23) * 2.0**127
-"""Parts are stored in single precision: what does not fit, or is no number, is left out."""
+"""Largest part that is kept: parts are stored as float32."""
 
 
 class RewardFailed(RatchetError):
@@ -40,30 +40,49 @@ class Score:
     score: float
     parts: dict[str, float]
     error: str | None = None
-    """Why there is none: then it is 0."""
+    """Why the score could not be computed; `score` is then 0."""
 
 
 def solved_score(chosen: float | None, function: str | Mapping[str, float] | None, *, alone: bool) -> float | None:
-    """The score from which on an answer is solved; None where scores do not mean that.
+    """The smallest score of a solved answer.
 
     Args:
         chosen: `validation.solved_score`.
         function: `reward.function`.
-        alone: whether the function alone makes the score: no reward model and no environment has a part in it.
+        alone: whether the score comes from the function only, without a reward model or an environment.
+
+    Returns:
+        The threshold, or None if the scores do not tell right from wrong.
     """
     return 1.0 if chosen is None and alone and function in COMPARING else chosen
 
 
 def load_reward(name: str) -> RewardFunction:
-    """The function of a built-in reward, or of ``package.module:function``; raises `UserError` if there is none."""
-    found: RewardFunction = load_named(name, KEY, "rlhf.rewards", "compute_score", BUILT_IN)
-    return found
+    """Load a reward function.
+
+    Args:
+        name: a built-in, ``package.module:function`` or ``folder/file.py:function``.
+
+    Raises:
+        UserError: there is no such function, or its module cannot be imported.
+    """
+    function: RewardFunction = load_named(name, KEY, "rlhf.rewards", "compute_score", BUILT_IN)
+    return function
 
 
 def check_rewards(names: Collection[str], options: Mapping[str, Mapping[str, Any]], allow_code: bool) -> None:
-    """Refuse functions that cannot be called with their options, before a response is generated for them, or that have
-    no source to know them by; and programs that nobody has allowed, whatever name they go by."""
-    from pydantic import TypeAdapter, ValidationError  # which the processes that compute rewards do without
+    """Check the reward functions before any response is generated.
+
+    Args:
+        names: functions in `reward.function`.
+        options: keyword arguments of the functions, by name.
+        allow_code: `reward.allow_code`.
+
+    Raises:
+        UserError: a function does not accept its arguments or options, has no Python source, or runs programs without
+            `reward.allow_code`.
+    """
+    from pydantic import TypeAdapter, ValidationError  # imported here: the reward processes do not need pydantic
 
     from rlhf.rewards import code
 
@@ -72,7 +91,7 @@ def check_rewards(names: Collection[str], options: Mapping[str, Mapping[str, Any
         source_of(function, KEY, name)
         try:
             inspect.signature(function).bind(**dict.fromkeys(ARGUMENTS), **chosen)
-            if function.__module__ in (f"rlhf.rewards.{each}" for each in BUILT_IN):
+            if function.__module__ in (f"rlhf.rewards.{built_in}" for built_in in BUILT_IN):
                 hints = get_type_hints(function)
                 for option, value in chosen.items():
                     TypeAdapter(hints[option]).validate_python(value)
@@ -93,7 +112,7 @@ def check_rewards(names: Collection[str], options: Mapping[str, Mapping[str, Any
 
 
 def reward_digest(names: Collection[str]) -> str:
-    """sha256 of the source of the modules that hold the rewards: changed code is another reward."""
+    """sha256 over the sources of the reward modules: changed code is a different reward."""
     sources = [_source(name) for name in sorted(names)]
     if "auto" in names:
         sources += [_source(name) for name in BUILT_IN if name != "auto"]
@@ -112,7 +131,21 @@ def score(
     extra_info: Any,
     options: Mapping[str, Any] | None = None,
 ) -> Score:
-    """Score one response; `ground_truth` and `extra_info` are what the dataset holds."""
+    """Score one response.
+
+    Args:
+        function: the reward function.
+        data_source: data source of the prompt.
+        solution_str: text of the response.
+        ground_truth: ground truth of the prompt, as in the dataset.
+        extra_info: `extra_info` of the prompt, as in the dataset.
+        options: further keyword arguments of the function.
+
+    Raises:
+        RewardFailed: the function raised an exception.
+        UserError: the function returned neither a number nor a dict with a numeric `score`.
+        NotFinite: the score is NaN or infinite.
+    """
     try:
         result = function(
             data_source=data_source,
@@ -134,5 +167,5 @@ def score(
         ) from None
     if not isfinite(total):
         raise NotFinite(f"the reward of a response ({data_source}) is {total}")
-    small = {name: part for name, part in parts.items() if isinstance(part, Real) and abs(part) <= LARGEST}
-    return Score(total, {name: float(part) for name, part in small.items() if isinstance(name, str)})
+    finite = {name: part for name, part in parts.items() if isinstance(part, Real) and abs(part) <= LARGEST}
+    return Score(total, {name: float(part) for name, part in finite.items() if isinstance(name, str)})

@@ -1,4 +1,4 @@
-"""The process in which rewards are computed; `pool` starts it and talks to it through a pipe."""
+"""The process that computes rewards. `pool` starts it and talks to it through a pipe."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlhf.rewards import RewardFunction, Score, load_reward, score
 
 def main() -> None:
     pipe, parent = Connection(int(sys.argv[1])), int(sys.argv[2])
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
     try:
         task = json.loads(pipe.recv_bytes())
         sys.path[:] = task["path"]
@@ -29,14 +29,14 @@ def main() -> None:
         except RatchetError as error:
             return pipe.send_bytes(json.dumps({"error": str(error)}).encode())
         pipe.send_bytes(b"{}")
-        mine = os.getpid()
+        own_pid = os.getpid()
         while True:
             for row in json.loads(pipe.recv_bytes()):
                 answer = _scored(functions, row)
-                if os.getpid() != mine:  # a reward that forks, and whose other half comes back, too
+                if os.getpid() != own_pid:  # the reward forked, and its child returned here as well
                     os._exit(0)
                 pipe.send_bytes(json.dumps(answer).encode())
-    except (EOFError, OSError):  # whoever asked is gone
+    except (EOFError, OSError):  # the parent is gone
         return
 
 
@@ -45,21 +45,21 @@ def _scored(functions: list[tuple[str, float, RewardFunction, Any]], row: list[A
     try:
         if len(functions) == 1:
             [(_, weight, function, options)] = functions
-            only = score(function, source, response, truth, extra, options)
-            return {"score": weight * only.score, "parts": only.parts}
+            result = score(function, source, response, truth, extra, options)
+            return {"score": weight * result.score, "parts": result.parts}
         scores: list[tuple[str, float, Score]] = []
         for name, weight, function, options in functions:
             scores.append((name, weight, score(function, source, response, truth, extra, options)))
     except RatchetError as error:
         return {"error": str(error), "type": type(error).__name__}
     parts: dict[str, float] = {}
-    for name, _, found in scores:
-        parts |= {name: found.score, **{f"{name}/{part}": value for part, value in found.parts.items()}}
-    return {"score": sum(weight * found.score for _, weight, found in scores), "parts": parts}
+    for name, _, result in scores:
+        parts |= {name: result.score, **{f"{name}/{part}": value for part, value in result.parts.items()}}
+    return {"score": sum(weight * result.score for _, weight, result in scores), "parts": parts}
 
 
-def _end_with(parent: int) -> None:
-    """A parent that was killed cannot end what it started."""
+def _end_with_parent(parent: int) -> None:
+    """End this process group when the parent dies: a killed parent cannot do it."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os.killpg(0, signal.SIGKILL)

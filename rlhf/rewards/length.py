@@ -1,5 +1,4 @@
-"""Shaping: a penalty for responses that are longer than wanted, in characters (`algorithm.overlong_penalty` counts
-tokens)."""
+"""Length reward: a penalty for long responses, in characters (`algorithm.overlong_penalty` counts tokens)."""
 
 from typing import Any
 
@@ -12,5 +11,14 @@ def compute_score(
     wanted_characters: int = 2_000,
     buffer_characters: int = 1_000,
 ) -> float:
-    """0.0 up to `wanted_characters`, then down by a straight line to -1.0 at `buffer_characters` more."""
+    """0.0 up to `wanted_characters`, then a linear decrease to -1.0 over the next `buffer_characters`.
+
+    Args:
+        data_source: unused.
+        solution_str: text of the response.
+        ground_truth: unused.
+        extra_info: unused.
+        wanted_characters: longest response without a penalty.
+        buffer_characters: characters over which the penalty grows.
+    """
     return -min(max(len(solution_str) - wanted_characters, 0) / buffer_characters, 1.0)

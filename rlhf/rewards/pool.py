@@ -1,7 +1,7 @@
-"""Rewards in processes of their own: one that hangs, dies or forks is ended, and costs its own row.
+"""Compute rewards in child processes, so that a reward that hangs, dies or forks only costs its own row.
 
-Each child has a session of its own, is given rows, and answers one after the other; who does not answer in time is
-killed with everything that it started, and a new one goes on with the next row. What passes through the pipe is JSON.
+Each child runs in its own session, receives rows and answers them in order. A child that does not answer in time is
+killed with all the processes that it started, and a new child continues with the next row. The pipe carries JSON.
 """
 
 from __future__ import annotations
@@ -31,17 +31,19 @@ if TYPE_CHECKING:
     from rlhf.data.prompts import Prompt
 
 START_S = 300.0
-"""For importing what the reward imports."""
+"""Time limit of starting a child, including the imports of the reward."""
 WORTH_S = 0.5
-"""A child takes about so long to start: for less work, one is enough."""
+"""About the time that a child takes to start: less work is done by a single child."""
 
 Row = tuple[str, str, Any, Any]
-"""data_source, solution_str, ground_truth, extra_info; the last two are whatever JSON can hold"""
+"""data_source, solution_str, ground_truth, extra_info; the last two are any JSON values."""
 
 FAILURES: dict[str, type[RatchetError]] = {"UserError": UserError, "NotFinite": NotFinite}
 
 
 class RewardPool:
+    """Child processes that score responses."""
+
     def __init__(
         self,
         function: str | Mapping[str, float],
@@ -49,8 +51,15 @@ class RewardPool:
         workers: int,
         timeout_s: float,
     ) -> None:
-        """`function`: a name, or names and weights; then the score is the weighted sum, and each one's own score is a
-        part of its name. `timeout_s` is for one response."""
+        """Children start when they are first needed.
+
+        Args:
+            function: name of a reward function, or several names with their weights. With several, the score is the
+                weighted sum, and the score of each function is a part with the function's name.
+            options: keyword arguments of the functions, by name.
+            workers: number of child processes.
+            timeout_s: time limit of one response, in seconds.
+        """
         self.task = {
             "path": sys.path,
             "functions": {function: 1.0} if isinstance(function, str) else dict(function),
@@ -59,48 +68,66 @@ class RewardPool:
         self.timeout_s = timeout_s
         self._children = [_Child(self.task) for _ in range(workers)]
         self._row_s = 0.0
-        """What a row took of late."""
+        """Seconds that a row took in the last call."""
 
     def score(self, rows: Sequence[Row]) -> list[Score | RatchetError]:
-        """A score for each row, or why there is none."""
+        """Score some responses.
+
+        Args:
+            rows: the responses.
+
+        Returns:
+            For each row, in order, its score, or the error that prevented it.
+
+        Raises:
+            RewardFailed: a child could not start, for example because the reward cannot be imported.
+        """
         started = time.monotonic()
-        hands = max(1, min(len(self._children), len(rows))) if self._row_s * len(rows) > WORTH_S else 1
-        shares = [rows[hand::hands] for hand in range(hands)]
-        with ThreadPoolExecutor(hands) as threads:
-            found = list(threads.map(self._share, self._children, shares))
-        self._row_s = hands * (time.monotonic() - started) / max(len(rows), 1)
-        return [found[row % hands][row // hands] for row in range(len(rows))]
+        used = max(1, min(len(self._children), len(rows))) if self._row_s * len(rows) > WORTH_S else 1
+        shares = [rows[index::used] for index in range(used)]
+        with ThreadPoolExecutor(used) as threads:
+            results = list(threads.map(self._share, self._children, shares))
+        self._row_s = used * (time.monotonic() - started) / max(len(rows), 1)
+        return [results[row % used][row // used] for row in range(len(rows))]
 
     def _share(self, child: _Child, rows: Sequence[Row]) -> list[Score | RatchetError]:
-        found: list[Score | RatchetError] = []
+        results: list[Score | RatchetError] = []
         with child.turn:
-            while len(found) < len(rows):
-                left = rows[len(found) :]
-                child.ask(left)
-                for row in left:
+            while len(results) < len(rows):
+                remaining = rows[len(results) :]
+                child.ask(remaining)
+                for row in remaining:
                     answer = child.answer(self.timeout_s)
                     if isinstance(answer, str):
-                        found.append(RewardFailed(f"{answer} (data_source {row[0]}, response {row[1][:60]!r})"))
-                        break  # the child is gone: the rest goes to a new one
-                    found.append(_understood(answer))
-        return found
+                        results.append(RewardFailed(f"{answer} (data_source {row[0]}, response {row[1][:60]!r})"))
+                        break  # the child has ended: a new one takes the remaining rows
+                    results.append(_result_of(answer))
+        return results
 
     def close(self) -> None:
+        """End the child processes."""
         for child in self._children:
             child.end()
 
 
 SOURCES = 8
-"""At most so many prompts are tried."""
+"""Largest number of data sources that are tried per file."""
 
 
 def try_rewards(reward: RewardConfig, prompts: Iterable[Prompt]) -> Iterator[str]:
     """Score an answer to the first prompt of each data source of each file, before anything is generated.
 
-    The answer is the ground truth itself, or a 0 where that is no text: what no reward should fail on.
+    The answer is the ground truth, or "0" if that is not a text. No reward should fail on it.
 
-    Returns:
-        What fails, one line each, naming file and row.
+    Args:
+        reward: the reward section of the config.
+        prompts: all prompts.
+
+    Yields:
+        One line for each failure, with the file and the row.
+
+    Raises:
+        RewardFailed: the reward process could not start.
     """
     files: dict[str, dict[str, Prompt]] = {}
     for prompt in prompts:
@@ -119,25 +146,25 @@ def try_rewards(reward: RewardConfig, prompts: Iterable[Prompt]) -> Iterator[str
         scores = pool.score(rows)
     finally:
         pool.close()
-    for prompt, found in zip(firsts, scores, strict=True):
-        if isinstance(found, RatchetError):
+    for prompt, score in zip(firsts, scores, strict=True):
+        if isinstance(score, RatchetError):
             yield (
-                f"{prompt.where}: {KEY} {' + '.join(reward.functions)} cannot score an answer to this prompt: {found}"
+                f"{prompt.where}: {KEY} {' + '.join(reward.functions)} cannot score an answer to this prompt: {score}"
                 f"{_other_built_in(reward, prompt)}"
             )
 
 
 def _other_built_in(reward: RewardConfig, prompt: Prompt) -> str:
     try:
-        fits = auto.reward_of(prompt.data_source, None)
+        fitting_name = auto.reward_of(prompt.data_source, None)
     except ValueError:
         return ""
-    if fits in reward.functions or not all(name in BUILT_IN for name in reward.functions):
+    if fitting_name in reward.functions or not all(name in BUILT_IN for name in reward.functions):
         return ""
-    return f"; {prompt.data_source} has a built-in reward: set {KEY}: {fits}"
+    return f"; {prompt.data_source} has a built-in reward: set {KEY}: {fitting_name}"
 
 
-def _understood(answer: dict[str, Any]) -> Score | RatchetError:
+def _result_of(answer: dict[str, Any]) -> Score | RatchetError:
     if "error" in answer:
         return FAILURES.get(answer["type"], RewardFailed)(answer["error"])
     return Score(answer["score"], answer["parts"])
@@ -147,22 +174,22 @@ class _Child:
     def __init__(self, task: Mapping[str, Any]) -> None:
         self.task = task
         self.turn = threading.Lock()
-        """Stages that overlap may both ask for rewards."""
+        """Held while rows are scored: overlapping stages may share the pool."""
         self.process: subprocess.Popen[bytes] | None = None
         self.pipe: Connection
 
     def ask(self, rows: Sequence[Row]) -> None:
-        asked = json.dumps(rows).encode()
+        request = json.dumps(rows).encode()
         if self.process is not None:
             try:
-                return self.pipe.send_bytes(asked)
-            except OSError:  # it died while it had nothing to do
+                return self.pipe.send_bytes(request)
+            except OSError:  # the process died while it was idle
                 self.end()
         self._start()
-        self.pipe.send_bytes(asked)
+        self.pipe.send_bytes(request)
 
     def answer(self, timeout_s: float) -> dict[str, Any] | str:
-        """What it says of the next row; or what became of it."""
+        """The answer for the next row, or a text that says how the child ended."""
         assert self.process is not None
         try:
             if self.pipe.poll(timeout_s):
@@ -178,26 +205,25 @@ class _Child:
         if self.process is None:
             return
         with suppress(psutil.NoSuchProcess):
-            for each in psutil.Process(self.process.pid).children(recursive=True):  # in sessions of their own, too
+            for child in psutil.Process(self.process.pid).children(recursive=True):  # even those in other sessions
                 with suppress(psutil.NoSuchProcess):
-                    each.kill()
+                    child.kill()
         with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # and of what it has started, what has lost its parent
+            os.killpg(self.process.pid, signal.SIGKILL)  # includes descendants that have lost their parent
         self.process.wait()
         self.pipe.close()
         self.process = None
 
     def _start(self) -> None:
-        here, there = Pipe()
-        self.pipe = here
+        self.pipe, child_end = Pipe()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "rlhf.rewards.child", str(there.fileno()), str(os.getpid())],
-            pass_fds=[there.fileno()],
+            [sys.executable, "-m", "rlhf.rewards.child", str(child_end.fileno()), str(os.getpid())],
+            pass_fds=[child_end.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
-        there.close()
+        child_end.close()
         self.pipe.send_bytes(json.dumps(self.task).encode())
         ready = self.answer(START_S)
         if isinstance(ready, str) or "error" in ready:

@@ -133,7 +133,7 @@ def test_from_preferences_to_ppo(workspace: Path, preferences: Path, processes: 
         "fork", "ppo", "--at", "1:generate", "--run", "g", *store, f"reward.model={workspace}/model"
     )
     assert refused.wait() == 2
-    assert "lacks score.weight: it is no outcome reward model" in refused.text
+    assert "lacks score.weight: it is not a reward model of kind outcome" in refused.text
 
 
 def train(processes: Processes, config: RunConfig, *faults: Fault) -> Child:

@@ -50,7 +50,7 @@ def test_a_run_of_this_schema_is_read_and_gone_on_with(stored: Path, processes: 
         "resume", "stored", "--store", f"file://{stored.parent}", setup=partial(os.chdir, Path.cwd())
     )
     assert resumed.wait() == 0, resumed.text
-    assert "the KL in the reward k3 -> k1, which alone has the right gradient" in resumed.text
+    assert "the KL in the reward k3 -> k1, the only estimator with the right gradient" in resumed.text
     computed = {stage for stage, iteration, _ in resumed.computed_shards}
     assert computed == {"score", "old_log_probs", "ref_log_probs", "values", "advantages"}, "generations are kept"
     resumed_with = open_run(f"file://{stored}").trajectories([1])

@@ -39,7 +39,7 @@ def test_columns_have_the_types_of_the_schema(batch: TrajectoryBatch) -> None:
     assert batch.padded("values").dtype == torch.float32
     assert batch.padded("loss_mask").dtype == torch.int8
     assert batch.padded("response_ids").dtype == torch.int32
-    with pytest.raises(KeyError, match="column score is not among those read here: trajectory_id"):
+    with pytest.raises(KeyError, match="column score is not in this batch, which has: trajectory_id"):
         batch.array("score")
 
 

@@ -56,7 +56,7 @@ def test_the_minimal_config_is_the_documented_default(file: Path) -> None:
         ("algorithm.kl=0.1", "algorithm.kl is 0.1: it should be a section, such as {key: value}"),
         ("algorithm.advantage={type: gdpo, parts: score}", "algorithm.advantage.parts is 'score': it should be a list, such as [a, b]"),  # noqa: E501
         ("algorithm.advantage={type: gdpo, parts: [a]}; algorithm.overlong_penalty.buffer_tokens=9", "algorithm.overlong_penalty would do nothing"),  # noqa: E501
-        ("algorithm.kl={in_reward: 0, controller: {type: adaptive, target: 1}}", "algorithm.kl.in_reward, the coefficient that it moves, is 0"),  # noqa: E501
+        ("algorithm.kl={in_reward: 0, controller: {type: adaptive, target: 1}}", "algorithm.kl.in_reward, the coefficient that it adapts, is 0"),  # noqa: E501
         ("algorithm.advantage={type: gdpo, parts: [a], weights: [1, 2]}", "algorithm.advantage: weights has 2 values for 1 parts: give one each"),  # noqa: E501
         ("algorithm.kl.controller.type=adaptive", "algorithm.kl.controller.target is missing: set it"),
         # wrong types and values
@@ -82,17 +82,17 @@ def test_the_minimal_config_is_the_documented_default(file: Path) -> None:
         ("actor.micro_batch_tokens=1023", "actor.micro_batch_tokens is 1023, less than one trajectory may have (data.max_prompt_tokens + rollout.max_response_tokens = 1024): raise it"),  # noqa: E501
         ("critic.sequence_parallel=2", "critic.sequence_parallel is 2, which does not divide the number of processes that hold the critic (1): change one of them"),  # noqa: E501
         ("pools={all: {workers: 3}}; actor.sequence_parallel=2", "actor.sequence_parallel is 2, which does not divide the number of processes that hold the actor (3)"),  # noqa: E501
-        ("actor.engine=fsdp; actor.offload_when_idle=true; actor.offload=true", "actor.offload_when_idle moves to host memory what actor.offload keeps there all the time: choose one"),  # noqa: E501
-        ("critic.engine=deepspeed; critic.zero_stage=3; critic.offload_when_idle=true", "critic.offload_when_idle does not go with critic.zero_stage 3"),  # noqa: E501
-        ("pools={all: {workers: 2}}; actor.tensor_parallel=2", "actor.tensor_parallel is for engine fsdp, alone: not with actor.engine torch"),  # noqa: E501
-        ("pools={all: {workers: 2}}; model.lora={}; actor={engine: fsdp, tensor_parallel: 2}", "actor.tensor_parallel is for engine fsdp, alone: not with model.lora"),  # noqa: E501
+        ("actor.engine=fsdp; actor.offload_when_idle=true; actor.offload=true", "actor.offload already keeps the state in host memory, so actor.offload_when_idle does nothing: set only one of them"),  # noqa: E501
+        ("critic.engine=deepspeed; critic.zero_stage=3; critic.offload_when_idle=true", "critic.offload_when_idle does not work with critic.zero_stage 3"),  # noqa: E501
+        ("pools={all: {workers: 2}}; actor.tensor_parallel=2", "actor.tensor_parallel requires actor.engine fsdp and does not work with actor.engine torch"),  # noqa: E501
+        ("pools={all: {workers: 2}}; model.lora={}; actor={engine: fsdp, tensor_parallel: 2}", "actor.tensor_parallel requires actor.engine fsdp and does not work with model.lora"),  # noqa: E501
         ("pools={a: {workers: 2}, b: {}}; placement={actor: a, critic: a, rollout: a, reference: b}; actor.sequence_parallel=2; algorithm.kl.in_reward=0.1", "reference.sequence_parallel is 2, which does not divide the number of processes that hold the reference (1)"),  # noqa: E501
         ("model.attention=flash_attention_2; model.dtype=float32", "model.attention flash_attention_2 computes in 16 bits: set model.dtype bfloat16, or use sdpa"),  # noqa: E501
         ("rollout.quantization=fp8", "rollout.quantization fp8 is for rollout.engine vllm: remove it"),
-        ("rollout={engine: vllm, top_p: 0.9, temperature: 0.7}", "with rollout.top_p 0.9, rollout.temperature has to be 1 (or 0), and is 0.7"),  # noqa: E501
+        ("rollout={engine: vllm, top_p: 0.9, temperature: 0.7}", "with rollout.top_p 0.9, rollout.temperature must be 1 (or 0), but is 0.7"),  # noqa: E501
         ("rollout={engine: vllm, vllm: {max_model_len: 100}}", "rollout.vllm.max_model_len is 100, less than data.max_prompt_tokens + rollout.max_response_tokens = 1024: raise it"),  # noqa: E501
-        ("rollout.engine=server", "rollout.engine is server, and rollout.server.urls names none: name them"),
-        ("rollout={engine: server, server: {urls: 'http://a:1'}}; model.lora={}", "rollout.engine server takes no adapters"),  # noqa: E501
+        ("rollout.engine=server", "rollout.engine is server, but rollout.server.urls is empty: list the servers"),
+        ("rollout={engine: server, server: {urls: 'http://a:1'}}; model.lora={}", "rollout.engine server cannot load adapters"),  # noqa: E501
         ("critic=null", "critic is null, but algorithm.advantage gae needs values: leave critic out"),
         ("algorithm.advantage={type: grpo}; critic.warmup_iterations=1", "critic.warmup_iterations is set, but algorithm.advantage grpo has no critic: remove it"),  # noqa: E501
         ("algorithm.advantage={type: grpo}; rollout.n=1", "algorithm.advantage grpo compares the trajectories of a prompt, but rollout.n is 1: raise rollout.n"),  # noqa: E501
@@ -272,7 +272,7 @@ def test_what_older_releases_stored_is_read_in_todays_keys() -> None:
     for kl, says in (
         (
             {"estimator": "k3", "in_reward": 0.1},
-            ["the KL in the reward k3 -> k1, which alone has the right gradient"],
+            ["the KL in the reward k3 -> k1, the only estimator with the right gradient"],
         ),
         ({"estimator": "k1", "in_reward": 0.1}, []),
         ({"estimator": "k3", "in_reward": None, "in_loss": 0.1}, []),

@@ -129,14 +129,16 @@ def test_messages_go_through_the_chat_template(tokenizer: Any) -> None:
     expected = tokenizer.apply_chat_template(whole, add_generation_prompt=True, return_dict=False)
     assert [*prompt, *turn, *after_eos] == expected, "as if it had been written in one go"
     tokenizer.chat_template = "{{ messages[-1].content }}"
-    with pytest.raises(UserError, match="it has no turns"):
+    with pytest.raises(UserError, match="use another chat template"):
         content_ids(messages, 7, tokenizer)
 
 
 def test_an_environment_that_fails_is_named(tokenizer: Any) -> None:
     with pytest.raises(EnvironmentFailed, match=r"IndexError: list index .* \(it000000-p00000-s00, turn 'a'\)"):
         talk(Policy(tokenizer, [["a"]]), [], max_turns=3)
-    with pytest.raises(EnvironmentFailed, match=r"step returned None, which is no Observation \(it000000-p00000-s00"):
+    with pytest.raises(
+        EnvironmentFailed, match=r"step returned None, which is not an Observation \(it000000-p00000-s00"
+    ):
         talk(Policy(tokenizer, [["a"]]), [None], max_turns=3)
     with pytest.raises(EnvironmentFailed, match=r"step gave the reward nan \(it000000-p00000-s01, turn 'b'\)"):
         talk(Policy(tokenizer, [["a", "b"]]), [Observation("")], [Observation("", math.nan)], max_turns=3)
@@ -145,10 +147,10 @@ def test_an_environment_that_fails_is_named(tokenizer: Any) -> None:
             talk(Policy(tokenizer, [["a"]]), [Observation(says)], max_turns=3)  # type: ignore[arg-type]
     with pytest.raises(
         EnvironmentFailed,
-        match=r"raised SystemExit: no key at environments.py:\d+ in reset \(it000000-p00000-s00, as it began\)",
+        match=r"raised SystemExit: no key at environments.py:\d+ in reset \(it000000-p00000-s00, at reset\)",
     ):
         others("tests.environments:Leaves", "no key")
-    with pytest.raises(EnvironmentFailed, match=r"raised TypeError: .* \(it000000-p00000-s00, as it began"):
+    with pytest.raises(EnvironmentFailed, match=r"raised TypeError: .* \(it000000-p00000-s00, at reset"):
         others("calculator", "1", options={"no": "option"})
     with pytest.raises(UserError, match=r"rollout.environment nobody: ModuleNotFoundError.*\(calculator\)"):
         load_environment("nobody")
@@ -187,7 +189,7 @@ def test_stops_are_texts(stop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_template_that_knows_no_tools_is_named(tokenizer: Any) -> None:
     refuses = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}"
     other = AutoTokenizer.from_pretrained(tokenizer.name_or_path, chat_template=refuses)
-    with pytest.raises(UserError, match=r"refuses what rollout.environment says \(messages of: tool\): no tools"):
+    with pytest.raises(UserError, match=r"refuses the messages of rollout.environment \(roles: tool\): no tools"):
         content_ids([{"role": "tool", "content": "42"}], 7, other)
 
 

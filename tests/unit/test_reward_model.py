@@ -128,7 +128,7 @@ def test_conversations_that_are_too_long_are_refused(base: Path, tmp_path: Path)
 
 
 def test_what_is_no_reward_model_is_refused(base: Path) -> None:
-    with pytest.raises(UserError, match=r"lacks score\.weight: it is no outcome reward model"):
+    with pytest.raises(UserError, match=r"lacks score\.weight: it is not a reward model of kind outcome"):
         load_reward_model(RewardModelConfig(path=str(base)))
 
 

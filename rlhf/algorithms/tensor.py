@@ -1,0 +1,19 @@
+"""`Tensor` for hints that are looked at at run time, in modules that import no torch: a config is read in a moment."""
+
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+else:
+
+    class _IsTensor(type):
+        def __instancecheck__(cls, value: object) -> bool:
+            torch = sys.modules.get("torch")
+            return torch is not None and isinstance(value, torch.Tensor)
+
+    class Tensor(metaclass=_IsTensor):
+        """Any `torch.Tensor`."""
+
+
+__all__ = ["Tensor"]
