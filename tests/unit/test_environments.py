@@ -159,14 +159,14 @@ def test_an_environment_that_fails_is_named(tokenizer: Any) -> None:
 def test_environments_are_asked_at_the_same_time() -> None:
     met = others("tests.environments:Meeting", *"abcdefgh", options={"barrier": threading.Barrier(8)})
     turns = {f"it000000-p00000-s{row:02d}": f"turn {row}" for row in reversed(range(8))}
-    assert [each.says for each in met.step(turns)] == list(turns.values())
+    assert [each.content for each in met.step(turns)] == list(turns.values())
 
 
 def test_an_answer_has_its_own_time() -> None:
     """However early others answer, and however late."""
     slow = others("tests.environments:Slow", "60", "0.5", "0.1", timeout_s=6.0)
     first, *rest = (f"it000000-p00000-s{row:02d}" for row in range(3))
-    assert [each.says for each in slow.step(dict.fromkeys(rest, "?"))] == ["0.5", "0.1"]
+    assert [each.content for each in slow.step(dict.fromkeys(rest, "?"))] == ["0.5", "0.1"]
     with pytest.raises(EnvironmentFailed, match=rf"took longer than rollout.environment.timeout_s 6 s \({first}"):
         slow.step({first: "?"} | dict.fromkeys(rest, "?"))
 
