@@ -60,24 +60,24 @@ def with_new_names(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _renamed(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The tree with today's names, and the old names that were in it."""
+    """The tree with today's names, and the old names that it had."""
     today = deepcopy(dict(tree))
     old_names: list[str] = []
     for old, new in RENAMED.items():
-        section, old_name = _section_of(today, old), old.rpartition(".")[2]
+        section: Any = today
+        *parents, old_name = old.split(".")
+        for part in parents:
+            section = section.get(part) if isinstance(section, dict) else None
         if isinstance(section, dict) and old_name in section:
             value = section.pop(old_name)
-            _section_of(today, new)[new.rpartition(".")[2]] = value
+            *new_parents, new_name = new.removeprefix(".".join(parents) + ".").split(".")
+            for part in new_parents:
+                inner = section.get(part)
+                section[part] = inner if isinstance(inner, dict) else {} if inner is None else {"type": inner}
+                section = section[part]
+            section[new_name] = value
             old_names.append(old)
     return today, old_names
-
-
-def _section_of(tree: dict[str, Any], key: str) -> Any:
-    """The section that holds a dotted key, or the value in its place; None if there is no such section."""
-    section: Any = tree
-    for part in key.split(".")[:-1]:
-        section = section.get(part) if isinstance(section, dict) else None
-    return section
 
 
 def _kl(tree: Mapping[str, Any]) -> Mapping[str, Any]:

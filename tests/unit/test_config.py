@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from rlhf.algorithms import GRPO, KLPenalty
 from rlhf.config import RunConfig, keys, load_config, parse_config, stored_config, yaml_text
 from rlhf.config.older import RenamedKey, changed_since
+from rlhf.engines.optimizers import AdamW
 from rlhf.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -297,6 +298,11 @@ def test_old_names_of_keys_still_work_and_a_note_says_the_new_ones(file: Path) -
         "algorithm.advantage.drop_flat_groups is called algorithm.advantage.drop_zero_std_groups now: the old name "
         "still works",
     ]
+    tree = {**MINIMAL, "actor": {"betas": [0.5, 0.6], "weight_decay": 0.1, "optimizer": "adamw"}}
+    with pytest.warns(RenamedKey):
+        assert parse_config(tree, "here").actor.optimizer == AdamW(betas=(0.5, 0.6), weight_decay=0.1)
+    del tree["actor"]["optimizer"]
+    assert stored_config(tree, "the claim").actor.optimizer == AdamW(betas=(0.5, 0.6), weight_decay=0.1)
     with pytest.warns(RenamedKey):
         assert not config.with_values({}, ["actor.by_turns=false"]).actor.offload_when_idle
     stored = config.model_dump(mode="json")
