@@ -3,10 +3,10 @@
     make demo                                   # once: the data and the supervised model
     OMP_NUM_THREADS=1 python benchmarks/algorithms.py ppo grpo rloo dapo --tokens 240000 --seeds 0 1 2
 
-A recipe is trained one iteration at a time (a finished run goes on when `train.iterations` is raised) until it has
+A recipe is trained one iteration at a time (a finished run continues when `train.iterations` is raised) until it has
 generated as many tokens, those of prompts that dynamic sampling dropped included; then its newest snapshot answers the
 1 024 held-out prompts at temperature 1. The learning rate stays where the recipe begins: no recipe gains by a
-schedule that was made for another length. Started again, it goes on where it stopped.
+schedule that was made for another length. Started again, it continues where it stopped.
 """
 
 from __future__ import annotations

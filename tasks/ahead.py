@@ -39,7 +39,7 @@ def generations(driver: Driver, k: int) -> StageHandle | None:
     if any(store.committed_stage(j, "generate") is None for j in iterations):
         is_separate = driver.groups.executor_of("rollout") != driver.groups.executor_of("actor")
         if config.rollout.ahead or is_separate:  # otherwise the rollout shares or follows the actor's weights
-            bring_weights(driver, k)
+            update_rollout_weights(driver, k)
     before = None  # the iteration that draws its prompts first
     for j in iterations:
         if j not in rollout.begun or rollout.begun[j].failed:
@@ -61,11 +61,11 @@ def finish_ahead(driver: Driver, k: int) -> None:
             note(str(error))
 
 
-@recorded_task("bring_weights")
-def bring_weights(driver: Driver, iteration: int) -> None:
+@recorded_task("update_rollout_weights")
+def update_rollout_weights(driver: Driver, iteration: int) -> None:
     """Give the rollout the newest weights: those with which the open iteration begins."""
     newest = driver.state.starting["actor"]
     with driver.rollout.turn:
         ensure_weights(driver, "rollout", newest)
         if driver.config.rollout.ahead:
-            driver.rollout.holds = newest
+            driver.rollout.loaded = newest

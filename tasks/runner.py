@@ -209,9 +209,9 @@ def _computed(driver: Driver, stage: RowsStage[C, S], call: Call[C]) -> Rows[S] 
 
 def _assign(driver: Driver, stage: RowsStage[C, S], iteration: int, shard: int) -> None:
     """Commit which weights a shard will be generated with, if they do not follow from its iteration."""
-    holds = driver.rollout.holds
+    loaded = driver.rollout.loaded
     state = driver.store.iteration_state(iteration)
-    if stage.name == "generate" and holds is not None and state.assigned.get(shard) != holds:
+    if stage.name == "generate" and loaded is not None and state.assigned.get(shard) != loaded:
         driver.store.commit(Assigned(iteration=iteration, shard=shard, weights=holds))
 
 

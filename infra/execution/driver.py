@@ -54,7 +54,7 @@ class AheadRollouts:
 
     turn: threading.Lock = field(default_factory=threading.Lock)
     """Held while a piece is generated, and while new weights are loaded."""
-    holds: Weights | None = None
+    loaded: Weights | None = None
     """The weights that were loaded last; None: each iteration generates with its starting weights."""
     begun: dict[int, StageHandle] = field(default_factory=dict)
     """Generate stages of later iterations, by iteration."""

@@ -35,7 +35,7 @@ from tests.torture.checks import Result, check, check_files, leftovers, result_o
 from tests.torture.faults import FAULTS, Victim, expect, suits
 from tests.torture.kinds import Kind, kinds, workspace
 
-LANES = 2
+PARALLEL = 2
 DEFAULTS = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -87,14 +87,14 @@ class Torture:
             shared = self.folder / "workspace"
             shared.mkdir()
             self.kinds = kinds(workspace(shared), self.ray)
-            with ThreadPoolExecutor(LANES) as lanes:
-                results = lanes.map(self._alone, self.kinds)
+            with ThreadPoolExecutor(PARALLEL) as threads:
+                results = threads.map(self._alone, self.kinds)
                 self.expected = {kind.name: result for kind, result in zip(self.kinds, results, strict=True)}
                 print(f"{len(self.expected)} runs left alone: {time.monotonic() - self.started:.0f} s", flush=True)
                 self.started = time.monotonic()
                 numbers = iter(range(10**9)) if self.arguments.only is None else iter([self.arguments.only])
-                for lane in [lanes.submit(self._lane, numbers) for _ in range(LANES)]:
-                    lane.result()
+                for thread in [threads.submit(self._scenarios, numbers) for _ in range(PARALLEL)]:
+                    thread.result()
         return self._tell()
 
     def _alone(self, kind: Kind) -> Result:
@@ -104,7 +104,7 @@ class Torture:
             self._end_workers(victim)
         return result_of(kind, victim.url, victim.folder)
 
-    def _lane(self, numbers: Iterator[int]) -> None:
+    def _scenarios(self, numbers: Iterator[int]) -> None:
         while time.monotonic() - self.started < 60 * self.arguments.minutes:
             with self.lock:
                 number = next(numbers, None)

@@ -64,7 +64,7 @@ def test_a_stage_goes_on_as_soon_as_a_shard_is_there(executors: Executors) -> No
     assert second.manifest().stage == "two"
 
 
-def test_stages_of_a_lane_keep_their_order(executors: Executors) -> None:
+def test_stages_of_an_executor_keep_their_order(executors: Executors) -> None:
     seen: list[int] = []
 
     def run(number: int) -> Callable[[StageHandle], Manifest]:
