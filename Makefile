@@ -51,7 +51,7 @@ bench-vllm: .venv/vllm ## those of rollout engines
 	OMP_NUM_THREADS=1 python benchmarks/rollout.py
 	OMP_NUM_THREADS=1 python benchmarks/ahead.py
 
-docs: .venv/installed ## what is generated: docs/configuration.md
+docs: .venv/installed ## what is generated: configuration, algorithms, metrics
 	python -m flows.reference
 
 clean:

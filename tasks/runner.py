@@ -212,7 +212,7 @@ def _assign(driver: Driver, stage: RowsStage[C, S], iteration: int, shard: int) 
     loaded = driver.rollout.loaded
     state = driver.store.iteration_state(iteration)
     if stage.name == "generate" and loaded is not None and state.assigned.get(shard) != loaded:
-        driver.store.commit(Assigned(iteration=iteration, shard=shard, weights=holds))
+        driver.store.commit(Assigned(iteration=iteration, shard=shard, weights=loaded))
 
 
 def _until(driver: Driver, stage: RowsStage[C, S], iteration: int) -> Callable[[list[ShardCommit]], bool] | None:
