@@ -7,6 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from jaxtyping import install_import_hook
+
+from tests import shapes
+
+# Every call of the algorithms is held to the shapes and types in its hints: before anything else imports them.
+with install_import_hook("rlhf.algorithms", f"{shapes.__name__}.checked"):
+    import rlhf.algorithms.objectives  # noqa: F401  (which imports all the others)
 
 from tests import tiny
 from tests.prefect_server import locked, prefect_api

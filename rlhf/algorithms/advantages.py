@@ -8,21 +8,19 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal
 
+from jaxtyping import Bool, Float, Int
 from pydantic import Field, model_validator
 
 from rlhf.algorithms.base import Algorithm
 from rlhf.algorithms.groups import Groups
 from rlhf.algorithms.masked import sequence_mean, sequence_sum, whiten
+from rlhf.algorithms.tensor import Tensor
 from rlhf.errors import UserError
 
-if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int
-    from torch import Tensor
-
-    Tokens = Float[Tensor, "batch response"]
-    Scores = Float[Tensor, " batch"]
+Tokens = Float[Tensor, "batch response"]
+Scores = Float[Tensor, " batch"]
 
 
 class AdvantageEstimator(Algorithm):
@@ -346,7 +344,7 @@ class GDPO(AdvantageEstimator):
     needs: ClassVar[tuple[str, ...]] = ("group_ids", "reward_parts")
 
     @model_validator(mode="after")
-    def _check_weights(self) -> Self:
+    def _check_weights(self) -> GDPO:
         if self.weights is not None and len(self.weights) != len(self.parts):
             raise ValueError(f"weights has {len(self.weights)} values for {len(self.parts)} parts: give one each")
         return self

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from jaxtyping import Bool, Float, Int
 
-if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int
-    from torch import Tensor
+from rlhf.algorithms.tensor import Tensor
 
 
 class Groups:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal, get_args
+from typing import Annotated, Literal, get_args
 
+from jaxtyping import Float
 from pydantic import BeforeValidator, Field
 
 from rlhf.algorithms.base import Options
-
-if TYPE_CHECKING:
-    from jaxtyping import Float
-    from torch import Tensor
+from rlhf.algorithms.tensor import Tensor
 
 Estimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"]
 

@@ -8,11 +8,11 @@ split or padded.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-if TYPE_CHECKING:
-    from jaxtyping import Float
-    from torch import Tensor
+from jaxtyping import Float
+
+from rlhf.algorithms.tensor import Tensor
 
 Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 

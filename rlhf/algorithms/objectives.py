@@ -6,26 +6,23 @@ those of the mini-batch (see `masked`), so an engine only has to add them up.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from jaxtyping import Float
 from torch.nn.functional import logsigmoid
 
 from rlhf.algorithms import PolicyLoss
 from rlhf.algorithms.kl import Estimator, kl_divergence
 from rlhf.algorithms.masked import Aggregation, LossNormalizers, aggregate, masked_mean, sequence_sum
 from rlhf.algorithms.policy_losses import SelectingLoss
+from rlhf.algorithms.tensor import Tensor
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from jaxtyping import Float
-    from torch import Tensor
-
-    Tokens = Float[Tensor, "batch response"]
-    Outputs = Mapping[str, Tokens]
-    Selection = Callable[[Outputs, Outputs], Tokens]
-    Share = tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]
+Tokens = Float[Tensor, "batch response"]
+Outputs = Mapping[str, Tokens]
+Selection = Callable[[Outputs, Outputs], Tokens]
+Share = tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]
 
 
 class Objective(Protocol):

@@ -7,8 +7,10 @@ before exponentiation to avoid overflow.
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
+from jaxtyping import Bool, Float
 from pydantic import Field
 
 from rlhf.algorithms.base import Algorithm
@@ -22,14 +24,13 @@ from rlhf.algorithms.masked import (
     sequence_mean,
     sequence_sum,
 )
+from rlhf.algorithms.tensor import Tensor
 
-if TYPE_CHECKING:
-    from jaxtyping import Bool, Float
-    from torch import Tensor
-
-    Tokens = Float[Tensor, "batch response"]
-    Flags = Bool[Tensor, "batch response"]
-    Scalar = Float[Tensor, ""]
+Tokens = Float[Tensor, "batch response"]
+Flags = Bool[Tensor, "batch response"]
+Scalar = Float[Tensor, ""]
+Metrics = Mapping[str, Tokens | Flags]
+"""By name; of flags, the share is shown."""
 
 
 class PolicyLossBase(Algorithm):
@@ -66,7 +67,7 @@ class PolicyLossBase(Algorithm):
     def reduced(
         self,
         loss: Tokens,
-        metrics: dict[str, Tokens],
+        metrics: Metrics,
         mask: Tokens,
         normalizers: LossNormalizers,
         weights: Tokens | None,
@@ -95,7 +96,7 @@ class PolicyLossBase(Algorithm):
     @abstractmethod
     def token_losses(
         self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, mask: Tokens
-    ) -> tuple[Tokens, dict[str, Tokens]]:
+    ) -> tuple[Tokens, Metrics]:
         """Compute the loss and the metrics of each token.
 
         Args:
@@ -186,9 +187,7 @@ class SelectingLoss(TokenLoss):
         """
 
     @abstractmethod
-    def treat(
-        self, loss: Tokens, metrics: dict[str, Tokens], log_ratio: Tokens, selected: Flags
-    ) -> tuple[Tokens, dict[str, Tokens]]:
+    def treat(self, loss: Tokens, metrics: Metrics, log_ratio: Tokens, selected: Flags) -> tuple[Tokens, Metrics]:
         """Apply the special treatment to the selected tokens.
 
         Args:
@@ -202,7 +201,7 @@ class SelectingLoss(TokenLoss):
         """
 
 
-def means(metrics: dict[str, Tokens], mask: Tokens, normalizers: LossNormalizers) -> dict[str, Scalar]:
+def means(metrics: Metrics, mask: Tokens, normalizers: LossNormalizers) -> dict[str, Scalar]:
     """Average per-token metrics, shape (batch, response), into scalars that add up over micro-batches."""
     return {name: masked_mean(value.detach().to(mask.dtype), mask, normalizers) for name, value in metrics.items()}
 
@@ -228,7 +227,7 @@ class PPOClip(TokenLoss):
 
     def token_losses(
         self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, mask: Tokens
-    ) -> tuple[Tokens, dict[str, Tokens]]:
+    ) -> tuple[Tokens, Metrics]:
         log_ratio = (log_probs - old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         ratio = log_ratio.exp()
         plain = -ratio * advantages
@@ -260,7 +259,7 @@ class GSPO(SequenceLoss):
 
     def token_losses(
         self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, mask: Tokens
-    ) -> tuple[Tokens, dict[str, Tokens]]:
+    ) -> tuple[Tokens, Metrics]:
         log_ratio = log_probs - old_log_probs
         sequence = sequence_sum(log_ratio, mask) / mask.sum(-1).clamp(min=1.0)
         ratio = (log_probs - log_probs.detach() + sequence.detach()[:, None]).clamp(max=10.0).exp()
@@ -286,7 +285,7 @@ class GPGLoss(TokenLoss):
 
     def token_losses(
         self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, mask: Tokens
-    ) -> tuple[Tokens, dict[str, Tokens]]:
+    ) -> tuple[Tokens, Metrics]:
         return -log_probs * advantages, {}
 
 
@@ -305,7 +304,7 @@ class CISPO(TokenLoss):
 
     def token_losses(
         self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, mask: Tokens
-    ) -> tuple[Tokens, dict[str, Tokens]]:
+    ) -> tuple[Tokens, Metrics]:
         log_ratio = (log_probs - old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         ratio = log_ratio.detach().exp()
         weight = ratio.clamp(1.0 - self.clip_ratio_low, 1.0 + self.clip_ratio_high)
@@ -349,7 +348,7 @@ class GMPO(SequenceLoss):
 
     def token_losses(
         self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, mask: Tokens
-    ) -> tuple[Tokens, dict[str, Tokens]]:
+    ) -> tuple[Tokens, Metrics]:
         """Compute the exponents :math:`\\ell_t`; the loss takes their mean over each trajectory."""
         log_ratio = (log_probs - old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         clipped = log_ratio.clamp(-self.clip_ratio_low, self.clip_ratio_high)
@@ -376,7 +375,7 @@ class SAPO(SequenceLoss):
 
     def token_losses(
         self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, mask: Tokens
-    ) -> tuple[Tokens, dict[str, Tokens]]:
+    ) -> tuple[Tokens, Metrics]:
         log_ratio = (log_probs - old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         tau = mask.new_full(mask.shape, self.tau_neg).masked_fill(advantages > 0, self.tau_pos)
         gate = (tau * (log_ratio.exp() - 1.0)).sigmoid() * (4.0 / tau)
@@ -408,7 +407,7 @@ class DPPO(TokenLoss):
 
     def token_losses(
         self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, mask: Tokens
-    ) -> tuple[Tokens, dict[str, Tokens]]:
+    ) -> tuple[Tokens, Metrics]:
         log_ratio = (log_probs - old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         ratio = log_ratio.detach().exp()
         inside = self.inside(log_probs.detach(), old_log_probs, advantages)
@@ -480,7 +479,7 @@ class ClipCov(SelectingLoss):
 
     def token_losses(
         self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, mask: Tokens
-    ) -> tuple[Tokens, dict[str, Tokens]]:
+    ) -> tuple[Tokens, Metrics]:
         log_ratio = log_probs - old_log_probs
         plain, clipped = self._surrogates(log_ratio, advantages)
         return plain.maximum(clipped), {"ppo_kl": -log_ratio}
@@ -493,10 +492,8 @@ class ClipCov(SelectingLoss):
         candidates = (mask > 0) & (clipped <= plain) & (cov > self.clip_cov_lb) & (cov < self.clip_cov_ub)
         return largest(noise, candidates, max(int(self.clip_cov_ratio * mask.sum().item()), 1))
 
-    def treat(
-        self, loss: Tokens, metrics: dict[str, Tokens], log_ratio: Tokens, selected: Flags
-    ) -> tuple[Tokens, dict[str, Tokens]]:
-        return loss.where(~selected, 0.0), metrics | {"pg_clipfrac": selected}
+    def treat(self, loss: Tokens, metrics: Metrics, log_ratio: Tokens, selected: Flags) -> tuple[Tokens, Metrics]:
+        return loss.where(~selected, 0.0), {**metrics, "pg_clipfrac": selected}
 
     def _surrogates(self, log_ratio: Tokens, advantages: Tokens) -> tuple[Tokens, Tokens]:
         ratio = ratio_of(log_ratio)
@@ -518,7 +515,7 @@ class KLCov(SelectingLoss):
 
     def token_losses(
         self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, mask: Tokens
-    ) -> tuple[Tokens, dict[str, Tokens]]:
+    ) -> tuple[Tokens, Metrics]:
         log_ratio = log_probs - old_log_probs
         return -ratio_of(log_ratio) * advantages, {"ppo_kl": log_ratio.abs()}
 
@@ -528,9 +525,7 @@ class KLCov(SelectingLoss):
         count = max(int(self.kl_cov_ratio * mask.sum().item()), 1)
         return largest(covariance(log_probs, advantages, mask), mask > 0, count)
 
-    def treat(
-        self, loss: Tokens, metrics: dict[str, Tokens], log_ratio: Tokens, selected: Flags
-    ) -> tuple[Tokens, dict[str, Tokens]]:
+    def treat(self, loss: Tokens, metrics: Metrics, log_ratio: Tokens, selected: Flags) -> tuple[Tokens, Metrics]:
         return (loss + self.ppo_kl_coef * log_ratio.abs()).where(selected, loss), metrics
 
 
@@ -545,7 +540,7 @@ class DRO(TokenLoss):
 
     def token_losses(
         self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, mask: Tokens
-    ) -> tuple[Tokens, dict[str, Tokens]]:
+    ) -> tuple[Tokens, Metrics]:
         log_ratio = log_probs - old_log_probs
         return 0.5 * self.dro_beta * log_ratio.square() - log_probs * advantages, {"ppo_kl": -log_ratio}
 

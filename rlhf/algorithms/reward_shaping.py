@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from jaxtyping import Float
 from pydantic import Field
 
 from rlhf.algorithms.base import Options
-
-if TYPE_CHECKING:
-    from jaxtyping import Float
-    from torch import Tensor
+from rlhf.algorithms.tensor import Tensor
 
 
 class OverlongPenalty(Options):

@@ -8,18 +8,16 @@ Notation: :math:`\\rho = \\pi_{old} / \\pi_{rollout}` is the ratio of a token.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal, Self
+from typing import Literal
 
+from jaxtyping import Float
 from pydantic import Field, model_validator
 
 from rlhf.algorithms.base import Options
 from rlhf.algorithms.masked import EPSILON, MAX_LOG_RATIO, LossNormalizers, masked_mean, sequence_mean, sequence_sum
+from rlhf.algorithms.tensor import Tensor
 
-if TYPE_CHECKING:
-    from jaxtyping import Float
-    from torch import Tensor
-
-    Tokens = Float[Tensor, "batch response"]
+Tokens = Float[Tensor, "batch response"]
 
 Statistic = Literal[
     "token_k1",
@@ -50,7 +48,7 @@ class ImportanceWeights(Options):
     normalize: bool = Field(False, description="scale the weights to mean 1 over the batch")
 
     @model_validator(mode="after")
-    def _ordered(self) -> Self:
+    def _ordered(self) -> ImportanceWeights:
         if self.lower is not None and self.lower > self.upper:
             raise ValueError(f"lower {self.lower} is above upper {self.upper}")
         return self
@@ -140,7 +138,7 @@ class Rejection(Options):
     lower: float | None = Field(None, gt=0, description="k1 only: smallest value that is kept; null: 1 / upper")
 
     @model_validator(mode="after")
-    def _sides(self) -> Self:
+    def _sides(self) -> Rejection:
         if self.lower is not None and not self.statistic.endswith("k1"):
             raise ValueError(f"lower is set, but {self.statistic} has one side only: remove it")
         if self.lower is not None and self.lower > self.upper:
@@ -193,7 +191,7 @@ class RolloutCorrection(Options):
     )
 
     @model_validator(mode="after")
-    def _bypass_compares_nothing(self) -> Self:
+    def _bypass_compares_nothing(self) -> RolloutCorrection:
         if self.bypass and (self.weights is not None or self.rejection):
             raise ValueError(
                 "bypass uses the rollout's log-probs as the old ones, so weights and rejection have nothing to "
