@@ -7,6 +7,7 @@ What a child computes is counted, and faults are set, by wrapping classes inside
 from __future__ import annotations
 
 import faulthandler
+import functools
 import json
 import logging
 import multiprocessing
@@ -252,6 +253,7 @@ def _count(counts: Path) -> None:
     def after(owner: type, name: str, describe: Callable[..., tuple[Any, ...]]) -> None:
         original = getattr(owner, name)
 
+        @functools.wraps(original)  # so that Ray sends it by its name, and its workers call their own
         def wrapped(self: Any, *arguments: Any, **options: Any) -> Any:
             result = original(self, *arguments, **options)
             if not isinstance(arguments[0], Sized) or len(arguments[0]):  # dynamic sampling can empty a shard

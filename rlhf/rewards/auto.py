@@ -1,4 +1,4 @@
-"""Choose a built-in reward for each row by its `data_source`, or else by its `reward_model.style`."""
+"""A built-in reward for every row: by its `data_source`, and otherwise by `reward_model.style`."""
 
 import fnmatch
 from typing import Any
@@ -11,20 +11,12 @@ BY_SOURCE = {
     "*olympiad*": "math",
     "*numina*": "math",
 }
-"""Patterns of lower-case data sources, and their rewards; the first match counts."""
+"""Patterns that the lower-case name of a data source is compared with, in order."""
 STYLES = ("countdown", "gsm8k", "math")
 
 
 def reward_of(data_source: str, style: str | None) -> str:
-    """Name of the built-in reward for a data source.
-
-    Args:
-        data_source: data source of the row.
-        style: `reward_model.style` of the row, or None.
-
-    Raises:
-        ValueError: no built-in reward fits.
-    """
+    """Raises `ValueError` where there is none."""
     for pattern, name in BY_SOURCE.items():
         if fnmatch.fnmatch(data_source.lower(), pattern):
             return name
@@ -34,11 +26,6 @@ def reward_of(data_source: str, style: str | None) -> str:
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> Any:
-    """The result of the chosen built-in reward.
-
-    Raises:
-        ValueError: no built-in reward fits, or the ground truth is malformed.
-    """
     import importlib
 
     style = extra_info.get("reward_style") if isinstance(extra_info, dict) else None

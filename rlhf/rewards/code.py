@@ -1,14 +1,14 @@
-"""Code reward: does the last Python block of the response pass the tests? Requires `reward.allow_code: true`.
+"""Programs: does the last Python block of the response pass the tests? Only with `reward.allow_code: true`.
 
 The ground truth is JSON: ``{"inputs": [...], "outputs": [...]}`` (standard input and expected standard output of each
-run), or ``{"asserts": "..."}`` (Python that runs after the program, in the same process, and must not raise; or a list
-of statements). After a test that runs out of time, the remaining tests are not run and count as failed.
+run), or ``{"asserts": "..."}`` (Python that is run after the program, in its process, and must not raise; a list is a
+statement each). Tests that follow one which ran out of time are not tried, and count as failed.
 
-Each run is a separate process in bubblewrap: no network, no view of other processes, a read-only system, an empty
-private folder that is removed afterwards, and limits on time, memory, processes, files and output. This protects the
-machine's files, network and other processes, but not against kernel bugs. With the option `sandbox: limits` there are
-only the limits and the folder: a program may then do everything that the user may, such as read files, use the network
-and end other processes.
+Each run is a process of its own in bubblewrap: no network, no other processes to be seen, the system read-only, an
+empty private folder that is removed, and limits on time, memory, processes, files and output. That keeps a program
+from the machine's files, network and neighbours; it does not keep it from a hole in the kernel. With the option
+`sandbox: limits` there are only the limits and the folder: a program may then do what the user may, such as read files,
+reach the network and end other processes.
 """
 
 from __future__ import annotations
@@ -35,31 +35,27 @@ from rlhf.errors import UserError
 MAX_OUTPUT = 1 << 20
 MAX_PROGRAM = 1 << 16
 PROCESSES = 32
-"""Limit on the processes of the user. The system does not enforce it for root."""
+"""Of the user, where that is not root, for whom the system counts none."""
 START_S = 2.0
-"""Extra time for Python and the sandbox to start."""
+"""For Python and the sandbox to begin."""
 
 _BLOCK = re.compile(
     r"(?:^[ \t]*+(?:[-*>]|[0-9]+[.)])?[ \t]*+```[ \t]*+|(?<!\S)```(?=\w))([^\s`]*+)[^\n`]*+\n(.*?)```",
     re.DOTALL | re.MULTILINE,
 )
-"""A code block of any language, so that the end of one block is not taken for the start of the next. It starts at the
-beginning of a line, or within a line if it names a language."""
+"""Of any language, so that the end of one is never taken for the beginning of another; at the beginning of a line, or
+within one if it says a language."""
 _PYTHON = re.compile(r"py(thon)?[0-9.]*", re.IGNORECASE)
 
 
 def check_sandbox(sandbox: str = "bubblewrap", **_: Any) -> None:
-    """Check that programs can run in the chosen sandbox.
-
-    Raises:
-        UserError: the sandbox is unknown, or bubblewrap is not installed.
-    """
+    """Raises `UserError` where programs cannot be run as asked."""
     if sandbox not in ("bubblewrap", "limits"):
-        raise UserError(f"reward.options: {{code: {{sandbox: {sandbox}}}}} is unknown: write bubblewrap or limits")
+        raise UserError(f"reward.options: {{code: {{sandbox: {sandbox}}}}} is none: write bubblewrap or limits")
     if sandbox == "bubblewrap" and shutil.which("bwrap") is None:
         raise UserError(
-            "reward.function code runs programs in bubblewrap, but there is no bwrap here: install bubblewrap, or, "
-            "if programs may do everything that you may, set reward.options: {code: {sandbox: limits}}"
+            "reward.function code runs programs in bubblewrap, and there is no bwrap here: install bubblewrap, or, "
+            "where programs may do what you may, set reward.options: {code: {sandbox: limits}}"
         )
 
 
@@ -72,24 +68,7 @@ def compute_score(
     memory_mb: int = 1024,
     sandbox: Literal["bubblewrap", "limits"] = "bubblewrap",
 ) -> dict[str, float]:
-    """Run the last program of the response against the tests.
-
-    Args:
-        data_source: unused.
-        solution_str: text of the response.
-        ground_truth: the tests, as JSON text or parsed.
-        extra_info: unused.
-        seconds: time limit of each test, in seconds.
-        memory_mb: memory limit of each test, in MiB.
-        sandbox: `bubblewrap`, or `limits` for no isolation.
-
-    Returns:
-        `score`: 1.0 if every test passes, else 0.0; `passed`: share of tests that pass.
-
-    Raises:
-        UserError: the sandbox is unknown, or bubblewrap is not installed.
-        ValueError: the ground truth has no usable tests.
-    """
+    """1.0 if every test passes, else 0.0; the part `passed` is the share of those that do."""
     check_sandbox(sandbox)
     truth = _tests(ground_truth)
     program = last_program(solution_str)
@@ -102,27 +81,27 @@ def compute_score(
     else:
         tests = list(zip(truth["inputs"], truth["outputs"], strict=True))
     passed = 0
-    for stdin, expected in tests:
-        started = time.monotonic()
-        printed = run(program, stdin, "asserts" in truth, seconds=seconds, memory_mb=memory_mb, sandbox=sandbox)
+    for given, expected in tests:
+        began = time.monotonic()
+        printed = run(program, given, "asserts" in truth, seconds=seconds, memory_mb=memory_mb, sandbox=sandbox)
         if printed is not None:
             lines = _lines(printed)
             passed += (lines[-1:] if "asserts" in truth else lines) == _lines(expected)
-        elif time.monotonic() - started >= seconds:
+        elif time.monotonic() - began >= seconds:
             break
     return {"score": float(passed == len(tests)), "passed": passed / len(tests)}
 
 
 def last_program(response: str) -> str | None:
-    """The last block marked as Python, or else the last block without a language; None if there is neither."""
+    """The last block of Python; where none is said to be, the last that does not say what it is."""
     blocks = _BLOCK.findall(response.replace("\r\n", "\n"))
     python = [text for language, text in blocks if _PYTHON.fullmatch(language)]
-    candidates = python or [text for language, text in blocks if not language]
-    return textwrap.dedent(candidates[-1]) if candidates else None  # blocks in lists are indented
+    found = python or [text for language, text in blocks if not language]
+    return textwrap.dedent(found[-1]) if found else None  # in a list, they are indented
 
 
 def _tests(ground_truth: Any) -> dict[str, Any]:
-    """The tests of a ground truth. Raises ValueError if there are none."""
+    """Raises ValueError for what tests nothing."""
     truth = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
     if isinstance(truth, dict) and truth.get("fn_name"):
         raise ValueError(f"tests of a function (fn_name {truth['fn_name']}) have to be written as `asserts`")
@@ -132,33 +111,21 @@ def _tests(ground_truth: Any) -> dict[str, Any]:
         if isinstance(asserts, str) and asserts.strip():
             return {"asserts": asserts}
         if isinstance(inputs, list) and isinstance(outputs, list) and len(inputs) == len(outputs) > 0:
-            return {"inputs": [str(item) for item in inputs], "outputs": [str(item) for item in outputs]}
+            return {"inputs": [str(each) for each in inputs], "outputs": [str(each) for each in outputs]}
     raise ValueError(
         f"the ground truth {str(ground_truth)[:60]!r} has neither `inputs` with as many `outputs` nor `asserts`"
     )
 
 
-def run(program: str, stdin: str, asserts: bool, *, seconds: float, memory_mb: int, sandbox: str) -> str | None:
-    """Run a program.
-
-    Args:
-        program: Python source.
-        stdin: text for its standard input.
-        asserts: whether the program ends with assertions. The launcher then reads a random word from `stdin` and prints
-            it at the end: a program that exits before its assertions cannot know the word.
-        seconds: time limit, in seconds.
-        memory_mb: memory limit, in MiB.
-        sandbox: `bubblewrap` or `limits`.
-
-    Returns:
-        The standard output, or None if the program fails or exceeds a limit.
-    """
+def run(program: str, given: str, asserts: bool, *, seconds: float, memory_mb: int, sandbox: str) -> str | None:
+    """What a program prints; None if it fails, or does more than it may. One that asserts is given a word, which is
+    printed after it: a program that ends itself before its assertions cannot know what that would be."""
     with tempfile.TemporaryDirectory(prefix="ratchet-code-") as name:
         folder = Path(name)
         (folder / "program.py").write_text(program)
         (folder / "launch.py").write_text(_LAUNCH)
-        home = "/program" if sandbox == "bubblewrap" else name
-        command = [sys.executable, "-I", "-B", f"{home}/launch.py", str(math.ceil(seconds)), str(memory_mb << 20)]
+        here = "/program" if sandbox == "bubblewrap" else name
+        command = [sys.executable, "-I", "-B", f"{here}/launch.py", str(math.ceil(seconds)), str(memory_mb << 20)]
         command += ["asserts"] if asserts else []
         if sandbox == "bubblewrap":
             command = [*_bubblewrap(folder), *command]
@@ -169,16 +136,16 @@ def run(program: str, stdin: str, asserts: bool, *, seconds: float, memory_mb: i
                 stdout=stdout,
                 stderr=subprocess.DEVNULL,
                 cwd=folder,
-                env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": home},
+                env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": here},
                 start_new_session=True,
             )
             try:
-                process.communicate(stdin.encode(), timeout=seconds + START_S)
+                process.communicate(given.encode(), timeout=seconds + START_S)
             except subprocess.TimeoutExpired:
                 return None
             finally:
                 with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # the program and its children
+                    os.killpg(process.pid, signal.SIGKILL)  # and what it has started
                 process.wait()
             stdout.seek(0)
             return stdout.read(MAX_OUTPUT).decode(errors="replace") if process.returncode == 0 else None
@@ -186,11 +153,11 @@ def run(program: str, stdin: str, asserts: bool, *, seconds: float, memory_mb: i
 
 _LAUNCH = f"""
 import ctypes, os, resource, runpy, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: the parent that enforces the time limit may be killed
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: who would end it may be killed
 seconds, memory = int(sys.argv[1]), int(sys.argv[2])
 word = input() if sys.argv[3:] else None
 os.chdir(os.path.dirname(__file__))
-for kind, limit in (
+for what, limit in (
     (resource.RLIMIT_CPU, seconds),
     (resource.RLIMIT_AS, memory),
     (resource.RLIMIT_FSIZE, {MAX_OUTPUT}),
@@ -198,7 +165,7 @@ for kind, limit in (
     (resource.RLIMIT_NOFILE, 64),
     (resource.RLIMIT_CORE, 0),
 ):
-    resource.setrlimit(kind, (limit, limit))
+    resource.setrlimit(what, (limit, limit))
 sys.argv = ["program.py"]
 runpy.run_path("program.py", run_name="__main__")
 if word:
@@ -208,7 +175,7 @@ if word:
 
 
 def _bubblewrap(folder: Path) -> list[str]:
-    """The bubblewrap command: the parts of the system that Python needs, read-only, and nothing else."""
+    """The system read-only, as far as Python needs it; of everything else, nothing."""
     needed = [
         "/usr",
         "/bin",
@@ -220,15 +187,15 @@ def _bubblewrap(folder: Path) -> list[str]:
         sys.prefix,
         sys.base_prefix,
     ]
-    mounts = [part for path in dict.fromkeys(needed) for part in ("--ro-bind-try", path, path)]
+    shown = [part for path in dict.fromkeys(needed) for part in ("--ro-bind-try", path, path)]
     return [
         "bwrap",
         "--unshare-all",
         "--die-with-parent",
         "--new-session",
         *("--cap-drop", "ALL"),
-        *("--tmpfs", "/tmp"),  # first, because the mounts below may be in it
-        *mounts,
+        *("--tmpfs", "/tmp"),  # before what may lie in it
+        *shown,
         *("--proc", "/proc"),
         *("--dev", "/dev"),
         *("--bind", str(folder), "/program"),
@@ -238,5 +205,5 @@ def _bubblewrap(folder: Path) -> list[str]:
 
 
 def _lines(text: str) -> Sequence[str]:
-    """The lines of a text, without spaces at the ends of lines and empty lines at the end."""
+    """Spaces at ends of lines, and empty lines at the end, make no difference."""
     return [line.rstrip() for line in text.rstrip().splitlines()]

@@ -9,8 +9,8 @@ The last complete `<answer>...</answer>` of the response is read with this gramm
     sign    := "+" | "-"
     integer := one or more of the digits 0-9
 
-ASCII white space is allowed between tokens. Arithmetic is exact. Nothing is evaluated as code, and the length, the
-depth and the digits of an answer are bounded, so hostile text is rejected immediately.
+ASCII white space may stand between tokens. Arithmetic is exact. Nothing is ever evaluated as code, and the
+length, the depth and the digits of an answer are bounded, so hostile text is refused at once.
 """
 
 import json
@@ -39,11 +39,11 @@ _TOKEN = re.compile(r"[0-9]+|\S", re.ASCII)
 
 
 class Malformed(ValueError):
-    """The text does not match the grammar, or exceeds its bounds."""
+    """The text is not an answer of the grammar, or exceeds its bounds."""
 
 
 class Answer(NamedTuple):
-    """An expression in postfix order, and the value after its `=`, if any."""
+    """An expression in postfix order, and the value that its `=` tail claims."""
 
     postfix: tuple[int | str, ...]
     claim: int | None
@@ -56,20 +56,7 @@ class Answer(NamedTuple):
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Mapping[str, Any] | str, extra_info: Any = None
 ) -> dict[str, float]:
-    """Score the last answer of a response.
-
-    Args:
-        data_source: unused.
-        solution_str: text of the response.
-        ground_truth: ``{"target": int, "numbers": [int, ...]}``, or the same as JSON text.
-        extra_info: unused.
-
-    Returns:
-        `score`: 1.0 if the answer is correct, else 0.0; `well_formed`: 1.0 if it matches the grammar, else 0.0.
-
-    Raises:
-        ValueError: the ground truth is malformed.
-    """
+    """Score one response; `ground_truth` is `{"target": int, "numbers": [int, ...]}` or its JSON text."""
     target, numbers = _problem(ground_truth)
     try:
         answer = parse(last_answer(solution_str))
@@ -79,11 +66,7 @@ def compute_score(
 
 
 def last_answer(text: str) -> str:
-    """The content of the last complete `<answer>...</answer>`.
-
-    Raises:
-        Malformed: there is none.
-    """
+    """The content of the last complete `<answer>...</answer>`."""
     start = text.rfind(OPEN, 0, max(text.rfind(CLOSE), 0))
     if start < 0:
         raise Malformed("there is no complete answer")
@@ -92,22 +75,14 @@ def last_answer(text: str) -> str:
 
 
 def parse(text: str) -> Answer:
-    """Parse the content of an answer.
-
-    Raises:
-        Malformed: the text does not match the grammar, or exceeds its bounds.
-    """
+    """Parse the content of an answer; raises Malformed."""
     if len(text) > MAX_LENGTH:
         raise Malformed(f"longer than {MAX_LENGTH} characters")
     return _Parser(text).answer()
 
 
 def evaluate(answer: Answer) -> Fraction:
-    """The exact value of a parsed expression.
-
-    Raises:
-        ZeroDivisionError: the expression divides by zero.
-    """
+    """The exact value of a parsed expression; raises ZeroDivisionError."""
     stack: list[Fraction] = []
     for item in answer.postfix:
         if isinstance(item, int):
@@ -121,7 +96,7 @@ def evaluate(answer: Answer) -> Fraction:
 
 
 class _Parser:
-    """A recursive-descent parser: each rule of the grammar is a method that appends to `postfix`."""
+    """Recursive descent: one method per rule of the grammar, each appending to `postfix`."""
 
     def __init__(self, text: str) -> None:
         self.tokens = _TOKEN.findall(text)[::-1]

@@ -1,4 +1,5 @@
-"""Length reward: a penalty for long responses, in characters (`algorithm.overlong_penalty` counts tokens)."""
+"""Shaping: a penalty for responses that are longer than wanted, in characters (`algorithm.overlong_penalty` counts
+tokens)."""
 
 from typing import Any
 
@@ -11,14 +12,5 @@ def compute_score(
     wanted_characters: int = 2_000,
     buffer_characters: int = 1_000,
 ) -> float:
-    """0.0 up to `wanted_characters`, then a linear decrease to -1.0 over the next `buffer_characters`.
-
-    Args:
-        data_source: unused.
-        solution_str: text of the response.
-        ground_truth: unused.
-        extra_info: unused.
-        wanted_characters: longest response without a penalty.
-        buffer_characters: characters over which the penalty grows.
-    """
+    """0.0 up to `wanted_characters`, then down by a straight line to -1.0 at `buffer_characters` more."""
     return -min(max(len(solution_str) - wanted_characters, 0) / buffer_characters, 1.0)

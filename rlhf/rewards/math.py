@@ -1,8 +1,8 @@
 """Mathematics in LaTeX, compared by the math-verify library (extra `math`): ``\\frac12`` is ``0.5``.
 
-The answer is the last ``\\boxed{...}``, or else the LaTeX that math-verify finds, or else the last number. It is parsed
-only as LaTeX, because math-verify would evaluate plain expressions as Python. Answers that could keep a computer
-algebra system busy forever (towers of powers, factorials, endless digits) score 0.0 without being parsed.
+The last ``\\boxed{...}`` is read, or else the LaTeX that math-verify finds, or else the last number. It is parsed as
+LaTeX alone: math-verify's own way with plain expressions would evaluate them as Python. What could make a computer
+algebra system work for ever (towers of powers, factorials, endless digits) is refused before it gets there: 0.0.
 """
 
 import re
@@ -12,33 +12,23 @@ from typing import Any
 from rlhf.rewards.gsm8k import NUMBER
 
 TAIL = 1_000
-"""Number of characters at the end of the response that are read."""
+"""Characters of the response that are read, from its end."""
 SECONDS = 3
-"""Time limit of parsing, and again of comparing, in seconds."""
+"""For reading, and for comparing."""
 
 MAX_DIGITS = 30
 MAX_DEPTH = 32
 MAX_BITS = 2.0**20
-"""Bits of the largest number that an answer may contain or evaluate to."""
+"""Of the largest number that an answer may come to: a moment's work."""
 
 _TOKEN = re.compile(r"[0-9]+|\\[a-zA-Z]+|\\.|\*\*|\S", re.DOTALL)
 _BAR = re.compile(r"\\(left|right|[lrm]?[vV]ert|[lr](floor|ceil|brace|angle)|mid|quad|qquad)$")
-"""Commands that are delimiters or spaces, not terms."""
+"""Commands that are no terms, but stand beside them."""
 _DOLLAR = re.compile(r"(?<!\\)\$")
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
-    """1.0 if the answer equals the ground truth, else 0.0.
-
-    Args:
-        data_source: unused.
-        solution_str: text of the response.
-        ground_truth: LaTeX, with or without ``$`` and ``\\boxed``.
-        extra_info: unused.
-
-    Raises:
-        ValueError: math-verify cannot parse the ground truth.
-    """
+    """1.0 or 0.0."""
     from math_verify import LatexExtractionConfig, parse, verify
 
     latex = [LatexExtractionConfig()]
@@ -57,34 +47,34 @@ def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_
 
 
 def boxed(text: str) -> str | None:
-    """The last ``\\boxed{...}``, with the command itself; None if there is none or its braces are not closed."""
+    """The last complete ``\\boxed{...}``, itself included."""
     start = text.rfind("\\boxed{")
     depth = 0
-    for position in range(start + len("\\boxed"), len(text)) if start >= 0 else ():
-        depth += {"{": 1, "}": -1}.get(text[position], 0)
+    for place in range(start + len("\\boxed"), len(text)) if start >= 0 else ():
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
         if depth == 0:
-            return text[start : position + 1]
+            return text[start : place + 1]
     return None
 
 
 def bits(latex: str) -> float:
-    """Estimate log2 of the largest number that occurs when an expression is evaluated.
+    """About log2 of the largest number that computing an expression comes by, and no less where powers, roots,
+    factorials and binomials are written as they usually are; infinite for one that is nested too deeply or has too many
+    digits.
 
-    The estimate is an upper bound if powers, roots, factorials and binomials have their usual notation. It is infinite
-    if the expression is nested too deeply or has too many digits. A sum or a product has at most the bits of its parts
-    together; :math:`a^b` has the bits of a times :math:`2^{bits(b)}`.
+    A sum or a product has no more bits than its parts together; :math:`a^b` has those of a, :math:`2^{bits(b)}` times.
     """
     tokens = _TOKEN.findall(latex)
-    tokens.reverse()  # so that pop() returns the next token
-    total = 0.0
+    tokens.reverse()  # the next one is the last
+    found = 0.0
     while tokens:
-        total += _bits(tokens, 0)
-    return total
+        found += _bits(tokens, 0)
+    return found
 
 
 def _bits(tokens: list[str], depth: int) -> float:
-    """Bits of the tokens up to a closing bracket, which is consumed as well."""
-    before, last = 0.0, 0.0  # powers and factorials apply to the last term; after a bar or a space, to everything
+    """Of what comes up to a closing bracket, which is taken, too."""
+    before, last = 0.0, 0.0  # the last is what a power or a factorial is of; after a bar or a space, everything is
     while tokens:
         token = tokens.pop()
         if token in ("}", ")", "]"):
@@ -93,7 +83,7 @@ def _bits(tokens: list[str], depth: int) -> float:
             last = _power(last or before, _operand(tokens, depth))
         elif token == "!":
             last = _power(last or before, last or before)
-        elif token in ("{", "["):  # an argument of the term before it
+        elif token in ("{", "["):  # an argument of what comes before
             last += _group(tokens, depth)
         else:
             before, last = before + last, _group(tokens, depth) if token == "(" else _term(token, tokens, depth)
@@ -101,7 +91,7 @@ def _bits(tokens: list[str], depth: int) -> float:
 
 
 def _term(token: str, tokens: list[str], depth: int) -> float:
-    if token == "\\sqrt" and tokens and tokens[-1] == "[":  # x^(1 / index): the index may be a small fraction
+    if token == "\\sqrt" and tokens and tokens[-1] == "[":  # a power of one over the index
         tokens.pop()
         index = _group(tokens, depth)
         return _power(_operand(tokens, depth), index)
@@ -115,18 +105,18 @@ def _term(token: str, tokens: list[str], depth: int) -> float:
 
 
 def _operand(tokens: list[str], depth: int) -> float:
-    """Bits of the next term or group, with the signs and spaces before it, its arguments and its powers."""
-    operand_bits = 0.0
-    while tokens and operand_bits == 0.0 and tokens[-1] not in ("}", ")", "]"):
+    """The next term or group, signs and spaces before it, what belongs to it, and its powers."""
+    found = 0.0
+    while tokens and found == 0.0 and tokens[-1] not in ("}", ")", "]"):
         token = tokens.pop()
-        operand_bits = _group(tokens, depth) if token in ("{", "(", "[") else _term(token, tokens, depth)
+        found = _group(tokens, depth) if token in ("{", "(", "[") else _term(token, tokens, depth)
     while tokens and tokens[-1] in ("{", "["):
         tokens.pop()
-        operand_bits += _group(tokens, depth)
+        found += _group(tokens, depth)
     if tokens and tokens[-1] in ("^", "**"):
         tokens.pop()
-        operand_bits = _power(operand_bits, _operand(tokens, depth + 1))
-    return operand_bits
+        found = _power(found, _operand(tokens, depth + 1))
+    return found
 
 
 def _group(tokens: list[str], depth: int) -> float:
