@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from rlhf.schema import TRAJECTORY
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Float, Num
     from torch import Tensor
 
 
@@ -104,7 +104,7 @@ class TrajectoryBatch:
     def take(self, rows: Iterable[int]) -> TrajectoryBatch:
         return TrajectoryBatch(self.table.take(pa.array(np.fromiter(rows, dtype=np.int64))))
 
-    def padded(self, name: str, width: int | None = None) -> Float[Tensor, "batch time"]:
+    def padded(self, name: str, width: int | None = None) -> Num[Tensor, "batch time"]:
         """A per-token column as one tensor, padded with zeros on the right.
 
         Args:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxtyping import Float
+from jaxtyping import Float, Num
 
 from rlhf.algorithms.tensor import Tensor
 
@@ -35,7 +35,7 @@ class LossNormalizers:
     """Length in tokens by which `seq-mean-token-sum-norm` divides; by default that of the longest response."""
 
     @classmethod
-    def of(cls, mask: Float[Tensor, "batch response"]) -> LossNormalizers:
+    def of(cls, mask: Num[Tensor, "batch response"]) -> LossNormalizers:
         """Count a whole mini-batch.
 
         Args:
