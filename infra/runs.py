@@ -224,11 +224,12 @@ class Run:
             UserError: the snapshot, role or adapter does not exist, or the base model has changed.
             Corrupt: the snapshot is missing or damaged.
         """
-        if role not in self.state.snapshots.get(version, {role: None}):
-            raise UserError(f"the run has no {role}: algorithm.advantage is {self.config.algorithm.advantage.type}")
         if version not in self.state.snapshots:
             versions = ", ".join(map(str, sorted(self.state.snapshots))) or "none"
             raise UserError(f"there is no snapshot after {version} iterations; existing snapshots: {versions}")
+        if role not in self.state.snapshots[version]:
+            roles = ", ".join(self.state.snapshots[version])
+            raise UserError(f"snapshot {version} has no {role}; it has: {roles}")
         from rlhf.engines.model_engine import copy_weights, weights_of
         from rlhf.models import (
             TOKENIZER,

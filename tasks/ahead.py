@@ -42,17 +42,17 @@ def generations(driver: Driver, k: int) -> StageHandle | None:
             update_rollout_weights(driver, k)
     before = None  # the iteration that draws its prompts first
     for j in iterations:
-        if j not in rollout.begun or rollout.begun[j].failed:
-            rollout.begun[j] = start(driver, GENERATE, j, {}, after=before, ahead=j > k)
-        before = rollout.begun[j]
-    handle = rollout.begun.pop(k)
+        if j not in rollout.started or rollout.started[j].failed:
+            rollout.started[j] = start(driver, GENERATE, j, {}, after=before, ahead=j > k)
+        before = rollout.started[j]
+    handle = rollout.started.pop(k)
     driver.executors.adopt(handle)
     return handle
 
 
 def finish_ahead(driver: Driver, k: int) -> None:
     """With `one_step_off`, wait for the generations of the next iteration before new weights arrive."""
-    following = driver.rollout.begun.get(k + 1)
+    following = driver.rollout.started.get(k + 1)
     if driver.config.rollout.mode == "one_step_off" and following is not None:
         driver.executors.adopt(following)
         try:

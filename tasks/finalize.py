@@ -22,7 +22,7 @@ def finalize(driver: Driver, iteration: int) -> dict[str, float]:
     if driver.state.iteration > iteration:  # the record of an earlier try was written after all
         return metrics
     version = iteration + 1
-    if driver.snapshots.being_written != version:  # an earlier try may have begun it
+    if driver.snapshots.being_written != version:  # an earlier try may have started it
         driver.snapshots.settle(wait=True)
     commits: list[Commit] = []
     last = version == config.train.iterations

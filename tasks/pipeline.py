@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from infra.execution.driver import Dependencies
 from rlhf.config import RunConfig
+from rlhf.errors import UserError
 from tasks.advantages import ADVANTAGES
 from tasks.filter_groups import FILTER_GROUPS
 from tasks.generate import GENERATE
@@ -38,8 +39,18 @@ STAGES: tuple[Stage, ...] = (
 
 
 def stage_named(name: str) -> Stage:
-    """The stage with this name, which must exist."""
-    return next(stage for stage in STAGES if stage.name == name)
+    """The stage with this name.
+
+    Raises:
+        UserError: this installation has no such stage; another one, which had it, computed the run.
+    """
+    for stage in STAGES:
+        if stage.name == name:
+            return stage
+    raise UserError(
+        f"the open iteration has a committed stage {name}, which tasks/pipeline.py does not list: "
+        "add it again, or continue with the installation that computed it"
+    )
 
 
 def stages_of(config: RunConfig) -> tuple[Stage, ...]:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The whole of RLHF: a supervised model, a reward model from preferences, PPO against it. From the root of a checkout;
-# run again, it goes on where it stopped.
+# run again, it resumes where it stopped.
 set -euo pipefail
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 run() { echo; echo "\$ $*"; "$@"; }

@@ -56,7 +56,7 @@ class AheadRollouts:
     """Held while a piece is generated, and while new weights are loaded."""
     loaded: Weights | None = None
     """The weights that were loaded last; None: each iteration generates with its starting weights."""
-    begun: dict[int, StageHandle] = field(default_factory=dict)
+    started: dict[int, StageHandle] = field(default_factory=dict)
     """Generate stages of later iterations, by iteration."""
 
 

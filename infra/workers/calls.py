@@ -182,7 +182,7 @@ class Context(Generic[C]):
         tokens = sampling.max_tokens if piece_tokens is None else piece_tokens
         started = time.perf_counter()
         try:
-            complete = generation.go_on(self.rollout, sampling, tokens, self.call.weights.version)
+            complete = generation.generate_piece(self.rollout, sampling, tokens, self.call.weights.version)
         except BaseException:
             del self.generations[key]
             raise

@@ -254,7 +254,7 @@ class Worker:
         if uses_server and not self._server_checked:  # this pool holds no actor to compare with, so load one
             from rlhf.engines.torch_engine import TorchEngine
 
-            rollout, model = self.engines.rollout(), load_actor(self.config.model)
+            rollout, model = self.engines.rollout(), load_actor(self.config.model, self.config.run.seed)
             copy_weights(weights_of(files), model)
             rollout.load_weights(model.named_parameters())
             actor = TorchEngine(model, "policy", dtype=self.config.model.dtype, trainable=False)
@@ -262,7 +262,8 @@ class Worker:
         elif checkpoint is not None:
             self.engines.rollout().load_weights(weights_of(files), files.get(adapter_config))
         elif uses_server:  # the server may hold other weights
-            self.engines.rollout().load_weights(load_actor(self.config.model).named_parameters())
+            model = load_actor(self.config.model, self.config.run.seed)
+            self.engines.rollout().load_weights(model.named_parameters())
         else:
             self._end_rollout()
 

@@ -212,10 +212,10 @@ def tokens(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, system_prompt: st
         text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
         return text, list(tokenizer(text, add_special_tokens=False)["input_ids"])
     text = "\n".join(message["content"] for message in messages)
-    return text, begun(text, tokenizer)
+    return text, tokenize_start(text, tokenizer)
 
 
-def begun(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def tokenize_start(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Tokenize the start of a sequence that will be continued.
 
     Args:

@@ -23,7 +23,7 @@ class Request:
 
     trajectory_id: str
     prompt_ids: tuple[int, ...]
-    begun: int = 0
+    generated_tokens: int = 0
     """Number of tokens at the end of `prompt_ids` that were generated earlier; the response continues after them."""
     max_tokens: int | None = None
     """Limit on the new tokens of this request, in addition to `Sampling.max_tokens`; None: no further limit."""
@@ -60,7 +60,7 @@ def limit_of(request: Request, sampling: Sampling) -> int:
 
 def seed_of(request: Request, sampling: Sampling) -> int:
     """Derive the seed of a request, a non-negative int64, for engines that take a seed per request."""
-    place = [request.begun] if request.begun else []
+    place = [request.generated_tokens] if request.generated_tokens else []
     return int(seeding.generator(sampling.seed, "generate", request.trajectory_id, *place).integers(2**63))
 
 

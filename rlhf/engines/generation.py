@@ -75,7 +75,7 @@ class Interruptible:
     seconds: float = 0.0
     """Time that the pieces before the last one took."""
 
-    def go_on(self, engine: RolloutEngine, sampling: Sampling, tokens: int, version: int) -> bool:
+    def generate_piece(self, engine: RolloutEngine, sampling: Sampling, tokens: int, version: int) -> bool:
         """Generate the next piece of every incomplete response.
 
         Args:
@@ -99,7 +99,7 @@ class Interruptible:
             replace(
                 self.requests[row],
                 prompt_ids=self.requests[row].prompt_ids + self.generations[row].response_ids,
-                begun=self.requests[row].begun + length,
+                generated_tokens=self.requests[row].generated_tokens + length,
             )
             for row in incomplete
         ]

@@ -202,7 +202,8 @@ def sample(
 def _uniforms(requests: Sequence[Request], sampling: Sampling) -> np.ndarray:
     """Draw uniform numbers, shape (requests, max_tokens); each depends only on seed, trajectory and position."""
     rows = [
-        (seeding.generator(sampling.seed, "generate", request.trajectory_id), request.begun) for request in requests
+        (seeding.generator(sampling.seed, "generate", request.trajectory_id), request.generated_tokens)
+        for request in requests
     ]
     return np.stack([generator.random(start + sampling.max_tokens)[start:] for generator, start in rows])
 

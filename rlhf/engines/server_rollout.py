@@ -420,10 +420,12 @@ class ServerRollout:
         try:
             yield self.servers[number]
         except Away:
-            self._away[number] += 1
+            with self._lock:
+                self._away[number] += 1
             raise
         else:
-            self._away[number] = 0
+            with self._lock:
+                self._away[number] = 0
         finally:
             with self._lock:
                 self._busy[number] -= tokens

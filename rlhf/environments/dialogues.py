@@ -260,7 +260,7 @@ def multi_turn(
             replace(
                 dialogue.request,
                 prompt_ids=(*dialogue.request.prompt_ids, *dialogue.ids),
-                begun=len(dialogue.ids),
+                generated_tokens=len(dialogue.ids),
                 max_tokens=sampling.max_tokens - len(dialogue.ids),
             )
             for dialogue in open_dialogues

@@ -57,6 +57,19 @@ def test_an_advantage_estimator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 # A stage of one's own, in a copy of Ratchet.
 
 
+def start_ratchet(folder: Path, *arguments: object) -> subprocess.Popen[str]:
+    """Start a command of the Ratchet in a folder."""
+    return subprocess.Popen(
+        [sys.executable, "-c", "from flows.cli import main; main()", *map(str, arguments)],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
 class Copy:
     """Ratchet with the stage of CONTRIBUTING.md."""
 
@@ -72,17 +85,7 @@ class Copy:
         pipeline.write_text(text.replace("from tasks.stage", "from tasks.budget import BUDGET\nfrom tasks.stage", 1))
 
     def ratchet(self, *arguments: object) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", "from flows.cli import main; main()", *map(str, arguments)]
-        environment = os.environ | {"PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(
-            command,
-            cwd=self.folder,
-            env=environment,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        return start_ratchet(self.folder, *arguments)
 
     def says(self, *arguments: object) -> str:
         process = self.ratchet(*arguments)
@@ -112,6 +115,11 @@ def test_a_stage(copy: Copy, workspace: Path, tmp_path: Path, prefect_server: st
         time.sleep(0.02)
     os.killpg(driver.pid, signal.SIGKILL)
     driver.communicate()
+
+    without_stage = start_ratchet(ROOT, "resume", "mine", *store)
+    text, _ = without_stage.communicate(timeout=600)
+    assert (without_stage.returncode, text.count("\n")) == (2, 1), text
+    assert "error: the open iteration has a committed stage budget, which tasks/pipeline.py does not list" in text
     copy.says("resume", "mine", *store)
 
     run = open_run(f"file://{folder}")

@@ -91,7 +91,7 @@ def test_what_is_heard_is_part_of_the_response_and_never_learned(tokenizer: Any)
     assert len(both) == 2
     assert sampling.stop == ("!",)
     assert one[0].prompt_ids == (5, 6, *first.ids[:4])
-    assert (one[0].begun, one[0].max_tokens) == (4, 36)
+    assert (one[0].generated_tokens, one[0].max_tokens) == (4, 36)
 
 
 @pytest.mark.parametrize(
