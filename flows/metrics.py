@@ -48,7 +48,7 @@ class Metric:
 
 
 CATALOGUE = (
-    Metric("critic/score/mean", "score", "score", LINE | STATUS | PAGES | REPORT, "score", ".3f"),
+    Metric("critic/score/mean", "score", "", LINE | STATUS | PAGES | REPORT, "score", ".3f"),
     Metric("reward/mean", "reward of a shard's responses", "score", PAGES),
     Metric("critic/rewards/mean", "reward, KL penalty included", "score", REPORT),
     Metric("actor/ref_kl", "KL to the reference", "nats per token", LINE | STATUS | PAGES | REPORT, "kl", ".4f"),
@@ -57,7 +57,7 @@ CATALOGUE = (
     Metric("response_length/mean", "response length", "tokens", LINE | STATUS | PAGES | REPORT, "length", ".1f"),
     Metric("response_length/clip_ratio", "responses cut off at the limit", "share", REPORT),
     Metric("actor/pg_loss", "policy loss", "", PAGES | REPORT),
-    Metric("critic/vf_loss", "value loss", "score²", PAGES | REPORT),
+    Metric("critic/vf_loss", "value loss", "", PAGES | REPORT),
     Metric("actor/pg_clipfrac", "clip fraction, policy", "share of tokens", LINE | PAGES | REPORT, "clipped", ".3f"),
     Metric("critic/vf_clipfrac", "clip fraction, value", "share of tokens", REPORT),
     Metric(
