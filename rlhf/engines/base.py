@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from rlhf import seeding
+from rlhf.engines import event_loop
 from rlhf.engines.optimizers import Optimizer
 
 if TYPE_CHECKING:
@@ -53,6 +56,17 @@ class Generation:
     """`stop` (end-of-sequence or a stop text) or `length`."""
 
 
+def joined(chunks: Sequence[Chunk]) -> Generation:
+    """Join all chunks of a response."""
+    reason = chunks[-1].finish_reason
+    assert reason is not None, "the last chunk has a finish reason"
+    return Generation(
+        response_ids=tuple(token for chunk in chunks for token in chunk.response_ids),
+        log_probs=tuple(log_prob for chunk in chunks for log_prob in chunk.log_probs),
+        finish_reason=reason,
+    )
+
+
 def limit_of(request: Request, sampling: Sampling) -> int:
     """Compute the maximum number of new tokens for a request."""
     return sampling.max_tokens if request.max_tokens is None else min(request.max_tokens, sampling.max_tokens)
@@ -64,14 +78,50 @@ def seed_of(request: Request, sampling: Sampling) -> int:
     return int(seeding.generator(sampling.seed, "generate", request.trajectory_id, *place).integers(2**63))
 
 
-class RolloutEngine(Protocol):
-    """A model that generates responses."""
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens that an engine has generated for a request since the request's previous chunk."""
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Generation]:
-        """Generate responses. The same requests and weights give the same responses.
+    response_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    """Log-prob of each token, in nats."""
+    finish_reason: str | None = None
+    """`stop` (end-of-sequence or a stop text) or `length` in the last chunk of a response; None: more chunks follow."""
+
+
+class RolloutEngine(ABC):
+    """A model that generates responses. Requests join and leave while others run."""
+
+    in_batches: ClassVar[bool] = False
+    """Whether requests are generated in fixed batches: rounding then depends on the requests of a batch, and the same
+    batch gives the same bits. Such an engine starts when every request that was announced by `join` is waiting."""
+
+    @abstractmethod
+    def stream(self, request: Request, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
+        """Generate a response. The same request and weights give the same response, except for rounding.
 
         Log-probs are computed from the temperature-scaled logits, before truncation by `top_p`; at temperature 0
-        (greedy), from the plain logits.
+        (greedy), from the plain logits. Closing the generator cancels the request.
+
+        Args:
+            request: the trajectory to generate.
+            sampling: how to sample tokens.
+
+        Yields:
+            The response's tokens as they are generated; only the last chunk has a finish reason.
+
+        Raises:
+            EngineLost: the engine's process or server does not answer.
+        """
+
+    def join(self, count: int) -> None:  # noqa: B027  (for engines that generate in batches)
+        """Announce trajectories, each of which makes requests until its `leave`."""
+
+    def leave(self) -> None:  # noqa: B027
+        """A trajectory that was announced makes no further requests."""
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Generation]:
+        """Generate responses, and wait for all of them.
 
         Args:
             requests: the trajectories to generate.
@@ -83,10 +133,22 @@ class RolloutEngine(Protocol):
         Raises:
             EngineLost: the engine's process or server does not answer.
         """
-        ...
+        return event_loop.run(self._generate_all(requests, sampling))
 
+    async def _generate_all(self, requests: Sequence[Request], sampling: Sampling) -> list[Generation]:
+        async def whole(request: Request) -> Generation:
+            try:
+                async with aclosing(self.stream(request, sampling)) as stream:
+                    return joined([chunk async for chunk in stream])
+            finally:
+                self.leave()
+
+        self.join(len(requests))
+        return await event_loop.gather([whole(request) for request in requests])
+
+    @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes | None = None) -> None:
-        """Replace the weights in place.
+        """Replace the weights in place. No request may be running.
 
         Args:
             weights: tensors of the policy, named as in a checkpoint.
@@ -95,8 +157,8 @@ class RolloutEngine(Protocol):
         Raises:
             EngineLost: the engine's process or server does not answer.
         """
-        ...
 
+    @abstractmethod
     def place(self, *, model: bool, optimizer: bool) -> None:
         """Move the weights to the device or to host memory, to make room for another model.
 
@@ -104,11 +166,10 @@ class RolloutEngine(Protocol):
             model: whether the weights stay on the device.
             optimizer: ignored; rollout engines have no optimizer.
         """
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """Release processes and connections."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 
 from rlhf import seeding
-from rlhf.engines.base import Generation, Request, Sampling, limit_of
+from rlhf.engines.base import Chunk, Request, RolloutEngine, Sampling, limit_of
 from rlhf.engines.model_engine import copy_weights
 
 if TYPE_CHECKING:
@@ -18,12 +21,30 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-class HFRollout:
+CHUNK_STEPS = 16
+"""Steps after which a batch gives its rows their new tokens."""
+
+
+@dataclass(eq=False)
+class _Row:
+    """A request in a batch, or waiting for one."""
+
+    request: Request
+    sampling: Sampling
+    chunks: asyncio.Queue[Chunk | BaseException]
+    is_open: bool = True
+    """Whether somebody still reads the chunks."""
+
+
+class HFRollout(RolloutEngine):
     """Generates with a model in this process, which may be the actor itself, so that weights need no copy.
 
-    All requests of a call form one batch; finished rows leave it. The noise that samples a token depends only on the
-    seed, the trajectory and the position of the token, so a call is a pure function of requests and weights.
+    All trajectories that have joined form one batch; finished rows leave it. The noise that samples a token depends
+    only on the seed, the trajectory and the position of the token, so a batch is a pure function of requests and
+    weights.
     """
+
+    in_batches = True
 
     def __init__(
         self,
@@ -48,22 +69,62 @@ class HFRollout:
         self.full_attention = window is None and model.config._attn_implementation == "sdpa"
         self.eos = torch.tensor(eos_token_ids, device=model.device)
         self.device = model.device
+        self._joined = 0
+        self._waiting: list[_Row] = []
+        # one thread, so that a batch and new weights never overlap; with the caller's number of threads for the sums
+        self._thread = ThreadPoolExecutor(1, "hf-rollout", torch.set_num_threads, (torch.get_num_threads(),))
 
     def place(self, *, model: bool, optimizer: bool) -> None:
         """Move the model to its device or to host memory; see `RolloutEngine.place`."""
         self.model.to(self.device if model else torch.device("cpu"))
 
     def close(self) -> None:
-        """Do nothing: there are no processes or connections to release."""
+        """End the engine's thread."""
+        self._thread.shutdown()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes | None = None) -> None:
         """Copy weights into the model; see `RolloutEngine.load_weights`."""
-        copy_weights(weights, self.model)
+        self._thread.submit(copy_weights, weights, self.model).result()
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Generation]:
-        """Generate responses; see `RolloutEngine.generate`."""
-        if not requests:
-            return []
+    def join(self, count: int) -> None:
+        """Announce trajectories; see `RolloutEngine.join`."""
+        self._joined += count
+
+    def leave(self) -> None:
+        """Leave; the batch starts if all others are waiting. See `RolloutEngine.leave`."""
+        self._joined -= 1
+        self._start_if_complete()
+
+    async def stream(self, request: Request, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
+        """Generate a response in a batch with all that have joined; see `RolloutEngine.stream`."""
+        row = _Row(request, sampling, asyncio.Queue())
+        self._waiting.append(row)
+        self._start_if_complete()
+        try:
+            while True:
+                chunk = await row.chunks.get()
+                if isinstance(chunk, BaseException):
+                    raise chunk
+                yield chunk
+                if chunk.finish_reason is not None:
+                    return
+        finally:
+            row.is_open = False  # the batch ends early if nobody waits for its rows
+            if row in self._waiting:
+                self._waiting.remove(row)
+
+    def _start_if_complete(self) -> None:
+        if self._waiting and len(self._waiting) >= self._joined:
+            rows = sorted(self._waiting, key=lambda row: row.request.trajectory_id)  # whoever came first
+            self._waiting = []
+            self._thread.submit(self._run, rows, asyncio.get_running_loop())
+
+    def _run(self, rows: list[_Row], loop: asyncio.AbstractEventLoop) -> None:
+        """Generate a batch, in the engine's thread."""
+
+        def put(row: _Row, chunk: Chunk | BaseException) -> None:
+            loop.call_soon_threadsafe(row.chunks.put_nowait, chunk)
+
         was_training = self.model.training
         self.model.eval()
         try:
@@ -71,21 +132,17 @@ class HFRollout:
                 torch.inference_mode(),
                 torch.autocast(self.model.device.type, dtype=torch.bfloat16, enabled=self.dtype == "bfloat16"),
             ):
-                tokens, log_probs, lengths = self._generate(requests, sampling)
+                for row, chunk in self._generate(rows):
+                    put(row, chunk)
+        except BaseException as error:
+            for row in rows:
+                put(row, error)
         finally:
             self.model.train(was_training)
-        eos = set(self.eos.tolist())
-        return [
-            Generation(
-                response_ids=tuple(row[:length].tolist()),
-                log_probs=tuple(scores[:length].tolist()),
-                finish_reason="stop" if self._ends(row[:length], eos, sampling) else "length",
-            )
-            for row, scores, length in zip(tokens, log_probs, lengths, strict=True)
-        ]
 
-    def _ends(self, response: np.ndarray, eos: set[int], sampling: Sampling) -> bool:
-        return (int(response[-1]) in eos and not sampling.ignore_eos) or self._stops(response, sampling)
+    def _ends(self, response: np.ndarray, sampling: Sampling) -> bool:
+        is_eos = int(response[-1]) in self.eos.tolist()
+        return (is_eos and not sampling.ignore_eos) or self._stops(response, sampling)
 
     def _stops(self, response: np.ndarray, sampling: Sampling) -> bool:
         """Tell whether the end of a response contains a stop text.
@@ -100,10 +157,12 @@ class HFRollout:
         text = str(self.tokenizer.decode(tail, skip_special_tokens=False))
         return any(stop in text for stop in sampling.stop)
 
-    def _generate(self, requests: Sequence[Request], sampling: Sampling) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Generate token ids and log-probs, shape (requests, max_tokens), and lengths, shape (requests,)."""
+    def _generate(self, rows: Sequence[_Row]) -> Iterator[tuple[_Row, Chunk]]:
+        """Generate a batch; yields the rows' new tokens every `CHUNK_STEPS` steps."""
         from transformers import DynamicCache
 
+        requests, sampling = [row.request for row in rows], rows[0].sampling
+        assert all(row.sampling == sampling for row in rows), "a batch has one way of sampling"
         device = self.model.device
         prompts = [len(request.prompt_ids) for request in requests]
         longest = max(prompts)
@@ -130,6 +189,7 @@ class HFRollout:
                 mask = _causal_mask(mask)
         positions = (torch.arange(longest, device=device)[None, :] - padding[:, None]).clamp(min=0)
 
+        emitted = [0] * len(rows)
         for step in range(sampling.max_tokens):
             seen = longest + step
             logits = self.model(
@@ -147,18 +207,47 @@ class HFRollout:
                 ends &= ~finished[active]
                 lengths[active[ends]] = step + 1
                 finished[active[ends]] = True
+            is_last = step + 1 == sampling.max_tokens or (not together and bool(finished.all()))
+            if is_last or (step + 1) % CHUNK_STEPS == 0:
+                ended = torch.ones_like(finished) if is_last else finished
+                yield from self._chunks(rows, out_tokens, out_log_probs, lengths, ended, step + 1, emitted)
+            if is_last or not any(row.is_open for row in rows):
+                return
+            if not together:
                 running = ~finished[active]
-                running_count = int(running.sum())
-                if running_count == 0:
-                    break
-                if running_count <= 0.75 * len(active):  # finished rows cost as much as others, so drop them
+                if int(running.sum()) <= 0.75 * len(active):  # finished rows cost as much as others, so drop them
                     kept = running.nonzero().squeeze(-1)
                     cache.batch_select_indices(kept)
                     active, tokens, positions = active[kept], tokens[kept], positions[kept]
                     mask = None if mask is None else mask[kept]
             input_ids = tokens[:, None]
             positions = positions[:, -1:] + 1
-        return out_tokens.cpu().numpy(), out_log_probs.cpu().numpy(), lengths.cpu().numpy()
+
+    def _chunks(
+        self,
+        rows: Sequence[_Row],
+        tokens: Tensor,
+        log_probs: Tensor,
+        lengths: Tensor,
+        ended: Tensor,
+        steps: int,
+        emitted: list[int],
+    ) -> Iterator[tuple[_Row, Chunk]]:
+        """Yield what the rows have generated since the last time, and update `emitted`, their lengths so far."""
+        all_tokens, all_log_probs = tokens[:, :steps].cpu().numpy(), log_probs[:, :steps].cpu().numpy()
+        for number, (row, length, has_ended) in enumerate(zip(rows, lengths.tolist(), ended.tolist(), strict=True)):
+            first, last = emitted[number], min(length, steps)
+            if first == last:
+                continue  # it ended before
+            emitted[number] = last
+            reason = None
+            if has_ended:
+                reason = "stop" if self._ends(all_tokens[number, :last], row.sampling) else "length"
+            new = slice(first, last)
+            yield (
+                row,
+                Chunk(tuple(all_tokens[number, new].tolist()), tuple(all_log_probs[number, new].tolist()), reason),
+            )
 
     def _end_now(self, tokens: Tensor, responses: Tensor, sampling: Sampling) -> Tensor:
         ends = torch.zeros_like(tokens, dtype=torch.bool) if sampling.ignore_eos else torch.isin(tokens, self.eos)

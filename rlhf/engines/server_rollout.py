@@ -6,34 +6,36 @@ servers can read, and each server is asked to load them.
 
 from __future__ import annotations
 
+import asyncio
+import json
+import random
 import shutil
-import threading
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import httpx
 import numpy as np
-from tenacity import RetryError, Retrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
+from tenacity import AsyncRetrying, RetryError, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
 from rlhf.batch import TrajectoryBatch
-from rlhf.engines import ranks
-from rlhf.engines.base import Generation, Request, Sampling, limit_of, seed_of
+from rlhf.engines import event_loop, ranks
+from rlhf.engines.base import Chunk, Generation, Request, RolloutEngine, Sampling, joined, limit_of, seed_of
 from rlhf.engines.weight_files import write_weights
 from rlhf.errors import EngineLost, UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
     from rlhf.engines.base import InferenceEngine
 
-AT_ONCE = 64
+T = TypeVar("T")
+AT_ONCE = 256
 """Maximum number of concurrent requests per server."""
 TRIES = 5
 
@@ -45,7 +47,9 @@ class Away(Exception):
 class Api(Protocol):
     """The HTTP interface of one kind of server."""
 
-    def generate(self, ask: Ask, request: Request, sampling: Sampling, seed: int, eos: Sequence[int]) -> Generation:
+    def stream(
+        self, ask: Ask, request: Request, sampling: Sampling, seed: int, eos: Sequence[int]
+    ) -> AsyncGenerator[Chunk, None]:
         """Generate one response.
 
         Args:
@@ -55,8 +59,8 @@ class Api(Protocol):
             seed: seed of the request, a non-negative int64.
             eos: end-of-sequence tokens.
 
-        Returns:
-            The response.
+        Yields:
+            The response's tokens as they arrive; only the last chunk has a finish reason.
 
         Raises:
             Away: the server does not answer or is unavailable.
@@ -64,7 +68,7 @@ class Api(Protocol):
         """
         ...
 
-    def load(self, ask: Ask, folder: Path) -> None:
+    async def load(self, ask: Ask, folder: Path) -> None:
         """Load the weights in a folder.
 
         Args:
@@ -78,14 +82,21 @@ class Api(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass
 class Ask:
     """A server that answers HTTP requests."""
 
-    client: httpx.Client
+    client: httpx.AsyncClient
     url: str
+    timeout_s: float
+    progress: float = 0.0
+    """When the server last sent something."""
+    running: int = 0
+    """Number of requests that run there."""
+    failures: int = 0
+    """Number of failures since the server last answered."""
 
-    def __call__(self, path: str, body: dict[str, Any] | None = None) -> Any:
+    async def __call__(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """Send a request.
 
         Args:
@@ -99,15 +110,50 @@ class Ask:
             Away: the server does not answer, or answers 429 or 5xx.
             UserError: the server answers another 4xx.
         """
+        method, content = ("GET", None) if body is None else ("POST", body)
         try:
-            answer = self.client.get(self.url + path) if body is None else self.client.post(self.url + path, json=body)
+            answer = await self.client.request(method, self.url + path, json=content, timeout=self.timeout_s)
         except httpx.TransportError as error:
-            raise Away(f"{self.url} does not answer: {type(error).__name__} {error}") from None
-        if answer.status_code >= 500 or answer.status_code == 429:
-            raise Away(f"{self.url}{path} answered {answer.status_code}: {answer.text[:200]}")
-        if answer.status_code >= 400:
-            raise UserError(f"{self.url}{path} answered {answer.status_code}: {answer.text[:300]}")
+            raise self._away(error) from None
+        await self._check(path, answer)
         return answer.json() if answer.headers.get("content-type", "").startswith("application/json") else None
+
+    async def events(self, path: str, body: dict[str, Any]) -> AsyncGenerator[Any, None]:
+        """POST a request that is answered by server-sent events; yields their JSON. Raises as `__call__` does."""
+        try:
+            async with self.client.stream("POST", self.url + path, json=body) as answer:
+                await self._check(path, answer)
+                lines = answer.aiter_lines()
+                while (line := await self._progressing(anext(lines, None))) is not None:
+                    if line.startswith("data: ") and line != "data: [DONE]":
+                        yield json.loads(line.removeprefix("data: "))
+        except httpx.TransportError as error:
+            raise self._away(error) from None
+
+    async def _progressing(self, waiting: Awaitable[str | None]) -> str | None:
+        """Wait as long as the server makes progress, with this request or another one."""
+        task, since = asyncio.ensure_future(waiting), time.monotonic()
+        try:
+            while not task.done():
+                await asyncio.wait({task}, timeout=max(since + self.timeout_s - time.monotonic(), 0.01))
+                if not task.done() and time.monotonic() - max(since, self.progress) >= self.timeout_s:
+                    raise Away(f"{self.url} made no progress for {self.timeout_s:.0f} s (rollout.server.timeout_s)")
+                since = max(since, self.progress)
+            self.progress = time.monotonic()
+            return await task
+        finally:
+            task.cancel()
+
+    def _away(self, error: httpx.TransportError) -> Away:
+        return Away(f"{self.url} does not answer: {type(error).__name__} {error}")
+
+    async def _check(self, path: str, answer: httpx.Response) -> None:
+        if answer.status_code < 400:
+            return
+        text = (await answer.aread()).decode(errors="replace")
+        if answer.status_code >= 500 or answer.status_code == 429:
+            raise Away(f"{self.url}{path} answered {answer.status_code}: {text[:200]}")
+        raise UserError(f"{self.url}{path} answered {answer.status_code}: {text[:300]}")
 
 
 class VLLMApi:
@@ -116,10 +162,12 @@ class VLLMApi:
     def __init__(self) -> None:
         self.models: dict[str, str] = {}
 
-    def generate(self, ask: Ask, request: Request, sampling: Sampling, seed: int, eos: Sequence[int]) -> Generation:
-        """Generate one response; see `Api.generate`."""
+    async def stream(
+        self, ask: Ask, request: Request, sampling: Sampling, seed: int, eos: Sequence[int]
+    ) -> AsyncGenerator[Chunk, None]:
+        """Generate one response; see `Api.stream`."""
         if ask.url not in self.models:
-            self.models[ask.url] = ask("/v1/models")["data"][0]["id"]
+            self.models[ask.url] = (await ask("/v1/models"))["data"][0]["id"]
         body = {
             "model": self.models[ask.url],
             "prompt": list(request.prompt_ids),
@@ -140,16 +188,22 @@ class VLLMApi:
             "stop": list(sampling.stop),
             "include_stop_str_in_output": True,
             "skip_special_tokens": False,
+            "stream": True,
         }
-        [choice] = ask("/v1/completions", body)["choices"]
-        reason = "stop" if choice["finish_reason"] == "stop" else "length"
-        return Generation(tuple(choice["token_ids"]), tuple(choice["logprobs"]["token_logprobs"]), reason)
+        async with aclosing(ask.events("/v1/completions", body)) as events:
+            async for event in events:
+                if "error" in event:
+                    raise Away(f"{ask.url}/v1/completions failed: {event['error']}")
+                [choice] = event["choices"]
+                reason = {None: None, "stop": "stop"}.get(choice["finish_reason"], "length")
+                log_probs = choice["logprobs"]["token_logprobs"] if choice["logprobs"] else ()
+                yield Chunk(tuple(choice["token_ids"]), tuple(log_probs), reason)
 
-    def load(self, ask: Ask, folder: Path) -> None:
+    async def load(self, ask: Ask, folder: Path) -> None:
         """Load the weights in a folder; see `Api.load`."""
         try:
-            ask("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
-            ask("/reset_prefix_cache", {})
+            await ask("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+            await ask("/reset_prefix_cache", {})
         except UserError as error:
             raise UserError(
                 f"{ask.url} cannot load new weights ({error}): start `vllm serve` with VLLM_SERVER_DEV_MODE=1, and let "
@@ -160,8 +214,10 @@ class VLLMApi:
 class SGLangApi:
     """SGLang's `/generate` and `/update_weights_from_disk`, written from its documentation; never run."""
 
-    def generate(self, ask: Ask, request: Request, sampling: Sampling, seed: int, eos: Sequence[int]) -> Generation:
-        """Generate one response; see `Api.generate`."""
+    async def stream(
+        self, ask: Ask, request: Request, sampling: Sampling, seed: int, eos: Sequence[int]
+    ) -> AsyncGenerator[Chunk, None]:
+        """Generate one response, in one chunk; see `Api.stream`."""
         body = {
             "input_ids": list(request.prompt_ids),
             "sampling_params": {
@@ -182,14 +238,14 @@ class SGLangApi:
             },
             "return_logprob": True,
         }
-        meta = ask("/generate", body)["meta_info"]
+        meta = (await ask("/generate", body))["meta_info"]
         pairs = [(int(token), float(log_prob)) for log_prob, token, *_ in meta["output_token_logprobs"]]
         reason = "stop" if meta["finish_reason"]["type"] == "stop" else "length"
-        return Generation(tuple(token for token, _ in pairs), tuple(log_prob for _, log_prob in pairs), reason)
+        yield Chunk(tuple(token for token, _ in pairs), tuple(log_prob for _, log_prob in pairs), reason)
 
-    def load(self, ask: Ask, folder: Path) -> None:
+    async def load(self, ask: Ask, folder: Path) -> None:
         """Load the weights in a folder; see `Api.load`."""
-        answer = ask("/update_weights_from_disk", {"model_path": str(folder), "flush_cache": True})
+        answer = await ask("/update_weights_from_disk", {"model_path": str(folder), "flush_cache": True})
         if not answer["success"]:
             raise UserError(f"{ask.url} cannot load new weights: {answer['message']}")
 
@@ -205,8 +261,10 @@ class TGIApi:
         """Use `tokenizer` to turn prompts into text; None: generating is impossible."""
         self.tokenizer = tokenizer
 
-    def generate(self, ask: Ask, request: Request, sampling: Sampling, seed: int, eos: Sequence[int]) -> Generation:
-        """Generate one response; see `Api.generate`."""
+    async def stream(
+        self, ask: Ask, request: Request, sampling: Sampling, seed: int, eos: Sequence[int]
+    ) -> AsyncGenerator[Chunk, None]:
+        """Generate one response, in one chunk; see `Api.stream`."""
         assert self.tokenizer is not None, "prompts are sent as text"
         parameters: dict[str, Any] = {
             "max_new_tokens": limit_of(request, sampling),
@@ -222,13 +280,13 @@ class TGIApi:
         if sampling.top_p < 1:  # the server refuses 1
             parameters["top_p"] = sampling.top_p
         text = self.tokenizer.decode(list(request.prompt_ids), skip_special_tokens=False)
-        answer = ask("/generate", {"inputs": text, "parameters": parameters})
+        answer = await ask("/generate", {"inputs": text, "parameters": parameters})
         details = (answer[0] if isinstance(answer, list) else answer)["details"]
         reason = "length" if details["finish_reason"] == "length" else "stop"
         tokens = [(int(token["id"]), float(token["logprob"])) for token in details["tokens"]]
-        return Generation(tuple(token for token, _ in tokens), tuple(log_prob for _, log_prob in tokens), reason)
+        yield Chunk(tuple(token for token, _ in tokens), tuple(log_prob for _, log_prob in tokens), reason)
 
-    def load(self, ask: Ask, folder: Path) -> None:
+    async def load(self, ask: Ask, folder: Path) -> None:
         """Raise `UserError`: this server cannot load new weights."""
         raise UserError(f"{ask.url} (rollout.server.api tgi) cannot load new weights: use it for evaluation only")
 
@@ -300,7 +358,7 @@ def _log_probs(actor: InferenceEngine, batch: TrajectoryBatch, temperature: floa
     return np.asarray(outputs["log_probs"].flatten().to_numpy(zero_copy_only=False))
 
 
-class ServerRollout:
+class ServerRollout(RolloutEngine):
     """A rollout engine that distributes requests over servers."""
 
     def __init__(
@@ -320,26 +378,64 @@ class ServerRollout:
             urls: base URLs of the servers.
             api: kind of the servers.
             eos_token_ids: tokens that end a response.
-            timeout_s: time limit of a request, in seconds.
+            timeout_s: a server that makes no progress for so long, in seconds, counts as unavailable.
             weights_folder: folder for new weights, at the same path on the servers; None: weights are never changed.
             model_folder: folder with the model's config, which some servers need next to new weights.
             tokenizer: only needed for `tgi`, which takes prompts as text.
         """
         self.api = APIS[api](tokenizer)
         self.eos, self.weights_folder, self.model_folder = eos_token_ids, weights_folder, model_folder
-        self.client = httpx.Client(timeout=timeout_s, limits=httpx.Limits(max_connections=AT_ONCE * len(urls)))
-        self.servers = [Ask(self.client, url.rstrip("/")) for url in urls]
-        self._busy = dict.fromkeys(range(len(urls)), 0)
-        self._away = dict.fromkeys(range(len(urls)), 0)
-        self._lock = threading.Lock()
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=AT_ONCE * len(urls))
+        timeout = httpx.Timeout(timeout_s, read=None)  # `Ask.events` watches the progress
+        self.client = httpx.AsyncClient(timeout=timeout, limits=limits)
+        self.servers = [Ask(self.client, url.rstrip("/"), timeout_s) for url in urls]
+        self._room = asyncio.Condition()
+        self._served: dict[tuple[int, ...], Ask] = {}
+        """The server that last got a prompt, which it may have cached."""
         self._loads = 0
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Generation]:
-        """Generate responses; see `RolloutEngine.generate`."""
-        if not requests:
-            return []
-        with ThreadPoolExecutor(min(len(requests), AT_ONCE * len(self.servers))) as pool:
-            return list(pool.map(lambda request: self._generate_one(request, sampling), requests))
+    async def stream(self, request: Request, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
+        """Generate a response; see `RolloutEngine.stream`. If a server fails, another one continues from its tokens."""
+        seed, so_far, failures = seed_of(request, sampling), 0, 0
+        while True:
+            async with self._server(request) as server:
+                try:
+                    async with aclosing(self.api.stream(server, request, sampling, seed, self.eos)) as chunks:
+                        async for chunk in chunks:
+                            server.failures = 0
+                            so_far += len(chunk.response_ids)
+                            request = _continued(request, sampling, chunk)
+                            yield chunk
+                            if chunk.finish_reason is not None:
+                                return
+                    raise Away(f"{server.url} ended a response early")
+                except Away as error:
+                    server.failures += 1
+                    failures += 1
+                    if failures == TRIES:
+                        raise EngineLost(str(error)) from None
+            await asyncio.sleep(random.uniform(0, min(0.2 * 2**failures, 10)))
+
+    @asynccontextmanager
+    async def _server(self, request: Request) -> AsyncIterator[Ask]:
+        """Wait for a server with room: the one that has the prompt, or the one with the fewest requests.
+
+        Servers that failed come last until they answer again.
+        """
+        async with self._room:
+            await self._room.wait_for(lambda: any(server.running < AT_ONCE for server in self.servers))
+            server = min(self.servers, key=lambda server: (server.failures, server.running))
+            cached = self._served.get(request.prompt_ids)
+            if cached is not None and cached.failures <= server.failures and cached.running < AT_ONCE:
+                server = cached
+            self._served[request.prompt_ids] = server
+            server.running += 1
+        try:
+            yield server
+        finally:
+            async with self._room:
+                server.running -= 1
+                self._room.notify_all()
 
     def from_each(self, request: Request, sampling: Sampling) -> dict[str, Generation]:
         """Send the same request to every server.
@@ -355,12 +451,16 @@ class ServerRollout:
             EngineLost: a server does not answer.
         """
         seed = seed_of(request, sampling)
-        return {
-            server.url: self._patiently(
-                lambda server=server: self.api.generate(server, request, sampling, seed, self.eos)
-            )
-            for server in self.servers
-        }
+
+        async def whole(server: Ask) -> Generation:
+            chunks = [chunk async for chunk in self.api.stream(server, request, sampling, seed, self.eos)]
+            return joined(chunks)
+
+        async def from_all() -> list[Generation]:
+            return await event_loop.gather([_patiently(partial(whole, server)) for server in self.servers])
+
+        answers = event_loop.run(from_all())
+        return {server.url: answer for server, answer in zip(self.servers, answers, strict=True)}
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes | None = None) -> None:
         """Replace the weights of all servers; see `RolloutEngine.load_weights`."""
@@ -375,9 +475,12 @@ class ServerRollout:
             for name in ("config.json", "generation_config.json"):
                 if (self.model_folder / name).exists():
                     shutil.copy(self.model_folder / name, folder / name)
+
+        async def load() -> None:
+            await event_loop.gather([_patiently(partial(self.api.load, server, folder)) for server in self.servers])
+
         try:
-            for server in self.servers:
-                self._patiently(lambda server=server: self.api.load(server, folder))
+            event_loop.run(load())
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -386,46 +489,30 @@ class ServerRollout:
 
     def close(self) -> None:
         """Close the connections; the servers keep running."""
-        self.client.close()
+        event_loop.run(self.client.aclose())
 
-    def _generate_one(self, request: Request, sampling: Sampling) -> Generation:
-        seed = seed_of(request, sampling)
 
-        def attempt() -> Generation:
-            with self._least_busy(len(request.prompt_ids) + limit_of(request, sampling)) as server:
-                return self.api.generate(server, request, sampling, seed, self.eos)
+def _continued(request: Request, sampling: Sampling, chunk: Chunk) -> Request:
+    """The request for the tokens that follow a chunk."""
+    length = len(chunk.response_ids)
+    return replace(
+        request,
+        prompt_ids=request.prompt_ids + chunk.response_ids,
+        generated_tokens=request.generated_tokens + length,
+        max_tokens=limit_of(request, sampling) - length,
+    )
 
-        generation: Generation = self._patiently(attempt)
-        return generation
 
-    def _patiently(self, attempt: Any) -> Any:
-        """Retry while a server is away; `attempt` may choose another server each time."""
-        try:
-            for retry in Retrying(
-                retry=retry_if_exception_type(Away),
-                stop=stop_after_attempt(TRIES),
-                wait=wait_random_exponential(multiplier=0.2, max=10),
-            ):
-                with retry:
-                    return attempt()
-        except RetryError as error:
-            raise EngineLost(str(error.last_attempt.exception())) from None
-
-    @contextmanager
-    def _least_busy(self, tokens: int) -> Iterator[Ask]:
-        """Yield the server with the fewest pending tokens; servers that failed come last until they answer again."""
-        with self._lock:
-            number = min(self._busy, key=lambda server: (self._away[server], self._busy[server]))
-            self._busy[number] += tokens
-        try:
-            yield self.servers[number]
-        except Away:
-            with self._lock:
-                self._away[number] += 1
-            raise
-        else:
-            with self._lock:
-                self._away[number] = 0
-        finally:
-            with self._lock:
-                self._busy[number] -= tokens
+async def _patiently(attempt: Callable[[], Awaitable[T]]) -> T:
+    """Retry while a server is away. Raises `EngineLost` after `TRIES` attempts."""
+    try:
+        async for retry in AsyncRetrying(
+            retry=retry_if_exception_type(Away),
+            stop=stop_after_attempt(TRIES),
+            wait=wait_random_exponential(multiplier=0.2, max=10),
+        ):
+            with retry:
+                return await attempt()
+    except RetryError as error:
+        raise EngineLost(str(error.last_attempt.exception())) from None
+    raise AssertionError("unreachable")

@@ -7,31 +7,60 @@ import shutil
 import sys
 import threading
 import time
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+Submission = tuple[int, list[int], dict[str, Any], "tuple[int, Path] | None"]
+"""Number of the request, token ids of its prompt, arguments of vLLM's `SamplingParams`, and number and folder of the
+LoRA adapter (None: no adapter)."""
+NewTokens = tuple[int, list[int], list[float], "str | None"]
+"""Number of the request, its new tokens, their log-probs in nats, and the finish reason (None: it is incomplete)."""
+
+FLUSH_S = 0.2
+"""Seconds after which new tokens are sent although no response has ended. The parent takes silence for a hang."""
+
 
 def main() -> None:
-    """Serve method calls of the parent until the pipe closes."""
+    """Serve the parent until the pipe closes.
+
+    Messages of the parent are `("submit", submissions)`, `("cancel", numbers)`, and `("call", method, arguments)`.
+    Messages to the parent are `("tokens", new_tokens)` and `("answer", succeeded, result)`.
+    """
     pipe = Connection(int(sys.argv[1]))
     parent, scratch, options = pipe.recv()
     threading.Thread(target=_end_with, args=(parent, scratch), daemon=True).start()
     try:
         engine = Engine(options)
-        pipe.send((True, None))
+        pipe.send(("answer", True, None))
     except Exception as error:
-        pipe.send((False, f"{type(error).__name__}: {error}"))
+        pipe.send(("answer", False, f"{type(error).__name__}: {error}"))
         return
-    while True:
+    with suppress(EOFError, BrokenPipeError):
         try:
-            method, arguments = pipe.recv()
-        except EOFError:
-            return
-        try:
-            pipe.send((True, getattr(engine, method)(*arguments)))
+            _serve(pipe, engine)
         except Exception as error:  # vLLM's state is now unknown: the parent starts a new process
-            pipe.send((False, f"{type(error).__name__}: {error}"))
+            pipe.send(("answer", False, f"{type(error).__name__}: {error}"))
+
+
+def _serve(pipe: Connection, engine: Engine) -> None:
+    flushed = time.monotonic()
+    while True:
+        while pipe.poll(0 if engine.is_busy else None):
+            kind, *content = pipe.recv()
+            if kind == "submit":
+                for submission in content[0]:
+                    engine.submit(submission)
+            elif kind == "cancel":
+                engine.cancel(content[0])
+            else:
+                method, arguments = content
+                pipe.send(("answer", True, getattr(engine, method)(*arguments)))
+        has_ended = engine.step()
+        if has_ended or time.monotonic() - flushed > FLUSH_S:
+            pipe.send(("tokens", engine.new_tokens()))
+            flushed = time.monotonic()
 
 
 def _end_with(parent: int, scratch: Path) -> None:
@@ -50,37 +79,58 @@ class Engine:
         from vllm import LLM
 
         self.llm = LLM(**options)
+        self._new: dict[int, tuple[list[int], list[float], str | None]] = {}
+        """What is not sent yet, by number of the request."""
 
-    def generate(
-        self, prompts: list[list[int]], parameters: list[dict[str, Any]], adapter: tuple[int, Path] | None
-    ) -> list[tuple[list[int], list[float], str]]:
-        """Generate responses.
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request is running."""
+        return bool(self.llm.llm_engine.has_unfinished_requests())
 
-        Args:
-            prompts: token ids of each prompt.
-            parameters: arguments of vLLM's `SamplingParams` for each prompt.
-            adapter: number and folder of the LoRA adapter; None: no adapter.
-
-        Returns:
-            Token ids, log-probs in nats and finish reason of each response.
-        """
+    def submit(self, submission: Submission) -> None:
+        """Add a request to those that run."""
         from vllm import SamplingParams, TokensPrompt
         from vllm.lora.request import LoRARequest
+        from vllm.sampling_params import RequestOutputKind
 
-        answers = self.llm.generate(
-            [TokensPrompt(prompt_token_ids=ids) for ids in prompts],
-            [SamplingParams(**options) for options in parameters],
-            use_tqdm=False,
+        number, prompt, parameters, adapter = submission
+        self.llm.llm_engine.add_request(
+            str(number),
+            TokensPrompt(prompt_token_ids=prompt),
+            SamplingParams(**parameters, output_kind=RequestOutputKind.DELTA),
             lora_request=None if adapter is None else LoRARequest(str(adapter[0]), adapter[0], str(adapter[1])),
         )
-        responses = []
-        for answer in answers:
+        self._new[number] = ([], [], None)
+
+    def cancel(self, numbers: list[int]) -> None:
+        """Remove requests."""
+        for number in numbers:
+            self._new.pop(number, None)
+        self.llm.llm_engine.abort_request([str(number) for number in numbers])
+
+    def step(self) -> bool:
+        """Generate a token for every running request; returns whether a response has ended."""
+        has_ended = False
+        for answer in self.llm.llm_engine.step():
+            number = int(answer.request_id)
+            if number not in self._new:
+                continue  # cancelled
             [output] = answer.outputs
-            ids = list(output.token_ids)
+            ids, log_probs, _ = self._new[number]
+            new = list(output.token_ids)
             candidates: Any = output.logprobs
-            log_probs = [float(candidates[place][token].logprob) for place, token in enumerate(ids)]
-            responses.append((ids, log_probs, "stop" if output.finish_reason == "stop" else "length"))
-        return responses
+            ids += new
+            log_probs += [float(candidates[place][token].logprob) for place, token in enumerate(new)]
+            if answer.finished:
+                self._new[number] = (ids, log_probs, "stop" if output.finish_reason == "stop" else "length")
+                has_ended = True
+        return has_ended
+
+    def new_tokens(self) -> list[NewTokens]:
+        """The tokens since the last call."""
+        new = [(number, *tokens) for number, tokens in self._new.items() if tokens[0] or tokens[2]]
+        self._new = {number: ([], [], None) for number, (_, _, reason) in self._new.items() if reason is None}
+        return new
 
     def reload(self, folder: str) -> None:
         """Load the weights in a folder of safetensors files, and clear the prefix cache."""

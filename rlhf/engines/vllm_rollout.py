@@ -1,26 +1,33 @@
 """`rollout.engine: vllm`: generation by vLLM (arXiv 2309.06180) in a separate process that is kept warm.
 
 vLLM has processes, threads and device memory that must not outlive the process that uses them, and it may crash or
-hang. It therefore runs in a child process, which ends with its parent, is killed if it does not answer within
-`timeout_s`, and is restarted by the next call. New weights are loaded in place, from a folder in memory.
+hang. It therefore runs in a child process, which ends with its parent, is killed if it makes no progress for
+`timeout_s`, and is restarted by the next request. Requests join its running batch at any time. New weights are loaded
+in place, from a folder in memory.
 """
 
 from __future__ import annotations
 
+import asyncio
 import atexit
+import itertools
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import threading
+import time
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import suppress
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from rlhf.engines.base import Generation, Request, Sampling, limit_of, seed_of
+from rlhf.engines import event_loop
+from rlhf.engines.base import Chunk, Request, RolloutEngine, Sampling, limit_of, seed_of
+from rlhf.engines.vllm_child import NewTokens, Submission
 from rlhf.engines.weight_files import write_weights
 from rlhf.errors import EngineLost
 
@@ -31,16 +38,130 @@ START_S = 900.0
 """Time limit for starting vLLM, in seconds."""
 
 
-@dataclass(frozen=True)
 class Child:
-    """The process that runs vLLM."""
+    """The process that runs vLLM, and the requests that it works on."""
 
-    process: subprocess.Popen[bytes]
-    pipe: Connection
-    log: Path
+    def __init__(self, scratch: Path, options: dict[str, Any], environment: dict[str, str], timeout_s: float) -> None:
+        """Start the process, and wait until it is ready.
+
+        Args:
+            scratch: folder for its log; the process removes it if its parent dies.
+            options: arguments of vLLM's `LLM`.
+            environment: environment variables, in addition to this process's.
+            timeout_s: the process is lost if it sends nothing for so long while it has work.
+
+        Raises:
+            EngineLost: it did not start.
+        """
+        self.lost: EngineLost | None = None
+        self.lost_at_work = False
+        """Whether it was lost while somebody waited for it, who then heard of it."""
+        self.requests: dict[int, asyncio.Queue[Chunk | EngineLost]] = {}
+        """The chunks of each request that is running, by number. Only the event loop's thread uses it."""
+        self._timeout_s = timeout_s
+        self._answers = SimpleQueue[tuple[bool, Any]]()
+        self._calling = threading.Lock()
+        self._sending = threading.Lock()
+        self._waits = False  # for the answer of a call
+        self._has_ended = False
+        self._last = time.monotonic()
+        """When the process last sent something, or got work after it had none."""
+        self._log = scratch / "log"
+        self._pipe, child_end = Pipe()
+        with self._log.open("wb") as file:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "rlhf.engines.vllm_child", str(child_end.fileno())],
+                pass_fds=[child_end.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                env=os.environ | environment,
+            )
+        child_end.close()
+        try:
+            self._pipe.send((os.getpid(), scratch, options))
+            ready = self._pipe.poll(START_S)
+            _, good, answer = self._pipe.recv() if ready else (None, False, f"it did not start within {START_S:.0f} s")
+        except (EOFError, OSError):
+            good, answer = False, self._last_words()
+        if not good:
+            self.end()
+            raise EngineLost(f"vLLM did not start: {answer}")
+        threading.Thread(target=self._read, name="vllm", daemon=True).start()
+
+    def send(self, *message: Any) -> None:
+        """Send a message; if the process is lost, its requests hear of it."""
+        if not self.requests and not self._waits:
+            self._last = time.monotonic()
+        with self._sending, suppress(OSError):
+            self._pipe.send(message)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of `vllm_child.Engine`, and return its result. Raises `EngineLost`."""
+        with self._calling:
+            self.send("call", method, arguments)
+            self._waits = True
+            good, answer = (False, self.lost) if self.lost is not None else self._answers.get()
+            self._waits = False
+        if not good:
+            raise answer
+        return answer
+
+    def end(self) -> None:
+        """Kill the process."""
+        self._has_ended = True
+        self._pipe.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _read(self) -> None:
+        """Receive messages until the process is lost or ended."""
+        try:
+            while True:
+                if not self._pipe.poll(min(1.0, self._timeout_s)):
+                    if (self.requests or self._waits) and time.monotonic() - self._last > self._timeout_s:
+                        raise EngineLost(f"vLLM made no progress for {self._timeout_s:.0f} s (rollout.vllm.timeout_s)")
+                    continue
+                kind, *content = self._pipe.recv()
+                self._last = time.monotonic()
+                if kind == "tokens":
+                    event_loop.loop().call_soon_threadsafe(self._deliver, content[0])
+                elif content[0]:
+                    self._answers.put((True, content[1]))
+                else:
+                    raise EngineLost(f"vLLM failed: {content[1]}")
+        except (EOFError, OSError):
+            if not self._has_ended:
+                self._lose(EngineLost(f"vLLM's process died: {self._last_words()}"))
+        except EngineLost as error:
+            self._lose(error)
+
+    def _lose(self, error: EngineLost) -> None:
+        self.lost_at_work = bool(self.requests) or self._waits
+        self.lost = error
+        self.end()
+        self._answers.put((False, error))
+        event_loop.loop().call_soon_threadsafe(self._fail, error)
+
+    def _deliver(self, new_tokens: list[NewTokens]) -> None:
+        for number, ids, log_probs, reason in new_tokens:
+            chunks = self.requests.get(number) if reason is None else self.requests.pop(number, None)
+            if chunks is not None:  # otherwise cancelled
+                chunks.put_nowait(Chunk(tuple(ids), tuple(log_probs), reason))
+
+    def _fail(self, error: EngineLost) -> None:
+        for chunks in self.requests.values():
+            chunks.put_nowait(error)
+        self.requests = {}
+
+    def _last_words(self) -> str:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(10)
+        lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
+        return f"exit code {self._process.returncode}" + (f", {lines[-1].strip()[-300:]}" if lines else "")
 
 
-class VLLMRollout:
+class VLLMRollout(RolloutEngine):
     """A rollout engine that uses vLLM.
 
     After an `EngineLost` the next process starts with the model's initial weights: load the current weights again.
@@ -68,7 +189,7 @@ class VLLMRollout:
             dtype: type of the weights and the computation.
             max_model_len: maximum number of tokens of prompt and response.
             logprobs_mode: kind of log-probs: `processed_logprobs`, or `raw_logprobs` if `top_p` is below 1.
-            timeout_s: time limit of a call, in seconds.
+            timeout_s: vLLM is restarted if it makes no progress for so long, in seconds.
             on_gpu: whether vLLM runs on a GPU.
             lora_rank: maximum rank of an adapter; None: no adapters.
             cpu_cache_gib: size of the KV cache on the CPU, in GiB.
@@ -78,6 +199,9 @@ class VLLMRollout:
         self.on_gpu, self.cpu_cache_gib = on_gpu, cpu_cache_gib
         self.asleep = False
         self._child: Child | None = None
+        self._starting = threading.Lock()
+        self._numbers = itertools.count()
+        self._submitted: list[Submission] = []
         self._adapter: tuple[int, Path] | None = None
         self._loads = 0
         memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
@@ -98,14 +222,29 @@ class VLLMRollout:
             self.options |= {"enable_lora": True, "max_lora_rank": lora_rank, "max_loras": 1}
         atexit.register(self.close)
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Generation]:
-        """Generate responses; see `RolloutEngine.generate`."""
-        if not requests:
-            return []
-        prompts = [list(request.prompt_ids) for request in requests]
-        parameters = [self._parameters(request, sampling) for request in requests]
-        answers = self._ask("generate", prompts, parameters, self._adapter)
-        return [Generation(tuple(ids), tuple(log_probs), reason) for ids, log_probs, reason in answers]
+    async def stream(self, request: Request, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
+        """Generate a response; see `RolloutEngine.stream`."""
+        child = await asyncio.to_thread(self._running) if self._child is None else self._running()
+        number, chunks = next(self._numbers), asyncio.Queue[Chunk | EngineLost]()
+        child.requests[number] = chunks
+        if not self._submitted:  # sent together with all requests of this turn of the event loop
+            asyncio.get_running_loop().call_soon(self._submit)
+        self._submitted.append((number, list(request.prompt_ids), self._parameters(request, sampling), self._adapter))
+        try:
+            while True:
+                chunk = await chunks.get()
+                if isinstance(chunk, EngineLost):
+                    raise chunk
+                yield chunk
+                if chunk.finish_reason is not None:
+                    return
+        finally:
+            if child.requests.pop(number, None) is not None:
+                child.send("cancel", [number])
+
+    def _submit(self) -> None:
+        submitted, self._submitted = self._submitted, []
+        self._running().send("submit", submitted)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes | None = None) -> None:
         """Replace the weights in place and clear the prefix cache; see `RolloutEngine.load_weights`."""
@@ -117,12 +256,12 @@ class VLLMRollout:
         if adapter_config is not None:
             (folder / "adapter_config.json").write_bytes(adapter_config)
             self._adapter, old = (self._loads, folder), self._adapter
-            self._ask("forget", None if old is None else old[0])
+            self._running().call("forget", None if old is None else old[0])
             if old is not None:
                 shutil.rmtree(old[1])
             return
         try:
-            self._ask("reload", str(folder))
+            self._running().call("reload", str(folder))
         finally:
             shutil.rmtree(folder)
 
@@ -131,7 +270,7 @@ class VLLMRollout:
         if not self.on_gpu:
             return  # host memory is the only memory
         if self._child is not None and model == self.asleep:
-            self._ask("wake" if model else "sleep")
+            self._child.call("wake" if model else "sleep")
         self.asleep = self._child is not None and not model
 
     def close(self) -> None:
@@ -155,65 +294,25 @@ class VLLMRollout:
             "skip_special_tokens": False,
         }
 
-    def _ask(self, method: str, *arguments: Any) -> Any:
-        child = self._child or self._start()
-        try:
-            child.pipe.send((method, arguments))
-            if not child.pipe.poll(self.timeout_s):
-                raise EngineLost(f"vLLM did not answer within {self.timeout_s:.0f} s (rollout.vllm.timeout_s)")
-            good, answer = child.pipe.recv()
-        except (EOFError, OSError):
-            reason = self._last_words(child)
-            self._end()
-            raise EngineLost(f"vLLM's process died during {method}: {reason}") from None
-        except EngineLost:
-            self._end()
-            raise
-        if not good:
-            self._end()
-            raise EngineLost(f"vLLM failed during {method}: {answer}")
-        return answer
-
-    def _start(self) -> Child:
-        parent_end, child_end = Pipe()
-        log = self.scratch / "log"
-        environment = {
-            **os.environ,
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the child is already a separate process
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_LOGGING_LEVEL": "WARNING",
-            **({} if self.on_gpu else {"VLLM_CPU_KVCACHE_SPACE": str(self.cpu_cache_gib)}),
-        }
-        with log.open("wb") as file:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "rlhf.engines.vllm_child", str(child_end.fileno())],
-                pass_fds=[child_end.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                env=environment,
-            )
-        child_end.close()
-        self._child = child = Child(process, parent_end, log)
-        try:
-            parent_end.send((os.getpid(), self.scratch, self.options))
-            ready = parent_end.poll(START_S)
-            good, answer = parent_end.recv() if ready else (False, f"it did not start within {START_S:.0f} s")
-        except (EOFError, OSError):
-            good, answer = False, self._last_words(child)
-        if not good:
-            self._end()
-            raise EngineLost(f"vLLM did not start: {answer}")
-        return child
-
-    def _last_words(self, child: Child) -> str:
-        child.process.wait(10)
-        lines = [line for line in child.log.read_text(errors="replace").splitlines() if line.strip()]
-        return f"exit code {child.process.returncode}" + (f", {lines[-1].strip()[-300:]}" if lines else "")
+    def _running(self) -> Child:
+        """The process; it is started if there is none. Raises `EngineLost` if the last one was lost unnoticed."""
+        with self._starting:
+            if self._child is not None and self._child.lost is not None:
+                lost, self._child = self._child, None
+                if not lost.lost_at_work:
+                    assert lost.lost is not None
+                    raise lost.lost
+            if self._child is None:
+                environment = {
+                    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the child is already a separate process
+                    "VLLM_NO_USAGE_STATS": "1",
+                    "VLLM_LOGGING_LEVEL": "WARNING",
+                    **({} if self.on_gpu else {"VLLM_CPU_KVCACHE_SPACE": str(self.cpu_cache_gib)}),
+                }
+                self._child = Child(self.scratch, self.options, environment, self.timeout_s)
+            return self._child
 
     def _end(self) -> None:
         if self._child is not None:
-            self._child.pipe.close()
-            self._child.process.kill()
-            self._child.process.wait()
+            self._child.end()
             self._child = None

@@ -1,0 +1,62 @@
+"""The event loop on which a process generates: one daemon thread, started when it is first needed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Coroutine, Sequence
+from functools import cache
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def loop() -> asyncio.AbstractEventLoop:
+    """Return this process's event loop, which runs in its own thread."""
+    return _loop_of(os.getpid())  # a forked process starts its own
+
+
+@cache
+def _loop_of(process: int) -> asyncio.AbstractEventLoop:
+    created = asyncio.new_event_loop()
+    threading.Thread(target=created.run_forever, name="generation", daemon=True).start()
+    return created
+
+
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine on the event loop, and wait for its result. Not to be called on the event loop itself.
+
+    Args:
+        coroutine: the coroutine.
+
+    Returns:
+        Its result.
+
+    Raises:
+        Exception: the coroutine's error.
+    """
+    future = asyncio.run_coroutine_threadsafe(coroutine, loop())
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()  # the caller was interrupted: nobody waits for the result
+        raise
+
+
+async def gather(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run coroutines concurrently. If one fails, the others are cancelled, and the first error is raised.
+
+    Args:
+        coroutines: the coroutines.
+
+    Returns:
+        Their results, in order.
+    """
+    tasks: list[asyncio.Task[T]] = []
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(coroutine) for coroutine in coroutines]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
