@@ -298,6 +298,7 @@ def _open(config: RunConfig, dependencies: Dependencies, take_over: bool, check:
                 f"{config.model.path}, model.lora {yaml_text(config.model.lora)}): choose another run.name, or restore "
                 "the first model"
             )
+    checked = store.state.slot
     check(driver)
     if state.claim is not None:
         _say_what_changed(state.claim.config, config)
@@ -309,6 +310,8 @@ def _open(config: RunConfig, dependencies: Dependencies, take_over: bool, check:
         outside={name: digest for name in dependencies.outside if (digest := driver.digest(name)) is not None},
         versions=dependencies.versions,
     )
+    if store.state.slot > checked + 1:  # another driver committed more in the meantime
+        check(driver)
     store.sweep(dependencies.stages)
     return driver
 

@@ -29,7 +29,7 @@ from tenacity import Retrying, retry_if_exception
 from rlhf.errors import RatchetError, UserError
 
 T = TypeVar("T")
-LEAVINGS_S = 3600.0
+LEFTOVERS_S = 3600.0
 PROBE_WRITERS = 8
 PROBE_ROUNDS = 5
 
@@ -66,7 +66,7 @@ class Backend(Protocol):
     def list(self, prefix: str) -> list[str]:
         """The keys that begin with `prefix`, sorted, except hidden keys."""
 
-    def delete_leavings(self, older_s: float) -> None:
+    def delete_leftovers(self, older_s: float) -> None:
         """Delete temporary files older than `older_s` seconds."""
 
     def delete_empty_folders(self) -> None:
@@ -126,7 +126,7 @@ class LocalBackend:
         )
         return sorted(path.as_posix() for path in files if not any(part.startswith(".") for part in path.parts))
 
-    def delete_leavings(self, older_s: float) -> None:
+    def delete_leftovers(self, older_s: float) -> None:
         """Delete temporary files older than `older_s` seconds, which killed writers left behind."""
         oldest = time.time() - older_s
         for path in (self.root / TEMPORARY).glob("*"):
@@ -206,7 +206,7 @@ class FsspecBackend:
     def get(self, key: str) -> bytes:
         return bytes(self.fs.cat_file(self._path(key)))
 
-    def delete_leavings(self, older_s: float) -> None:
+    def delete_leftovers(self, older_s: float) -> None:
         """Delete old probe objects. Object stores have no other temporary files, because their writes are atomic."""
         oldest = datetime.now(UTC) - timedelta(seconds=older_s)
         for path in self.fs.find(self._path(TEMPORARY)):
@@ -352,9 +352,9 @@ class ObjectStore:
         """The keys that begin with `prefix`, sorted, except hidden keys (any path part begins with a dot)."""
         return self.retry(f"list {prefix}", lambda: self.backend.list(prefix))
 
-    def delete_leavings(self) -> None:
+    def delete_leftovers(self) -> None:
         """Delete temporary files older than an hour, which killed writers left behind."""
-        self.retry("delete temporary files", lambda: self.backend.delete_leavings(LEAVINGS_S))
+        self.retry("delete temporary files", lambda: self.backend.delete_leftovers(LEFTOVERS_S))
 
     def delete_empty_folders(self) -> None:
         """Delete the empty folders of a local store, including the store's own folder."""

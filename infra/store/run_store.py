@@ -249,7 +249,7 @@ class RunStore:
         Args:
             stages: names of the stages to sweep.
         """
-        self.objects.delete_leavings()
+        self.objects.delete_leftovers()
         older = {term: opened.ahead for term, opened in self.state.open_terms.items() if term < self.log.term}
         if not older:
             return

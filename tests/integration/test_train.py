@@ -340,6 +340,27 @@ def test_a_replay_that_differs(ratchet: Ratchet) -> None:
     assert len(history.commits(Claim)) == 3
 
 
+def test_what_is_committed_during_the_check_is_checked_too(ratchet: Ratchet) -> None:
+    from infra.execution.claims import claim
+    from infra.execution.driver import Driver, driving
+    from tasks.pipeline import dependencies
+
+    config = ratchet.at(run__name="contested")
+    with driving(config, dependencies(config)):
+        pass
+    slots: list[int] = []
+
+    def check(driver: Driver) -> None:
+        slots.append(driver.state.slot)
+        if len(slots) == 1:  # another driver takes the run over while this one looks at it
+            other = RunStore(ObjectStore(driver.store.url))
+            other.log.read()
+            claim(other, config, initial=driver.initial_weights)
+
+    with driving(config, dependencies(config), take_over=True, check=check):
+        assert slots == [0, 2]
+
+
 def test_two_runs_in_one_process_one_inside_the_other(ratchet: Ratchet, prefect_server: str) -> None:
     from flows.iteration import iteration
     from infra.execution.driver import driving
