@@ -14,7 +14,9 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 from safetensors.torch import load_file
 
+from infra.store.object_store import ObjectStore
 from infra.store.records import Claim, Diverged, Skip
+from infra.store.run_store import RunStore
 from rlhf.algorithms.kl import AdaptiveCoefficient
 from rlhf.config import RunConfig
 from tests import tiny
