@@ -79,7 +79,7 @@ class _Pages:
                 case Note(text):
                     get_run_logger().warning(f"{self.run} · {text}")
                 case ReplayProgress(role, done, total):
-                    get_run_logger().info(f"{self.run} · restoring the {role}: update {done + 1} of {total} again")
+                    get_run_logger().info(f"{self.run} · replaying update {done + 1} of {total} of the {role}")
                 case StageProgress(iteration, stage, done, total):
                     self._stage(iteration, stage, done, total)
                 case IterationClosed(iteration, metrics):

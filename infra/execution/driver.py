@@ -256,8 +256,7 @@ def check_prompts(dataset: PromptDataset, model: ModelConfig, data: DataConfig, 
         for prompt in dataset.prompts:
             if prompt.ground_truth is None:
                 raise UserError(
-                    f"{prompt.where}: reward_model.ground_truth is missing, with which reward.function "
-                    f"{comparing[0]} compares"
+                    f"{prompt.where}: reward.function {comparing[0]} needs reward_model.ground_truth, which is missing"
                 )
     for failure in try_rewards(reward, dataset.prompts):
         if reward.on_error == "fail":
