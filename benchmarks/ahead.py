@@ -1,10 +1,11 @@
-"""Seconds an iteration takes with vLLM beside the trainer: by turns (sync), and ahead (one_step_off, async).
+"""Seconds per iteration with vLLM and the trainer in two processes: alternating (`sync`), or with vLLM generating ahead
+(`one_step_off`, `async`).
 
     OMP_NUM_THREADS=1 python benchmarks/ahead.py [--iterations 6]
 
-GRPO of a Llama of 3.7 M parameters, random weights, float32; 64 trajectories of about 170 prompt and 64 response tokens
-an iteration, end-of-sequence ignored, two shards; vLLM in its process and the trainer in the driver's, a thread each.
-Every mode runs in a process of its own; the first two iterations warm up and are not counted.
+GRPO on a Llama with 3.7 M parameters, random weights, float32. An iteration has 64 trajectories of about 170 prompt and
+64 response tokens (end-of-sequence is ignored), in two shards. vLLM runs in its own process and the trainer in the
+driver's, with one thread each. Each mode runs in a new process; the first two iterations are warm-up and do not count.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ WARM = 2
 
 
 def measure(mode: str, folder: Path, iterations: int) -> None:
-    """Print the seconds of each iteration, and what the stages of each computed."""
+    """Print the wall-clock seconds of each iteration, and the sum of its stages' seconds."""
     from flows.train import train
     from infra.progress import Event, IterationClosed, listening
     from tests import tiny
@@ -74,14 +75,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         if options.mode:
             return measure(options.mode, Path(folder), options.iterations + WARM)
-    print("| mode | seconds an iteration | its stages, one after the other | overlapped | of sync |")
+    print("| mode | seconds per iteration | sum of its stages | overlapped | relative to sync |")
     print("|---|---|---|---|---|")
     sync = 0.0
     for mode in MODES:
         command = [sys.executable, __file__, "--mode", mode, "--iterations", str(options.iterations)]
         environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
-        told = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
-        rows = [line.split()[1:] for line in told.splitlines() if line.startswith("seconds")]
+        output = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
+        rows = [line.split()[1:] for line in output.splitlines() if line.startswith("seconds")]
         wall, stages = (statistics.median(float(row[column]) for row in rows) for column in (0, 1))
         sync = sync or wall
         print(

@@ -3,10 +3,10 @@
     make demo                                   # once: the data and the supervised model
     OMP_NUM_THREADS=1 python benchmarks/algorithms.py ppo grpo rloo dapo --tokens 240000 --seeds 0 1 2
 
-A recipe is trained one iteration at a time (a finished run continues when `train.iterations` is raised) until it has
-generated as many tokens, those of prompts that dynamic sampling dropped included; then its newest snapshot answers the
-1 024 held-out prompts at temperature 1. The learning rate stays where the recipe begins: no recipe gains by a
-schedule that was made for another length. Started again, it continues where it stopped.
+Each recipe is trained one iteration at a time (a finished run continues when `train.iterations` is raised) until it has
+generated this many tokens, including those of prompts that dynamic sampling drops. Then its newest snapshot answers the
+1 024 held-out prompts at temperature 1. The learning rate is constant, so that no recipe profits from a schedule made
+for another length. If the script is stopped, the same command continues.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--store", default="file://./runs/algorithms")
     options = parser.parse_args()
     console = Console()
-    table = Table("recipe", "solved, mean of the seeds", "each seed", "iterations", "tokens generated")
+    table = Table("recipe", "solved: mean of the seeds", "each seed", "iterations", "tokens generated")
     for recipe in options.recipes:
         results = [measure(recipe, seed, options.tokens, options.store, console) for seed in options.seeds]
         rates = [rate for rate, _, _ in results]
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def measure(recipe: str, seed: int, budget: int, store: str, console: Console) -> tuple[float, int, float]:
-    """Solve rate, iterations, and tokens generated."""
+    """Train a recipe; returns its solve rate, iterations, and generated tokens."""
     config = load_config(EXAMPLES / f"{recipe}.yaml").with_values(
         {
             "run.name": f"{recipe}-{seed}",
@@ -81,7 +81,7 @@ def measure(recipe: str, seed: int, budget: int, store: str, console: Console) -
 
 
 def progress(config: RunConfig) -> tuple[int, float]:
-    """Iterations that a run has closed, and tokens that it has generated in them."""
+    """The number of iterations that a run has closed, and of tokens generated in them."""
     try:
         run = open_run(run_url(config.run.store, config.run.name))
     except UserError:

@@ -1,12 +1,11 @@
-"""What an update costs: seconds, and peak memory of the largest process, by train engine and by way of computing it;
-and what a call on Ray costs.
+"""The cost of an update (seconds, and peak memory of the largest process) for each train engine and several options,
+and the cost of a call on Ray.
 
     OMP_NUM_THREADS=1 python benchmarks/engines.py [--repeats 5] [--ray] [--only PART] [--size 20M|1B|4B]
 
 A Llama with random weights; one mini-batch of 16 trajectories of 32 prompt and 96 response tokens, in micro-batches of
-512 tokens, float32 (on a GPU: bfloat16, 512 prompt and 1 536 response tokens, micro-batches of 16 384). Every row is a
-fresh set of processes that meet through gloo (NCCL where there is a GPU); the first update, which allocates, is not
-counted.
+512 tokens, float32 (on a GPU: bfloat16, 512 prompt and 1 536 response tokens, micro-batches of 16 384). Each row is
+measured in new processes, connected by gloo (NCCL on GPUs); the first update, which allocates memory, does not count.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ class Case:
     """The shortest response, as a share of the longest; lengths are spread evenly."""
     vocabulary: int = 8192
     micro_batches: int = 4
-    """A mini-batch is cut into about so many."""
+    """Approximate number of micro-batches in a mini-batch."""
     logits_bytes: int = 0
-    """0: as the engine has it."""
+    """Limit on the size of logits; 0: the engine's default."""
 
 
 ENGINES = [
@@ -58,14 +57,16 @@ OPTIONS = [
     Case("gradient checkpointing", {"gradient_checkpointing": True}),
     Case("LoRA, r = 16", lora=True),
     Case("lengths 1:8, padded", shortest=1 / 8),
-    Case("lengths 1:8, packed", {"packing": True}, shortest=1 / 8),
-    Case("vocabulary 65 536, one micro-batch, all logits", vocabulary=65536, micro_batches=1, logits_bytes=2**40),
+    Case("lengths 1:8, packed (`sdpa`)", {"packing": True}, shortest=1 / 8),
+    Case(
+        "vocabulary 65 536, one micro-batch, all logits at once", vocabulary=65536, micro_batches=1, logits_bytes=2**40
+    ),
     Case("vocabulary 65 536, one micro-batch, logits in pieces", vocabulary=65536, micro_batches=1),
 ]
 
 
 def update(pipe: Any, rank: int, count: int, meeting: str, case: Case, size: str, repeats: int) -> None:
-    """One rank: updates, and the seconds of each."""
+    """Run updates on one rank, and send the median seconds, peak MB, parameters and tokens through `pipe`."""
     import numpy as np
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -138,31 +139,33 @@ def update(pipe: Any, rank: int, count: int, meeting: str, case: Case, size: str
 
 
 def measured(case: Case, count: int, size: str, repeats: int) -> tuple[float, float, int, int]:
-    """Seconds of an update, MB of the largest process, the model's parameters, and the tokens of an update."""
+    """Measure a case; returns seconds per update, MB of the largest process, parameters, and tokens per update."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(count):
-            here, there = context.Pipe()
-            process = context.Process(target=update, args=(there, rank, count, f"{folder}/meet", case, size, repeats))
+            receiver, sender = context.Pipe()
+            arguments = (sender, rank, count, f"{folder}/meet", case, size, repeats)
+            process = context.Process(target=update, args=arguments)
             process.start()
-            pipes.append(here)
+            pipes.append(receiver)
             processes.append(process)
-        told = [pipe.recv() for pipe in pipes]
+        results = [pipe.recv() for pipe in pipes]
         for process in processes:
             process.join()
-    return max(one[0] for one in told), max(one[1] for one in told), told[0][2], told[0][3]
+    seconds, peaks, parameters, tokens = zip(*results, strict=True)
+    return max(seconds), max(peaks), parameters[0], tokens[0]
 
 
 def ray_call(repeats: int = 200) -> float:
-    """Milliseconds of a call of a group of one, which does nothing."""
+    """Milliseconds per call to a worker group with one worker; the call does nothing."""
     from infra.store.records import Weights
     from infra.workers.ray_group import RayGroup
     from infra.workers.worker import Worker
     from rlhf.config import parse_config
 
-    tree = {"model": {"path": "nowhere"}, "data": {"train": ["nowhere"]}, "pools": {"one": {}}}
-    group = RayGroup(parse_config(tree, "benchmark"), "memory://benchmark", "one", threads=1, identity="")
+    tree = {"model": {"path": "nowhere"}, "data": {"train": ["nowhere"]}, "pools": {"pool": {}}}
+    group = RayGroup(parse_config(tree, "benchmark"), "memory://benchmark", "pool", threads=1, identity="")
     group.term = 1
     weights = Weights(version=0, digest="")
     group.call(Worker.has_weights, "actor", weights)
@@ -175,17 +178,18 @@ def ray_call(repeats: int = 200) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--ray", action="store_true", help="the cost of a call on Ray, too")
-    parser.add_argument("--only", choices=["engines", "options"], help="one of the two tables")
-    parser.add_argument("--size", choices=SIZES, default="20M", help="parameters of the model")
+    parser.add_argument("--ray", action="store_true", help="also measure a call on Ray")
+    parser.add_argument("--only", choices=["engines", "options"], help="print only one of the two tables")
+    parser.add_argument("--size", choices=SIZES, default="20M", help="number of parameters of the model")
     options = parser.parse_args()
     if options.only != "options":
-        several = [1, 2] if gpus() != 1 else [1]
-        print("| engine |" + "".join(f" by {count}: s | MB each | tokens/s |" for count in several))
-        print("|---|" + "---|" * 3 * len(several))
+        counts = [1, 2] if gpus() != 1 else [1]
+        titles = {1: " 1 process: s | MB | tokens/s |", 2: " 2 processes: s | MB each | tokens/s |"}
+        print("| engine |" + "".join(titles[count] for count in counts))
+        print("|---|" + "---|" * 3 * len(counts))
         for case in ENGINES:
             row = ""
-            for count in several:
+            for count in counts:
                 seconds, mb, parameters, tokens = measured(case, count, options.size, options.repeats)
                 row += f" {seconds:.2f} | {mb:,.0f} | {tokens / seconds:,.0f} |"
                 if gpus():

@@ -1,12 +1,12 @@
-"""What an iteration costs: response tokens per CPU-second, and the share of every part.
+"""The cost of an iteration: response tokens per CPU-second, and the share of each part.
 
     OMP_NUM_THREADS=1 python benchmarks/iteration.py [--iterations 5]
 
-A Llama of 3.7 M parameters, random weights, float32, one thread; 32 trajectories of 32 prompt and 64 response tokens,
-sampled one by one with end-of-sequence ignored. PPO has four models (actor, critic, reference, and the rollout that
-shares the actor's weights) and one epoch; with bypass, the rollout's log-probs serve as the old ones, as they do in
-TRL's PPO trainer; GRPO has neither critic nor reference. CPU time is that of the driver's
-process, and of the Prefect server beside it; the first iteration warms up and is not counted.
+A Llama with 3.7 M parameters, random weights, float32, one thread; 32 trajectories of 32 prompt and 64 response tokens,
+sampled one by one with end-of-sequence ignored. PPO has four models (actor, critic, reference, and the rollout, which
+shares the actor's weights) and one epoch. With bypass, the rollout's log-probs are used as the old ones, as in TRL's
+PPO trainer. GRPO has neither critic nor reference. CPU time is measured for the driver's process and for the temporary
+Prefect server; the first iteration is warm-up and does not count.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ALGORITHMS = ("ppo", "ppo-bypass", "grpo")
 
 
 class Ledger:
-    """CPU-seconds by part. A part inside another is taken off the outer one, so that the parts add up."""
+    """CPU-seconds by part. The time of a nested part is subtracted from the outer one, so that the parts add up."""
 
     def __init__(self) -> None:
         self.cpu: dict[str, float] = defaultdict(float)
@@ -173,28 +173,30 @@ def measure(algorithm: str, root: Path, iterations: int) -> dict[str, float]:
     return results
 
 
-def show(console: Console, algorithm: str, found: dict[str, float]) -> None:
+def show(console: Console, algorithm: str, results: dict[str, float]) -> None:
     tokens = PROMPTS * RESPONSE_TOKENS
-    parts = {name.removeprefix("part: "): value for name, value in found.items() if name.startswith("part: ")}
-    parts["workflow (Prefect, and what calls the stages)"] = found["cpu"] - sum(parts.values())
+    parts = {name.removeprefix("part: "): value for name, value in results.items() if name.startswith("part: ")}
+    parts["workflow (Prefect, and the code that calls the stages)"] = results["cpu"] - sum(parts.values())
     fixed = sum(seconds for name, seconds in parts.items() if name.startswith(("commits", "workflow")))
-    table = Table(title=f"{algorithm}: {tokens / found['cpu']:.0f} response tokens per CPU-second")
+    table = Table(title=f"{algorithm}: {tokens / results['cpu']:.0f} response tokens per CPU-second")
     for column in ("part", "CPU-s", "share"):
         table.add_column(column, justify="left" if column == "part" else "right")
     for name, seconds in parts.items():
-        table.add_row(name, f"{seconds:.3f}", f"{seconds / found['cpu']:.1%}")
+        table.add_row(name, f"{seconds:.3f}", f"{seconds / results['cpu']:.1%}")
     table.add_section()
-    table.add_row("an iteration, this process", f"{found['cpu']:.3f}", "100%")
-    table.add_row("of it workflow and commits", f"{fixed:.3f}", f"{fixed / found['cpu']:.1%}")
-    table.add_row("the Prefect server beside it", f"{found['server']:.3f}", "")
-    table.add_row("wall-clock seconds", f"{found['wall']:.3f}", "")
+    table.add_row("the driver's process", f"{results['cpu']:.3f}", "100%")
+    table.add_row("workflow and commits (included above)", f"{fixed:.3f}", f"{fixed / results['cpu']:.1%}")
+    table.add_row("the temporary Prefect server (separate process)", f"{results['server']:.3f}", "")
+    table.add_row("wall-clock seconds", f"{results['wall']:.3f}", "")
     console.print(table)
-    requests = {name.removeprefix("requests: "): value for name, value in found.items() if name.startswith("requests")}
+    requests = {
+        name.removeprefix("requests: "): value for name, value in results.items() if name.startswith("requests")
+    }
     listed = ", ".join(f"{value:.1f} {name}" for name, value in requests.items())
     console.print(
-        f"store requests an iteration: {sum(requests.values()):.1f} ({listed}); {found['bytes'] / 1e6:.1f} MB written; "
-        f"peak memory {found['peak_mb']:.0f} MB; with the server's CPU: "
-        f"{tokens / (found['cpu'] + found['server']):.0f} tokens per CPU-second",
+        f"store requests per iteration: {sum(requests.values()):.1f} ({listed}); "
+        f"{results['bytes'] / 1e6:.1f} MB written; peak memory {results['peak_mb']:.0f} MB; "
+        f"including the server's CPU: {tokens / (results['cpu'] + results['server']):.0f} tokens per CPU-second",
         highlight=False,
     )
 
@@ -206,7 +208,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     console = Console(soft_wrap=True, width=100)
-    if arguments.only is None:  # one process each, so that peak memory is that of one algorithm
+    if arguments.only is None:  # a separate process for each, so that peak memory is that of one algorithm
         import subprocess
         import sys
 

@@ -1,10 +1,10 @@
-"""What resuming a run costs, and looking at it, at iteration 10 and at 1,000.
+"""The cost of resuming and inspecting a run after 10 iterations and after 1,000.
 
     OMP_NUM_THREADS=1 python benchmarks/resume.py [--repeats 50] [--long 1000]
 
-Two real runs of a tiny model in a folder, which differ in their length only; making the long one takes some minutes.
-Resuming (reading the log, claiming, sweeping) takes turns between them, so that a noisy machine is noisy for both;
-of every other command the requests to the store are counted.
+Two real runs of a tiny model in a local folder differ only in their length; the long one takes some minutes to make.
+Resuming (reading the log, claiming, sweeping) is timed alternately on both, so that other load affects both equally.
+For all other commands, the script counts the requests to the store.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ NOWHERE = Console(file=io.StringIO())
 
 
 class Counting(LocalBackend):
+    """A local backend that counts its requests by kind."""
+
     requests: Counter[str] = Counter()
 
     def __getattribute__(self, name: str) -> Any:
@@ -69,7 +71,7 @@ def run_config(workspace: Path, iterations: int) -> RunConfig:
 
 
 def make(config: RunConfig) -> None:
-    """The run itself, unrecorded by Prefect."""
+    """Train the run, without recording it in Prefect."""
 
     def progress(event: Event) -> None:
         if isinstance(event, IterationClosed) and event.iteration % 100 == 99:
@@ -80,7 +82,7 @@ def make(config: RunConfig) -> None:
 
 
 def resume(config: RunConfig) -> float:
-    """Milliseconds."""
+    """Resume a run; returns milliseconds."""
     store = RunStore(ObjectStore(url(config)))
     started = time.perf_counter()
     store.log.read()
@@ -93,8 +95,8 @@ def url(config: RunConfig) -> str:
     return f"{config.run.store}/{config.run.name}"
 
 
-def looks(config: RunConfig) -> dict[str, Callable[[], object]]:
-    """Commands that look at a run, or fork it."""
+def commands(config: RunConfig) -> dict[str, Callable[[], object]]:
+    """Commands that inspect or fork a run, by name."""
     changed = config.with_values({"actor.lr": 0.5})
     child = config.with_values({"run.name": f"fork-of-{config.run.name}", "actor.lr": 0.5})
     last = config.train.iterations - 1
@@ -126,21 +128,21 @@ def main() -> None:
         object_store.LocalBackend = Counting  # type: ignore[misc]
         counts = [
             {"resume": count(lambda config=config: resume(config))}
-            | {name: count(command) for name, command in looks(config).items()}
+            | {name: count(command) for name, command in commands(config).items()}
             for config in configs
         ]
         times: dict[str, list[float]] = {config.run.name: [] for config in configs}
         for _ in range(arguments.repeats):
             for config in configs:
                 times[config.run.name].append(resume(config))
-        medians = [statistics.median(each) for each in times.values()]
+        medians = [statistics.median(milliseconds) for milliseconds in times.values()]
         print(f"resuming: {medians[0]:.1f} and {medians[1]:.1f} ms, ratio {medians[1] / medians[0]:.2f}")
         print(f"\n| requests | at {SHORT} | at {arguments.long} |\n|---|---|---|")
         for name, short in counts[0].items():
-            print(f"| {name} | {say(short)} | {say(counts[1][name])} |")
+            print(f"| {name} | {listed(short)} | {listed(counts[1][name])} |")
 
 
-def say(requests: Counter[str]) -> str:
+def listed(requests: Counter[str]) -> str:
     return ", ".join(f"{number} {kind}" for kind, number in sorted(requests.items()))
 
 

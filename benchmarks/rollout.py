@@ -1,10 +1,11 @@
-"""Tokens a second of the rollout engines on the same prompts, of vLLM in a bare loop, and seconds a weight sync.
+"""Tokens per second of the rollout engines, and of vLLM called directly, on the same prompts; seconds per weight sync.
 
     python benchmarks/rollout.py [--repeats 3] [--size 5M|20M|1B|4B]
 
-A Llama of random weights, float32 (bfloat16 on a GPU); 64 requests of 32 prompt tokens and 128 response tokens,
-end-of-sequence ignored, temperature 1. Engines take turns; the first round, which warms up, is not counted. The bare
-loop is `vllm.LLM.generate` on the same requests, seeds and log-probs included, in a process of its own.
+A Llama with random weights, float32 (bfloat16 on a GPU); 64 requests of 32 prompt tokens and 128 response tokens,
+end-of-sequence ignored, temperature 1. In each round every engine answers all requests; the first round is warm-up and
+does not count. The direct loop calls `vllm.LLM.generate` on the same requests, with seeds and log-probs, in a separate
+process.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ SIZES = {
     "4B": {"hidden_size": 3072, "intermediate_size": 9216, "num_hidden_layers": 28, "heads": 24},
 }
 REQUESTS, PROMPT, RESPONSE = 64, 32, 128
+DIRECT = "vllm called directly in a loop, with log-probs and seeds"
 
 
 def model_folder(folder: Path, size: str) -> None:
@@ -50,8 +52,8 @@ def prompts() -> list[list[int]]:
     return np.random.default_rng(0).integers(3, 4096, (REQUESTS, PROMPT)).tolist()  # type: ignore[no-any-return]
 
 
-def bare(folder: str, repeats: int) -> None:
-    """vLLM called directly; prints the seconds of each round."""
+def direct(folder: str, repeats: int) -> None:
+    """Call vLLM directly; prints the seconds of each round."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     import torch
@@ -68,14 +70,14 @@ def bare(folder: str, repeats: int) -> None:
         disable_log_stats=True,
         logprobs_mode="processed_logprobs",
     )
-    asked = [TokensPrompt(prompt_token_ids=ids) for ids in prompts()]
+    requests = [TokensPrompt(prompt_token_ids=ids) for ids in prompts()]
     for _ in range(repeats + 1):
         parameters = [
             SamplingParams(max_tokens=RESPONSE, ignore_eos=True, seed=seed, logprobs=0, detokenize=False)
             for seed in range(REQUESTS)
         ]
         started = time.perf_counter()
-        llm.generate(asked, parameters, use_tqdm=False)
+        llm.generate(requests, parameters, use_tqdm=False)
         print("seconds", time.perf_counter() - started, flush=True)
 
 
@@ -83,10 +85,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--size", choices=SIZES, default="5M")
-    parser.add_argument("--bare", help=argparse.SUPPRESS)
+    parser.add_argument("--direct", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.bare:
-        return bare(options.bare, options.repeats)
+    if options.direct:
+        return direct(options.direct, options.repeats)
     import torch
 
     from rlhf.config import ModelConfig
@@ -118,30 +120,30 @@ def main() -> None:
                 skip_tokenizer_init=True,
             ),
         }
-        if not on_gpu:  # `vllm serve` of its own, on loopback
+        if not on_gpu:  # starts a `vllm serve` on loopback
             engines["server"] = ServerRollout([serving(folder / "model")], eos_token_ids=(0,))
-        asked = [Request(f"it000000-p{row:05d}-s00", tuple(ids)) for row, ids in enumerate(prompts())]
+        requests = [Request(f"it000000-p{row:05d}-s00", tuple(ids)) for row, ids in enumerate(prompts())]
         sampling = Sampling(1.0, 1.0, max_tokens=RESPONSE, seed=0, ignore_eos=True)
         seconds: dict[str, list[float]] = {engine: [] for engine in engines}
         syncs = []
         for _ in range(options.repeats + 1):
             for engine, rollout in engines.items():
                 started = time.perf_counter()
-                rollout.generate(asked, sampling)
+                rollout.generate(requests, sampling)
                 seconds[engine].append(time.perf_counter() - started)
             started = time.perf_counter()
             engines["vllm"].load_weights(trainer.weights())
             syncs.append(time.perf_counter() - started)
         engines["vllm"].close()
-        command = [sys.executable, __file__, "--bare", str(folder / "model"), "--repeats", str(options.repeats)]
-        told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        seconds["vllm, a bare loop"] = [float(line.split()[1]) for line in told.splitlines() if line.startswith("sec")]
+        command = [sys.executable, __file__, "--direct", str(folder / "model"), "--repeats", str(options.repeats)]
+        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        seconds[DIRECT] = [float(line.split()[1]) for line in output.splitlines() if line.startswith("seconds")]
         print("| engine | tokens/s |\n|---|---|")
-        for engine, each in seconds.items():
-            print(f"| {engine} | {REQUESTS * RESPONSE / statistics.median(each[1:]):,.0f} |")
-        ratio = statistics.median(seconds["vllm, a bare loop"][1:]) / statistics.median(seconds["vllm"][1:])
-        print(f"vllm here / in a bare loop: {ratio:.2f}")
-        print(f"a weight sync: {statistics.median(syncs[1:]):.3f} s")
+        medians = {engine: statistics.median(rounds[1:]) for engine, rounds in seconds.items()}
+        for engine, median in medians.items():
+            print(f"| {engine} | {REQUESTS * RESPONSE / median:,.0f} |")
+        print(f"vllm through Ratchet, relative to a direct loop: {medians[DIRECT] / medians['vllm']:.2f}")
+        print(f"weight sync: {statistics.median(syncs[1:]):.3f} s")
 
 
 if __name__ == "__main__":

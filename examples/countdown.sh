@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The demo: commands that you could type yourself, from the root of a checkout. Run again, it resumes where it stopped.
+# The demo: commands that you could type yourself, in the root of a checkout. A second run resumes the first.
 set -euo pipefail
 # one thread: the same seed gives the same numbers on the same kind of CPU (results depend on threads and on kernels)
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"

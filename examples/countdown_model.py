@@ -2,7 +2,7 @@
 
     python examples/countdown_model.py OUT [--seed 0]
 
-The result is an ordinary Hugging Face model folder; nothing else in the project knows how small it is.
+The result is an ordinary Hugging Face model folder; nothing else in the project depends on its size.
 """
 
 import argparse
@@ -25,7 +25,7 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE in which digits and operators stand alone and the fixed phrases of the prompts are one token."""
+    """Byte-level BPE: each digit and operator is one token, and so is each fixed phrase of the prompts."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -82,4 +82,4 @@ if __name__ == "__main__":
     model = build_model(tokenizer, arguments.seed)
     tokenizer.save_pretrained(arguments.out)
     model.save_pretrained(arguments.out)
-    print(f"a Llama of {model.num_parameters() / 1e6:.2f} M parameters, random weights, in {arguments.out}")
+    print(f"a Llama with {model.num_parameters() / 1e6:.2f} M parameters, random weights, in {arguments.out}")

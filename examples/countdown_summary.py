@@ -1,4 +1,4 @@
-"""Sum up a finished run: solve rates before and after, seconds a stage, and the reward curve as a picture.
+"""Sum up a finished run: solve rates before and after, seconds per stage, and a picture of the reward curve.
 
 python examples/countdown_summary.py RUN [--store URL]
 """
@@ -39,7 +39,7 @@ def solve_rates(run: Run) -> Table:
 
 def stage_seconds(run: Run) -> Table:
     metrics = run.metrics()
-    table = Table(title="seconds a stage (mean over the iterations)")
+    table = Table(title="seconds per stage (mean over the iterations)")
     for column in ("stage", "seconds", "share"):
         table.add_column(column, justify="left" if column == "stage" else "right")
     timings = [name for name in metrics if name.startswith("timing_s/")]  # a stage that did not run took no time
@@ -77,7 +77,7 @@ if __name__ == "__main__":
     draw(run, picture)
     console.print(
         f"reward curve: {picture.resolve()}\n"
-        f"look further:\n"
+        f"more:\n"
         f"  ratchet status {arguments.run}\n"
         f'  ratchet show {arguments.run} --where "score < 0.5" --limit 5',
         highlight=False,

@@ -23,7 +23,7 @@ from rlhf.rewards import solved_score
 
 app = typer.Typer(
     name="ratchet",
-    help="Reinforcement learning for language models as a workflow: every stage committed, any of them resumable.",
+    help="Reinforcement learning for language models as a workflow: every stage is committed and can be resumed.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -144,7 +144,7 @@ def stop(name: Name, store: Store = DEFAULT_STORE) -> None:
     while time.monotonic() < deadline:
         time.sleep(1)
         if heartbeat.is_alive(run.store.objects) is None:
-            resume_with = "the command that began it" if run.is_fit else f"`ratchet resume {name}`"
+            resume_with = "the command that started it" if run.is_fit else f"`ratchet resume {name}`"
             if not run.is_fit:
                 end_idle(run.config, run.store.url)
             console.print(f"{name} has stopped; {resume_with} continues from the last commit")
@@ -160,7 +160,7 @@ def status(
     store: Store = DEFAULT_STORE,
     last: Annotated[int, typer.Option(help="iterations to show", min=1)] = 10,
 ) -> None:
-    """The stages (committed, running, missing) and metrics of the last iterations."""
+    """Show the stages (committed, running, missing) and metrics of the last iterations."""
     from flows import views
     from infra.runs import open_run
 
@@ -177,7 +177,7 @@ def show(
     limit: Annotated[int, typer.Option(help="maximum number of rows", min=1)] = 20,
     format: Annotated[Format, typer.Option(help="output format")] = Format.table,
 ) -> None:
-    """Trajectories, with the columns of all stages."""
+    """Show trajectories, with the columns of all stages."""
     from flows import views
     from infra.runs import open_run
 
@@ -193,7 +193,7 @@ def query(
     store: Store = DEFAULT_STORE,
     format: Annotated[Format, typer.Option(help="output format")] = Format.table,
 ) -> None:
-    """SQL (DuckDB) over the committed data: tables trajectories, metrics, and one for each stage."""
+    """Run SQL (DuckDB) on the committed data: tables trajectories, metrics, and one for each stage."""
     from flows import views
     from infra.query import query as ask
     from infra.runs import open_run
@@ -207,7 +207,7 @@ def report(
     output: Annotated[Path, typer.Option("--output", "-o", help="the HTML file to write or replace")],
     store: Store = DEFAULT_STORE,
 ) -> None:
-    """Runs side by side as one HTML file: curves, configs, and a browser of their trajectories."""
+    """Compare runs in one HTML file: curves, configs, and a browser of their trajectories."""
     from flows import report as html
     from flows.terminal import progress
     from infra.runs import open_run
@@ -226,7 +226,7 @@ def fork(
     store: Store = DEFAULT_STORE,
     to_store: Annotated[str | None, typer.Option(help="store of the new run; by default the same store")] = None,
 ) -> None:
-    """A new run that shares everything committed before a point, without copying, and continues with another config."""
+    """Create a run that shares everything committed before a point, without copying, but has another config."""
     from infra.runs import open_run
     from tasks.plan import fork_run
 
@@ -238,7 +238,7 @@ def fork(
         raise UserError(f"--at {at}: write an iteration, such as 7, or an iteration and a stage, such as 7:score")
     fork_run(parent, config, int(iteration), stage or None)
     elsewhere = "" if target_store == DEFAULT_STORE else f" --store {target_store}"
-    console.print(f"{run} begins where {name} stood at {at}; `ratchet resume {run}{elsewhere}` continues it")
+    console.print(f"{run} shares {name} up to {at}; `ratchet resume {run}{elsewhere}` continues it")
 
 
 @app.command()
@@ -250,10 +250,10 @@ def rescore(
         typer.Option(help="a built-in reward, package.module:function or file.py:function; or set reward.model=PATH"),
     ] = None,
     store: Store = DEFAULT_STORE,
-    learn: Annotated[bool, typer.Option("--train", help="also train on them, off-policy and corrected")] = False,
+    learn: Annotated[bool, typer.Option("--train", help="also train on them, off-policy with correction")] = False,
     overrides: Overrides = None,
 ) -> None:
-    """New scores on old generations, compared with the old scores; nothing is generated."""
+    """Score old generations again, and compare the scores with the old ones; nothing is generated."""
     _quiet()
     from flows import views
     from flows.rescore import begin, rescoring_config
@@ -277,7 +277,7 @@ def plan(
         int | None, typer.Option(min=0, help="by default the open one, or the last with a commit")
     ] = None,
 ) -> None:
-    """Which stages of an iteration a changed config would run again, and why."""
+    """List the stages of an iteration that a changed config would run again, and why."""
     from flows import views
     from infra.execution.claims import run_url
     from infra.runs import open_run
@@ -296,7 +296,7 @@ def explain(
     store: Store = DEFAULT_STORE,
     role: Annotated[Role, typer.Option(help="which model")] = Role.actor,
 ) -> None:
-    """The lineage of a checkpoint: the updates, shards, configs, seeds and code that made it."""
+    """Show the lineage of a checkpoint: the updates, shards, configs, seeds and code that produced it."""
     from flows import views
     from infra.runs import open_run
     from tasks.explain import explain as lineage
@@ -351,7 +351,7 @@ def verify(
     name: Name,
     store: Store = DEFAULT_STORE,
     repair: Annotated[
-        bool, typer.Option("--repair", help="rewrite damaged files that only copy what the log says")
+        bool, typer.Option("--repair", help="rewrite damaged files that only copy data from the log")
     ] = False,
 ) -> None:
     """Check the whole run: read its log and every object that the log names, and report damage and how to fix it."""
@@ -396,11 +396,13 @@ def evaluate(
     reward: Annotated[
         str | None, typer.Option(help="a built-in reward, package.module:function or file.py:function")
     ] = None,
-    server: Annotated[str | None, typer.Option(help="URL of a server that has the model and answers instead")] = None,
+    server: Annotated[
+        str | None, typer.Option(help="URL of a server that has the model; it generates the answers")
+    ] = None,
     api: Annotated[Api, typer.Option(help="type of the server")] = Api.vllm,
     output: Annotated[Path | None, typer.Option(help="write the trajectories to this Parquet file")] = None,
 ) -> None:
-    """Answer and score held-out prompts: solve rate by data source, with a confidence interval."""
+    """Answer and score held-out prompts; prints the solve rate of each data source, with a confidence interval."""
     import tempfile
 
     from flows import views
@@ -441,7 +443,7 @@ def export(
     ] = None,
     role: Annotated[Role, typer.Option(help="which model")] = Role.actor,
     adapter: Annotated[
-        bool, typer.Option("--adapter", help="only the adapter (model.lora), in the format of PEFT")
+        bool, typer.Option("--adapter", help="write only the adapter (model.lora), in PEFT's format")
     ] = False,
 ) -> None:
     """Write a snapshot as a Hugging Face model folder."""
@@ -546,7 +548,7 @@ def deploy(
     loaded = load_config(config, overrides or [])
     _needs_server()
     if cron and every:
-        raise UserError("--cron and --every are both schedules: give one")
+        raise UserError("--cron and --every both set the schedule: give only one")
     from flows.deploy import deploy as register
 
     interval = None if every is None else timedelta(minutes=every)
@@ -582,7 +584,7 @@ def doctor(
         bool, typer.Option("--engines", help="also try every engine and Ray; takes half a minute")
     ] = False,
 ) -> None:
-    """Which packages are installed, and which engines and stores work on this machine."""
+    """Show which packages are installed, and which engines and stores work on this machine."""
     _quiet()
     from flows.doctor import doctor as examine
 

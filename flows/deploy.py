@@ -35,6 +35,11 @@ TAG = "ratchet"
 HEARTBEAT_S = 30
 GONE_S = 90
 """A flow run without a heartbeat for this long counts as dead."""
+FORMER_AUTOMATIONS = (
+    f"{TAG}: a silent flow run is asked for again",
+    f"{TAG}: a crashed flow run is asked for again",
+)
+"""Former names of the automations; deploying deletes automations with these names."""
 
 
 @flow(name="vacuum", flow_run_name="{run}", persist_result=False)
@@ -104,6 +109,7 @@ def deploy(
         names.append(f"{offered_flow.name}/{config.run.name}")
     for automation in _automations():
         _replace(automation)
+    _delete(FORMER_AUTOMATIONS)
     return names
 
 
@@ -138,8 +144,8 @@ def _automations() -> list[Automation]:
     dead = EventTrigger(expect={crashed}, posture=Posture.Reactive, within=timedelta(0), **watched)
     restart = ChangeFlowRunState(state=StateType.SCHEDULED, name="AwaitingRetry", force=True)
     return [
-        Automation(name=f"{TAG}: a silent flow run is asked for again", trigger=silent, actions=[restart]),
-        Automation(name=f"{TAG}: a crashed flow run is asked for again", trigger=dead, actions=[restart]),
+        Automation(name=f"{TAG}: restart a flow run without heartbeats", trigger=silent, actions=[restart]),
+        Automation(name=f"{TAG}: restart a crashed flow run", trigger=dead, actions=[restart]),
     ]
 
 
@@ -152,6 +158,14 @@ def _replace(automation: Automation) -> None:
         for outdated in registered:
             client.delete_automation(outdated.id)
     automation.create()
+
+
+def _delete(names: tuple[str, ...]) -> None:
+    """Delete all automations with these names."""
+    with get_client(sync_client=True) as client:
+        for name in names:
+            for automation in client.read_automations_by_name(name):
+                client.delete_automation(automation.id)
 
 
 def _definition(automation: Any) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class Metric:
 
 CATALOGUE = (
     Metric("critic/score/mean", "score", "", LINE | STATUS | PAGES | REPORT, "score", ".3f"),
-    Metric("reward/mean", "reward of a shard's responses", "score", PAGES),
+    Metric("reward/mean", "mean score of all responses, also of those left out", "score", PAGES),
     Metric("critic/rewards/mean", "reward, KL penalty included", "score", REPORT),
     Metric("actor/ref_kl", "KL to the reference", "nats per token", LINE | STATUS | PAGES | REPORT, "kl", ".4f"),
     Metric("actor/ppo_kl", "KL of the update", "nats per token", REPORT),

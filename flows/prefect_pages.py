@@ -29,6 +29,7 @@ from infra.progress import Event, IterationClosed, Note, ReplayProgress, StagePr
 from infra.runs import Run, open_run
 from infra.store.object_store import ObjectStore, StoreUnavailable
 from infra.store.run_store import REPORT
+from tasks.pipeline import STAGES
 from tasks.recording import recorded
 
 EVERY_S = 1.0
@@ -78,7 +79,7 @@ class _Pages:
                 case Note(text):
                     get_run_logger().warning(f"{self.run} · {text}")
                 case ReplayProgress(role, done, total):
-                    get_run_logger().info(f"{self.run} · restoring the {role}: update {done + 1} of {total} again")
+                    get_run_logger().info(f"{self.run} · replaying update {done + 1} of {total} of the {role}")
                 case StageProgress(iteration, stage, done, total):
                     self._stage(iteration, stage, done, total)
                 case IterationClosed(iteration, metrics):
@@ -145,7 +146,11 @@ def markdown(run: Run, iteration: int, metrics: Mapping[str, float]) -> str:
     config = run.config
     place = f"{config.run.name} --store {config.run.store}"
     lines = [f"# {config.run.name}, iteration {iteration}", "", "| metric | value |", "|---|---|"]
-    lines += [f"| {metric.name} | {metrics[metric.name]:.4g} |" for metric in shown_in(PAGES) if metric.name in metrics]
+    lines += [
+        f"| {metric.name} | {metrics[metric.name]:{metric.format}} |"
+        for metric in shown_in(PAGES)
+        if metric.name in metrics
+    ]
     lines += [
         "",
         "Stages: compute time, start and end, in seconds from the start of the iteration",
@@ -153,7 +158,8 @@ def markdown(run: Run, iteration: int, metrics: Mapping[str, float]) -> str:
         "| stage | seconds | from | to |",
     ]
     lines += ["|---|---|---|---|"]
-    manifests = run.store.manifests(iteration)
+    committed = run.store.manifests(iteration)
+    manifests = {stage.name: committed[stage.name] for stage in STAGES if stage.name in committed}
     first = min((manifest.began for manifest in manifests.values()), default=0.0)
     for name, manifest in manifests.items():
         lines.append(

@@ -1,4 +1,4 @@
-"""`docs/configuration.md`, `docs/algorithms.md` and `docs/metrics.md`, generated from the code: `python -m flows.reference [--check]`."""
+"""Generate `docs/configuration.md`, `docs/algorithms.md` and `docs/metrics.md`: `python -m flows.reference [--check]`."""
 
 import inspect
 import re
@@ -60,7 +60,7 @@ VERL = """
 | `algorithm.rollout_correction.bypass_mode` | `algorithm.rollout_correction.bypass` | |
 | `algorithm.filter_groups.enable`, `max_num_gen_batches` | `algorithm.dynamic_sampling.max_prompts` | a bound in prompts; drawn shard by shard |
 | `custom_reward_function.path`, `.name` | `reward.function: path.py:name` | the same signature; several with weights |
-| `reward_model.enable`, `reward_model.model.path` | `reward.model` | beside a function, or alone (`reward.function: null`) |
+| `reward_model.enable`, `reward_model.model.path` | `reward.model` | in addition to a function, or alone (`reward.function: null`) |
 | `reward_model.model.input_tokenizer` | – | the reward model's own tokenizer and chat template are always used |
 | `actor_rollout_ref.rollout.multi_turn` | `rollout.environment` | a class with `reset` and `step` |
 | `reward_model.overlong_buffer` | `algorithm.overlong_penalty` | |
@@ -77,12 +77,12 @@ VERL = """
 ALGORITHMS = """# Algorithms
 
 Generated from `rlhf/algorithms/` by `make docs`. Every algorithm is a class whose fields are its configuration. Its
-`needs` decide which stages an iteration runs in addition to `generate`, `score`, `advantages`, `update_actor` and `close`.
-Recipes are in `examples/`. The formulas are checked against recorded values of the published implementations
+`needs` decide which stages an iteration runs in addition to `generate`, `score`, `advantages`, `update_actor` and
+`close`. Recipes are in `examples/`. The formulas are checked against recorded values of the published implementations
 (`tests/unit/test_oracles.py`).
 
-Notation: $r_t$ reward of a token, $R$ sum of a trajectory's rewards, $A$ advantage, $\\rho$ ratio of the policy to the old
-one, $\\pi$ probability of a token.
+Notation: $r_t$ reward of a token, $R$ sum of a trajectory's rewards, $A$ advantage, $\\rho$ ratio of the policy to the
+old one, $\\pi$ probability of a token.
 
 """
 
@@ -179,9 +179,9 @@ def _macros(formula: str) -> str:
 
 METRICS = """# Metrics
 
-Generated from `flows/metrics.py` by `make docs`. These are the main metrics, and where each is shown: in the line that an
-iteration prints, in `ratchet status`, on the iteration's page in Prefect, or as a curve of `ratchet report`. An iteration stores every
-metric that its stages report; `ratchet query RUN "select * from metrics"` prints them all.
+Generated from `flows/metrics.py` by `make docs`. These are the main metrics, and where each is shown: in the line that
+an iteration prints, in `ratchet status`, on the iteration's page in Prefect, or as a curve of `ratchet report`. An
+iteration stores every metric that its stages report; `ratchet query RUN "select * from metrics"` prints them all.
 
 | metric | meaning | unit | shown |
 |---|---|---|---|

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 from pyarrow.fs import FSSpecHandler, PyFileSystem
 
-from infra.runs import Run
+from infra.runs import Run, row_stages
 from infra.store.records import ShardRef
 from infra.store.run_store import VALIDATE
 from rlhf.errors import UserError
@@ -73,9 +73,7 @@ def connect(run: Run) -> duckdb.DuckDBPyConnection:
     connection = isolated()
     states = [run.store.iteration_state(iteration) for iteration in range(run.state.iteration + 1)]
     columns: dict[str, list[str]] = {}
-    for stage in dict.fromkeys(
-        (*TRAJECTORY.stages, *(name for state in states for name in (*state.shards, *state.stages)))
-    ):
+    for stage in dict.fromkeys(name for state in states for name in row_stages(state)):
         files = [(number, ref) for number, state in enumerate(states) for ref in run.store.shards_of(state, stage)]
         if files:
             rows = _dataset(run, stage, files)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,14 @@ def open_run(url: str) -> Run:
     if store.log.read().slot < 0:
         raise UserError(f"there is no run at {url}: check --store (or RATCHET_STORE) and the name")
     return Run(store)
+
+
+def row_stages(state: RunState) -> list[str]:
+    """The stages that write rows, in order, started or not; updates write none."""
+    complete = (
+        name for name, commit in state.stages.items() if isinstance(commit, StageCommit) and commit.weights is None
+    )
+    return list(dict.fromkeys((*TRAJECTORY.stages, *state.shards, *complete)))
 
 
 def refuse(damage: Corrupt) -> None:
@@ -105,27 +114,30 @@ class Run:
         if chosen and min(chosen) < 0:
             raise UserError(f"there is no iteration {min(chosen)}: iterations count from 0")
         frames, known = [], {column.name: None for column in TRAJECTORY.columns}
+        if not known.keys() >= set(columns or ()):  # a stage of one's own may have written it
+            for iteration in chosen:
+                with suppress(Corrupt):
+                    columns_of = self._columns(self.store.iteration_state(iteration))
+                    known |= dict.fromkeys(name for names in columns_of.values() for name in names)
+        if unknown := [name for name in columns or () if name not in known]:
+            raise UserError(f"there is no column {unknown[0]}; columns are {', '.join(known)}")
         for iteration in chosen:
             try:
                 state = self.store.iteration_state(iteration)
-                by_stage = {stage: self.store.columns_of(state, stage) for stage in self._row_stages(state)}
+                by_stage = self._columns(state)
                 known |= dict.fromkeys(name for names in by_stage.values() for name in names)
                 frames.append(
                     self._iteration(state, by_stage, list(known) if columns is None else columns, columns is None)
                 )
             except Corrupt as damage:
                 damaged(damage)
-        if unknown := [name for name in columns or () if name not in known]:
-            raise UserError(f"there is no column {unknown[0]}; columns are {', '.join(known)}")
         frames = [frame for frame in frames if len(frame)]
         wanted = list(known) if columns is None else columns
         return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=["iteration", *wanted])
 
-    @staticmethod
-    def _row_stages(state: RunState) -> list[str]:
-        """The stages whose rows are training trajectories, in order, started or not."""
-        stage_names = (name for name in (*state.shards, *state.stages) if name != VALIDATE)
-        return list(dict.fromkeys((*TRAJECTORY.stages, *stage_names)))
+    def _columns(self, state: RunState) -> dict[str, tuple[str, ...]]:
+        """The columns of the training trajectories that each stage has committed in an iteration."""
+        return {name: self.store.columns_of(state, name) for name in row_stages(state) if name != VALIDATE}
 
     def validation(self) -> pd.DataFrame:
         """All committed validations.

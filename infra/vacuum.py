@@ -38,7 +38,7 @@ def vacuum(store: RunStore, take_over: bool = False) -> list[str]:
     reached.advance()
     doomed = reached.others()
     store.objects.delete(doomed)
-    store.objects.delete_leavings()
+    store.objects.delete_leftovers()
     return doomed
 
 

@@ -62,7 +62,7 @@ def verify(store: RunStore) -> Iterator[Finding]:
             yield Finding(
                 record.key,
                 record.what,
-                "resume and vacuum refuse where it matters; restore the record from a backup, or fork from an "
+                "resume and vacuum are refused if they need this record; restore it from a backup, or fork from an "
                 "iteration before it (`ratchet fork RUN --at K`)",
             )
         elif reached.add(record):

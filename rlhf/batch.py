@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class TrajectoryBatch:
     """Named, typed columns with one row per trajectory (the counterpart of verl's DataProto, with a schema).
 
-    Reading a column that the batch does not have raises `KeyError`, so a stage cannot read columns that its spec does
-    not name.
+    Reading a column that the batch does not have raises `KeyError`, so a stage cannot read columns that it does not
+    declare.
     """
 
     def __init__(self, table: pa.Table) -> None:

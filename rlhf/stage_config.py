@@ -92,12 +92,28 @@ class StageConfig(BaseModel):
         for path, value in then.items():
             set_value(tree, path, value)
         tree = as_of_today(tree)
-        lines: list[str] = []
+        lines = cls._section_changes(tree, config)
         for path in cls.keys(operational=False):
             holder, _, name = path.rpartition(".")
             default = _section_class(holder).model_fields[name].get_default()
             now = _value(config, path) if _key_or_null_section(config, path) == path else default
             lines += _changes(path, _lookup(tree, path, _json(default)), now)
+        return lines
+
+    @classmethod
+    def _section_changes(cls, tree: Mapping[str, Any], config: RunConfig) -> list[str]:
+        """Lines for groups of keys whose section was null and is not any more, or the reverse."""
+        lines: list[str] = []
+        for field in cls.model_fields.values():
+            if (group := _group(field)) is None:
+                continue
+            lines += group._section_changes(tree, config)
+            if group.section:
+                before = _lookup(tree, group.section, PydanticUndefined)  # undefined: an older release had no section
+                now = _value(config, group.section)
+                if before is not PydanticUndefined and (before is None) != (now is None):
+                    states = ["null" if section is None else "set" for section in (before, now)]
+                    lines.append(f"config.{group.section}: {' -> '.join(states)}")
         return lines
 
 

@@ -12,6 +12,7 @@ from infra.store.records import Ahead, RunState, ShardCommit, Skip, Weights
 from infra.workers.worker import WEIGHTS_OF
 from rlhf.config import RunConfig, stored_config
 from rlhf.errors import UserError
+from tasks.generate import GenerateSummary
 from tasks.pipeline import names_of, stage_named
 from tasks.stage import Stage
 
@@ -139,8 +140,8 @@ def _check_staleness(driver: Driver, iteration: int, place: RunState | Ahead) ->
         return
     allowed = driver.config.rollout.ahead
     for number, shard in place.shards.get("generate", {}).items():
-        oldest = shard.outputs.get("oldest_version", iteration)
-        lacks = iteration - oldest if number in place.assigned and isinstance(oldest, int) else 0
+        oldest = GenerateSummary.model_validate(shard.outputs).oldest_version
+        lacks = iteration - oldest if number in place.assigned and oldest is not None else 0
         if lacks > allowed:
             raise UserError(
                 f"generate of iteration {iteration} is committed with weights that will lack {lacks} updates, but "

@@ -69,7 +69,7 @@ def exists(config: RunConfig) -> bool:
 
 FILTER_GROUPS = RowsStage(
     name="select",
-    label="filter",
+    label="select",
     config=FilterGroupsConfig,
     exists=exists,
     reads={"generate": ("prompt_id",), "score": ("score", "reward_error")},

@@ -34,7 +34,7 @@ class PromptConfig(StageConfig):
     system_prompt: str | None = key("system_prompt")
 
 
-class EnvironmentConfig(StageConfig):
+class EnvironmentStageConfig(StageConfig):
     section = "rollout.environment"
     name: str = key("name")
     options: dict[str, Any] = key("options")
@@ -54,7 +54,7 @@ class GenerateConfig(StageConfig):
     max_response_tokens: int = key("rollout.max_response_tokens")
     ignore_eos: bool = key("rollout.ignore_eos")
     stop: tuple[str, ...] = key("rollout.stop")
-    environment: EnvironmentConfig | None
+    environment: EnvironmentStageConfig | None
     quantization: str | None = key("rollout.quantization")
     prompts_per_shard: int = key("rollout.prompts_per_shard")
     dynamic_sampling: DynamicSamplingConfig | None = key("algorithm.dynamic_sampling")
@@ -101,9 +101,9 @@ def generate(context: Context[GenerateConfig]) -> ShardOutput[GenerateSummary]:
     config = context.config
     dataset = context.resources.dataset(config.train)
     sampling_more = config.dynamic_sampling
-    most = config.prompts_per_iteration if sampling_more is None else sampling_more.max_prompts
+    limit = config.prompts_per_iteration if sampling_more is None else sampling_more.max_prompts
     first = context.shard * config.prompts_per_shard
-    end = min(first + config.prompts_per_shard, most)
+    end = min(first + config.prompts_per_shard, limit)
     drawn = dataset.draw(config.seed, context.call.cursor + first, end - first)
     prompts = list(enumerate(drawn, first))
     sampling = Sampling(
@@ -129,7 +129,7 @@ def generate(context: Context[GenerateConfig]) -> ShardOutput[GenerateSummary]:
 def respond(
     context: Context[C],
     data: PromptConfig,
-    environment: EnvironmentConfig | None,
+    environment: EnvironmentStageConfig | None,
     dataset: PromptDataset,
     prompts: list[tuple[int, int]],
     n: int,

@@ -13,7 +13,7 @@ from rlhf.engines.base import Request, Sampling
 from rlhf.engines.generation import answers as generated
 from rlhf.schema import TRAJECTORY
 from rlhf.stage_config import StageConfig, key
-from tasks.reward_model import RewardModelConfig
+from tasks.reward_model import RewardModelStageConfig
 from tasks.score import ScoreConfig, counting, scores
 from tasks.stage import RowsStage
 
@@ -26,7 +26,7 @@ class GreedyBaselineConfig(StageConfig):
     stop: tuple[str, ...] = key("rollout.stop")
     quantization: str | None = key("rollout.quantization")
     reward: ScoreConfig
-    reward_model: RewardModelConfig | None
+    reward_model: RewardModelStageConfig | None
 
 
 class GreedyBaselineSummary(ShardSummary):

@@ -17,7 +17,7 @@ from rlhf.stage_config import StageConfig, key
 from tasks.stage import RowsStage
 
 
-class RewardModelConfig(StageConfig):
+class RewardModelStageConfig(StageConfig):
     section = "reward.model"
     kind: Literal["outcome", "process"] = key("kind")
     dtype: str = key("dtype")
@@ -25,13 +25,13 @@ class RewardModelConfig(StageConfig):
     micro_batch_tokens: int = key("micro_batch_tokens", operational=True)
 
 
-def reward_model(context: Context[RewardModelConfig]) -> ShardOutput[ShardSummary]:
+def reward_model(context: Context[RewardModelStageConfig]) -> ShardOutput[ShardSummary]:
     batch = context.batch
     columns = {"trajectory_id": batch.array("trajectory_id"), **model_scores(context, context.config, batch)}
     return ShardOutput(TrajectoryBatch.of(columns), ShardSummary())
 
 
-def model_scores(context: Context[C], config: RewardModelConfig, batch: TrajectoryBatch) -> dict[str, list[Any]]:
+def model_scores(context: Context[C], config: RewardModelStageConfig, batch: TrajectoryBatch) -> dict[str, list[Any]]:
     """Score the responses of a batch with the reward model.
 
     Args:
@@ -79,7 +79,7 @@ def exists(config: RunConfig) -> bool:
 REWARD_MODEL = RowsStage(
     name="reward_model",
     label="model",
-    config=RewardModelConfig,
+    config=RewardModelStageConfig,
     exists=exists,
     reads={"generate": ("messages", "response", "response_ids", "response_mask")},
     writes=TRAJECTORY.of("reward_model"),

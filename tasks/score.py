@@ -20,7 +20,7 @@ from rlhf.rewards import Score
 from rlhf.rewards.pool import Row
 from rlhf.schema import TRAJECTORY
 from rlhf.stage_config import StageConfig, key
-from tasks.reward_model import RewardModelConfig, model_scores
+from tasks.reward_model import RewardModelStageConfig, model_scores
 from tasks.stage import RowsStage
 
 OnError = Literal["fail", "zero", "drop"]
@@ -73,7 +73,7 @@ def counting(on_error: OnError, errors: Sequence[str | None]) -> np.ndarray:
 
 
 def scores(
-    context: Context[C], config: ScoreConfig, model: RewardModelConfig | None, batch: TrajectoryBatch
+    context: Context[C], config: ScoreConfig, model: RewardModelStageConfig | None, batch: TrajectoryBatch
 ) -> dict[str, list[Any]]:
     """Score the responses of a batch: the sum of reward functions, reward model and environment.
 

@@ -14,8 +14,8 @@ from rlhf.rewards import solved_score
 from rlhf.schema import TRAJECTORY
 from rlhf.stage_config import StageConfig, key
 from rlhf.validation import Sums, means, sums
-from tasks.generate import EnvironmentConfig, PromptConfig, respond
-from tasks.reward_model import RewardModelConfig
+from tasks.generate import EnvironmentStageConfig, PromptConfig, respond
+from tasks.reward_model import RewardModelStageConfig
 from tasks.score import ScoreConfig, counting, scores
 from tasks.stage import RowsStage
 
@@ -46,14 +46,14 @@ class ValidateConfig(StageConfig):
     top_p: float = key("rollout.top_p")
     max_response_tokens: int = key("rollout.max_response_tokens")
     stop: tuple[str, ...] = key("rollout.stop")
-    environment: EnvironmentConfig | None
+    environment: EnvironmentStageConfig | None
     quantization: str | None = key("rollout.quantization")
     prompts_per_shard: int = key("rollout.prompts_per_shard")
     n: int = key("validation.n")
     temperature: float = key("validation.temperature")
     solved_score: float | None = key("validation.solved_score")
     reward: ScoreConfig
-    reward_model: RewardModelConfig | None
+    reward_model: RewardModelStageConfig | None
     data: str = key("validation.data", operational=True)
 
 

@@ -77,7 +77,7 @@ class Memory:
     def delete(self, keys: list[str]) -> None:
         self._request("delete", lambda: self._delete(keys))
 
-    def delete_leavings(self, older_s: float) -> None:
+    def delete_leftovers(self, older_s: float) -> None:
         """There are none."""
 
     def delete_empty_folders(self) -> None:

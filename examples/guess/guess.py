@@ -1,8 +1,8 @@
-"""A game of several turns: the policy guesses a number, and is told `up` or `down`.
+"""A game of several turns: the policy guesses a number, and the environment answers `up` or `down`.
 
     python examples/guess/guess.py data/guess
 
-writes prompts (train.parquet, test.parquet) and games of somebody who plays by the rules and guesses without thinking
+writes prompts (train.parquet, test.parquet), and games of a player who follows the rules but guesses at random
 (sft.jsonl). `Guess` is the environment: `rollout.environment: examples/guess/guess.py:Guess`.
 """
 
@@ -19,7 +19,7 @@ PROMPT = f"1 to {HIGHEST}?"
 
 
 class Guess:
-    """1 for the number itself, however late; the number of turns is limited by `rollout.environment.max_turns`."""
+    """Rewards 1 for the right number, in any turn; `rollout.environment.max_turns` limits the turns."""
 
     stop = ()
 
@@ -28,18 +28,18 @@ class Guess:
 
     def step(self, turn: str) -> Observation:
         if not (turn.isascii() and turn.isdigit()) or len(turn) > 3:
-            return Observation(None)  # no guess
+            return Observation(None)  # not a guess
         if int(turn) == self.secret:
             return Observation(None, reward=1.0)
-        return Observation([{"role": "user", "content": told(int(turn), self.secret)}])
+        return Observation([{"role": "user", "content": hint(int(turn), self.secret)}])
 
 
-def told(guess: int, secret: int) -> str:
+def hint(guess: int, secret: int) -> str:
     return "up" if guess < secret else "down"
 
 
 def games(count: int, seed: int) -> list[dict[str, Any]]:
-    """Conversations that end with a guess: any number, whatever was said before."""
+    """Conversations that end with a guess: a random number, whatever the hints before it."""
     draw = random.Random(seed)
     rows = []
     for _ in range(count):
@@ -47,7 +47,7 @@ def games(count: int, seed: int) -> list[dict[str, Any]]:
         for _ in range(draw.randint(0, 3)):
             guess = draw.choice([number for number in range(1, HIGHEST + 1) if number != secret])
             messages.append({"role": "assistant", "content": str(guess)})
-            messages.append({"role": "user", "content": told(guess, secret)})
+            messages.append({"role": "user", "content": hint(guess, secret)})
         messages.append({"role": "assistant", "content": str(draw.randint(1, HIGHEST))})
         rows.append({"messages": messages})
     return rows
@@ -72,7 +72,7 @@ def main() -> None:
     for split in ("train", "test"):
         pq.write_table(pa.Table.from_pylist(prompts), out / f"{split}.parquet")
     (out / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in games(4096, seed=0)))
-    print(f"{len(prompts)} numbers to guess, and 4096 games, in {out}")
+    print(f"{len(prompts)} numbers to guess and 4096 games are in {out}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From a model that knows the rules to one that plays well. From the root of a checkout; run again, it resumes.
+# Trains a model that knows the rules to play well. Run it in the root of a checkout; a second run resumes.
 set -euo pipefail
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 run() { echo; echo "\$ $*"; "$@"; }

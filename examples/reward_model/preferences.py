@@ -1,9 +1,9 @@
-"""Preferences to train a reward model on: of two solutions of a problem, the one that begins with the
-largest number.
+"""Preferences that a reward model is trained on: of two solutions to a problem, the one that begins with its largest
+number is preferred.
 
     python examples/reward_model/preferences.py data/countdown/sft.parquet data/preferences
 
-writes train.parquet and test.parquet (prompt, chosen, rejected). A rule stands here for the people who compare answers.
+writes train.parquet and test.parquet (prompt, chosen, rejected). Here a rule replaces the people who compare answers.
 """
 
 import argparse
@@ -28,12 +28,12 @@ def main() -> None:
         solutions[example["prompt"][-1]["content"]].add(example["response"])
     pairs = []
     for prompt, responses in solutions.items():
-        good, bad = (sorted(each for each in responses if preferred(each) is wanted) for wanted in (True, False))
+        good, bad = (sorted(text for text in responses if preferred(text) is wanted) for wanted in (True, False))
         pairs += [{"prompt": prompt, "chosen": better, "rejected": worse} for better, worse in product(good, bad)]
     arguments.out.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pylist(pairs[HELD_OUT:]), arguments.out / "train.parquet")
     pq.write_table(pa.Table.from_pylist(pairs[:HELD_OUT]), arguments.out / "test.parquet")
-    print(f"{len(pairs) - HELD_OUT} pairs to learn from and {HELD_OUT} held out, in {arguments.out}")
+    print(f"{len(pairs) - HELD_OUT} training pairs and {HELD_OUT} held-out pairs are in {arguments.out}")
 
 
 def preferred(response: str) -> bool:

@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# The whole of RLHF: a supervised model, a reward model from preferences, PPO against it. From the root of a checkout;
-# run again, it resumes where it stopped.
+# All of RLHF: a supervised model, a reward model from preferences, PPO against it. Run it in the root of a checkout; a
+# second run resumes the first.
 set -euo pipefail
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 run() { echo; echo "\$ $*"; "$@"; }
 
 [ -f data/countdown/train.parquet ] || run ratchet data countdown data/countdown
 [ -f models/countdown-base/model.safetensors ] || run python examples/countdown_model.py models/countdown-base
-# stopped early, so that there is something left to learn
+# few steps, so that PPO has something left to learn
 run ratchet sft --model models/countdown-base --data data/countdown/sft.parquet --output models/countdown-early \
     --steps 300 --batch-examples 32 --lr 2e-3 --warmup-steps 50
 run python examples/reward_model/preferences.py data/countdown/sft.parquet data/preferences
 run ratchet reward-model --model models/countdown-early --data data/preferences/train.parquet \
     --validation data/preferences/test.parquet --output models/reward --batch-pairs 64 --lr 5e-4
 run ratchet train examples/reward_model/ppo.yaml
-# what became of it: the share of answers that begin with their largest number, and below, of those that are right
+# the result: the share of answers that begin with their largest number, and then the share of right answers
 run ratchet query rlhf "with answers as (select iteration, model_score, regexp_extract_all(response, '\d+')::int[] as numbers
     from trajectories) select iteration, avg(model_score) as model_score,
     avg((numbers[1] = list_max(numbers))::int) as preferred from answers where iteration % 5 in (0, 4) group by 1 order by 1"

@@ -256,8 +256,7 @@ def check_prompts(dataset: PromptDataset, model: ModelConfig, data: DataConfig, 
         for prompt in dataset.prompts:
             if prompt.ground_truth is None:
                 raise UserError(
-                    f"{prompt.where}: reward_model.ground_truth is missing, with which reward.function "
-                    f"{comparing[0]} compares"
+                    f"{prompt.where}: reward.function {comparing[0]} needs reward_model.ground_truth, which is missing"
                 )
     for failure in try_rewards(reward, dataset.prompts):
         if reward.on_error == "fail":
@@ -298,6 +297,7 @@ def _open(config: RunConfig, dependencies: Dependencies, take_over: bool, check:
                 f"{config.model.path}, model.lora {yaml_text(config.model.lora)}): choose another run.name, or restore "
                 "the first model"
             )
+    checked = store.state.slot
     check(driver)
     if state.claim is not None:
         _say_what_changed(state.claim.config, config)
@@ -309,6 +309,8 @@ def _open(config: RunConfig, dependencies: Dependencies, take_over: bool, check:
         outside={name: digest for name in dependencies.outside if (digest := driver.digest(name)) is not None},
         versions=dependencies.versions,
     )
+    if store.state.slot > checked + 1:  # another driver committed more in the meantime
+        check(driver)
     store.sweep(dependencies.stages)
     return driver
 

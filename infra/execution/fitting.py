@@ -17,7 +17,7 @@ from infra.store.object_store import ObjectStore
 from infra.store.records import Expire, Snapshot, Weights
 from infra.store.run_store import RunStore
 from rlhf.config import FitConfig, differences, validated
-from rlhf.config.fitting import ELSEWHERE
+from rlhf.config.fitting import MAY_CHANGE
 from rlhf.data import files
 from rlhf.engines.model_engine import ModelEngine
 from rlhf.errors import UserError
@@ -90,7 +90,7 @@ def _check_same(config: FitConfig, committed: dict[str, Any], same_start: bool) 
     """Refuse to continue a fit with different settings. Models and examples are compared by digest, not by path."""
     before = validated(type(config), committed, "the fit's first settings")
     changed = differences(
-        before.model_dump(mode="json", exclude=ELSEWHERE), config.model_dump(mode="json", exclude=ELSEWHERE)
+        before.model_dump(mode="json", exclude=MAY_CHANGE), config.model_dump(mode="json", exclude=MAY_CHANGE)
     )
     if changed or not same_start:
         differing = "; ".join(changed) or "the model's files or the examples"

@@ -33,6 +33,11 @@ class Chain:
     """The records of a run in order, each checked against the previous one."""
 
     def __init__(self, store: RunStore) -> None:
+        """Start before the first record.
+
+        Args:
+            store: the run.
+        """
         self.store = store
         self.slot = -1
         """The slot of the last record that was read."""
@@ -42,9 +47,15 @@ class Chain:
     def read(self, last: int) -> Iterator[Record | Broken]:
         """Read the records after `slot`, up to slot `last`.
 
+        Args:
+            last: slot of the last record to read.
+
         Yields:
             Each readable record; a `Broken` replaces an unreadable record, or follows a record that does not fit the
             previous one.
+
+        Raises:
+            StoreUnavailable: the store does not answer.
         """
         slots = iter(range(self.slot + 1, last + 1))
         with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -76,6 +87,13 @@ class Chain:
 
 
 def last_slot(keys: list[str]) -> int:
-    """The highest slot among the keys of a run; -1 if there are no log records."""
+    """Find the last slot of a log.
+
+    Args:
+        keys: keys of a run's objects; those outside the log are ignored.
+
+    Returns:
+        The highest slot; -1 if there are no log records.
+    """
     names = (key.removeprefix("log/").removesuffix(".json") for key in keys if key.startswith("log/"))
     return max((int(name) for name in names if name.isdecimal()), default=-1)

@@ -39,20 +39,41 @@ class Deleted(RatchetError):
 
     @classmethod
     def of(cls, url: str) -> Deleted:
-        """The error for the run at `url`."""
+        """Make the error for a run.
+
+        Args:
+            url: the run's URL.
+
+        Returns:
+            The error to raise.
+        """
         return cls(f"the run {url} was deleted while this driver was at work: the driver stops")
 
 
 def slot_key(slot: int) -> str:
-    """The key of a log record."""
+    """Name a log record.
+
+    Args:
+        slot: the record's slot, from 0.
+
+    Returns:
+        Its key.
+    """
     return f"log/{slot:012d}.json"
 
 
 class RunLog:
-    """The log of one run, and the run's state as far as the log was read. Thread-safe."""
+    """The log of one run, and the run's state as far as the log was read. Thread-safe.
+
+    All methods that access the store raise `StoreUnavailable` if it does not answer, except `write_tail`.
+    """
 
     def __init__(self, objects: ObjectStore) -> None:
-        """`objects` is the run's folder."""
+        """Open the log; this reads nothing.
+
+        Args:
+            objects: the run's folder.
+        """
         self.objects = objects
         self.term = 0
         """This driver's term; 0 until it claims the run."""
@@ -71,6 +92,7 @@ class RunLog:
 
         Raises:
             Fenced: resolving that append, a newer driver's record was found.
+            Deleted: resolving that append, the run was found deleted.
             StoreUnavailable: the outcome of that append is still unknown.
         """
         with self._lock:
@@ -79,7 +101,14 @@ class RunLog:
 
     @contextmanager
     def held(self) -> Iterator[RunState]:
-        """The run's state, for the body of a `with` statement during which no other thread appends."""
+        """Hold the log for the body of a `with` statement, during which no other thread appends.
+
+        Yields:
+            The run's state.
+
+        Raises:
+            Fenced, Deleted, StoreUnavailable: as `state`.
+        """
         with self._lock:
             yield self.state
 
@@ -87,6 +116,8 @@ class RunLog:
 
     def read(self) -> RunState:
         """Read the log from its newest index, or from where the last read ended, to its end.
+
+        Resolves an append with an unknown outcome first, as `state` does, and raises the same errors.
 
         Returns:
             The run's state; its slot is -1 if there is no log.
@@ -138,15 +169,28 @@ class RunLog:
         return None
 
     def load_index(self, ref: ObjectRef) -> RunState:
-        """The state just before the record that names this index.
+        """Read an index: the state just before the record that names it.
+
+        Args:
+            ref: the index, perhaps of another run.
+
+        Returns:
+            The state; its references name the run that holds them.
 
         Raises:
             Corrupt: the index is missing or damaged.
+            UserError: the index has a schema version that this release does not read.
         """
         return read_model(self.objects, ref, RunState)
 
     def claim_of(self, term: int) -> Claim:
-        """The claim of a term that worked on the open iteration.
+        """Read the claim of a term that worked on the open iteration.
+
+        Args:
+            term: a term in `RunState.open_terms`.
+
+        Returns:
+            The claim.
 
         Raises:
             Corrupt: the claim's record is missing or damaged.
@@ -154,7 +198,13 @@ class RunLog:
         return self.claim_at(self.state.open_terms[term].slot)
 
     def claim_at(self, slot: int) -> Claim:
-        """The claim in a slot that is known to hold one.
+        """Read a claim by its slot.
+
+        Args:
+            slot: a slot that is known to hold a claim.
+
+        Returns:
+            The claim.
 
         Raises:
             Corrupt: the record is missing or damaged.
@@ -162,10 +212,17 @@ class RunLog:
         return next(commit for commit in self.record(slot).commits if isinstance(commit, Claim))
 
     def record(self, slot: int) -> Record:
-        """The record in any slot.
+        """Read any record.
+
+        Args:
+            slot: the record's slot.
+
+        Returns:
+            The record.
 
         Raises:
             Corrupt: the record is missing or damaged.
+            UserError: the record has a schema version that this release does not read.
         """
         data = self.objects.get_if_there(slot_key(slot))
         if data is None:
@@ -210,6 +267,7 @@ class RunLog:
 
         Raises:
             Corrupt: the log is damaged or incomplete.
+            UserError: the store refuses the write, or the log has a schema version that this release does not read.
             StoreUnavailable: nobody can say whether the claim was written.
         """
         with self._lock:
@@ -225,9 +283,14 @@ class RunLog:
     def append(self, *commits: Commit) -> None:
         """Commit all of `commits` atomically, in one record.
 
+        Args:
+            commits: what to commit, in the order in which it is applied.
+
         Raises:
             Fenced: a newer driver holds the run.
             Deleted: the run was deleted.
+            Corrupt: the slot holds a damaged record, or one of this driver's term that it did not write.
+            UserError: the store refuses the write.
             StoreUnavailable: nobody can say whether they were committed; `state` resolves it once the store answers.
         """
         with self._lock:
@@ -312,13 +375,16 @@ class RunLog:
             self.objects.clock.sleep(self.objects.pause(attempt))
 
     def is_deleted(self, slot: int = 2) -> bool:
-        """Whether the run that this driver claimed was deleted.
+        """Tell whether the run that this driver claimed was deleted.
 
         It was if the first two records are missing, or if another run has started in its place. A single missing or
         damaged record does not count: the other records are worth saving.
 
         Args:
             slot: look only at records before this slot.
+
+        Returns:
+            Whether the run was deleted.
         """
         first = self._uuid_of_the_first()
         if first is not None:
@@ -333,7 +399,14 @@ class RunLog:
         return ""
 
     def write_tail(self, index: ObjectRef) -> None:
-        """Write the hint that names the newest index."""
+        """Write the hint that names the newest index; nothing happens if the store does not answer.
+
+        Args:
+            index: the newest index.
+
+        Raises:
+            UserError: the store refuses the write.
+        """
         with suppress(StoreUnavailable):  # the log is readable without the hint
             self.objects.put(TAIL, index.model_dump_json().encode())
 
@@ -376,10 +449,18 @@ def check_version(tree: dict[str, object], name: str) -> None:
 
 
 def read_verified(objects: ObjectStore, ref: ObjectRef) -> bytes:
-    """The bytes of an object, checked against the digest in its reference.
+    """Read an object and check it against the digest in its reference.
+
+    Args:
+        objects: this run's folder.
+        ref: the object, perhaps of another run.
+
+    Returns:
+        The object's bytes.
 
     Raises:
         Corrupt: the object is missing or damaged; the message names it.
+        StoreUnavailable: the store does not answer.
     """
     holder = objects.of_run(ref.run)
     try:
@@ -405,6 +486,7 @@ def read_model(objects: ObjectStore, ref: ObjectRef, model: type[M]) -> M:
     Raises:
         Corrupt: the object is missing or damaged.
         UserError: the object has a schema version that this release does not read.
+        StoreUnavailable: the store does not answer.
     """
     data = read_verified(objects, ref)
     check_version(json.loads(data), ref.key)

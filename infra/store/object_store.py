@@ -29,7 +29,7 @@ from tenacity import Retrying, retry_if_exception
 from rlhf.errors import RatchetError, UserError
 
 T = TypeVar("T")
-LEAVINGS_S = 3600.0
+LEFTOVERS_S = 3600.0
 PROBE_WRITERS = 8
 PROBE_ROUNDS = 5
 
@@ -43,31 +43,94 @@ class StoreFull(StoreUnavailable):
 
 
 class Backend(Protocol):
-    """Raw operations on keys."""
+    """Raw operations on keys, which are paths relative to the store's root.
+
+    Beside the errors below, any operation may raise an error that says nothing about its outcome (see the module).
+    """
 
     def create(self, key: str, data: bytes) -> None:
-        """Write `key` atomically if it is absent; raise `FileExistsError` if it exists."""
+        """Write an object atomically if its key is absent.
+
+        Args:
+            key: the object's key.
+            data: its bytes.
+
+        Raises:
+            FileExistsError: the key exists.
+        """
 
     def put(self, key: str, data: bytes) -> None:
-        """Write `key` atomically, replacing any object under it."""
+        """Write an object atomically, replacing any object under its key.
+
+        Args:
+            key: the object's key.
+            data: its bytes.
+        """
 
     def get(self, key: str) -> bytes:
-        """The object's bytes; raise `FileNotFoundError` if it is absent."""
+        """Read a whole object.
+
+        Args:
+            key: the object's key.
+
+        Returns:
+            Its bytes.
+
+        Raises:
+            FileNotFoundError: the key is absent.
+        """
 
     def size(self, key: str) -> int:
-        """The object's size in bytes; raise `FileNotFoundError` if it is absent."""
+        """Tell the size of an object.
+
+        Args:
+            key: the object's key.
+
+        Returns:
+            Its size in bytes.
+
+        Raises:
+            FileNotFoundError: the key is absent.
+        """
 
     def read(self, key: str, start: int, end: int) -> bytes:
-        """The object's bytes from `start` up to, but not including, `end`."""
+        """Read a part of an object.
+
+        Args:
+            key: the object's key.
+            start: offset of the first byte.
+            end: offset after the last byte, at most the object's size.
+
+        Returns:
+            The bytes.
+
+        Raises:
+            FileNotFoundError: the key is absent.
+        """
 
     def delete(self, keys: list[str]) -> None:
-        """Delete `keys`, ignoring absent keys."""
+        """Delete objects, ignoring absent keys.
+
+        Args:
+            keys: the objects' keys.
+        """
 
     def list(self, prefix: str) -> list[str]:
-        """The keys that begin with `prefix`, sorted, except hidden keys."""
+        """List the keys that begin with a prefix, except hidden keys.
 
-    def delete_leavings(self, older_s: float) -> None:
-        """Delete temporary files older than `older_s` seconds."""
+        Args:
+            prefix: a folder with its slash, the beginning of a name in a folder, or empty for all keys.
+
+        Returns:
+            The keys, sorted.
+        """
+
+    def delete_leftovers(self, older_s: float) -> None:
+        """Delete temporary files, which killed writers left behind.
+
+        Args:
+            older_s: age in seconds; younger files stay, because their writers may be alive.
+        """
 
     def delete_empty_folders(self) -> None:
         """Delete empty folders, if the store has folders."""
@@ -76,8 +139,21 @@ class Backend(Protocol):
 class Clock(Protocol):
     """The clock for retries: the module `time`, or a simulated clock."""
 
-    def monotonic(self) -> float: ...
-    def sleep(self, seconds: float, /) -> None: ...
+    def monotonic(self) -> float:
+        """Tell the time; it never goes backwards.
+
+        Returns:
+            Seconds from an arbitrary start.
+        """
+        ...
+
+    def sleep(self, seconds: float, /) -> None:
+        """Wait.
+
+        Args:
+            seconds: how long.
+        """
+        ...
 
 
 TEMPORARY = ".writing"
@@ -89,34 +165,46 @@ class LocalBackend:
     """A local folder. Objects appear atomically, after their bytes are synced to disk."""
 
     def __init__(self, root: str) -> None:
+        """Use a folder; the first write creates it.
+
+        Args:
+            root: path of the folder.
+        """
         self.root = Path(root)
 
     def create(self, key: str, data: bytes) -> None:
+        """Link a synced temporary file to the key; see `Backend.create`."""
         path = self.root / key
         with self._beside(path, data) as temporary:
             os.link(temporary, path)
 
     def put(self, key: str, data: bytes) -> None:
+        """Rename a synced temporary file to the key; see `Backend.put`."""
         path = self.root / key
         with self._beside(path, data) as temporary:
             temporary.replace(path)
 
     def get(self, key: str) -> bytes:
+        """Read the file; see `Backend.get`."""
         return (self.root / key).read_bytes()
 
     def size(self, key: str) -> int:
+        """Look up the file's size; see `Backend.size`."""
         return (self.root / key).stat().st_size
 
     def read(self, key: str, start: int, end: int) -> bytes:
+        """Read a part of the file; see `Backend.read`."""
         with (self.root / key).open("rb") as file:
             file.seek(start)
             return file.read(end - start)
 
     def delete(self, keys: list[str]) -> None:
+        """Delete the files one by one; their folders stay; see `Backend.delete`."""
         for key in keys:
             (self.root / key).unlink(missing_ok=True)
 
     def list(self, prefix: str) -> list[str]:
+        """List the files of the folder and its subfolders; see `Backend.list`."""
         folder, _, name_prefix = prefix.rpartition("/")
         files = (
             file.relative_to(self.root)
@@ -126,8 +214,8 @@ class LocalBackend:
         )
         return sorted(path.as_posix() for path in files if not any(part.startswith(".") for part in path.parts))
 
-    def delete_leavings(self, older_s: float) -> None:
-        """Delete temporary files older than `older_s` seconds, which killed writers left behind."""
+    def delete_leftovers(self, older_s: float) -> None:
+        """Delete old files of the folder `TEMPORARY`; see `Backend.delete_leftovers`."""
         oldest = time.time() - older_s
         for path in (self.root / TEMPORARY).glob("*"):
             with suppress(FileNotFoundError):  # its writer has renamed it
@@ -135,6 +223,7 @@ class LocalBackend:
                     path.unlink()
 
     def delete_empty_folders(self) -> None:
+        """Delete empty folders, including the root; see `Backend.delete_empty_folders`."""
         for folder, _, _ in os.walk(self.root, topdown=False):
             with suppress(OSError):  # it is not empty
                 Path(folder).rmdir()
@@ -183,10 +272,16 @@ class FsspecBackend:
     _memory_lock = threading.Lock()
 
     def __init__(self, url: str) -> None:
+        """Open the file system, without a cache of its listings.
+
+        Args:
+            url: URL of the root; fsspec knows its protocol.
+        """
         self.fs, self.root = fsspec.core.url_to_fs(url, use_listings_cache=False)
         self.root = self.root.rstrip("/")
 
     def create(self, key: str, data: bytes) -> None:
+        """Write with the condition that the key is absent, or under a lock in memory; see `Backend.create`."""
         if self.fs.protocol == "memory":  # shared by threads of one process only, so a lock makes the create atomic
             with self._memory_lock:
                 if self.fs.exists(self._path(key)):
@@ -201,13 +296,18 @@ class FsspecBackend:
                 raise
 
     def put(self, key: str, data: bytes) -> None:
+        """Write the object; see `Backend.put`."""
         self.fs.pipe_file(self._path(key), data)
 
     def get(self, key: str) -> bytes:
+        """Read the object; see `Backend.get`."""
         return bytes(self.fs.cat_file(self._path(key)))
 
-    def delete_leavings(self, older_s: float) -> None:
-        """Delete old probe objects. Object stores have no other temporary files, because their writes are atomic."""
+    def delete_leftovers(self, older_s: float) -> None:
+        """Delete old probe objects; see `Backend.delete_leftovers`.
+
+        Object stores have no other temporary files, because their writes are atomic.
+        """
         oldest = datetime.now(UTC) - timedelta(seconds=older_s)
         for path in self.fs.find(self._path(TEMPORARY)):
             with suppress(FileNotFoundError):  # its writer is alive and has deleted it
@@ -215,15 +315,18 @@ class FsspecBackend:
                     self.fs.rm_file(path)
 
     def delete_empty_folders(self) -> None:
-        """An object store has no folders."""
+        """Do nothing: an object store has no folders."""
 
     def size(self, key: str) -> int:
+        """Ask for the object's size; see `Backend.size`."""
         return int(self.fs.size(self._path(key)))
 
     def read(self, key: str, start: int, end: int) -> bytes:
+        """Read a range of the object; see `Backend.read`."""
         return bytes(self.fs.cat_file(self._path(key), start=start, end=end))
 
     def delete(self, keys: list[str]) -> None:
+        """Delete the objects, on S3 many per request; see `Backend.delete`."""
         if "s3" in self.fs.protocol:  # one request deletes up to 1000 keys, and ignores absent keys
             self.fs.rm([self._path(key) for key in keys])
             return
@@ -232,6 +335,7 @@ class FsspecBackend:
                 self.fs.rm_file(self._path(key))
 
     def list(self, prefix: str) -> list[str]:
+        """List the objects; see `Backend.list`."""
         folder, _, name_prefix = prefix.rpartition("/")
         paths = self.fs.find(self._path(folder).rstrip("/"), prefix=name_prefix)
         keys = (path.removeprefix(self.root).lstrip("/") for path in paths)
@@ -243,7 +347,13 @@ class FsspecBackend:
 
 
 def backend_for(url: str) -> Backend:
-    """The backend for a store's URL.
+    """Choose the backend for a store.
+
+    Args:
+        url: the store's URL, or a local path.
+
+    Returns:
+        A `LocalBackend` for a local folder, else an `FsspecBackend`.
 
     Raises:
         UserError: fsspec does not know the protocol, or its package is not installed.
@@ -258,19 +368,23 @@ def backend_for(url: str) -> Backend:
 class ObjectStore:
     """A folder of objects, with bounded retries.
 
-    The methods raise `StoreUnavailable` if the store does not answer within the deadline, `StoreFull` if the disk is
-    full, and `UserError` if the store refuses the operation.
+    The methods that access the store, except `create`, raise `StoreUnavailable` if the store does not answer within the
+    deadline, `StoreFull` if the disk is full, and `UserError` if the store refuses the operation.
     """
 
     def __init__(
         self, url: str, backend: Backend | None = None, *, deadline_s: float = 60.0, clock: Clock = time
     ) -> None:
-        """
+        """Open the folder; this writes nothing.
+
         Args:
             url: the folder, as any fsspec URL or a local path.
             backend: raw operations; None: chosen by the URL.
             deadline_s: seconds after which an operation is no longer retried.
             clock: measures the deadline and sleeps between attempts.
+
+        Raises:
+            UserError: fsspec does not know the protocol, or its package is not installed.
         """
         self.url = url.rstrip("/")
         self.backend = backend_for(url) if backend is None else backend
@@ -279,10 +393,16 @@ class ObjectStore:
         self._others: dict[str, ObjectStore] = {}
 
     def of_run(self, run: str | None) -> ObjectStore:
-        """The store of another run.
+        """Find the store of another run.
 
         Args:
             run: the run's URL, ``../name`` for a run beside this one, or None for this run.
+
+        Returns:
+            The run's store, the same one in every call.
+
+        Raises:
+            UserError: fsspec does not know the protocol, or its package is not installed.
         """
         if run is None:
             return self
@@ -293,16 +413,24 @@ class ObjectStore:
         return self._others[run]
 
     def create(self, key: str, data: bytes) -> None:
-        """Write `key` if it is absent. Not retried.
+        """Write an object if its key is absent. Not retried.
+
+        Args:
+            key: the object's key.
+            data: its bytes.
 
         Raises:
             FileExistsError: the key exists.
-            Exception: the object may or may not have been written.
+            Exception: any other error; the object may or may not have been written.
         """
         self.backend.create(key, data)
 
     def put(self, key: str, data: bytes) -> None:
-        """Write `key`, replacing any object under it.
+        """Write an object, replacing any object under its key.
+
+        Args:
+            key: the object's key.
+            data: its bytes.
 
         Raises:
             UserError: the bucket does not exist, or the store refuses the write.
@@ -313,7 +441,13 @@ class ObjectStore:
             raise self.no_bucket(error) from error
 
     def get(self, key: str) -> bytes:
-        """The object's bytes.
+        """Read a whole object.
+
+        Args:
+            key: the object's key.
+
+        Returns:
+            Its bytes.
 
         Raises:
             FileNotFoundError: the key is absent.
@@ -321,11 +455,14 @@ class ObjectStore:
         return self.retry(f"read {key}", lambda: self.backend.get(key))
 
     def parts(self, key: str, size: int) -> Iterator[bytes]:
-        """The object's bytes in parts.
+        """Read an object in parts.
 
         Args:
-            key: the object.
+            key: the object's key.
             size: bytes in a part; the last part may be shorter.
+
+        Yields:
+            The parts, in order.
 
         Raises:
             FileNotFoundError: the key is absent.
@@ -336,33 +473,58 @@ class ObjectStore:
             yield self.retry(f"read {key}", part)
 
     def get_if_there(self, key: str) -> bytes | None:
-        """The object's bytes, or None if the key is absent."""
+        """Read a whole object that may be absent.
+
+        Args:
+            key: the object's key.
+
+        Returns:
+            Its bytes, or None if the key is absent.
+        """
         try:
             return self.get(key)
         except FileNotFoundError:
             return None
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete `keys`, ignoring absent keys."""
+        """Delete objects, ignoring absent keys.
+
+        Args:
+            keys: the objects' keys.
+        """
         doomed = list(keys)
         if doomed:
             self.retry(f"delete {doomed[0]}", lambda: self.backend.delete(doomed))
 
     def list(self, prefix: str) -> list[str]:
-        """The keys that begin with `prefix`, sorted, except hidden keys (any path part begins with a dot)."""
+        """List the keys that begin with a prefix, except hidden keys (any path part begins with a dot).
+
+        Args:
+            prefix: a folder with its slash, the beginning of a name in a folder, or empty for all keys.
+
+        Returns:
+            The keys, sorted.
+        """
         return self.retry(f"list {prefix}", lambda: self.backend.list(prefix))
 
-    def delete_leavings(self) -> None:
+    def delete_leftovers(self) -> None:
         """Delete temporary files older than an hour, which killed writers left behind."""
-        self.retry("delete temporary files", lambda: self.backend.delete_leavings(LEAVINGS_S))
+        self.retry("delete temporary files", lambda: self.backend.delete_leftovers(LEFTOVERS_S))
 
     def delete_empty_folders(self) -> None:
         """Delete the empty folders of a local store, including the store's own folder."""
         self.retry("delete empty folders", self.backend.delete_empty_folders)
 
     def pause(self, attempt: int) -> float:
-        """Seconds to wait after attempt number `attempt` (from 1): exponential, bounded, with random jitter so that
-        writers do not collide again."""
+        """Choose the wait after a failed attempt: exponential and bounded, with random jitter so that writers do not
+        collide again.
+
+        Args:
+            attempt: number of the attempt, from 1.
+
+        Returns:
+            Seconds to wait.
+        """
         return random.uniform(0, min(0.05 * 2**attempt, 5.0, self.deadline_s / 2))
 
     def honours_create(self) -> bool:
@@ -373,6 +535,9 @@ class ObjectStore:
 
         Returns:
             Whether at most one writer won each race, and every later writer was refused.
+
+        Raises:
+            UserError: the bucket does not exist, or the store refuses to write.
         """
         keys = [f"{TEMPORARY}/probe-{uuid.uuid4().hex}" for _ in range(PROBE_ROUNDS)]
         try:
@@ -400,11 +565,25 @@ class ObjectStore:
         return True
 
     def no_bucket(self, error: FileNotFoundError) -> UserError:
-        """The error for a write to a bucket that does not exist."""
+        """Make the error for a write to a bucket that does not exist.
+
+        Args:
+            error: what the write raised.
+
+        Returns:
+            The error to raise.
+        """
         return UserError(f"the store {self.url} does not exist: create its bucket first ({error})")
 
     def full(self, action: str) -> StoreFull:
-        """The error for a full disk; `action` says what failed, such as ``write KEY``."""
+        """Make the error for a full disk.
+
+        Args:
+            action: what failed, such as ``write KEY``.
+
+        Returns:
+            The error to raise.
+        """
         return StoreFull(f"could not {action}: the disk that holds {self.url} is full; free some space, and resume")
 
     def retry(self, action: str, operation: Callable[[], T]) -> T:
@@ -421,6 +600,7 @@ class ObjectStore:
             StoreUnavailable: no attempt succeeded before the deadline.
             StoreFull: the disk is full.
             UserError: the store refuses the operation.
+            Exception: an answer of the store, such as `FileNotFoundError`, or a programming error; raised as it is.
         """
         deadline = self.clock.monotonic() + self.deadline_s
         attempts: Any = Retrying(
@@ -445,19 +625,40 @@ class ObjectStore:
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether the error says that the disk or the quota is full."""
+    """Tell whether an error says that the disk or the quota is full.
+
+    Args:
+        error: what an operation raised.
+
+    Returns:
+        Whether it says so.
+    """
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether the store refuses the operation for good: no permission, no credentials, or not a writable folder."""
+    """Tell whether the store refuses an operation for good: no permission, no credentials, or not a writable folder.
+
+    Args:
+        error: what the operation raised.
+
+    Returns:
+        Whether it is a refusal.
+    """
     is_unwritable = isinstance(error, OSError) and error.errno in (errno.EROFS, errno.ELOOP)
     is_denied = isinstance(error, PermissionError | NotADirectoryError) or type(error).__name__ == "NoCredentialsError"
     return is_unwritable or is_denied
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether a retry may help: the error is not an answer from the store, a refusal or a programming error."""
+    """Tell whether a retry may help: the error is not an answer from the store, a refusal or a programming error.
+
+    Args:
+        error: what the operation raised.
+
+    Returns:
+        Whether a retry may help.
+    """
     answers = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError)
     mistakes = (TypeError, AttributeError, NameError, AssertionError)
     return isinstance(error, Exception) and not isinstance(error, (*answers, *mistakes)) and not is_refusal(error)

@@ -248,7 +248,12 @@ class RunState(Stored):
             self.apply_commit(commit, record.term)
 
     def apply_commit(self, commit: Commit, term: int) -> None:
-        """Apply one commit of a record; `term` is the record's term."""
+        """Apply one commit of a record.
+
+        Args:
+            commit: the commit.
+            term: the record's term.
+        """
         match commit:
             case Fork():
                 parent_state = commit.state.model_copy(deep=True, update={"slot": self.slot, "sha256": self.sha256})
@@ -314,7 +319,14 @@ class RunState(Stored):
         return self if iteration == self.iteration else self.ahead.setdefault(iteration, Ahead())
 
     def cursor_before(self, iteration: int) -> int:
-        """The first prompt of an iteration that has not generated yet; all iterations before it must have generated."""
+        """Tell where an iteration that has not generated yet starts in the prompts.
+
+        Args:
+            iteration: the open iteration or a later one; all iterations before it must have generated.
+
+        Returns:
+            The number of prompts drawn before it, since the run began.
+        """
         ahead = list(self.ahead.items())  # a copy, because another executor may add to it
         earlier = [stage for k, commits in ahead if k < iteration for stage in list(commits.stages.values())]
         return max([self.cursor, *(stage.cursor for stage in earlier if stage.cursor is not None)])
@@ -340,7 +352,14 @@ Commit = Annotated[
 
 
 def named_here(commit: Commit) -> list[ObjectRef]:
-    """The objects that a commit names in its own run's folder, except snapshots, which may expire."""
+    """List the objects that a commit names in its own run's folder, except snapshots, which may expire.
+
+    Args:
+        commit: the commit.
+
+    Returns:
+        References to the objects.
+    """
     refs: list[ObjectRef] = []
     if isinstance(commit, ShardCommit):
         refs = [commit.data]
@@ -369,13 +388,23 @@ class Record(Frozen):
     record's sha256. Empty in version 2."""
 
     def to_bytes(self) -> bytes:
-        """The stored form, with the digest at its end."""
+        """Write the stored form, with the digest at its end.
+
+        Returns:
+            The record as JSON.
+        """
         body = self.model_dump_json(exclude={"digest"}).encode()
         return body[:-1] + _seal(body)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Record:
         """Parse a stored record.
+
+        Args:
+            data: the stored form.
+
+        Returns:
+            The record.
 
         Raises:
             ValueError: the bytes are not a record, or were changed.
@@ -397,11 +426,14 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def seen_from_fork(run: str, document: M) -> M:
-    """A copy of another run's document, in which every reference names the run that holds its object.
+    """Copy another run's document, so that every reference in it names the run that holds its object.
 
     Args:
         run: how this run refers to the other run, as in `ObjectRef.run`.
         document: the other run's document.
+
+    Returns:
+        The copy.
     """
 
     def visit(value: Any) -> Any:
@@ -423,5 +455,12 @@ def seen_from_fork(run: str, document: M) -> M:
 
 
 def sha256_of(data: bytes) -> str:
-    """The sha256 in hex."""
+    """Compute a sha256.
+
+    Args:
+        data: the bytes.
+
+    Returns:
+        The digest in hex.
+    """
     return hashlib.sha256(data).hexdigest()

@@ -53,7 +53,11 @@ class RunStore:
     """
 
     def __init__(self, objects: ObjectStore) -> None:
-        """`objects` is the run's folder."""
+        """Open the run; this reads nothing.
+
+        Args:
+            objects: the run's folder.
+        """
         self.objects = objects
         self.log = RunLog(objects)
         self._lock = threading.Lock()
@@ -63,12 +67,22 @@ class RunStore:
 
     @classmethod
     def at(cls, url: str) -> RunStore:
-        """The run in the folder at `url`."""
+        """Open a run by its URL.
+
+        Args:
+            url: the run's folder, as any fsspec URL or a local path.
+
+        Returns:
+            The run.
+
+        Raises:
+            UserError: fsspec does not know the protocol, or its package is not installed.
+        """
         return cls(ObjectStore(url))
 
     @property
     def state(self) -> RunState:
-        """The run's state, as far as the log was read."""
+        """The run's state, as far as the log was read; see `RunLog.state`."""
         return self.log.state
 
     @property
@@ -80,6 +94,10 @@ class RunStore:
 
     def begin_attempt(self, iteration: int, stage: str) -> int:
         """Start this driver's next attempt at a stage, and delete the uncommitted files of its earlier attempts.
+
+        Args:
+            iteration: the iteration's number.
+            stage: the stage's name.
 
         Returns:
             The attempt's number, from 0.
@@ -93,11 +111,29 @@ class RunStore:
         return attempt
 
     def write_shard(self, iteration: int, stage: str, attempt: int, shard: int, table: pa.Table) -> ShardRef:
-        """Write one shard's rows; a record must commit the returned reference."""
+        """Write the rows of one shard.
+
+        Args:
+            iteration: the iteration's number.
+            stage: the stage's name.
+            attempt: from `begin_attempt`.
+            shard: the shard's number.
+            table: the rows.
+
+        Returns:
+            A reference to the new file, which a record must commit.
+        """
         return self._write_table(_shard_key(iteration, stage, self._tag(attempt), shard), table)
 
     def write_manifest(self, manifest: Manifest) -> ObjectRef:
-        """Write a stage's manifest; a record must commit the returned reference."""
+        """Write a stage's manifest.
+
+        Args:
+            manifest: the manifest.
+
+        Returns:
+            A reference to the new file, which a record must commit.
+        """
         key = f"manifests/iteration={manifest.iteration:06d}/{manifest.stage}.{self._tag(manifest.attempt)}.json"
         ref = self._write(key, manifest.model_dump_json().encode())
         self._manifests[ref] = manifest
@@ -108,6 +144,9 @@ class RunStore:
 
         If this driver is fenced, it deletes the files that the commits name: the new driver's sweep may have missed
         them.
+
+        Args:
+            commits: what to commit; the objects that they name must be written.
 
         Raises:
             Fenced: a newer driver holds the run.
@@ -134,30 +173,69 @@ class RunStore:
         return state.shards.get(stage, {})
 
     def committed_stage(self, iteration: int, stage: str) -> StageCommit | Skip | None:
-        """The commit that completed or skipped a stage; None if the stage is not complete."""
+        """Find the commit that completed or skipped a stage.
+
+        Args:
+            iteration: the iteration's number.
+            stage: the stage's name.
+
+        Returns:
+            The commit; None if the stage is not complete.
+        """
         return self.iteration_state(iteration).stages.get(stage)
 
     def manifest(self, stage: StageCommit) -> Manifest:
-        """The manifest that a stage's commit names."""
+        """Read the manifest that a stage's commit names.
+
+        Args:
+            stage: the commit.
+
+        Returns:
+            The manifest.
+        """
         ref, cache = stage.manifest, self._manifests
         if (manifest := cache.get(ref)) is None:
             manifest = cache[ref] = read_model(self.objects, ref, Manifest)
         return manifest
 
     def shards_of(self, state: RunState, stage: str) -> list[ShardRef]:
-        """The data files that a stage has committed in an iteration, complete or not, in the order of the shards."""
+        """List the data files that a stage has committed in an iteration, complete or not.
+
+        Args:
+            state: the iteration's state, from `iteration_state`.
+            stage: the stage's name.
+
+        Returns:
+            References to the files, in the order of the shards.
+        """
         committed = state.stages.get(stage)
         if isinstance(committed, StageCommit):
             return list(self.manifest(committed).shards)
         return [shard.data for _, shard in sorted(state.shards.get(stage, {}).items())]
 
     def manifests(self, iteration: int) -> dict[str, Manifest]:
-        """The manifests of an iteration's completed stages, by stage, in the order of their commits."""
+        """Read the manifests of an iteration's completed stages.
+
+        Args:
+            iteration: the iteration's number.
+
+        Returns:
+            Manifests by stage, in the order of their commits; skipped stages have none.
+        """
         stages = self.iteration_state(iteration).stages
         return {name: self.manifest(stage) for name, stage in stages.items() if isinstance(stage, StageCommit)}
 
     def columns_of(self, state: RunState, stage: str) -> tuple[str, ...]:
-        """The columns that a stage has committed in an iteration, without `trajectory_id`."""
+        """Name the columns of a stage in an iteration.
+
+        Args:
+            state: the iteration's state, from `iteration_state`.
+            stage: the stage's name.
+
+        Returns:
+            The columns without `trajectory_id`: for a stage of the schema all that it writes, for any other stage those
+            that it has committed.
+        """
         if stage in TRAJECTORY.stages:
             return TRAJECTORY.names(stage)
         committed = state.stages.get(stage)
@@ -169,7 +247,7 @@ class RunStore:
         return tuple(self.read_shard(shards[0]).column_names[1:]) if shards else ()
 
     def read_shard(self, ref: ShardRef, columns: Sequence[str] | None = None) -> pa.Table:
-        """The rows of a data file.
+        """Read the rows of a data file.
 
         Args:
             ref: the file.
@@ -191,7 +269,10 @@ class RunStore:
     # Iterations.
 
     def iteration_state(self, iteration: int) -> RunState:
-        """The state of an iteration.
+        """Find the state of an iteration.
+
+        Args:
+            iteration: the iteration's number.
 
         Returns:
             The run's state for the open iteration; the index for a closed iteration; for a later iteration, a state
@@ -208,7 +289,14 @@ class RunStore:
         return self.log.load_index(self.index_of(iteration))
 
     def index_of(self, iteration: int) -> ObjectRef:
-        """The reference to a closed iteration's index."""
+        """Find the index of a closed iteration.
+
+        Args:
+            iteration: the iteration's number.
+
+        Returns:
+            A reference to its index.
+        """
         page, place = divmod(iteration, PAGE)
         if page >= len(self.state.pages):
             return self.state.recent[place]
@@ -224,6 +312,7 @@ class RunStore:
 
         Raises:
             Fenced: a newer driver holds the run.
+            Deleted: the run was deleted.
         """
         with self.log.held() as state:  # other threads must not commit ahead while the index is written
             iteration = state.iteration
@@ -249,7 +338,7 @@ class RunStore:
         Args:
             stages: names of the stages to sweep.
         """
-        self.objects.delete_leavings()
+        self.objects.delete_leftovers()
         older = {term: opened.ahead for term, opened in self.state.open_terms.items() if term < self.log.term}
         if not older:
             return
@@ -267,7 +356,15 @@ class RunStore:
     # Checkpoints.
 
     def checkpoint_folder(self, role: str, weights: Weights) -> str:
-        """The folder for this driver's checkpoint of a role."""
+        """Name the folder for this driver's checkpoint of a role.
+
+        Args:
+            role: the role.
+            weights: the state that the checkpoint holds; only its version enters the name.
+
+        Returns:
+            The folder's key, without a slash at its end.
+        """
         return f"checkpoints/{role}/{weights.version:06d}.{self._tag(0)}"
 
     def write_checkpoint_files(self, folder: str, files: Mapping[str, bytes]) -> dict[str, File]:
@@ -287,15 +384,30 @@ class RunStore:
         return written
 
     def write_checkpoint_manifest(self, folder: str, checkpoint: Checkpoint) -> ObjectRef:
-        """Write the manifest of a checkpoint. The checkpoint exists once a `Snapshot` names the returned reference."""
+        """Write the manifest of a checkpoint. The checkpoint exists once a `Snapshot` names the returned reference.
+
+        Args:
+            folder: from `checkpoint_folder`.
+            checkpoint: the manifest, with references to files that are already written.
+
+        Returns:
+            A reference to the manifest.
+        """
         return self._write(f"{folder}/manifest.json", checkpoint.model_dump_json().encode())
 
     def checkpoint(self, ref: ObjectRef) -> Checkpoint:
-        """The manifest of a checkpoint."""
+        """Read the manifest of a checkpoint.
+
+        Args:
+            ref: the manifest, as a `Snapshot` names it.
+
+        Returns:
+            The manifest.
+        """
         return read_model(self.objects, ref, Checkpoint)
 
     def read_checkpoint(self, checkpoint: Checkpoint, names: Iterable[str] | None = None) -> dict[str, bytes]:
-        """Files of a checkpoint, checked against their digests.
+        """Read files of a checkpoint, checked against their digests.
 
         Args:
             checkpoint: the checkpoint's manifest.
@@ -308,12 +420,23 @@ class RunStore:
         return {name: read_verified(self.objects, checkpoint.files[name]) for name in wanted}
 
     def snapshot_at_or_before(self, version: int, role: str) -> int | None:
-        """The newest version up to `version` that has a snapshot of the role; None if there is none."""
+        """Find the newest snapshot of a role, up to a version.
+
+        Args:
+            version: the largest version that counts.
+            role: the role that the snapshot must hold.
+
+        Returns:
+            The snapshot's version; None if there is none.
+        """
         snapshots = self.state.snapshots.items()
         return max((number for number, roles in snapshots if number <= version and role in roles), default=None)
 
     def forks(self) -> list[Registration]:
-        """The registrations of this run's forks.
+        """Read the registrations of this run's forks.
+
+        Returns:
+            The registrations, sorted by the names of their files.
 
         Raises:
             Corrupt: a registration is damaged.
@@ -334,8 +457,13 @@ class RunStore:
     def commit_snapshot(self, commits: Sequence[Commit]) -> None:
         """Commit snapshots, then delete the files of snapshots that the commits expire.
 
+        Args:
+            commits: snapshots, expirations and any other commits, in one record; nothing is written if there are none.
+
         Raises:
             Fenced: a newer driver holds the run.
+            Deleted: the run was deleted.
+            Corrupt: a fork's registration is damaged, so nobody can say which files it needs; the commits are made.
         """
         expired = [commit.version for commit in commits if isinstance(commit, Expire)]
         doomed = [ref for version in expired for ref in self.state.snapshots[version].values()]
@@ -361,7 +489,11 @@ class RunStore:
     # Writing immutable objects.
 
     def write_as(self, term: int) -> None:
-        """Use this term in the names of new files; for workers outside the process of the driver that claimed."""
+        """Use a term in the names of new files; for workers outside the process of the driver that claimed.
+
+        Args:
+            term: the driver's term.
+        """
         self.log.term = term
 
     def _tag(self, attempt: int) -> str:
@@ -400,7 +532,16 @@ def _metrics_key(iteration: int, tag: str) -> str:
 
 
 def parquet_bytes(table: pa.Table) -> bytes:
-    """A table as Parquet with zstd. Lists of floats use byte-stream split, without which log-probs do not compress."""
+    """Write a table as Parquet with zstd.
+
+    Lists of floats use byte-stream split, without which log-probs do not compress.
+
+    Args:
+        table: the rows.
+
+    Returns:
+        The bytes of the file.
+    """
     split = [
         f"{field.name}.list.element"
         for field in table.schema

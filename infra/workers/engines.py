@@ -44,10 +44,10 @@ class Engines:
     def model(self, role: str, *, learns: bool = False) -> ModelEngine:
         """The engine of a role's own model, ready for inference, or with `learns` for training, saving and loading."""
         with self.lock:
-            self._make_room(role)
+            self._offload_others(role)
             if role not in self._models:
                 self._models[role] = self._build(role)
-            if self._gives_way(role):
+            if self._offloads(role):
                 self._models[role].place(model=True, optimizer=learns)
             return self._models[role]
 
@@ -57,11 +57,11 @@ class Engines:
 
         owner = self.owner("rollout")
         with self.lock:
-            self._make_room(owner)
+            self._offload_others(owner)
             if self._rollout is None:
                 shared = self.model("actor").model if owner == "actor" else None
                 self._rollout = rollout_engine(self.config, shared)
-            if self._gives_way(owner):
+            if self._offloads(owner):
                 self._engines()[owner].place(model=True, optimizer=False)
             return self._rollout
 
@@ -72,10 +72,10 @@ class Engines:
         chosen = self.config.reward.model
         assert chosen is not None, "the config has a reward model"
         with self.lock:
-            self._make_room("reward")
+            self._offload_others("reward")
             if self._reward_model is None:
                 self._reward_model = RewardEngine(load_reward_model(chosen), load_tokenizer(chosen, writes=False))
-            if self._gives_way("reward"):
+            if self._offloads("reward"):
                 self._reward_model.place(model=True, optimizer=False)
             return self._reward_model
 
@@ -107,12 +107,12 @@ class Engines:
         optional = {"rollout": self._rollout, "reward": self._reward_model}
         return {**self._models, **{role: engine for role, engine in optional.items() if engine is not None}}
 
-    def _make_room(self, owner: str) -> None:
+    def _offload_others(self, owner: str) -> None:
         for role, engine in self._engines().items():
-            if role != owner and self.owner(role) == role and self._gives_way(role):
+            if role != owner and self.owner(role) == role and self._offloads(role):
                 engine.place(model=False, optimizer=False)
 
-    def _gives_way(self, role: str) -> bool:
+    def _offloads(self, role: str) -> bool:
         trainer = self.config.critic if role == "critic" else self.config.actor
         return trainer is not None and trainer.offload_when_idle
 

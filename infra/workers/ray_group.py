@@ -91,7 +91,7 @@ class RayWorker:
         """Run a call for a driver's term. Returns True and its result, or False and an error for the driver."""
         self.busy += 1
         try:
-            self.worker.admit(term)
+            self.worker.accept_term(term)
             self.worker.store.write_as(term)
             return True, call.func(self.worker, *call.args, **call.keywords)
         except (RatchetError, WrongPolicyVersion) as error:

@@ -88,18 +88,18 @@ class Worker:
         """The roles whose models this worker holds."""
         return self.engines.roles
 
-    def rows(self, asked: RowsCall[C, S]) -> Rows[S] | None:
+    def rows(self, request: RowsCall[C, S]) -> Rows[S] | None:
         """Compute one shard and write it, without committing it. None: the generation is incomplete, so call again."""
         try:
-            output, seconds = self.computed(asked)
+            output, seconds = self.computed(request)
         except Interrupted:
             return None
-        shard, call = None, asked.call
+        shard, call = None, request.call
         if ranks.rank() == 0:  # the other ranks hold the same rows
             shard = self.store.write_shard(call.iteration, call.stage, call.attempt, call.shard, output.batch.table)
         return Rows(shard, output.summary, seconds)
 
-    def computed(self, asked: RowsCall[C, S]) -> tuple[ShardOutput[S], float]:
+    def computed(self, request: RowsCall[C, S]) -> tuple[ShardOutput[S], float]:
         """Compute one shard without writing it.
 
         Returns:
@@ -112,35 +112,35 @@ class Worker:
             NotFinite: a column contains NaN or infinity.
             EngineLost: the engine died; it was discarded.
         """
-        call = asked.call
-        self.admit(call.term)
+        call = request.call
+        self.accept_term(call.term)
         try:
-            if call.role is not None and call.weights is not None and not self._comes_to_hold(call.role, call.weights):
+            if call.role is not None and call.weights is not None and not self._ensure_copy(call.role, call.weights):
                 raise WrongPolicyVersion(call.role)
             batch = self._read(call)
             started = time.perf_counter()
             context = self._context(call, batch)
-            output = asked.compute(context)
+            output = request.compute(context)
         except EngineLost:  # its replacement starts without the call's weights
             self._end_rollout()
             raise
         seconds = time.perf_counter() - started + context.earlier_s
-        expected = ["trajectory_id", *(column.name for column in asked.writes)]
+        expected = ["trajectory_id", *(column.name for column in request.writes)]
         wrote = output.batch.columns
         assert wrote == expected, f"{call.stage} wrote {wrote}, and declares that it writes {expected}"
-        output = ShardOutput(output.batch.cast({column.name: column.type for column in asked.writes}), output.summary)
+        output = ShardOutput(output.batch.cast({column.name: column.type for column in request.writes}), output.summary)
         _check_finite(output.batch, call.stage)
         return output, seconds
 
-    def update(self, asked: UpdateCall[C]) -> Updated:
+    def update(self, request: UpdateCall[C]) -> Updated:
         """Update a role from the call's weights to the next version. Repeating the call returns the finished result.
 
         Raises:
             Fenced: a newer driver uses the worker.
             WrongPolicyVersion: the role does not hold the weights of the call.
         """
-        call = asked.call
-        self.admit(call.term)
+        call = request.call
+        self.accept_term(call.term)
         assert call.role in self.roles and call.weights is not None
         done = self._updated.get(call.role)
         if done is not None and self._weights[call.role] == done.weights and done.before == call.weights:
@@ -151,7 +151,7 @@ class Worker:
         started = time.perf_counter()
         with self.engines.lock:  # from now on nobody copies the tensors, which are about to change
             self._weights[call.role] = None
-        metrics = asked.compute(self._context(call, batch))
+        metrics = request.compute(self._context(call, batch))
         digest = self.engines.model(call.role, learns=True).digest()
         weights = Weights(version=call.weights.version + 1, digest=digest)
         self._weights[call.role] = weights
@@ -165,7 +165,9 @@ class Worker:
     def has_weights(self, role: str, weights: Weights | None) -> bool:
         """Whether the role holds these weights."""
         has_copy = role == "rollout" and not self.rollout_is_actor()
-        return weights is not None and weights == (self._rollout_has if has_copy else self._weights.get(_whose(role)))
+        return weights is not None and weights == (
+            self._rollout_has if has_copy else self._weights.get(_owner_of(role))
+        )
 
     def rollout_is_actor(self) -> bool:
         """Whether the rollout shares the actor's tensors."""
@@ -211,7 +213,7 @@ class Worker:
         check_log_probs(rollout, actor, ids, sampling)
         self._server_checked = True
 
-    def _comes_to_hold(self, role: str, weights: Weights) -> bool:
+    def _ensure_copy(self, role: str, weights: Weights) -> bool:
         if self.has_weights(role, weights):
             return True
         has_copy = role == "rollout" and not self.rollout_is_actor()
@@ -308,7 +310,7 @@ class Worker:
         checkpoint = Checkpoint(role=role, weights=saving.weights, files=files)
         return self.store.write_checkpoint_manifest(saving.folder, checkpoint) if ranks.rank() == 0 else None
 
-    def admit(self, term: int) -> None:
+    def accept_term(self, term: int) -> None:
         """Serve this term from now on; raises `Fenced` if the worker serves a newer term."""
         if term < self.term:
             raise Fenced(f"a worker refused a call of term {term}: it serves term {self.term}")
@@ -325,7 +327,7 @@ class Worker:
         return TrajectoryBatch(pa.concat_tables([self.store.read_shard(shard, names) for shard in shards]))
 
 
-def _whose(role: str) -> str:
+def _owner_of(role: str) -> str:
     return WEIGHTS_OF.get(role, role)
 
 

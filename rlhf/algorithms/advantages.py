@@ -47,11 +47,26 @@ class AdvantageEstimator(Algorithm):
     )
 
     def finished(self, advantages: Tokens, mask: Tokens) -> Tokens:
-        """Whiten advantages if configured, and set masked positions to 0; shapes (batch, response)."""
+        """Whiten advantages if configured, and set masked positions to 0.
+
+        Args:
+            advantages: advantage of each token, float32, shape (batch, response).
+            mask: 1 for tokens that count in the loss, 0 for the rest, same shape.
+
+        Returns:
+            The finished advantages, same shape.
+        """
         return whiten(advantages, mask) if self.whiten else advantages * mask
 
     def clipped(self, scores: Scores) -> Scores:
-        """Clamp scores, shape (batch,), to ± `clip_rewards` if configured."""
+        """Clamp scores to ± `clip_rewards` if configured.
+
+        Args:
+            scores: score of each trajectory, or a part of it, shape (batch,).
+
+        Returns:
+            The clamped scores, shape (batch,).
+        """
         return scores if self.clip_rewards is None else scores.clamp(-self.clip_rewards, self.clip_rewards)
 
     def teaches(self, scores: Scores, group_ids: Int[Tensor, " batch"]) -> Bool[Tensor, " batch"]:
@@ -90,7 +105,16 @@ class GAE(AdvantageEstimator):
     needs: ClassVar[tuple[str, ...]] = ("values",)
 
     def __call__(self, token_rewards: Tokens, mask: Tokens, *, values: Tokens) -> tuple[Tokens, Tokens]:
-        """Compute advantages and returns, each float32 of shape (batch, response); see `AdvantageEstimator`."""
+        """Compute advantages and returns from the critic's values.
+
+        Args:
+            token_rewards: reward of each token, float32, shape (batch, response).
+            mask: 1 for tokens that count in the loss, 0 for the rest, same shape.
+            values: the critic's value at each token, before its update, same shape.
+
+        Returns:
+            Advantages and returns, shape (batch, response), 0 where masked.
+        """
         advantages = token_rewards.new_zeros(token_rewards.shape)
         next_value = token_rewards.new_zeros(token_rewards.shape[0])
         next_advantage = next_value
@@ -118,7 +142,15 @@ class ReinforcePlusPlus(AdvantageEstimator):
     whiten: bool = Field(True, description="shift and scale advantages to mean 0, variance 1 over the batch's tokens")
 
     def __call__(self, token_rewards: Tokens, mask: Tokens) -> tuple[Tokens, Tokens]:
-        """Compute advantages and returns, each float32 of shape (batch, response); see `AdvantageEstimator`."""
+        """Compute advantages and returns from discounted rewards-to-go.
+
+        Args:
+            token_rewards: reward of each token, float32, shape (batch, response).
+            mask: 1 for tokens that count in the loss, 0 for the rest, same shape.
+
+        Returns:
+            Advantages and returns, shape (batch, response), 0 where masked.
+        """
         returns = token_rewards.new_zeros(token_rewards.shape)
         following = token_rewards.new_zeros(token_rewards.shape[0])
         for t in reversed(range(token_rewards.shape[1])):
@@ -137,7 +169,16 @@ class ReMax(AdvantageEstimator):
     needs: ClassVar[tuple[str, ...]] = ("greedy_scores",)
 
     def __call__(self, token_rewards: Tokens, mask: Tokens, *, greedy_scores: Scores) -> tuple[Tokens, Tokens]:
-        """Compute advantages and returns, each float32 of shape (batch, response); see `AdvantageEstimator`."""
+        """Compute advantages by subtracting the greedy answer's score from the rewards-to-go.
+
+        Args:
+            token_rewards: reward of each token, float32, shape (batch, response).
+            mask: 1 for tokens that count in the loss, 0 for the rest, same shape.
+            greedy_scores: score of the greedy answer to the same prompt, shape (batch,).
+
+        Returns:
+            Advantages and returns, shape (batch, response), 0 where masked. The returns are the rewards-to-go.
+        """
         returns = token_rewards.where(mask > 0, 0.0).flip(-1).cumsum(-1).flip(-1)
         return self.finished(returns - greedy_scores[:, None], mask), returns * mask
 
@@ -154,7 +195,16 @@ class GroupEstimator(AdvantageEstimator):
     def __call__(
         self, token_rewards: Tokens, mask: Tokens, *, group_ids: Int[Tensor, " batch"]
     ) -> tuple[Tokens, Tokens]:
-        """Compute advantages and returns, each float32 of shape (batch, response); see `AdvantageEstimator`."""
+        """Give every unmasked token the advantage that `compare` computes for its trajectory.
+
+        Args:
+            token_rewards: reward of each token, float32, shape (batch, response).
+            mask: 1 for tokens that count in the loss, 0 for the rest, same shape.
+            group_ids: equal for trajectories of the same prompt, shape (batch,).
+
+        Returns:
+            Advantages and returns, which are equal, shape (batch, response), 0 where masked.
+        """
         compared = self.compare(sequence_sum(token_rewards, mask), mask.sum(-1), Groups(group_ids))
         advantages = self.finished(compared[:, None] * mask, mask)
         return advantages, advantages
@@ -202,6 +252,7 @@ class GRPO(GroupEstimator):
     epsilon: float = Field(1e-6, gt=0, description="added to the standard deviation")
 
     def compare(self, scores: Scores, lengths: Scores, groups: Groups) -> Scores:
+        """Subtract the group's mean, and divide by its std if configured; see `GroupEstimator.compare`."""
         return relative_to_group(scores, groups, self.norm_by_std, self.epsilon)
 
 
@@ -218,6 +269,7 @@ class DrGRPO(GroupEstimator):
     norm_by_std: Literal[False] = Field(False, description="never divided by the standard deviation")
 
     def compare(self, scores: Scores, lengths: Scores, groups: Groups) -> Scores:
+        """Subtract the mean of the group; see `GroupEstimator.compare`."""
         return relative_to_group(scores, groups, norm_by_std=False, epsilon=0.0)
 
 
@@ -233,6 +285,10 @@ class GRPOPassK(GroupEstimator):
     epsilon: float = Field(1e-6, gt=0, description="added to the standard deviation")
 
     def compare(self, scores: Scores, lengths: Scores, groups: Groups) -> Scores:
+        """Give the best trajectory of a group its lead over the second best; see `GroupEstimator.compare`.
+
+        All advantages of a group are 0 if several trajectories share the best score.
+        """
         best = groups.max(scores)
         at_best = scores == best
         tied = groups.sum(at_best.to(scores.dtype)) > 1
@@ -250,6 +306,7 @@ class RLOO(GroupEstimator):
     type: Literal["rloo"] = "rloo"
 
     def compare(self, scores: Scores, lengths: Scores, groups: Groups) -> Scores:
+        """Subtract the mean score of the other trajectories of the group; see `GroupEstimator.compare`."""
         return groups.size * (scores - groups.mean(scores)) / (groups.size - 1).clamp(min=1)
 
 
@@ -262,6 +319,7 @@ class OPO(GroupEstimator):
     type: Literal["opo"] = "opo"
 
     def compare(self, scores: Scores, lengths: Scores, groups: Groups) -> Scores:
+        """Subtract the group's mean score, weighted by length; see `GroupEstimator.compare`."""
         return scores - groups.sum(lengths * scores) / groups.sum(lengths).clamp(min=1.0)
 
 
@@ -277,6 +335,7 @@ class GPG(GroupEstimator):
     type: Literal["gpg"] = "gpg"
 
     def compare(self, scores: Scores, lengths: Scores, groups: Groups) -> Scores:
+        """Subtract the group's mean, and scale up for trajectories with score 0; see `GroupEstimator.compare`."""
         compared: Scores = scores - groups.mean(scores)
         return compared * (lengths > 0).sum() / scores.count_nonzero().clamp(min=1)
 
@@ -291,6 +350,7 @@ class ReinforcePlusPlusBaseline(GroupEstimator):
     whiten: bool = Field(True, description="shift and scale advantages to mean 0, variance 1 over the batch's tokens")
 
     def compare(self, scores: Scores, lengths: Scores, groups: Groups) -> Scores:
+        """Subtract the mean of the group; see `GroupEstimator.compare`. `finished` then whitens over the batch."""
         return scores - groups.mean(scores)
 
 
@@ -315,7 +375,17 @@ class EGPO(AdvantageEstimator):
     def __call__(
         self, token_rewards: Tokens, mask: Tokens, *, group_ids: Int[Tensor, " batch"], entropy: Tokens
     ) -> tuple[Tokens, Tokens]:
-        """Compute advantages and returns, each float32 of shape (batch, response); see `AdvantageEstimator`."""
+        """Compute GRPO's advantages and add the entropy term.
+
+        Args:
+            token_rewards: reward of each token, float32, shape (batch, response).
+            mask: 1 for tokens that count in the loss, 0 for the rest, same shape.
+            group_ids: equal for trajectories of the same prompt, shape (batch,).
+            entropy: entropy of the policy at each token, in nats, shape (batch, response).
+
+        Returns:
+            Advantages and returns, which are equal, shape (batch, response), 0 where masked.
+        """
         scores = sequence_sum(token_rewards, mask)
         compared = relative_to_group(scores, Groups(group_ids), self.norm_by_std, self.epsilon)
         limit = compared.abs() / self.alpha

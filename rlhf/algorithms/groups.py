@@ -26,25 +26,67 @@ class Groups:
         self.alone: Bool[Tensor, " batch"] = self.size == 1
 
     def sum(self, x: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
-        """Sum over the group."""
+        """Sum over the group.
+
+        Args:
+            x: one value per trajectory, shape (batch,).
+
+        Returns:
+            For each trajectory, the sum over its group, shape (batch,).
+        """
         return x.new_zeros(len(x)).index_add(0, self.index, x)[self.index]
 
     def mean(self, x: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
-        """Average over the group."""
+        """Average over the group.
+
+        Args:
+            x: one value per trajectory, shape (batch,).
+
+        Returns:
+            For each trajectory, the mean over its group, shape (batch,).
+        """
         return self.sum(x) / self.size
 
     def std(self, x: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
-        """Compute the Bessel-corrected standard deviation of the group; 0 for a group of one."""
+        """Compute the Bessel-corrected standard deviation of the group.
+
+        Args:
+            x: one value per trajectory, shape (batch,).
+
+        Returns:
+            For each trajectory, the standard deviation of its group, shape (batch,); 0 for a group of one.
+        """
         return (self.sum((x - self.mean(x)) ** 2) / (self.size - 1).clamp(min=1)).sqrt()
 
     def max(self, x: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
-        """Find the largest value of the group."""
+        """Find the largest value of the group.
+
+        Args:
+            x: one value per trajectory, shape (batch,).
+
+        Returns:
+            For each trajectory, the largest value of its group, shape (batch,).
+        """
         return x.new_zeros(len(x)).scatter_reduce(0, self.index, x, "amax", include_self=False)[self.index]
 
     def min(self, x: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
-        """Find the smallest value of the group."""
+        """Find the smallest value of the group.
+
+        Args:
+            x: one value per trajectory, shape (batch,).
+
+        Returns:
+            For each trajectory, the smallest value of its group, shape (batch,).
+        """
         return -self.max(-x)
 
     def differ(self, x: Float[Tensor, " batch"]) -> Bool[Tensor, " batch"]:
-        """Tell whether the group has different values; comparing equal values teaches nothing."""
+        """Tell whether the group has different values; comparing equal values teaches nothing.
+
+        Args:
+            x: one value per trajectory, shape (batch,).
+
+        Returns:
+            For each trajectory, whether the values of its group differ, bool, shape (batch,); False for a group of one.
+        """
         return self.max(x) > self.min(x)

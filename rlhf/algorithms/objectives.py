@@ -101,7 +101,19 @@ class ActorObjective:
         return self._select if isinstance(self.policy_loss, SelectingLoss) else None
 
     def __call__(self, outputs: Outputs, batch: Outputs, normalizers: LossNormalizers) -> Share:
-        """Compute loss and metrics of a micro-batch; see `Objective.__call__`."""
+        """Compute the actor's loss and metrics of a micro-batch; see `Objective.__call__`.
+
+        Args:
+            outputs: `log_probs`, and `entropy` if `entropy_coef` is not 0, in nats, float32, shape (micro-batch,
+                response).
+            batch: the columns that `columns` names, same shape. A `SelectingLoss` also reads `selected`; without it, it
+                selects tokens by comparing those of the micro-batch only.
+            normalizers: counts over the whole mini-batch; `horizon` of the objective replaces theirs if it is set.
+
+        Returns:
+            The loss and the metrics by name, scalars: `actor/pg_loss`, the metrics of the policy loss, and if they are
+            configured, `actor/entropy_loss` and `actor/kl_loss`.
+        """
         mask, log_probs, how = batch["loss_mask"], outputs["log_probs"], self.policy_loss.how
         if self.horizon is not None:
             normalizers = replace(normalizers, horizon=self.horizon)
@@ -150,7 +162,16 @@ class CriticObjective:
     together: int = 1
 
     def __call__(self, outputs: Outputs, batch: Outputs, normalizers: LossNormalizers) -> Share:
-        """Compute loss and metrics of a micro-batch; see `Objective.__call__`."""
+        """Compute the critic's loss and metrics of a micro-batch; see `Objective.__call__`.
+
+        Args:
+            outputs: `values`, the current values, float32, shape (micro-batch, response).
+            batch: `loss_mask`, `returns` and `values`, the values before the update, same shape.
+            normalizers: counts over the whole mini-batch.
+
+        Returns:
+            The loss and the metrics by name, scalars: `critic/vf_loss`, `critic/vf_clipfrac` and `critic/vpred_mean`.
+        """
         mask, predicted = batch["loss_mask"], outputs["values"]
         error = squared = (predicted - batch["returns"]).square()
         if self.cliprange_value is not None:
@@ -174,7 +195,16 @@ class SupervisedObjective:
     together: int = 1
 
     def __call__(self, outputs: Outputs, batch: Outputs, normalizers: LossNormalizers) -> Share:
-        """Compute loss and metrics of a micro-batch; see `Objective.__call__`."""
+        """Compute the loss of a micro-batch; see `Objective.__call__`.
+
+        Args:
+            outputs: `log_probs` in nats, float32, shape (micro-batch, response).
+            batch: `loss_mask`, same shape.
+            normalizers: counts over the whole mini-batch.
+
+        Returns:
+            The loss, a scalar in nats per token, and the metric `sft/loss`, which is equal to it.
+        """
         loss = aggregate(-outputs["log_probs"], batch["loss_mask"], "token-mean", normalizers)
         return loss, {"sft/loss": loss}
 
@@ -196,7 +226,16 @@ class PreferenceObjective:
     together: int = 2
 
     def __call__(self, outputs: Outputs, batch: Outputs, normalizers: LossNormalizers) -> Share:
-        """Compute loss and metrics of a micro-batch; see `Objective.__call__`."""
+        """Compute the loss and metrics of a micro-batch of pairs; see `Objective.__call__`.
+
+        Args:
+            outputs: `scores`, float32, shape (micro-batch, response). The chosen response of each pair comes first.
+            batch: `loss_mask`, same shape, 1 for the one token of each row whose score counts.
+            normalizers: counts over the whole mini-batch; `sequences` is twice the number of pairs.
+
+        Returns:
+            The loss in nats and the metrics by name, scalars: `reward/loss`, `reward/accuracy` and `reward/margin`.
+        """
         scores = sequence_sum(outputs["scores"], batch["loss_mask"])
         margin, pairs = scores[0::2] - scores[1::2], normalizers.sequences / 2
         loss = -logsigmoid(margin).sum() / pairs

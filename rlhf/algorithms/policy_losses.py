@@ -202,12 +202,28 @@ class SelectingLoss(TokenLoss):
 
 
 def means(metrics: Metrics, mask: Tokens, normalizers: LossNormalizers) -> dict[str, Scalar]:
-    """Average per-token metrics, shape (batch, response), into scalars that add up over micro-batches."""
+    """Average per-token metrics over the unmasked tokens.
+
+    Args:
+        metrics: per-token metrics by name, shape (batch, response).
+        mask: 1 for tokens that count in the loss, 0 for the rest, same shape.
+        normalizers: counts over the whole mini-batch.
+
+    Returns:
+        Scalars by name, without gradient. They add up over the micro-batches of a mini-batch.
+    """
     return {name: masked_mean(value.detach().to(mask.dtype), mask, normalizers) for name, value in metrics.items()}
 
 
 def ratio_of(log_ratio: Tokens) -> Tokens:
-    """Exponentiate log-ratios in nats, shape (batch, response), clamped to ± `MAX_LOG_RATIO`."""
+    """Exponentiate log-ratios.
+
+    Args:
+        log_ratio: log of the ratio of each token, in nats, shape (batch, response); clamped to ± `MAX_LOG_RATIO`.
+
+    Returns:
+        The ratios, same shape.
+    """
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
@@ -228,6 +244,10 @@ class PPOClip(TokenLoss):
     def token_losses(
         self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, mask: Tokens
     ) -> tuple[Tokens, Metrics]:
+        """Compute the surrogate with both clips; see `PolicyLossBase.token_losses`.
+
+        The metrics are `pg_clipfrac`, `pg_clipfrac_lower` (dual clip) and `ppo_kl`, in nats.
+        """
         log_ratio = (log_probs - old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         ratio = log_ratio.exp()
         plain = -ratio * advantages
@@ -260,6 +280,7 @@ class GSPO(SequenceLoss):
     def token_losses(
         self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, mask: Tokens
     ) -> tuple[Tokens, Metrics]:
+        """Compute the clipped surrogate with the ratio of the whole response; see `PolicyLossBase.token_losses`."""
         log_ratio = log_probs - old_log_probs
         sequence = sequence_sum(log_ratio, mask) / mask.sum(-1).clamp(min=1.0)
         ratio = (log_probs - log_probs.detach() + sequence.detach()[:, None]).clamp(max=10.0).exp()
@@ -286,6 +307,7 @@ class GPGLoss(TokenLoss):
     def token_losses(
         self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, mask: Tokens
     ) -> tuple[Tokens, Metrics]:
+        """Compute the REINFORCE loss, without old log-probs and metrics; see `PolicyLossBase.token_losses`."""
         return -log_probs * advantages, {}
 
 
@@ -305,6 +327,7 @@ class CISPO(TokenLoss):
     def token_losses(
         self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, mask: Tokens
     ) -> tuple[Tokens, Metrics]:
+        """Weight the REINFORCE loss by the clipped, detached ratio; see `PolicyLossBase.token_losses`."""
         log_ratio = (log_probs - old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         ratio = log_ratio.detach().exp()
         weight = ratio.clamp(1.0 - self.clip_ratio_low, 1.0 + self.clip_ratio_high)
@@ -340,6 +363,7 @@ class GMPO(SequenceLoss):
         *,
         rollout_is_weights: Tokens | None = None,
     ) -> tuple[Scalar, dict[str, Scalar]]:
+        """Compute the loss from the geometric mean of the clipped ratios; see `PolicyLossBase.__call__`."""
         exponents, metrics = self.token_losses(log_probs, old_log_probs, advantages, mask)
         loss = -sequence_mean(advantages, mask) * sequence_mean(exponents, mask).exp()
         if rollout_is_weights is not None:
@@ -349,7 +373,7 @@ class GMPO(SequenceLoss):
     def token_losses(
         self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, mask: Tokens
     ) -> tuple[Tokens, Metrics]:
-        """Compute the exponents :math:`\\ell_t`; the loss takes their mean over each trajectory."""
+        r"""Compute the exponents :math:`\ell_t` in place of losses; see `PolicyLossBase.token_losses`."""
         log_ratio = (log_probs - old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         clipped = log_ratio.clamp(-self.clip_ratio_low, self.clip_ratio_high)
         sign = advantages.sign()
@@ -376,6 +400,7 @@ class SAPO(SequenceLoss):
     def token_losses(
         self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, mask: Tokens
     ) -> tuple[Tokens, Metrics]:
+        """Weight the advantages by the gate; the clip metrics are always 0; see `PolicyLossBase.token_losses`."""
         log_ratio = (log_probs - old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         tau = mask.new_full(mask.shape, self.tau_neg).masked_fill(advantages > 0, self.tau_pos)
         gate = (tau * (log_ratio.exp() - 1.0)).sigmoid() * (4.0 / tau)
@@ -408,6 +433,7 @@ class DPPO(TokenLoss):
     def token_losses(
         self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, mask: Tokens
     ) -> tuple[Tokens, Metrics]:
+        """Compute the loss with truncated ratios, 0 where not `inside`; see `PolicyLossBase.token_losses`."""
         log_ratio = (log_probs - old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         ratio = log_ratio.detach().exp()
         inside = self.inside(log_probs.detach(), old_log_probs, advantages)
@@ -432,6 +458,7 @@ class DPPOTV(DPPO):
     clip_ratio_high: float = Field(0.15, gt=0, description="how far the probability may rise")
 
     def inside(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens) -> Flags:
+        """Bound the change of each token's probability; see `DPPO.inside`."""
         moved = log_probs.exp() - old_log_probs.exp()
         return (moved <= self.clip_ratio_high).where(advantages > 0, moved >= -self.clip_ratio_low)
 
@@ -452,6 +479,7 @@ class DPPOKL(DPPO):
     clip_ratio_high: float = Field(0.05, gt=0, description="largest divergence, in nats, where the probability rises")
 
     def inside(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens) -> Flags:
+        """Bound the binary KL divergence of each token; see `DPPO.inside`."""
         prob, old = log_probs.exp(), old_log_probs.exp()
         others = ((1.0 - old + EPSILON) / (1.0 - prob + EPSILON)).log()
         divergence = old * (old_log_probs - log_probs) + (1.0 - old) * others
@@ -480,6 +508,7 @@ class ClipCov(SelectingLoss):
     def token_losses(
         self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, mask: Tokens
     ) -> tuple[Tokens, Metrics]:
+        """Compute PPO's clipped surrogate, without the dual clip; see `PolicyLossBase.token_losses`."""
         log_ratio = log_probs - old_log_probs
         plain, clipped = self._surrogates(log_ratio, advantages)
         return plain.maximum(clipped), {"ppo_kl": -log_ratio}
@@ -487,12 +516,14 @@ class ClipCov(SelectingLoss):
     def select(
         self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, mask: Tokens, noise: Tokens
     ) -> Flags:
+        """Draw tokens by `noise` among those that qualify by covariance; see `SelectingLoss.select`."""
         plain, clipped = self._surrogates(log_probs - old_log_probs, advantages)
         cov = covariance(log_probs, advantages, mask)
         candidates = (mask > 0) & (clipped <= plain) & (cov > self.clip_cov_lb) & (cov < self.clip_cov_ub)
         return largest(noise, candidates, max(int(self.clip_cov_ratio * mask.sum().item()), 1))
 
     def treat(self, loss: Tokens, metrics: Metrics, log_ratio: Tokens, selected: Flags) -> tuple[Tokens, Metrics]:
+        """Set the loss of the selected tokens to 0; their share is `pg_clipfrac`; see `SelectingLoss.treat`."""
         return loss.where(~selected, 0.0), {**metrics, "pg_clipfrac": selected}
 
     def _surrogates(self, log_ratio: Tokens, advantages: Tokens) -> tuple[Tokens, Tokens]:
@@ -516,16 +547,20 @@ class KLCov(SelectingLoss):
     def token_losses(
         self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, mask: Tokens
     ) -> tuple[Tokens, Metrics]:
+        """Compute the surrogate without clipping; see `PolicyLossBase.token_losses`. `ppo_kl` is the absolute
+        log-ratio."""
         log_ratio = log_probs - old_log_probs
         return -ratio_of(log_ratio) * advantages, {"ppo_kl": log_ratio.abs()}
 
     def select(
         self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, mask: Tokens, noise: Tokens
     ) -> Flags:
+        """Select the tokens of largest covariance; `noise` is not used; see `SelectingLoss.select`."""
         count = max(int(self.kl_cov_ratio * mask.sum().item()), 1)
         return largest(covariance(log_probs, advantages, mask), mask > 0, count)
 
     def treat(self, loss: Tokens, metrics: Metrics, log_ratio: Tokens, selected: Flags) -> tuple[Tokens, Metrics]:
+        """Add the KL term to the loss of the selected tokens; see `SelectingLoss.treat`."""
         return (loss + self.ppo_kl_coef * log_ratio.abs()).where(selected, loss), metrics
 
 
@@ -541,6 +576,7 @@ class DRO(TokenLoss):
     def token_losses(
         self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, mask: Tokens
     ) -> tuple[Tokens, Metrics]:
+        """Compute the REINFORCE loss plus the quadratic penalty on the log-ratio; see `PolicyLossBase.token_losses`."""
         log_ratio = log_probs - old_log_probs
         return 0.5 * self.dro_beta * log_ratio.square() - log_probs * advantages, {"ppo_kl": -log_ratio}
 

@@ -25,7 +25,7 @@ class FitConfig(Section):
     checkpoint_steps: int = Field(100, gt=0, description="steps between snapshots; a crash loses at most this many")
 
 
-ELSEWHERE: dict[str, bool | set[str]] = {
+MAY_CHANGE: dict[str, bool | set[str]] = {
     **dict.fromkeys(("output", "micro_batch_tokens", "gradient_checkpointing", "checkpoint_steps"), True),
     **dict.fromkeys(("data", "validation"), True),
     "run": {"name", "store", "single_writer"},

@@ -116,7 +116,9 @@ def _environment_fits(config: RunConfig) -> None:
         (f"algorithm.advantage {config.algorithm.advantage.type}", config.needs_greedy_scores),
     ):
         if conflict:
-            raise ValueError(f"rollout.environment does not work with {key}, which has no turns: remove one of them")
+            raise ValueError(
+                f"rollout.environment does not work with {key}, which does not support turns: remove one of them"
+            )
 
 
 def _rollout_fits(config: RunConfig) -> None:

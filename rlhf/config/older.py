@@ -52,11 +52,30 @@ def as_of_today(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_new_names(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a config to today's keys, with a `RenamedKey` warning that gives the new name of each old key."""
+    """Convert a config to today's keys, with a `RenamedKey` warning that gives the new name of each old key.
+
+    Raises:
+        ValueError: a key has both its old and its new name.
+    """
     tree, old_names = _renamed(tree)
     for old in old_names:
         warnings.warn(f"{old} is called {RENAMED[old]} now: the old name still works", RenamedKey, stacklevel=2)
     return tree
+
+
+def with_new_name(key: str, value: Any) -> tuple[str, Any]:
+    """Convert one key and its value, which may be a section, as `with_new_names` does."""
+    tree: dict[str, Any] = {}
+    section = tree
+    *parents, last = key.split(".")
+    for part in parents:
+        section = section.setdefault(part, {})
+    section[last] = value
+    new_value: Any = with_new_names(tree)
+    key = RENAMED.get(key, key)
+    for part in key.split("."):
+        new_value = new_value[part]
+    return key, new_value
 
 
 def _renamed(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -75,6 +94,8 @@ def _renamed(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
                 inner = section.get(part)
                 section[part] = inner if isinstance(inner, dict) else {} if inner is None else {"type": inner}
                 section = section[part]
+            if new_name in section:
+                raise ValueError(f"{old} and {new} are both set: {old} is the old name, remove it")
             section[new_name] = value
             old_names.append(old)
     return today, old_names

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from rlhf.config.older import GONE
+from rlhf.config.older import GONE, with_new_name
 from rlhf.errors import UserError
 
 M = TypeVar("M", bound=BaseModel)
@@ -40,7 +40,7 @@ def overridden(tree: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]
             value = _yaml(text)
         except yaml.YAMLError:
             raise UserError(f"{override!r}: {text!r} is not a YAML value") from None
-        set_value(tree, key, value)
+        set_value(tree, *with_new_name(key, value))
     return tree
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, ValidationInfo, model_validator
 
 from rlhf.config.incompatibilities import check_combinations
-from rlhf.config.older import as_of_today, with_new_names
+from rlhf.config.older import RENAMED, as_of_today, with_new_names
 from rlhf.config.reading import overridden, read_yaml, set_value, validated
 from rlhf.config.sections import (
     ActorConfig,
@@ -30,6 +30,7 @@ from rlhf.config.sections import (
     TrainerConfig,
     ValidationConfig,
 )
+from rlhf.errors import UserError
 
 ALLOW_INCOMPATIBLE = "anything fits"
 """Validation context in which incompatible combinations are accepted."""
@@ -196,7 +197,7 @@ class RunConfig(Section):
     def _with(self, values: Mapping[str, Any]) -> dict[str, Any]:
         tree = self.model_dump(mode="json")
         for key, value in values.items():
-            set_value(tree, key, value)
+            set_value(tree, RENAMED.get(key, key), value)
         return tree
 
 
@@ -206,7 +207,12 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     Raises:
         UserError: the config is invalid; one line names the key and the fix.
     """
-    return parse_config(overridden(read_yaml(path), overrides), str(path))
+    tree = read_yaml(path)
+    try:
+        tree = with_new_names(tree)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from None
+    return parse_config(overridden(tree, overrides), str(path))
 
 
 def parse_config(tree: Mapping[str, Any], where: str) -> RunConfig:

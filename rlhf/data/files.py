@@ -80,7 +80,7 @@ def _object(line: bytes, where: str) -> Mapping[str, Any]:
         except UnicodeEncodeError as error:
             half = error.object[error.start].encode("unicode_escape").decode()
             raise UserError(
-                f"{where} holds {half}, half of a surrogate pair, which is no character: remove it"
+                f"{where} holds {half}, half of a surrogate pair, which is not a character: remove it"
             ) from None
     if not isinstance(row, dict):
         raise UserError(f"{where} is not a JSON object")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-Stage = Literal[0, 1, 2, 3]
+ZeroStage = Literal[0, 1, 2, 3]
 
 
 class DeepSpeedEngine(ModelEngine):
@@ -30,7 +30,7 @@ class DeepSpeedEngine(ModelEngine):
     """
 
     def __init__(
-        self, model: PreTrainedModel, head: Head, *, stage: Stage = 2, offload: bool = False, **options: Any
+        self, model: PreTrainedModel, head: Head, *, stage: ZeroStage = 2, offload: bool = False, **options: Any
     ) -> None:
         """Wrap a model.
 

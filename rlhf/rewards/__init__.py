@@ -37,6 +37,8 @@ class RewardFailed(RatchetError):
 
 @dataclass(frozen=True)
 class Score:
+    """The score of one response."""
+
     score: float
     parts: dict[str, float]
     error: str | None = None
@@ -62,6 +64,9 @@ def load_reward(name: str) -> RewardFunction:
 
     Args:
         name: a built-in, ``package.module:function`` or ``folder/file.py:function``.
+
+    Returns:
+        The function.
 
     Raises:
         UserError: there is no such function, or its module cannot be imported.
@@ -112,7 +117,17 @@ def check_rewards(names: Collection[str], options: Mapping[str, Mapping[str, Any
 
 
 def reward_digest(names: Collection[str]) -> str:
-    """sha256 over the sources of the reward modules: changed code is a different reward."""
+    """Compute a digest of the sources of the reward modules: changed code is a different reward.
+
+    Args:
+        names: functions in `reward.function`, in any order. With ``auto``, the sources of all built-ins are included.
+
+    Returns:
+        The sha256 in hex.
+
+    Raises:
+        UserError: a function cannot be loaded, or has no Python source.
+    """
     sources = [_source(name) for name in sorted(names)]
     if "auto" in names:
         sources += [_source(name) for name in BUILT_IN if name != "auto"]
@@ -140,6 +155,9 @@ def score(
         ground_truth: ground truth of the prompt, as in the dataset.
         extra_info: `extra_info` of the prompt, as in the dataset.
         options: further keyword arguments of the function.
+
+    Returns:
+        The score and its named parts, without the parts that are not finite numbers or do not fit into float32.
 
     Raises:
         RewardFailed: the function raised an exception.

@@ -105,7 +105,7 @@ class RewardPool:
         return results
 
     def close(self) -> None:
-        """End the child processes."""
+        """End the child processes; a later `score` starts new ones."""
         for child in self._children:
             child.end()
 

@@ -124,10 +124,10 @@ def test_a_probe_that_was_killed_is_deleted_after_an_hour(url: str, monkeypatch:
         assert objects.honours_create()
     left = temporary.list("")
     assert left and objects.list("") == [], "it is no part of the run"
-    objects.delete_leavings()
+    objects.delete_leftovers()
     assert temporary.list("") == left, "somebody may be at it"
-    monkeypatch.setattr("infra.store.object_store.LEAVINGS_S", -5.0)
-    objects.delete_leavings()
+    monkeypatch.setattr("infra.store.object_store.LEFTOVERS_S", -5.0)
+    objects.delete_leftovers()
     assert temporary.list("") == []
 
 

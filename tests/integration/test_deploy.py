@@ -29,7 +29,7 @@ from rlhf.config import RunConfig
 from tests import tiny
 from tests.history import History
 
-AGAIN = "ratchet: a %s flow run is asked for again"
+AUTOMATIONS = ("ratchet: restart a flow run without heartbeats", "ratchet: restart a crashed flow run")
 RATCHET = [sys.executable, "-c", "from flows.cli import main; main()"]
 
 
@@ -110,9 +110,7 @@ def test_each_start_can_be_a_run_of_its_own(config: RunConfig, prefect_server: s
 
 def automations(url: str) -> set[str]:
     with SyncPrefectClient(url) as client:
-        return {
-            str(found.id) for flow in ("silent", "crashed") for found in client.read_automations_by_name(AGAIN % flow)
-        }
+        return {str(found.id) for name in AUTOMATIONS for found in client.read_automations_by_name(name)}
 
 
 def wait(until: Any, seconds: float = 180.0) -> None:

@@ -178,8 +178,11 @@ def test_an_environment_that_fails_stops_the_run(environment: str, says: str, st
     ("changes", "says"),
     [
         ({"rollout__environment": None}, "reward.function names no function"),
-        ({"algorithm__advantage": "remax"}, "does not work with algorithm.advantage remax, which has no turns"),
-        ({"rollout__ignore_eos": True}, "does not work with rollout.ignore_eos, which has no turns"),
+        (
+            {"algorithm__advantage": "remax"},
+            "does not work with algorithm.advantage remax, which does not support turns",
+        ),
+        ({"rollout__ignore_eos": True}, "does not work with rollout.ignore_eos, which does not support turns"),
     ],
 )
 def test_what_does_not_go_together_is_refused(changes: dict[str, Any], says: str, start: Any) -> None:

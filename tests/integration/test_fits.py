@@ -63,7 +63,7 @@ def test_stopped_killed_and_contested_it_comes_out_the_same(sft: Any, processes:
     assert "driven by pid" in shown.text
     stopped = processes.cli("stop", "slow", "--store", f"file://{processes.folder}/runs")
     assert stopped.wait() == 0, stopped.text
-    assert "slow has stopped; the command that began it continues from the last commit" in stopped.text
+    assert "slow has stopped; the command that started it continues from the last commit" in stopped.text
     assert slow.wait() == 1, slow.text
     assert "stopped as asked; the same command continues" in slow.text
     again = sft("slow")

@@ -231,7 +231,7 @@ def test_functions_and_prompts_as_others_have_them(workspace: Path, processes: P
     path.write_text(path.read_text().replace('"ground_truth": {"target": 3,', '"truth": {"target": 3,'))
     refused = train(processes, config.with_values({"run.name": "missing", "reward.function": "countdown"}))
     assert refused.wait(240) == 2, refused.text
-    assert "line 4: reward_model.ground_truth is missing, with which reward.function countdown compares" in refused.text
+    assert "line 4: reward.function countdown needs reward_model.ground_truth, which is missing" in refused.text
 
 
 def test_another_policy_begins_where_the_first_one_led(workspace: Path, processes: Processes) -> None:

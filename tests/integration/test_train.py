@@ -14,7 +14,9 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 from safetensors.torch import load_file
 
+from infra.store.object_store import ObjectStore
 from infra.store.records import Claim, Diverged, Skip
+from infra.store.run_store import RunStore
 from rlhf.algorithms.kl import AdaptiveCoefficient
 from rlhf.config import RunConfig
 from tests import tiny
@@ -338,6 +340,27 @@ def test_a_replay_that_differs(ratchet: Ratchet) -> None:
     assert set(then) < set(history.stages)
     assert len(history.commits(Diverged)) == 2
     assert len(history.commits(Claim)) == 3
+
+
+def test_what_is_committed_during_the_check_is_checked_too(ratchet: Ratchet) -> None:
+    from infra.execution.claims import claim
+    from infra.execution.driver import Driver, driving
+    from tasks.pipeline import dependencies
+
+    config = ratchet.at(run__name="contested")
+    with driving(config, dependencies(config)):
+        pass
+    slots: list[int] = []
+
+    def check(driver: Driver) -> None:
+        slots.append(driver.state.slot)
+        if len(slots) == 1:  # another driver takes the run over while this one looks at it
+            other = RunStore(ObjectStore(driver.store.url))
+            other.log.read()
+            claim(other, config, initial=driver.initial_weights)
+
+    with driving(config, dependencies(config), take_over=True, check=check):
+        assert slots == [0, 2]
 
 
 def test_two_runs_in_one_process_one_inside_the_other(ratchet: Ratchet, prefect_server: str) -> None:

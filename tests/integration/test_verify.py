@@ -283,6 +283,18 @@ def test_a_report_says_what_it_could_not_read(ratchet: Ratchet, run: Path) -> No
         assert says in page.read_text()
 
 
+def test_rows_are_read_without_the_manifests_of_updates(ratchet: Ratchet, run: Path, config: RunConfig) -> None:
+    assert ratchet("resume", "run")[0] == 0
+    for role in ("actor", "critic"):
+        [manifest] = run.glob(f"manifests/iteration=000000/update_{role}.*")
+        manifest.unlink()
+    rows = config.trajectories_per_iteration * config.train.iterations
+    assert len(open_run(f"file://{run}").trajectories()) == rows
+    code, text = ratchet("query", "run", "select count(*) as n from trajectories")
+    assert code == 0
+    assert str(rows) in text
+
+
 def flip(path: Path) -> None:
     """One bit in the middle."""
     data = bytearray(path.read_bytes())

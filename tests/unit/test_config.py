@@ -305,6 +305,18 @@ def test_old_names_of_keys_still_work_and_a_note_says_the_new_ones(file: Path) -
     assert stored_config(tree, "the claim").actor.optimizer == AdamW(betas=(0.5, 0.6), weight_decay=0.1)
     with pytest.warns(RenamedKey):
         assert not config.with_values({}, ["actor.by_turns=false"]).actor.offload_when_idle
+    file.write_text(yaml.safe_dump({**MINIMAL, "actor": {"weight_decay": 0.1, "betas": [0.5, 0.6]}}))
+    with pytest.warns(RenamedKey):
+        config = load_config(file, ["actor.optimizer.weight_decay=0.5", "actor.betas=[0.7, 0.8]"])
+    assert config.actor.optimizer == AdamW(betas=(0.7, 0.8), weight_decay=0.5), "overrides come after the file"
+    both = {**MINIMAL, "actor": {"by_turns": True, "offload_when_idle": False}}
+    reason = "actor.by_turns and actor.offload_when_idle are both set: actor.by_turns is the old name, remove it"
+    with pytest.raises(UserError, match=f"^here: {reason}"):
+        parse_config(both, "here")
+    file.write_text(yaml.safe_dump(both))
+    with pytest.raises(UserError, match=f"{file.name}: {reason}"):
+        load_config(file)
+    config = config.with_values({"actor.offload_when_idle": True})
     stored = config.model_dump(mode="json")
     stored["actor"]["by_turns"] = stored["actor"].pop("offload_when_idle")
     with warnings.catch_warnings():

@@ -115,6 +115,26 @@ def test_a_section_that_is_null_holds_its_defaults() -> None:
     assert WarmUp.differences(WarmUp.values(warm), without) == ["config.critic.warmup_iterations: 2 -> 0"]
 
 
+class Talk(StageConfig):
+    section = "rollout.environment"
+    name: str = key("name")
+    max_turns: int = key("max_turns")
+
+
+class Talks(StageConfig):
+    talk: Talk | None
+
+
+def test_a_group_whose_section_is_null_differs_from_any_other() -> None:
+    config = parse_config(MINIMAL, "here")
+    talking = config.as_committed({"rollout.environment": {"name": "calculator"}})
+    assert Talks.of(config).talk is None
+    assert Talks.differences(Talks.values(config), talking) == ["config.rollout.environment: null -> set"]
+    assert Talks.differences(Talks.values(talking), config) == ["config.rollout.environment: set -> null"]
+    assert Talks.differences(Talks.values(talking), talking) == []
+    assert Talks.differences({}, config) == [], "an older release had no environments"
+
+
 def test_an_operational_key_may_change() -> None:
     config = parse_config(MINIMAL, "here")
     assert WarmUp.differences(WarmUp.values(config), config.with_values({"reward.workers": 7})) == []
