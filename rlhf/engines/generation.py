@@ -1,115 +1,244 @@
-"""Generation with any rollout engine: distributing requests over ranks, and interruptible generation."""
+"""Writes trajectories concurrently with a rollout engine: each is a coroutine that waits for nobody else.
+
+A trajectory that has no environment is one turn of the policy. Otherwise policy and environment take turns. Everything
+that interrupts a turn (new weights, an engine that is lost, a crash) ends in the same way: the turn continues from the
+tokens that the trajectory has.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import aclosing
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
 
-from rlhf.engines import ranks
-from rlhf.engines.base import Generation, Request, RolloutEngine, Sampling
-from rlhf.errors import NotFinite
+from rlhf.engines import event_loop
+from rlhf.engines.base import Request, RolloutEngine, Sampling
+from rlhf.environments.calls import EnvironmentCalls
+from rlhf.environments.dialogues import Dialogue, content_ids
+from rlhf.errors import EngineLost, NotFinite
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
-def answers(engine: RolloutEngine, requests: Sequence[Request], sampling: Sampling) -> list[Generation]:
-    """Generate responses on all ranks; each rank generates a share and gets all responses.
+@dataclass(frozen=True)
+class Rules:
+    """What the trajectories of a stage have in common."""
 
-    Args:
-        engine: this rank's rollout engine.
-        requests: all trajectories to generate, the same on every rank.
-        sampling: how to sample tokens.
+    sampling: Sampling
+    """`max_tokens` limits the whole response."""
+    environments: EnvironmentCalls | None = None
+    """The environments that the policy talks to; None: it answers alone."""
+    max_turns: int = 1
+    """Largest number of turns of the policy."""
 
-    Returns:
-        One response per request, in the same order.
 
-    Raises:
-        NotFinite: a log-prob is not finite.
+class Generator:
+    """The trajectories that one rollout engine is writing.
+
+    All methods may be called from any thread except the event loop's.
     """
-    shares = deal(requests, sampling, ranks.count())
-    results = ranks.gathered(engine.generate([requests[row] for row in shares[ranks.rank()]], sampling))
-    by_row = {
-        row: generation
-        for rows, generations in zip(shares, results, strict=True)
-        for row, generation in zip(rows, generations, strict=True)
-    }
-    for generation in by_row.values():  # every rank checks all responses, so that all ranks raise
-        if not all(map(math.isfinite, generation.log_probs)):
-            raise NotFinite("the model gave log-probs that are not finite while generating: nothing is committed")
-    return [by_row[row] for row in range(len(requests))]
 
-
-def deal(requests: Sequence[Request], sampling: Sampling, rank_count: int) -> list[list[int]]:
-    """Split requests into shares with about the same number of expected tokens.
-
-    Prompts are assigned in order of decreasing cost, each to the rank with the fewest tokens. Trajectories of a prompt
-    stay together, since an engine may compute their prompt only once.
-
-    Args:
-        requests: the trajectories to generate.
-        sampling: gives the maximum length of a response.
-        rank_count: number of shares.
-
-    Returns:
-        Sorted rows of `requests` for each rank.
-    """
-    prompts: dict[tuple[int, ...], list[int]] = {}
-    for row, request in enumerate(requests):
-        prompts.setdefault(request.prompt_ids, []).append(row)
-    shares: list[list[int]] = [[] for _ in range(rank_count)]
-    tokens = [0] * rank_count
-    for ids, rows in sorted(prompts.items(), key=lambda item: -len(item[0]) - len(item[1]) * sampling.max_tokens):
-        rank = tokens.index(min(tokens))
-        shares[rank] += rows
-        tokens[rank] += len(ids) + len(rows) * sampling.max_tokens
-    return [sorted(rows) for rows in shares]
-
-
-@dataclass
-class Interruptible:
-    """The generation of a shard in pieces; the engine may load new weights between two pieces."""
-
-    requests: Sequence[Request]
-    generations: list[Generation] = field(default_factory=list)
-    versions: list[list[int]] = field(default_factory=list)
-    """For each request, the version of the policy that sampled each token."""
-    seconds: float = 0.0
-    """Time that the pieces before the last one took."""
-
-    def generate_piece(self, engine: RolloutEngine, sampling: Sampling, tokens: int, version: int) -> bool:
-        """Generate the next piece of every incomplete response.
+    def __init__(self, engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase, *, interruptible: bool) -> None:
+        """Start without trajectories.
 
         Args:
-            engine: this rank's rollout engine.
-            sampling: how to sample tokens.
-            tokens: maximum number of new tokens per response.
-            version: version of the policy whose weights the engine has.
+            engine: the rollout engine.
+            tokenizer: tokenizer of the policy.
+            interruptible: whether new weights interrupt a trajectory, which then continues with them; otherwise
+                `pause` waits until all running trajectories are complete.
+        """
+        self.engine, self.tokenizer, self.interruptible = engine, tokenizer, interruptible
+        self.version = 0
+        """Version of the policy whose weights the engine has."""
+        self._gate = asyncio.Event()  # closed while the weights are about to change
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._dialogues: dict[str, Dialogue] = {}
+        """Trajectories that are not complete, by id."""
+        self._writing: set[str] = set()
+        """Those that are past the gate."""
+        self._turns: dict[str, asyncio.Task[None]] = {}
+        """The requests that the engine works on, by trajectory."""
+        self._idle = asyncio.Condition()
+        self._ended = SimpleQueue[Dialogue | BaseException]()
+
+    def submit(self, dialogues: Sequence[Dialogue], rules: Rules) -> None:
+        """Start or continue trajectories.
+
+        Args:
+            dialogues: the trajectories, with the tokens that they have so far.
+            rules: what they have in common.
+        """
+        event_loop.run(self._submit(dialogues, rules))
+
+    def wait(self, timeout_s: float) -> list[Dialogue]:
+        """Wait until a trajectory is complete.
+
+        Args:
+            timeout_s: time limit in seconds.
 
         Returns:
-            Whether all responses are complete.
+            The trajectories that are complete since the last call; none after the time limit.
 
         Raises:
+            EngineLost: the engine died. Trajectories keep their tokens, and continue after `resume`.
             NotFinite: a log-prob is not finite.
+            EnvironmentFailed: an environment failed, and the config stops the run then.
         """
-        if not self.generations:
-            self.generations = [Generation((), (), "length") for _ in self.requests]
-            self.versions = [[] for _ in self.requests]
-        incomplete = [row for row, generation in enumerate(self.generations) if generation.finish_reason != "stop"]
-        length = max(len(self.generations[row].response_ids) for row in incomplete)
-        requests = [
-            replace(
-                self.requests[row],
-                prompt_ids=self.requests[row].prompt_ids + self.generations[row].response_ids,
-                generated_tokens=self.requests[row].generated_tokens + length,
-            )
-            for row in incomplete
-        ]
-        piece = min(tokens, sampling.max_tokens - length)
-        for row, new in zip(incomplete, answers(engine, requests, replace(sampling, max_tokens=piece)), strict=True):
-            old = self.generations[row]
-            self.generations[row] = Generation(
-                old.response_ids + new.response_ids, old.log_probs + new.log_probs, new.finish_reason
-            )
-            self.versions[row] += [version] * len(new.response_ids)
-        return length + piece == sampling.max_tokens or all(
-            generation.finish_reason == "stop" for generation in self.generations
-        )
+        complete: list[Dialogue] = []
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                ended = self._ended.get(timeout=0 if complete else max(deadline - time.monotonic(), 0))
+            except Empty:
+                return complete
+            if isinstance(ended, BaseException):
+                raise ended
+            complete.append(ended)
+
+    def incomplete(self) -> list[Dialogue]:
+        """Copies of the trajectories that are not complete, as they are now."""
+        return event_loop.run(self._copies())
+
+    def cancel(self, trajectory_ids: Iterable[str]) -> None:
+        """Drop trajectories that are not complete."""
+        event_loop.run(self._cancel(list(trajectory_ids)))
+
+    def pause(self) -> None:
+        """Let the engine's requests end, so that its weights can change; see `interruptible`."""
+        event_loop.run(self._pause())
+
+    def resume(self, version: int, engine: RolloutEngine | None = None) -> None:
+        """Continue with new weights.
+
+        Args:
+            version: version of the policy whose weights the engine has now.
+            engine: the engine that replaces a lost one.
+        """
+        event_loop.run(self._resume(version, engine))
+
+    # On the event loop.
+
+    async def _submit(self, dialogues: Sequence[Dialogue], rules: Rules) -> None:
+        self.engine.join(len(dialogues))
+        for dialogue in dialogues:
+            trajectory_id = dialogue.request.trajectory_id
+            self._dialogues[trajectory_id] = dialogue
+            self._tasks[trajectory_id] = asyncio.create_task(self._write(dialogue, rules))
+
+    async def _copies(self) -> list[Dialogue]:
+        return [deepcopy(dialogue) for dialogue in self._dialogues.values()]
+
+    async def _cancel(self, trajectory_ids: list[str]) -> None:
+        tasks = [self._tasks[trajectory_id] for trajectory_id in trajectory_ids if trajectory_id in self._tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _pause(self) -> None:
+        self._gate.clear()
+        if self.interruptible:
+            for turn in self._turns.values():
+                turn.cancel()
+        async with self._idle:
+            await self._idle.wait_for(lambda: not (self._turns if self.interruptible else self._writing))
+
+    async def _resume(self, version: int, engine: RolloutEngine | None) -> None:
+        self.version = version
+        if engine is not None:
+            engine.join(len(self._dialogues))
+            self.engine = engine
+        self._gate.set()
+
+    async def _write(self, dialogue: Dialogue, rules: Rules) -> None:
+        """Write one trajectory to its end."""
+        trajectory_id = dialogue.request.trajectory_id
+        try:
+            await self._gate.wait()
+            self._writing.add(trajectory_id)
+            while not dialogue.finish_reason:
+                await self._take_turn(dialogue, rules)
+            self._ended.put(dialogue)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            self._ended.put(error)
+        finally:
+            self.engine.leave()
+            del self._tasks[trajectory_id], self._dialogues[trajectory_id]
+            self._writing.discard(trajectory_id)
+            if rules.environments is not None:
+                rules.environments.forget(trajectory_id)
+            async with self._idle:
+                self._idle.notify_all()
+
+    async def _take_turn(self, dialogue: Dialogue, rules: Rules) -> None:
+        """A turn of the policy, and the environment's answer to it."""
+        environments, sampling = rules.environments, rules.sampling
+        if environments is not None:
+            environment = await environments.of(dialogue, self.tokenizer)
+            sampling = replace(sampling, stop=(*sampling.stop, *environment.stop))
+        turn = dialogue.unanswered_turn
+        if turn is None:
+            reason = await self._policy_turn(dialogue, sampling)
+            if environments is None or reason == "length":
+                dialogue.finish_reason = reason
+                return
+            turn = dialogue.unanswered_turn
+        assert environments is not None and turn is not None
+        text = str(self.tokenizer.decode(turn, skip_special_tokens=True))
+        observation = await environments.step(dialogue, text)
+        dialogue.answered += 1
+        dialogue.reward += observation.reward
+        if observation.content is None:
+            dialogue.finish_reason = "stop"
+            return
+        ids = content_ids(observation.content, turn[-1], self.tokenizer)
+        if dialogue.answered == rules.max_turns:
+            dialogue.finish_reason = "turns"
+        elif len(dialogue.ids) + len(ids) >= sampling.max_tokens:
+            dialogue.finish_reason = "length"
+        else:
+            dialogue.heard(ids)
+
+    async def _policy_turn(self, dialogue: Dialogue, sampling: Sampling) -> str:
+        """Generate the rest of the policy's turn; returns the finish reason."""
+        trajectory_id, reasons = dialogue.request.trajectory_id, list[str]()
+
+        async def generate(request: Request) -> None:
+            async with aclosing(self.engine.stream(request, sampling)) as chunks:
+                async for chunk in chunks:
+                    if not all(map(math.isfinite, chunk.log_probs)):
+                        raise NotFinite(
+                            "the model gave log-probs that are not finite while generating: nothing is committed"
+                        )
+                    dialogue.wrote(chunk, self.version)
+                    if chunk.finish_reason is not None:
+                        reasons.append(chunk.finish_reason)
+
+        while not reasons:
+            if self.interruptible:
+                await self._gate.wait()
+            turn = self._turns[trajectory_id] = asyncio.create_task(generate(dialogue.next_request(sampling)))
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if not turn.cancelled() or self._gate.is_set():  # the trajectory was cancelled, not its request
+                    turn.cancel()
+                    raise
+            except EngineLost as error:
+                if self._gate.is_set():  # the first to notice; the others wait for `resume`, too
+                    self._gate.clear()
+                    self._ended.put(error)
+                await self._gate.wait()
+            finally:
+                del self._turns[trajectory_id]
+                async with self._idle:
+                    self._idle.notify_all()
+        return reasons[0]
