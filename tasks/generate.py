@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
 from pydantic import JsonValue
 
 from infra.execution.driver import Driver
-from infra.workers.calls import C, Context, ShardOutput, ShardSummary
-from rlhf.batch import TrajectoryBatch, ragged
+from infra.workers.calls import C, Context, ShardOutput, ShardStart, ShardSummary
+from rlhf.batch import TrajectoryBatch
 from rlhf.config import DynamicSamplingConfig, RunConfig
 from rlhf.data.prompts import PromptDataset, encode
-from rlhf.engines.base import Generation, Request, Sampling
-from rlhf.environments.dialogues import Beginning, Dialogue, Environments, multi_turn
+from rlhf.engines.base import Request, Sampling
+from rlhf.engines.generation import Rules
+from rlhf.environments.calls import EnvironmentCalls
+from rlhf.environments.dialogues import Beginning, Dialogue
 from rlhf.schema import TRAJECTORY
 from rlhf.stage_config import StageConfig, key
 from tasks.score import ScoreSummary
 from tasks.stage import RowsStage, Until
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+CONCURRENCY = 64
+"""Largest number of calls of environments at the same time. They mostly wait, for example for the network."""
 
 
 class PromptConfig(StageConfig):
@@ -89,15 +91,22 @@ def generated_tokens(summaries: Sequence[GenerateSummary]) -> dict[str, float]:
     return {"perf/generated_tokens": float(sum(shard.tokens for shard in summaries))}
 
 
-def generate(context: Context[GenerateConfig]) -> ShardOutput[GenerateSummary]:
-    """Answer the prompts of one shard.
+@dataclass(frozen=True)
+class Prompts:
+    """The prompts of a shard, and how the policy answers them."""
 
-    Args:
-        context: The call, which has the shard and the position in the dataset at which the iteration begins.
+    dataset: PromptDataset
+    rows: list[tuple[int, int]]
+    """For each prompt, its number in the iteration and its row in the dataset."""
+    config: PromptConfig
+    n: int
+    """Trajectories per prompt."""
+    sampling: Sampling
+    environment: EnvironmentStageConfig | None
 
-    Returns:
-        `rollout.n` trajectories for each prompt, and the position after the shard's last prompt.
-    """
+
+def prompts_of(context: Context[GenerateConfig]) -> Prompts:
+    """The prompts of a shard of `generate`; the call has the position at which the iteration begins in the dataset."""
     config = context.config
     dataset = context.resources.dataset(config.train)
     sampling_more = config.dynamic_sampling
@@ -105,7 +114,6 @@ def generate(context: Context[GenerateConfig]) -> ShardOutput[GenerateSummary]:
     first = context.shard * config.prompts_per_shard
     end = min(first + config.prompts_per_shard, limit)
     drawn = dataset.draw(config.seed, context.call.cursor + first, end - first)
-    prompts = list(enumerate(drawn, first))
     sampling = Sampling(
         temperature=config.temperature,
         top_p=config.top_p,
@@ -114,126 +122,116 @@ def generate(context: Context[GenerateConfig]) -> ShardOutput[GenerateSummary]:
         ignore_eos=config.ignore_eos,
         stop=config.stop,
     )
-    piece_tokens = config.partial_tokens if config.partial else None
-    batch, versions = respond(
-        context, config.prompt, config.environment, dataset, prompts, config.n, sampling, piece_tokens
-    )
+    return Prompts(dataset, list(enumerate(drawn, first)), config.prompt, config.n, sampling, config.environment)
+
+
+def begin(context: Context[GenerateConfig]) -> ShardStart:
+    return begin_trajectories(context, prompts_of(context))
+
+
+def generate(context: Context[GenerateConfig]) -> ShardOutput[GenerateSummary]:
+    """Turn the complete trajectories of a shard into rows.
+
+    Args:
+        context: The call and the trajectories.
+
+    Returns:
+        `rollout.n` trajectories for each prompt, and the position after the shard's last prompt.
+    """
+    prompts = prompts_of(context)
+    batch = trajectories(context, prompts)
     summary = GenerateSummary(
         tokens=int(batch.flat("response_mask").sum()),
-        oldest_version=min(map(min, versions)),
-        cursor=context.call.cursor + end,
+        oldest_version=min(min(dialogue.versions) for dialogue in context.dialogues),
+        cursor=context.call.cursor + prompts.rows[-1][0] + 1,
     )
     return ShardOutput(batch, summary)
 
 
-def respond(
-    context: Context[C],
-    data: PromptConfig,
-    environment: EnvironmentStageConfig | None,
-    dataset: PromptDataset,
-    prompts: list[tuple[int, int]],
-    n: int,
-    sampling: Sampling,
-    piece_tokens: int | None = None,
-) -> tuple[TrajectoryBatch, list[list[int]]]:
-    """Let the policy answer prompts, alone or in turns with an environment.
+def begin_trajectories(context: Context[C], prompts: Prompts) -> ShardStart:
+    """Begin `n` trajectories for each prompt.
 
     Args:
-        context: Gives the rollout engine, the tokenizer and the environment.
-        data: How a row of the dataset becomes a prompt.
-        environment: The environment; None: the policy answers alone.
-        dataset: The prompts.
-        prompts: For each prompt, its number in the iteration and its row in the dataset.
-        n: Trajectories per prompt.
-        sampling: Sampling parameters and seed.
-        piece_tokens: Number of tokens after which generation may continue with newer weights; None: never.
+        context: Gives the tokenizer and the environment.
+        prompts: The prompts.
 
     Returns:
-        Trajectories with all columns of `generate`, and for each the version of the policy that drew each token.
+        The trajectories, prompt by prompt, without tokens.
     """
-    tokenizer = context.resources.tokenizer
-
-    def write(requests: Sequence[Request], sampling: Sampling) -> tuple[list[Generation], list[list[int]]]:
-        return context.generate(requests, sampling, piece_tokens)
-
-    requests: list[Request] = []
-    columns: dict[str, list[Any]] = {name: [] for name in ("trajectory_id", *TRAJECTORY.names("generate"))}
-    beginnings: list[Beginning] = []
-    for number, row in prompts:
-        prompt = dataset.prompts[row]
-        text, ids = encode(
-            prompt,
-            tokenizer,
-            max_tokens=data.max_prompt_tokens,
-            truncation=data.truncation,
-            system_prompt=data.system_prompt,
-        )
-        turns = prompt.after(data.system_prompt)
-        messages = json.dumps(turns, ensure_ascii=False)
-        prompt_id = f"it{context.iteration:06d}-p{number:05d}"
-        for sample in range(n):
-            requests.append(Request(f"{prompt_id}-s{sample:02d}", tuple(ids)))
-            of_prompt = (prompt.ground_truth, prompt.ground_truth_is_json, prompt.extra_info)
-            beginnings.append(Beginning(requests[-1].trajectory_id, turns, *of_prompt))
-            columns["trajectory_id"].append(requests[-1].trajectory_id)
-            columns["prompt_id"].append(prompt_id)
-            columns["sample"].append(sample)
-            columns["data_source"].append(prompt.data_source)
-            columns["messages"].append(messages)
-            columns["prompt"].append(text)
-            columns["prompt_ids"].append(ids)
-            columns["ground_truth"].append(prompt.ground_truth)
-            columns["ground_truth_is_json"].append(prompt.ground_truth_is_json)
-            columns["extra_info"].append(prompt.extra_info)
-            columns["seed"].append(sampling.seed)
+    dialogues: list[Dialogue] = []
+    for number, row in prompts.rows:
+        prompt = prompts.dataset.prompts[row]
+        _, ids = _encoded(context, prompts, row)
+        messages = prompt.after(prompts.config.system_prompt)
+        for sample in range(prompts.n):
+            request = Request(f"{_prompt_id(context, number)}-s{sample:02d}", tuple(ids))
+            beginning = Beginning(messages, prompt.ground_truth, prompt.ground_truth_is_json, prompt.extra_info)
+            dialogues.append(Dialogue(request, beginning))
+    environment = prompts.environment
     if environment is None:
-        written = _alone(*write(requests, sampling))
-    else:
-        make = context.resources.environment(environment.name)
-        environments = Environments(make, environment.options, beginnings, timeout_s=environment.timeout_s)
-        dialogues = [Dialogue(request) for request in requests]
-        multi_turn(write, dialogues, environments, sampling, tokenizer, environment.max_turns)
-        written = _together(dialogues, tokenizer)
-    versions = written.pop("versions")
-    batch = TrajectoryBatch.of(
-        columns
-        | written
-        | {
-            "policy_version": [row[0] for row in versions],
-            "token_versions": [None if len(set(row)) == 1 else row for row in versions],
-            "response": tokenizer.batch_decode(
-                [list(ids) for ids in written["response_ids"]], skip_special_tokens=True
-            ),
-        }
+        return ShardStart(tuple(dialogues), Rules(prompts.sampling))
+    calls = EnvironmentCalls(
+        context.resources.environment(environment.name),
+        environment.options,
+        timeout_s=environment.timeout_s,
+        concurrency=CONCURRENCY,
     )
-    return batch, versions
+    return ShardStart(tuple(dialogues), Rules(prompts.sampling, calls, environment.max_turns))
 
 
-def _alone(generations: Sequence[Generation], versions: list[list[int]]) -> dict[str, Any]:
-    """Columns of responses that the policy wrote alone."""
-    lengths = np.array([len(generation.response_ids) for generation in generations])
-    return {
-        "response_ids": [generation.response_ids for generation in generations],
-        "rollout_log_probs": [generation.log_probs for generation in generations],
-        "response_mask": ragged(np.ones(lengths.sum(), dtype=np.int8), lengths),
-        "finish_reason": [generation.finish_reason for generation in generations],
-        "turns": [None] * len(generations),
-        "environment_reward": [None] * len(generations),
-        "versions": versions,
-    }
+def trajectories(context: Context[C], prompts: Prompts) -> TrajectoryBatch:
+    """The complete trajectories of a shard, with all columns of `generate`.
+
+    Args:
+        context: Gives the tokenizer and the trajectories.
+        prompts: The prompts.
+    """
+    tokenizer, dialogues = context.resources.tokenizer, context.dialogues
+    talks = prompts.environment is not None
+    columns: dict[str, list[Any]] = {name: [] for name in ("trajectory_id", *TRAJECTORY.names("generate"))}
+    for place, dialogue in enumerate(dialogues):
+        number, row = prompts.rows[place // prompts.n]
+        prompt = prompts.dataset.prompts[row]
+        text, ids = _encoded(context, prompts, row)
+        values = {
+            "trajectory_id": dialogue.request.trajectory_id,
+            "prompt_id": _prompt_id(context, number),
+            "sample": place % prompts.n,
+            "data_source": prompt.data_source,
+            "messages": json.dumps(prompt.after(prompts.config.system_prompt), ensure_ascii=False),
+            "prompt": text,
+            "prompt_ids": ids,
+            "ground_truth": prompt.ground_truth,
+            "ground_truth_is_json": prompt.ground_truth_is_json,
+            "extra_info": prompt.extra_info,
+            "seed": prompts.sampling.seed,
+            "response": tokenizer.decode(dialogue.ids, skip_special_tokens=True),
+            "response_ids": dialogue.ids,
+            "rollout_log_probs": dialogue.log_probs,
+            "response_mask": dialogue.mask,
+            "finish_reason": dialogue.finish_reason,
+            "policy_version": dialogue.versions[0],
+            "token_versions": None if len(set(dialogue.versions)) == 1 else dialogue.versions,
+            "turns": dialogue.turns(tokenizer) if talks else None,
+            "environment_reward": dialogue.reward if talks else None,
+        }
+        for name, value in values.items():
+            columns[name].append(value)
+    return TrajectoryBatch.of(columns)
 
 
-def _together(dialogues: Sequence[Dialogue], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Columns of responses that the policy and an environment wrote in turns."""
-    return {
-        "response_ids": [dialogue.ids for dialogue in dialogues],
-        "rollout_log_probs": [dialogue.log_probs for dialogue in dialogues],
-        "response_mask": [dialogue.mask for dialogue in dialogues],
-        "finish_reason": [dialogue.finish_reason for dialogue in dialogues],
-        "turns": [dialogue.turns(tokenizer) for dialogue in dialogues],
-        "environment_reward": [dialogue.reward for dialogue in dialogues],
-        "versions": [dialogue.versions for dialogue in dialogues],
-    }
+def _encoded(context: Context[C], prompts: Prompts, row: int) -> tuple[str, list[int]]:
+    return encode(
+        prompts.dataset.prompts[row],
+        context.resources.tokenizer,
+        max_tokens=prompts.config.max_prompt_tokens,
+        truncation=prompts.config.truncation,
+        system_prompt=prompts.config.system_prompt,
+    )
+
+
+def _prompt_id(context: Context[C], number: int) -> str:
+    return f"it{context.iteration:06d}-p{number:05d}"
 
 
 def exists(config: RunConfig) -> bool:
@@ -247,6 +245,7 @@ GENERATE = RowsStage(
     exists=exists,
     writes=TRAJECTORY.of("generate"),
     compute=generate,
+    begin=begin,
     summary=GenerateSummary,
     metrics=generated_tokens,
     count=shards_of,

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from infra.workers.calls import Context, ShardOutput, ShardSummary
+from infra.workers.calls import Context, ShardOutput, ShardStart, ShardSummary
 from rlhf.batch import TrajectoryBatch
 from rlhf.config import RunConfig
 from rlhf.engines.base import Request, Sampling
-from rlhf.engines.generation import answers as generated
+from rlhf.engines.generation import Rules
+from rlhf.environments.dialogues import Dialogue
 from rlhf.schema import TRAJECTORY
 from rlhf.stage_config import StageConfig, key
 from tasks.reward_model import RewardModelStageConfig
@@ -33,13 +34,12 @@ class GreedyBaselineSummary(ShardSummary):
     errors: int = 0
 
 
-def greedy_baseline(context: Context[GreedyBaselineConfig]) -> ShardOutput[GreedyBaselineSummary]:
-    """Answer each prompt greedily once, and write the answer and its score to every trajectory of the prompt."""
-    config, batch = context.config, context.batch
-    _, first, of_row = np.unique(batch.numpy("prompt_id").astype(str), return_index=True, return_inverse=True)
-    prompts = batch.take(first)
+def begin(context: Context[GreedyBaselineConfig]) -> ShardStart:
+    """One greedy answer to each prompt."""
+    config = context.config
+    prompts, _ = _prompts(context.batch)
     ids = zip(prompts.list("prompt_id"), prompts.list("prompt_ids"), strict=True)
-    requests = [Request(f"{prompt_id}-greedy", tuple(prompt)) for prompt_id, prompt in ids]
+    dialogues = tuple(Dialogue(Request(f"{prompt_id}-greedy", tuple(prompt))) for prompt_id, prompt in ids)
     sampling = Sampling(
         temperature=0.0,
         top_p=1.0,
@@ -48,22 +48,32 @@ def greedy_baseline(context: Context[GreedyBaselineConfig]) -> ShardOutput[Greed
         ignore_eos=config.ignore_eos,
         stop=config.stop,
     )
-    responses = generated(context.rollout, requests, sampling)
-    texts = [
-        context.resources.tokenizer.decode(list(response.response_ids), skip_special_tokens=True)
-        for response in responses
-    ]
+    return ShardStart(dialogues, Rules(sampling))
+
+
+def _prompts(batch: TrajectoryBatch) -> tuple[TrajectoryBatch, np.ndarray]:
+    """The first trajectory of each prompt, and for each trajectory the number of its prompt."""
+    _, first, of_row = np.unique(batch.numpy("prompt_id").astype(str), return_index=True, return_inverse=True)
+    return batch.take(first), of_row
+
+
+def greedy_baseline(context: Context[GreedyBaselineConfig]) -> ShardOutput[GreedyBaselineSummary]:
+    """Score the greedy answers, and write each answer and its score to every trajectory of the prompt."""
+    config, batch = context.config, context.batch
+    prompts, of_row = _prompts(batch)
+    responses = [dialogue.ids for dialogue in context.dialogues]
+    texts = [context.resources.tokenizer.decode(response, skip_special_tokens=True) for response in responses]
     written = {
         "response": texts,
-        "response_ids": [response.response_ids for response in responses],
-        "response_mask": [[1] * len(response.response_ids) for response in responses],
+        "response_ids": responses,
+        "response_mask": [[1] * len(response) for response in responses],
     }
     answers = TrajectoryBatch.of({name: prompts.array(name) for name in prompts.columns} | written)
     scored = scores(context, config.reward, config.reward_model, answers)
     counted = counting(config.reward.on_error, scored["reward_error"])
     columns = {
         "greedy_response": texts,
-        "greedy_tokens": [len(response.response_ids) for response in responses],
+        "greedy_tokens": [len(response) for response in responses],
         "greedy_score": [score if counts else None for score, counts in zip(scored["score"], counted, strict=True)],
         "greedy_error": scored["reward_error"],
     }
@@ -100,6 +110,7 @@ GREEDY_BASELINE = RowsStage(
     },
     writes=TRAJECTORY.of("greedy_baseline"),
     compute=greedy_baseline,
+    begin=begin,
     summary=GreedyBaselineSummary,
     metrics=greedy_errors,
     outside=("reward", "tokenizer"),

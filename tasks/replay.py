@@ -79,7 +79,7 @@ def replay(run: Run, iteration: int) -> Iterator[Replayed]:
         for number, shard in enumerate(manifest.shards):
             report(StageProgress(iteration=iteration, stage=stage.name, done=number, total=len(manifest.shards)))
             call = call_of(driver, stage, iteration, inputs, shard=number, config=config, began=began)
-            rows = RowsCall(call, stage.compute, stage.writes)
+            rows = RowsCall(call, stage.compute, stage.writes, stage.begin)
             output, _ = on_worker(driver, call, lambda group, rows=rows: group.call(Worker.computed, rows))  # type: ignore[misc]
             difference = first_difference(store.read_shard(shard), output.batch.table)
             if difference:

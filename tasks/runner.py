@@ -183,12 +183,10 @@ def _shard(
     """A shard, and whether it was committed before. A shard that was not is computed here; the caller commits it."""
     if (committed := driver.store.committed_shards(stage.name, iteration).get(shard)) is not None:
         return committed, True
-    rows: Rows[S] | None = None
-    while rows is None:
-        driver.stopping.check()
-        with driver.rollout.turn if stage.role == "rollout" else nullcontext():
-            _assign(driver, stage, iteration, shard)
-            rows = _computed(driver, stage, call_of(driver, stage, iteration, inputs, shard=shard, attempt=attempt))
+    driver.stopping.check()
+    with driver.rollout.turn if stage.role == "rollout" else nullcontext():
+        _assign(driver, stage, iteration, shard)
+        rows = _computed(driver, stage, call_of(driver, stage, iteration, inputs, shard=shard, attempt=attempt))
     assert rows.shard is not None, "rank 0 answers"
     commit = ShardCommit(
         iteration=iteration,
@@ -202,8 +200,8 @@ def _shard(
     return commit, False
 
 
-def _computed(driver: Driver, stage: RowsStage[C, S], call: Call[C]) -> Rows[S] | None:
-    rows_call = RowsCall(call, stage.compute, stage.writes)
+def _computed(driver: Driver, stage: RowsStage[C, S], call: Call[C]) -> Rows[S]:
+    rows_call = RowsCall(call, stage.compute, stage.writes, stage.begin)
     return on_worker(driver, call, lambda group: group.call(Worker.rows, rows_call))
 
 

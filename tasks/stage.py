@@ -14,7 +14,7 @@ from pydantic import JsonValue
 
 from infra.execution.driver import Driver, Outside
 from infra.execution.executors import StageHandle
-from infra.workers.calls import C, Context, Input, S, ShardOutput, ShardSummary
+from infra.workers.calls import C, Context, Input, S, ShardOutput, ShardStart, ShardSummary
 from rlhf.config import RunConfig
 from rlhf.schema import Column
 
@@ -105,6 +105,8 @@ class RowsStage(_Stage[C], Generic[C, S]):
     compute: Callable[[Context[C]], ShardOutput[S]]
     summary: type[S]
     """Type of the small results of a shard, which are stored in the log."""
+    begin: Callable[[Context[C]], ShardStart] | None = None
+    """The trajectories of a shard, for a stage that generates; `compute` is called when they are complete."""
     metrics: Callable[[Sequence[S]], dict[str, float]] = last_metrics
     """Computes the stage's metrics from the summaries of all shards."""
     sharded: bool = True

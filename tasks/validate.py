@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import compress
 
 from infra.execution.driver import Driver
-from infra.workers.calls import Context, ShardOutput, ShardSummary
+from infra.workers.calls import Context, ShardOutput, ShardStart, ShardSummary
 from rlhf.batch import TrajectoryBatch
 from rlhf.config import RunConfig
 from rlhf.engines.base import Sampling
@@ -14,7 +14,7 @@ from rlhf.rewards import solved_score
 from rlhf.schema import TRAJECTORY
 from rlhf.stage_config import StageConfig, key
 from rlhf.validation import Sums, means, sums
-from tasks.generate import EnvironmentStageConfig, PromptConfig, respond
+from tasks.generate import EnvironmentStageConfig, PromptConfig, Prompts, begin_trajectories, trajectories
 from tasks.reward_model import RewardModelStageConfig
 from tasks.score import ScoreConfig, counting, scores
 from tasks.stage import RowsStage
@@ -68,8 +68,8 @@ def shards_of(driver: Driver) -> int:
     return -(-prompts // driver.config.rollout.prompts_per_shard)
 
 
-def validate(context: Context[ValidateConfig]) -> ShardOutput[ValidateSummary]:
-    """Answer and score one shard of the held-out prompts."""
+def prompts_of(context: Context[ValidateConfig]) -> Prompts:
+    """One shard of the held-out prompts."""
     config = context.config
     dataset = context.resources.dataset((config.data,))
     first = context.shard * config.prompts_per_shard
@@ -81,8 +81,18 @@ def validate(context: Context[ValidateConfig]) -> ShardOutput[ValidateSummary]:
         stop=config.stop,
         seed=config.seed + 1,  # different noise from the training prompts with the same numbers
     )
-    prompts = [(number, number) for number in numbers]
-    answers, _ = respond(context, config.prompt, config.environment, dataset, prompts, config.n, sampling)
+    rows = [(number, number) for number in numbers]
+    return Prompts(dataset, rows, config.prompt, config.n, sampling, config.environment)
+
+
+def begin(context: Context[ValidateConfig]) -> ShardStart:
+    return begin_trajectories(context, prompts_of(context))
+
+
+def validate(context: Context[ValidateConfig]) -> ShardOutput[ValidateSummary]:
+    """Score the answers to one shard of the held-out prompts."""
+    config = context.config
+    answers = trajectories(context, prompts_of(context))
     scored = scores(context, config.reward, config.reward_model, answers)
     kept = counting(config.reward.on_error, scored["reward_error"])
     columns = (*map(answers.list, ("data_source", "prompt_id", "response")), scored["score"])
@@ -125,6 +135,7 @@ VALIDATE = RowsStage(
     exists=exists,
     writes=WRITES,
     compute=validate,
+    begin=begin,
     summary=ValidateSummary,
     metrics=validation_metrics,
     count=shards_of,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -13,12 +12,13 @@ from infra.store.records import ShardRef, Weights
 from infra.workers.engines import Engines
 from infra.workers.resources import Resources
 from rlhf.batch import TrajectoryBatch
-from rlhf.engines.generation import Interruptible
 from rlhf.schema import Column
 from rlhf.stage_config import StageConfig
 
 if TYPE_CHECKING:
-    from rlhf.engines.base import Generation, InferenceEngine, Request, RolloutEngine, Sampling, TrainEngine
+    from rlhf.engines.base import InferenceEngine, TrainEngine
+    from rlhf.engines.generation import Rules
+    from rlhf.environments.dialogues import Dialogue
 
 
 class ShardSummary(BaseModel):
@@ -41,8 +41,8 @@ C_co = TypeVar("C_co", bound=StageConfig, covariant=True)
 Input = tuple[tuple[ShardRef, ...], tuple[str, ...]]
 """The shards and columns of a stage that is read. Without columns, it only selects the trajectories to work on."""
 
-GenerationKey = tuple[str, int, int]
-"""Stage, iteration and shard of a generation."""
+ShardKey = tuple[str, int, int]
+"""Stage, iteration and number of a shard."""
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,26 @@ class Call(Generic[C_co]):
 
 
 @dataclass(frozen=True)
+class ShardStart:
+    """The trajectories of a shard, before anything is generated."""
+
+    dialogues: tuple[Dialogue, ...]
+    rules: Rules
+
+
+@dataclass(frozen=True)
 class RowsCall(Generic[C, S]):
     """A call to compute one shard."""
 
     call: Call[C]
     compute: Callable[[Context[C]], ShardOutput[S]]
     writes: tuple[Column, ...]
+    begin: Callable[[Context[C]], ShardStart] | None = None
+    """For a stage that generates: its trajectories, which are complete when `compute` is called."""
+
+    @property
+    def key(self) -> ShardKey:
+        return self.call.stage, self.call.iteration, self.call.shard
 
 
 @dataclass(frozen=True)
@@ -110,10 +124,6 @@ class Updated:
     """The device type that computed it: cpu or cuda."""
 
 
-class Interrupted(Exception):
-    """A generation is incomplete. The caller may load new weights, and continues it by repeating the call."""
-
-
 @dataclass
 class Context(Generic[C]):
     """The argument of a stage's compute function: the columns and the config that the stage declares, and the engine
@@ -123,10 +133,8 @@ class Context(Generic[C]):
     batch: TrajectoryBatch
     engines: Engines
     resources: Resources
-    generations: dict[GenerationKey, Interruptible] = field(default_factory=dict)
-    """Interrupted generations, which continue when their call is repeated."""
-    earlier_s: float = 0.0
-    """Compute time of the earlier pieces of an interrupted generation, in seconds."""
+    dialogues: Sequence[Dialogue] = ()
+    """The complete trajectories of the shard, in the order of `RowsCall.begin`, for a stage that generates."""
 
     @property
     def config(self) -> C:
@@ -151,44 +159,6 @@ class Context(Generic[C]):
         return self.engines.model(self._role, learns=True)
 
     @property
-    def rollout(self) -> RolloutEngine:
-        """The engine that generates."""
-        return self.engines.rollout()
-
-    @property
     def _role(self) -> str:
         assert self.call.role is not None, "a stage without a role has no engine"
         return self.call.role
-
-    def generate(
-        self, requests: Sequence[Request], sampling: Sampling, piece_tokens: int | None = None
-    ) -> tuple[list[Generation], list[list[int]]]:
-        """Generate responses, possibly in pieces with new weights between them.
-
-        Args:
-            requests: the prompts to respond to.
-            sampling: the sampling settings.
-            piece_tokens: the number of tokens per piece; None: generate all responses in one piece.
-
-        Returns:
-            The responses, and the policy version of each token of each response.
-
-        Raises:
-            Interrupted: some responses are incomplete; repeating the call continues them.
-        """
-        assert self.call.weights is not None
-        key = self.call.stage, self.iteration, self.shard
-        generation = self.generations.setdefault(key, Interruptible(requests))
-        tokens = sampling.max_tokens if piece_tokens is None else piece_tokens
-        started = time.perf_counter()
-        try:
-            complete = generation.generate_piece(self.rollout, sampling, tokens, self.call.weights.version)
-        except BaseException:
-            del self.generations[key]
-            raise
-        if not complete:
-            generation.seconds += time.perf_counter() - started
-            raise Interrupted(key)
-        del self.generations[key]
-        self.earlier_s = generation.seconds
-        return generation.generations, generation.versions

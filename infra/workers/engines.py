@@ -83,8 +83,8 @@ class Engines:
         """Drop a role's engine and a rollout that shares its tensors. They are rebuilt from the model's files."""
         with self.lock:
             self._models.pop(role, None)
-            if self._rollout is not None and self.owner("rollout") == role:
-                self._rollout = None
+            if self.owner("rollout") == role:
+                self.end_rollout()
 
     def end_rollout(self) -> None:
         """Close the rollout engine; the next use builds a new one."""

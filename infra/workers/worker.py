@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -24,30 +24,33 @@ from infra.workers.calls import (
     C,
     Call,
     Context,
-    GenerationKey,
-    Interrupted,
     Rows,
     RowsCall,
     S,
+    ShardKey,
     ShardOutput,
     UpdateCall,
     Updated,
 )
 from infra.workers.engines import Engines
 from infra.workers.resources import Resources
+from infra.workers.rollouts import Generated, Rollouts
 from rlhf.batch import TrajectoryBatch
 from rlhf.config import RunConfig
 from rlhf.data.prompts import encode
 from rlhf.engines import ranks
 from rlhf.engines.base import Sampling
-from rlhf.engines.generation import Interruptible
 from rlhf.errors import EngineLost, NotFinite
 from rlhf.models import load_actor
 
 if TYPE_CHECKING:
     from rlhf.engines.base import InferenceEngine, RolloutEngine
+    from rlhf.engines.generation import Generator
+    from rlhf.environments.dialogues import Dialogue
 
 T = TypeVar("T")
+WAIT_S = 1.0
+"""Seconds for which a worker waits for a complete trajectory at most."""
 WEIGHTS_OF = {"rollout": "actor"}
 """The rollout generates with the actor's weights: either the same tensors or its own copy."""
 
@@ -81,23 +84,17 @@ class Worker:
         """The weights of the rollout's own copy of the actor, if it has one."""
         self._server_checked = False
         self._saving: dict[str, Saving] = {}
-        self._generations: dict[GenerationKey, Interruptible] = {}
+        self.rollouts = Rollouts(self._generator)
 
     @property
     def roles(self) -> frozenset[str]:
         """The roles whose models this worker holds."""
         return self.engines.roles
 
-    def rows(self, request: RowsCall[C, S]) -> Rows[S] | None:
-        """Compute one shard and write it, without committing it. None: the generation is incomplete, so call again."""
-        try:
-            output, seconds = self.computed(request)
-        except Interrupted:
-            return None
-        shard, call = None, request.call
-        if ranks.rank() == 0:  # the other ranks hold the same rows
-            shard = self.store.write_shard(call.iteration, call.stage, call.attempt, call.shard, output.batch.table)
-        return Rows(shard, output.summary, seconds)
+    def rows(self, request: RowsCall[C, S]) -> Rows[S]:
+        """Compute one shard and write it, without committing it."""
+        output, seconds = self.computed(request)
+        return self._written(request, output, seconds)
 
     def computed(self, request: RowsCall[C, S]) -> tuple[ShardOutput[S], float]:
         """Compute one shard without writing it.
@@ -108,29 +105,99 @@ class Worker:
         Raises:
             Fenced: a newer driver uses the worker.
             WrongPolicyVersion: the role does not hold the weights of the call.
-            Interrupted: the generation is incomplete; call again.
             NotFinite: a column contains NaN or infinity.
             EngineLost: the engine died; it was discarded.
         """
         call = request.call
-        self.accept_term(call.term)
+        self._check_weights(call)
+        started = time.perf_counter()
+        if request.begin is None:
+            context = self._context(call, self._read(call))
+        else:
+            assert call.weights is not None
+            names = [name for prompt in self.begin(request) for name in prompt]
+            left = set(names)
+            try:
+                while left:
+                    left -= {name for _, name in self.generate(call.weights, [(request.key, names)], WAIT_S)}
+                context = self.rollouts.finish(request.key, ())
+            finally:
+                self.rollouts.drop([request.key])
+        return self._output(request, context), time.perf_counter() - started
+
+    def begin(self, request: RowsCall[C, S]) -> tuple[tuple[str, ...], ...]:
+        """Open a shard of a stage that generates.
+
+        Args:
+            request: the call.
+
+        Returns:
+            The ids of its trajectories, those of a prompt together.
+
+        Raises:
+            Fenced: a newer driver uses the worker.
+        """
+        self.accept_term(request.call.term)
+        return self.rollouts.begin(request, self._context(request.call, self._read(request.call)))
+
+    def generate(
+        self, weights: Weights, submitted: Sequence[tuple[ShardKey, Sequence[str]]], wait_s: float
+    ) -> list[Generated]:
+        """Start trajectories of open shards, and wait until any trajectory is complete.
+
+        Args:
+            weights: weights of the rollout.
+            submitted: trajectory ids by shard; those that run already, or are complete, are left alone.
+            wait_s: time limit in seconds.
+
+        Returns:
+            The trajectories that are complete since the last call.
+
+        Raises:
+            WrongPolicyVersion: the rollout does not hold these weights.
+            NotFinite: a log-prob is not finite.
+            EngineLost: the engine died and was discarded. Trajectories keep their tokens, and continue when they are
+                submitted again.
+        """
+        if not self._ensure_copy("rollout", weights):
+            raise WrongPolicyVersion("rollout")
         try:
-            if call.role is not None and call.weights is not None and not self._ensure_copy(call.role, call.weights):
-                raise WrongPolicyVersion(call.role)
-            batch = self._read(call)
-            started = time.perf_counter()
-            context = self._context(call, batch)
-            output = request.compute(context)
-        except EngineLost:  # its replacement starts without the call's weights
+            self.rollouts.submit(self.engines.rollout(), weights, submitted)
+            return self.rollouts.wait(wait_s)
+        except EngineLost:  # its replacement starts without the weights
             self._end_rollout()
             raise
-        seconds = time.perf_counter() - started + context.earlier_s
+
+    def finish(self, request: RowsCall[C, S], others: Sequence[Dialogue] = ()) -> Rows[S]:
+        """Compute and write a shard whose trajectories are complete; `others` are those from other workers."""
+        started = time.perf_counter()
+        output = self._output(request, self.rollouts.finish(request.key, others))
+        return self._written(request, output, time.perf_counter() - started)
+
+    def _output(self, request: RowsCall[C, S], context: Context[C]) -> ShardOutput[S]:
+        output = request.compute(context)
         expected = ["trajectory_id", *(column.name for column in request.writes)]
         wrote = output.batch.columns
-        assert wrote == expected, f"{call.stage} wrote {wrote}, and declares that it writes {expected}"
-        output = ShardOutput(output.batch.cast({column.name: column.type for column in request.writes}), output.summary)
-        _check_finite(output.batch, call.stage)
-        return output, seconds
+        assert wrote == expected, f"{request.call.stage} wrote {wrote}, and declares that it writes {expected}"
+        batch = output.batch.cast({column.name: column.type for column in request.writes})
+        _check_finite(batch, request.call.stage)
+        return ShardOutput(batch, output.summary)
+
+    def _written(self, request: RowsCall[C, S], output: ShardOutput[S], seconds: float) -> Rows[S]:
+        shard, call = None, request.call
+        if ranks.rank() == 0:  # the other ranks hold the same rows
+            shard = self.store.write_shard(call.iteration, call.stage, call.attempt, call.shard, output.batch.table)
+        return Rows(shard, output.summary, seconds)
+
+    def _check_weights(self, call: Call[C]) -> None:
+        self.accept_term(call.term)
+        if call.role is not None and call.weights is not None and not self._ensure_copy(call.role, call.weights):
+            raise WrongPolicyVersion(call.role)
+
+    def _generator(self, engine: RolloutEngine) -> Generator:
+        from rlhf.engines.generation import Generator
+
+        return Generator(engine, self.resources.tokenizer, interruptible=self.config.rollout.partial)
 
     def update(self, request: UpdateCall[C]) -> Updated:
         """Update a role from the call's weights to the next version. Repeating the call returns the finished result.
@@ -160,7 +227,7 @@ class Worker:
         return self._updated[call.role]
 
     def _context(self, call: Call[C], batch: TrajectoryBatch) -> Context[C]:
-        return Context(call, batch, self.engines, self.resources, self._generations)
+        return Context(call, batch, self.engines, self.resources)
 
     def has_weights(self, role: str, weights: Weights | None) -> bool:
         """Whether the role holds these weights."""
@@ -276,6 +343,7 @@ class Worker:
 
     def close(self) -> None:
         """End the rollout engine and the reward processes."""
+        self.rollouts.drop_all()
         self._end_rollout()
         self.resources.close()
 
@@ -314,6 +382,8 @@ class Worker:
         """Serve this term from now on; raises `Fenced` if the worker serves a newer term."""
         if term < self.term:
             raise Fenced(f"a worker refused a call of term {term}: it serves term {self.term}")
+        if term > self.term:
+            self.rollouts.drop_all()  # the new driver submits what it needs
         self.term = term
 
     def _read(self, call: Call[C]) -> TrajectoryBatch:

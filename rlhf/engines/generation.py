@@ -39,6 +39,17 @@ class Rules:
     """Largest number of turns of the policy."""
 
 
+@dataclass(eq=False)
+class _Running:
+    """A trajectory that is being written."""
+
+    dialogue: Dialogue
+    task: asyncio.Task[None] | None = None
+    turn: asyncio.Task[None] | None = None
+    """The request that the engine works on; None: the engine does not work on this trajectory."""
+    is_past_gate: bool = False
+
+
 class Generator:
     """The trajectories that one rollout engine is writing.
 
@@ -58,15 +69,15 @@ class Generator:
         self.version = 0
         """Version of the policy whose weights the engine has."""
         self._gate = asyncio.Event()  # closed while the weights are about to change
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._dialogues: dict[str, Dialogue] = {}
-        """Trajectories that are not complete, by id."""
-        self._writing: set[str] = set()
-        """Those that are past the gate."""
-        self._turns: dict[str, asyncio.Task[None]] = {}
-        """The requests that the engine works on, by trajectory."""
+        self._running: dict[int, _Running] = {}
+        """Trajectories that are not complete, by `id`: two stages may use the same trajectory ids."""
         self._idle = asyncio.Condition()
         self._ended = SimpleQueue[Dialogue | BaseException]()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether `resume` has to be called before anything is generated."""
+        return not self._gate.is_set()
 
     def submit(self, dialogues: Sequence[Dialogue], rules: Rules) -> None:
         """Start or continue trajectories.
@@ -102,13 +113,13 @@ class Generator:
                 raise ended
             complete.append(ended)
 
-    def incomplete(self) -> list[Dialogue]:
-        """Copies of the trajectories that are not complete, as they are now."""
-        return event_loop.run(self._copies())
+    def copies(self, dialogues: Iterable[Dialogue]) -> list[Dialogue]:
+        """Copy trajectories as they are now, while they are being written."""
+        return event_loop.run(self._copies(list(dialogues)))
 
-    def cancel(self, trajectory_ids: Iterable[str]) -> None:
-        """Drop trajectories that are not complete."""
-        event_loop.run(self._cancel(list(trajectory_ids)))
+    def cancel(self, dialogues: Iterable[Dialogue]) -> None:
+        """Drop those of the trajectories that are not complete."""
+        event_loop.run(self._cancel(list(dialogues)))
 
     def pause(self) -> None:
         """Let the engine's requests end, so that its weights can change; see `interruptible`."""
@@ -128,42 +139,47 @@ class Generator:
     async def _submit(self, dialogues: Sequence[Dialogue], rules: Rules) -> None:
         self.engine.join(len(dialogues))
         for dialogue in dialogues:
-            trajectory_id = dialogue.request.trajectory_id
-            self._dialogues[trajectory_id] = dialogue
-            self._tasks[trajectory_id] = asyncio.create_task(self._write(dialogue, rules))
+            running = self._running[id(dialogue)] = _Running(dialogue)
+            running.task = asyncio.create_task(self._write(running, rules))
 
-    async def _copies(self) -> list[Dialogue]:
-        return [deepcopy(dialogue) for dialogue in self._dialogues.values()]
+    async def _copies(self, dialogues: list[Dialogue]) -> list[Dialogue]:
+        return deepcopy(dialogues)
 
-    async def _cancel(self, trajectory_ids: list[str]) -> None:
-        tasks = [self._tasks[trajectory_id] for trajectory_id in trajectory_ids if trajectory_id in self._tasks]
+    async def _cancel(self, dialogues: list[Dialogue]) -> None:
+        tasks = [self._running[id(dialogue)].task for dialogue in dialogues if id(dialogue) in self._running]
         for task in tasks:
+            assert task is not None
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*filter(None, tasks), return_exceptions=True)
 
     async def _pause(self) -> None:
         self._gate.clear()
         if self.interruptible:
-            for turn in self._turns.values():
-                turn.cancel()
+            for running in self._running.values():
+                if running.turn is not None:
+                    running.turn.cancel()
         async with self._idle:
-            await self._idle.wait_for(lambda: not (self._turns if self.interruptible else self._writing))
+            await self._idle.wait_for(self._is_idle)
+
+    def _is_idle(self) -> bool:
+        running = self._running.values()
+        return all(one.turn is None if self.interruptible else not one.is_past_gate for one in running)
 
     async def _resume(self, version: int, engine: RolloutEngine | None) -> None:
         self.version = version
-        if engine is not None:
-            engine.join(len(self._dialogues))
+        if engine is not None and engine is not self.engine:
+            engine.join(len(self._running))
             self.engine = engine
         self._gate.set()
 
-    async def _write(self, dialogue: Dialogue, rules: Rules) -> None:
+    async def _write(self, running: _Running, rules: Rules) -> None:
         """Write one trajectory to its end."""
-        trajectory_id = dialogue.request.trajectory_id
+        dialogue = running.dialogue
         try:
             await self._gate.wait()
-            self._writing.add(trajectory_id)
+            running.is_past_gate = True
             while not dialogue.finish_reason:
-                await self._take_turn(dialogue, rules)
+                await self._take_turn(running, rules)
             self._ended.put(dialogue)
         except asyncio.CancelledError:
             raise
@@ -171,22 +187,25 @@ class Generator:
             self._ended.put(error)
         finally:
             self.engine.leave()
-            del self._tasks[trajectory_id], self._dialogues[trajectory_id]
-            self._writing.discard(trajectory_id)
+            del self._running[id(dialogue)]
             if rules.environments is not None:
-                rules.environments.forget(trajectory_id)
-            async with self._idle:
-                self._idle.notify_all()
+                rules.environments.forget(dialogue)
+            await self._tell_idle()
 
-    async def _take_turn(self, dialogue: Dialogue, rules: Rules) -> None:
+    async def _tell_idle(self) -> None:
+        async with self._idle:
+            self._idle.notify_all()
+
+    async def _take_turn(self, running: _Running, rules: Rules) -> None:
         """A turn of the policy, and the environment's answer to it."""
+        dialogue = running.dialogue
         environments, sampling = rules.environments, rules.sampling
         if environments is not None:
             environment = await environments.of(dialogue, self.tokenizer)
             sampling = replace(sampling, stop=(*sampling.stop, *environment.stop))
         turn = dialogue.unanswered_turn
         if turn is None:
-            reason = await self._policy_turn(dialogue, sampling)
+            reason = await self._policy_turn(running, sampling)
             if environments is None or reason == "length":
                 dialogue.finish_reason = reason
                 return
@@ -207,9 +226,9 @@ class Generator:
         else:
             dialogue.heard(ids)
 
-    async def _policy_turn(self, dialogue: Dialogue, sampling: Sampling) -> str:
+    async def _policy_turn(self, running: _Running, sampling: Sampling) -> str:
         """Generate the rest of the policy's turn; returns the finish reason."""
-        trajectory_id, reasons = dialogue.request.trajectory_id, list[str]()
+        dialogue, reasons = running.dialogue, list[str]()
 
         async def generate(request: Request) -> None:
             async with aclosing(self.engine.stream(request, sampling)) as chunks:
@@ -225,7 +244,7 @@ class Generator:
         while not reasons:
             if self.interruptible:
                 await self._gate.wait()
-            turn = self._turns[trajectory_id] = asyncio.create_task(generate(dialogue.next_request(sampling)))
+            turn = running.turn = asyncio.create_task(generate(dialogue.next_request(sampling)))
             try:
                 await turn
             except asyncio.CancelledError:
@@ -238,7 +257,6 @@ class Generator:
                     self._ended.put(error)
                 await self._gate.wait()
             finally:
-                del self._turns[trajectory_id]
-                async with self._idle:
-                    self._idle.notify_all()
+                running.turn = None
+                await self._tell_idle()
         return reasons[0]

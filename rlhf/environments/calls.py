@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class EnvironmentCalls:
-    """The environments of trajectories that are being written, by trajectory id. Used on the event loop only."""
+    """The environments of trajectories that are being written. Used on the event loop only."""
 
     def __init__(
         self, make: Callable[..., Environment], options: Mapping[str, Any], *, timeout_s: float, concurrency: int
@@ -36,7 +36,7 @@ class EnvironmentCalls:
         """
         self._make, self._options, self._timeout_s = make, options, timeout_s
         self._slots = asyncio.Semaphore(concurrency)
-        self._environments: dict[str, Environment] = {}
+        self._environments: dict[int, Environment] = {}
 
     async def of(self, dialogue: Dialogue, tokenizer: PreTrainedTokenizerBase) -> Environment:
         """The environment of a trajectory, in the state that follows its answered turns.
@@ -52,18 +52,18 @@ class EnvironmentCalls:
             EnvironmentFailed: it failed, or took too long.
         """
         trajectory_id = dialogue.request.trajectory_id
-        if (existing := self._environments.get(trajectory_id)) is not None:
+        if (existing := self._environments.get(id(dialogue))) is not None:
             return existing
         beginning = dialogue.beginning
         assert beginning is not None, "a trajectory with an environment has a beginning"
 
         def start() -> Environment:
             environment = self._make(**self._options)
-            environment.reset(beginning.messages, *structures(*beginning[2:]))
+            environment.reset(beginning.messages, *structures(*beginning[1:]))
             return environment
 
-        environment = await self._call(start, f"{trajectory_id}, at reset")
-        self._environments[trajectory_id] = environment
+        environment: Environment = await self._call(start, f"{trajectory_id}, at reset")
+        self._environments[id(dialogue)] = environment
         for turn in dialogue.answered_turns:
             text = tokenizer.decode(turn, skip_special_tokens=True)
             await self._call(partial(environment.step, text), f"{trajectory_id}, replaying a turn")
@@ -84,16 +84,16 @@ class EnvironmentCalls:
         """
         trajectory_id = dialogue.request.trajectory_id
         where = f"{trajectory_id}, turn {turn[-60:]!r}"
-        observation = await self._call(partial(self._environments[trajectory_id].step, turn), where)
+        observation: Observation = await self._call(partial(self._environments[id(dialogue)].step, turn), where)
         try:
             _check(observation)
         except (TypeError, ValueError) as error:
             raise EnvironmentFailed(f"{KEY} raised {raised(error)} ({where})") from None
         return observation
 
-    def forget(self, trajectory_id: str) -> None:
+    def forget(self, dialogue: Dialogue) -> None:
         """Drop a trajectory's environment, if it has one."""
-        self._environments.pop(trajectory_id, None)
+        self._environments.pop(id(dialogue), None)
 
     async def _call(self, call: Callable[[], Any], where: str) -> Any:
         async with self._slots:

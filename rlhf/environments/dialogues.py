@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 class Beginning(NamedTuple):
     """The start of a trajectory, as its environment receives it."""
 
-    trajectory_id: str
     messages: Messages
     ground_truth: str | None
     ground_truth_is_json: bool

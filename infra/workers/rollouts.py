@@ -1,0 +1,130 @@
+"""The shards that a worker is generating. The trajectories of all shards share the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from infra.store.records import Weights
+from infra.workers.calls import C, Context, RowsCall, S, ShardKey, ShardStart
+
+if TYPE_CHECKING:
+    from rlhf.engines.base import RolloutEngine
+    from rlhf.engines.generation import Generator
+    from rlhf.environments.dialogues import Dialogue
+
+Generated = tuple[ShardKey, str]
+"""A shard, and the id of one of its trajectories."""
+
+
+@dataclass
+class OpenShard:
+    """A shard some of whose trajectories are not complete."""
+
+    context: Context[Any]
+    start: ShardStart
+    by_id: dict[str, Dialogue]
+    complete: dict[str, Dialogue] = field(default_factory=dict)
+
+
+class Rollouts:
+    """The trajectories of one worker, by shard."""
+
+    def __init__(self, build: Callable[[RolloutEngine], Generator]) -> None:
+        """`build` makes the generator of an engine."""
+        self._build = build
+        self._generator: Generator | None = None
+        self._shards: dict[ShardKey, OpenShard] = {}
+        self._owners: dict[int, ShardKey] = {}
+        """The shard of each trajectory that was submitted, by `id`."""
+
+    def begin(self, request: RowsCall[C, S], context: Context[C]) -> tuple[tuple[str, ...], ...]:
+        """Open a shard, unless it is open.
+
+        Args:
+            request: the call.
+            context: its config and inputs.
+
+        Returns:
+            The ids of its trajectories, those of a prompt together.
+        """
+        assert request.begin is not None
+        if request.key not in self._shards:
+            start = request.begin(context)
+            by_id = {dialogue.request.trajectory_id: dialogue for dialogue in start.dialogues}
+            self._shards[request.key] = OpenShard(context, start, by_id)
+        dialogues = self._shards[request.key].start.dialogues
+        by_prompt = groupby(dialogues, key=lambda dialogue: dialogue.request.prompt_ids)
+        return tuple(tuple(dialogue.request.trajectory_id for dialogue in group) for _, group in by_prompt)
+
+    def submit(
+        self, engine: RolloutEngine, weights: Weights, submitted: Sequence[tuple[ShardKey, Sequence[str]]]
+    ) -> None:
+        """Start or continue trajectories of open shards.
+
+        Args:
+            engine: the rollout engine.
+            weights: the weights that it has.
+            submitted: trajectory ids by shard; those that are running or complete are left alone.
+        """
+        generator = self._generator
+        if generator is None:
+            generator = self._generator = self._build(engine)
+        if generator.engine is not engine or generator.version != weights.version or generator.is_paused:
+            generator.resume(weights.version, engine)
+        for key, ids in submitted:
+            shard = self._shards[key]
+            new = [shard.by_id[name] for name in ids if id(shard.by_id[name]) not in self._owners]
+            self._owners |= {id(dialogue): key for dialogue in new}
+            generator.submit(new, shard.start.rules)
+
+    def wait(self, timeout_s: float) -> list[Generated]:
+        """Wait until trajectories are complete; see `Generator.wait`."""
+        assert self._generator is not None
+        generated: list[Generated] = []
+        for dialogue in self._generator.wait(timeout_s):
+            key, name = self._owners[id(dialogue)], dialogue.request.trajectory_id
+            self._shards[key].complete[name] = dialogue
+            generated.append((key, name))
+        return generated
+
+    def take(self, key: ShardKey, names: Sequence[str]) -> list[Dialogue]:
+        """Give complete trajectories away, to the worker that writes their shard."""
+        complete = self._shards[key].complete
+        return [complete[name] for name in names]
+
+    def finish(self, key: ShardKey, others: Sequence[Dialogue]) -> Context[Any]:
+        """Close a shard whose trajectories are complete.
+
+        Args:
+            key: the shard.
+            others: its trajectories that other workers generated.
+
+        Returns:
+            The context of its computation, with the trajectories in order.
+        """
+        shard = self._shards[key]
+        complete = shard.complete | {dialogue.request.trajectory_id: dialogue for dialogue in others}
+        shard.context.dialogues = [complete[name] for name in shard.by_id]
+        self.drop([key])
+        return shard.context
+
+    def drop(self, keys: Sequence[ShardKey]) -> None:
+        """Forget shards, and cancel what is not complete of them."""
+        for key in keys:
+            if (shard := self._shards.pop(key, None)) is not None:
+                if self._generator is not None:
+                    self._generator.cancel(shard.by_id.values())
+                for dialogue in shard.by_id.values():
+                    self._owners.pop(id(dialogue), None)
+
+    def drop_all(self) -> None:
+        """Forget all shards."""
+        self.drop(list(self._shards))
+
+    def pause(self) -> None:
+        """Let the engine's requests end, so that its weights can change; see `Generator.pause`."""
+        if self._generator is not None:
+            self._generator.pause()
