@@ -63,7 +63,6 @@ class GenerateConfig(StageConfig):
     # operational: the dataset's digest covers the content of the files, and the assigned weights cover `partial`
     train: tuple[str, ...] = key("data.train", operational=True)
     partial: bool = key("rollout.partial", operational=True)
-    partial_tokens: int = key("rollout.partial_tokens", operational=True)
 
 
 class GenerateSummary(ShardSummary):
@@ -81,10 +80,15 @@ def samples_dynamically(config: RunConfig) -> bool:
     return config.algorithm.dynamic_sampling is not None
 
 
-def enough_prompts_differ(config: RunConfig, scored: Sequence[Mapping[str, JsonValue]]) -> bool:
-    """Whether dynamic sampling has enough prompts whose scores differ; `scored` has a summary per scored shard."""
+def expected_share(config: RunConfig) -> float:
+    """The share of the prompts that a shard gives if the scores of all its prompts differ."""
+    return config.rollout.prompts_per_shard / config.data.prompts_per_iteration
+
+
+def share_that_differs(config: RunConfig, scored: Sequence[Mapping[str, JsonValue]]) -> float:
+    """The share of the prompts that dynamic sampling has; `scored` has a summary per scored shard."""
     differ = sum(ScoreSummary.model_validate(shard).prompts_that_differ for shard in scored)
-    return differ >= config.data.prompts_per_iteration
+    return differ / config.data.prompts_per_iteration
 
 
 def generated_tokens(summaries: Sequence[GenerateSummary]) -> dict[str, float]:
@@ -249,7 +253,12 @@ GENERATE = RowsStage(
     summary=GenerateSummary,
     metrics=generated_tokens,
     count=shards_of,
-    until=Until(applies=samples_dynamically, follow=("reward_model", "score"), enough=enough_prompts_differ),
+    until=Until(
+        applies=samples_dynamically,
+        follow=("reward_model", "score"),
+        expected=expected_share,
+        share=share_that_differs,
+    ),
     outside=("dataset", "tokenizer", "environment"),
     role="rollout",
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import pyarrow as pa
 
@@ -20,8 +21,8 @@ from infra.store.records import Skip
 from infra.workers.calls import RowsCall, UpdateCall
 from infra.workers.worker import Worker
 from rlhf.errors import UserError
+from tasks.calling import call_of, on_worker
 from tasks.pipeline import STAGES
-from tasks.runner import call_of, on_worker
 from tasks.stage import Stage, UpdateStage
 
 
@@ -68,7 +69,8 @@ def replay(run: Run, iteration: int) -> Iterator[Replayed]:
         if isinstance(stage, UpdateStage):
             call = call_of(driver, stage, iteration, inputs, config=config, began=began)
             update = UpdateCall(call, stage.compute)
-            updated = on_worker(driver, call, lambda group, update=update: group.call(Worker.update, update))  # type: ignore[misc]
+            group = driver.groups.of(stage.role)
+            updated = on_worker(driver, stage.role, call.weights, partial(group.call, Worker.update, update))
             assert manifest.weights is not None
             before, after = manifest.weights.digest, updated.weights.digest
             difference = (
@@ -80,7 +82,8 @@ def replay(run: Run, iteration: int) -> Iterator[Replayed]:
             report(StageProgress(iteration=iteration, stage=stage.name, done=number, total=len(manifest.shards)))
             call = call_of(driver, stage, iteration, inputs, shard=number, config=config, began=began)
             rows = RowsCall(call, stage.compute, stage.writes, stage.begin)
-            output, _ = on_worker(driver, call, lambda group, rows=rows: group.call(Worker.computed, rows))  # type: ignore[misc]
+            group = driver.groups.of(stage.role)
+            output, _ = on_worker(driver, stage.role, call.weights, partial(group.call, Worker.computed, rows))
             difference = first_difference(store.read_shard(shard), output.batch.table)
             if difference:
                 break

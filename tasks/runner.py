@@ -5,8 +5,8 @@ A committed stage is never computed again: its Prefect task ends in a state name
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, partial
 from typing import TypeVar
 
@@ -18,24 +18,19 @@ from infra.execution.executors import StageHandle
 from infra.progress import StageProgress, note, report
 from infra.store.clock import now
 from infra.store.manifest import Manifest
-from infra.store.records import Assigned, RunState, ShardCommit, Skip, StageCommit, Weights
-from infra.workers.calls import C, Call, Rows, RowsCall, S, UpdateCall
-from infra.workers.groups import WorkerGroup
+from infra.store.records import Skip, StageCommit, Weights
+from infra.workers.calls import C, UpdateCall
 from infra.workers.ray_group import GroupLost
-from infra.workers.worker import Worker, WrongPolicyVersion
+from infra.workers.worker import Worker
 from rlhf.errors import NotFinite
-from tasks.changes import changed, fingerprint_of, weights_for
-from tasks.pipeline import stages_of, update_of
+from tasks.calling import Handles, call_of, on_worker
+from tasks.changes import changed, fingerprint_of
+from tasks.pipeline import update_of
 from tasks.recording import recorded_task
-from tasks.restore import ensure_weights
+from tasks.rows import run_rows
 from tasks.stage import RowsStage, Stage, UpdateStage
 
 R = TypeVar("R")
-TRIES = 3
-"""Number of attempts to call a worker. Between restoring the weights and the call, another executor may load others."""
-
-Handles = Mapping[str, StageHandle]
-"""Handles of stages, by stage name."""
 
 
 def start(
@@ -67,7 +62,7 @@ def start(
             after.manifest()
         for name, source in inputs.items():
             if stage.reads_shard_of(name):
-                source.shard(0)
+                source.any_shard()
             else:
                 source.manifest()
         run = partial(_run, driver, stage, iteration, inputs, handle)
@@ -99,143 +94,13 @@ def _run(
 ) -> tuple[Manifest | None, bool]:
     """Run a stage; returns its manifest (None if it was skipped) and whether it was committed before."""
     if isinstance(stage, RowsStage):
-        return _run_rows(driver, stage, iteration, inputs, handle)
+        return run_rows(driver, stage, iteration, inputs, handle)
     return _run_update(driver, stage, iteration, inputs)
 
 
 def finish(driver: Driver) -> None:
     """Wait for every stage that was started. Raises the first error of any of them."""
     driver.executors.join(meanwhile=driver.tidy)
-
-
-# Stages that write rows.
-
-
-def _run_rows(
-    driver: Driver, stage: RowsStage[C, S], iteration: int, inputs: Handles, handle: StageHandle
-) -> tuple[Manifest, bool]:
-    store = driver.store
-    total = _shards(driver, stage, inputs)
-    committed = store.committed_stage(iteration, stage.name)
-    if committed is not None:
-        assert isinstance(committed, StageCommit), "rows are not skipped"
-        report(StageProgress(iteration=iteration, stage=stage.name, done=total, total=total))
-        return store.manifest(committed), True
-
-    attempt, began = store.begin_attempt(iteration, stage.name), now()
-    enough = _until(driver, stage, iteration)
-    if enough is None:
-        handle.expect(total)
-    done: list[ShardCommit] = []
-    uncommitted: list[ShardCommit] = []
-    while len(done) < total:
-        report(StageProgress(iteration=iteration, stage=stage.name, done=len(done), total=total))
-        handle.check()
-        shard, was_committed = _shard(driver, stage, iteration, inputs, len(done), attempt)
-        done.append(shard)
-        uncommitted = [] if was_committed else [shard]
-        if uncommitted and (enough is not None or len(done) < total):
-            store.commit(*uncommitted)
-            uncommitted = []
-        if enough is None and not uncommitted:
-            handle.show([shard.data for shard in done])
-        if enough is not None and enough(done):
-            break
-
-    manifest = Manifest(
-        iteration=iteration,
-        stage=stage.name,
-        term=driver.term,
-        attempt=attempt,
-        fingerprint=fingerprint_of(driver, stage, iteration, inputs),
-        config=stage.config.values(driver.config),
-        columns=("trajectory_id", *(column.name for column in stage.writes)),
-        shards=tuple(shard.data for shard in done),
-        metrics=stage.metrics_of([shard.outputs for shard in done]),
-        seconds=sum(shard.seconds for shard in done),
-        began=began,
-        ended=now(),
-    )
-    last = stage.summary.model_validate(done[-1].outputs)
-    commit = StageCommit(
-        iteration=iteration,
-        stage=stage.name,
-        manifest=store.write_manifest(manifest),
-        fingerprint=manifest.fingerprint.digest,
-        cursor=last.cursor,
-        controllers=last.controllers,
-    )
-    store.commit(*uncommitted, commit)  # one record, so that the last shard is never committed without its stage
-    report(StageProgress(iteration=iteration, stage=stage.name, done=total, total=total, metrics=manifest.metrics))
-    return manifest, False
-
-
-def _shards(driver: Driver, stage: RowsStage[C, S], inputs: Handles) -> int:
-    """Number of shards of a stage; the maximum, for a stage with a stop condition."""
-    if not stage.sharded:
-        return 1
-    return stage.count(driver) if stage.count is not None else next(iter(inputs.values())).count()
-
-
-def _shard(
-    driver: Driver, stage: RowsStage[C, S], iteration: int, inputs: Handles, shard: int, attempt: int
-) -> tuple[ShardCommit, bool]:
-    """A shard, and whether it was committed before. A shard that was not is computed here; the caller commits it."""
-    if (committed := driver.store.committed_shards(stage.name, iteration).get(shard)) is not None:
-        return committed, True
-    driver.stopping.check()
-    with driver.rollout.turn if stage.role == "rollout" else nullcontext():
-        _assign(driver, stage, iteration, shard)
-        rows = _computed(driver, stage, call_of(driver, stage, iteration, inputs, shard=shard, attempt=attempt))
-    assert rows.shard is not None, "rank 0 answers"
-    commit = ShardCommit(
-        iteration=iteration,
-        stage=stage.name,
-        shard=shard,
-        term=driver.term,
-        data=rows.shard,
-        seconds=rows.seconds,
-        outputs=rows.summary.model_dump(mode="json", exclude_defaults=True),
-    )
-    return commit, False
-
-
-def _computed(driver: Driver, stage: RowsStage[C, S], call: Call[C]) -> Rows[S]:
-    rows_call = RowsCall(call, stage.compute, stage.writes, stage.begin)
-    return on_worker(driver, call, lambda group: group.call(Worker.rows, rows_call))
-
-
-def _assign(driver: Driver, stage: RowsStage[C, S], iteration: int, shard: int) -> None:
-    """Commit which weights a shard will be generated with, if they do not follow from its iteration."""
-    loaded = driver.rollout.loaded
-    state = driver.store.iteration_state(iteration)
-    if stage.name == "generate" and loaded is not None and state.assigned.get(shard) != loaded:
-        driver.store.commit(Assigned(iteration=iteration, shard=shard, weights=loaded))
-
-
-def _until(driver: Driver, stage: RowsStage[C, S], iteration: int) -> Callable[[list[ShardCommit]], bool] | None:
-    """The stop condition of a stage, as a function of its shards so far; None if the stage has none."""
-    until, store = stage.until, driver.store
-    if until is None or not until.applies(driver.config):
-        return None
-    following = [follower for follower in stages_of(driver.config) if follower.name in until.follow]
-    attempts = {follower.name: store.begin_attempt(iteration, follower.name) for follower in following}
-
-    def enough(done: list[ShardCommit]) -> bool:
-        handles = {stage.name: StageHandle.so_far(stage.name, [shard.data for shard in done])}
-        scored: list[ShardCommit] = []
-        for follower in following:
-            assert isinstance(follower, RowsStage)
-            inputs = follower.inputs_of(handles)
-            shard, was_committed = _shard(driver, follower, iteration, inputs, len(done) - 1, attempts[follower.name])
-            if not was_committed:
-                store.commit(shard)
-            committed = store.committed_shards(follower.name, iteration)  # a driver that died may have left later ones
-            scored = [committed[number] for number in range(len(done))]
-            handles[follower.name] = StageHandle.so_far(follower.name, [shard.data for shard in scored])
-        return until.enough(driver.config, [shard.outputs for shard in scored])
-
-    return enough
 
 
 # Updates.
@@ -258,7 +123,8 @@ def _run_update(driver: Driver, stage: UpdateStage[C], iteration: int, inputs: H
     call = call_of(driver, stage, iteration, inputs, attempt=attempt)
     update_call = UpdateCall(call, stage.compute)
     try:
-        updated = on_worker(driver, call, lambda group: group.call(Worker.update, update_call))
+        group = driver.groups.of(stage.role)
+        updated = on_worker(driver, stage.role, call.weights, lambda: group.call(Worker.update, update_call))
     except NotFinite as error:
         if driver.config.train.on_nan == "stop":
             raise
@@ -369,75 +235,3 @@ def is_given_up(driver: Driver, iteration: int) -> str | None:
     """The reason why a driver gave the iteration up; None if none did."""
     stages = driver.store.iteration_state(iteration).stages.values()
     return next((commit.reason for commit in stages if isinstance(commit, Skip) and commit.not_finite), None)
-
-
-# Calls to workers.
-
-
-def on_worker(driver: Driver, call: Call[C], ask: Callable[[WorkerGroup], R]) -> R:
-    """Call the workers of a role, after restoring the weights of the call if they do not hold them.
-
-    Args:
-        driver: Driver of the run.
-        call: The call, which names the role and its weights.
-        ask: Sends the call to a group of workers.
-
-    Returns:
-        The result of `ask`.
-
-    Raises:
-        GroupLost: if the workers died, or did not keep the weights in `TRIES` attempts.
-    """
-    group = driver.groups.of(call.role)
-    for _ in range(TRIES):
-        try:
-            return ask(group)
-        except GroupLost:
-            driver.store.log.check_claim()  # the driver that took the run over may have ended the workers
-            raise
-        except WrongPolicyVersion:
-            assert call.role is not None and call.weights is not None
-            ensure_weights(driver, call.role, call.weights)
-    raise GroupLost(f"the workers of the {call.role} do not keep the weights that {call.stage} needs")
-
-
-def call_of(
-    driver: Driver,
-    stage: RowsStage[C, S] | UpdateStage[C],
-    iteration: int,
-    inputs: Handles,
-    *,
-    shard: int = 0,
-    attempt: int = 0,
-    config: C | None = None,
-    began: RunState | None = None,
-) -> Call[C]:
-    """Build the call that a worker receives.
-
-    Args:
-        driver: Driver of the run.
-        stage: Stage to compute.
-        iteration: Iteration of the stage.
-        inputs: Handles of the stage's inputs, by name.
-        shard: Index of the shard; 0 for an update.
-        attempt: Number that distinguishes the files of this attempt.
-        config: Config of the stage; None: from the run's config.
-        began: State in which the iteration began; None: the driver's state.
-
-    Returns:
-        The call.
-    """
-    state = driver.state if began is None else began
-    return Call(
-        term=driver.term,
-        stage=stage.name,
-        iteration=iteration,
-        shard=shard,
-        attempt=attempt,
-        config=stage.config.of(driver.config) if config is None else config,
-        inputs=stage.inputs(inputs, shard),
-        role=stage.role,
-        weights=weights_for(driver, stage, iteration, shard),
-        cursor=state.cursor_before(iteration),
-        controllers=dict(state.controllers),
-    )

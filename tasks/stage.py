@@ -87,8 +87,11 @@ class Until:
     """Whether the condition is used under a config."""
     follow: tuple[str, ...]
     """Stages to run on each shard as soon as it is committed, in order."""
-    enough: Callable[[RunConfig, Sequence[Mapping[str, JsonValue]]], bool]
-    """Whether there are enough shards, given the summaries of the last stage in `follow` for the shards so far."""
+    expected: Callable[[RunConfig], float]
+    """The share of what is needed that a shard is expected to have."""
+    share: Callable[[RunConfig, Sequence[Mapping[str, JsonValue]]], float]
+    """The share of what is needed that some shards have, given their summaries by the last stage in `follow`; 1:
+    enough."""
 
 
 def last_metrics(summaries: Sequence[ShardSummary]) -> dict[str, float]:

@@ -9,7 +9,7 @@ reads next is committed. Stages are started after their inputs, so executors nev
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class StageHandle:
         self.stage = stage
         self._given_up = given_up
         self._changed = threading.Condition()
-        self._shards: list[ShardRef] = []
+        self._shards: dict[int, ShardRef] = {}
         self._count: int | None = None
         self._manifest: Manifest | None = None
         self._ended = False
@@ -57,7 +57,7 @@ class StageHandle:
         return handle
 
     @classmethod
-    def so_far(cls, stage: str, shards: list[ShardRef]) -> StageHandle:
+    def so_far(cls, stage: str, shards: Mapping[int, ShardRef]) -> StageHandle:
         """The handle of an incomplete stage with these committed shards."""
         handle = cls(stage)
         handle.show(shards)
@@ -71,8 +71,23 @@ class StageHandle:
         Raises:
             InputLost: the stage has failed.
         """
-        self._wait(lambda: len(self._shards) > number)
+        self._wait(lambda: number in self._shards)
         return self._shards[number]
+
+    def any_shard(self, beside: Container[int] = ()) -> int:
+        """Wait until a shard is committed; shards are committed in any order.
+
+        Args:
+            beside: numbers of shards that do not count.
+
+        Returns:
+            The lowest number of a committed shard, `beside` left out.
+
+        Raises:
+            InputLost: the stage has failed.
+        """
+        self._wait(lambda: any(number not in beside for number in self._shards))
+        return min(number for number in self._shards if number not in beside)
 
     def count(self) -> int:
         """Wait until the number of shards is known.
@@ -121,17 +136,17 @@ class StageHandle:
             self._count = count
             self._changed.notify_all()
 
-    def show(self, shards: list[ShardRef]) -> None:
+    def show(self, shards: Mapping[int, ShardRef]) -> None:
         """Publish all shards that are committed so far."""
         with self._changed:
-            self._shards = list(shards)
+            self._shards = dict(shards)
             self._changed.notify_all()
 
     def end(self, manifest: Manifest | None) -> None:
         """Publish that the stage is complete; None: it was skipped."""
         with self._changed:
             self._manifest = manifest
-            self._shards = [] if manifest is None else list(manifest.shards)
+            self._shards = {} if manifest is None else dict(enumerate(manifest.shards))
             self._count = len(self._shards)
             self._ended = True
             self._changed.notify_all()

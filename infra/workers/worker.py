@@ -159,7 +159,7 @@ class Worker:
             EngineLost: the engine died and was discarded. Trajectories keep their tokens, and continue when they are
                 submitted again.
         """
-        if not self._ensure_copy("rollout", weights):
+        if not self.has_weights("rollout", weights):
             raise WrongPolicyVersion("rollout")
         try:
             self.rollouts.submit(self.engines.rollout(), weights, submitted)
@@ -173,6 +173,10 @@ class Worker:
         started = time.perf_counter()
         output = self._output(request, self.rollouts.finish(request.key, others))
         return self._written(request, output, time.perf_counter() - started)
+
+    def drop(self, keys: Sequence[ShardKey]) -> None:
+        """Forget open shards, and cancel what is not complete of them."""
+        self.rollouts.drop(keys)
 
     def _output(self, request: RowsCall[C, S], context: Context[C]) -> ShardOutput[S]:
         output = request.compute(context)

@@ -169,7 +169,9 @@ class RolloutConfig(Section):
     partial: bool = Field(
         False, description="async: new weights interrupt a generation, which then continues with the new weights"
     )
-    partial_tokens: int = Field(256, gt=0, description="partial: tokens between two checks for new weights")
+    max_in_flight: int = Field(
+        512, gt=0, description="largest number of trajectories that a replica of the engine generates at the same time"
+    )
 
     @property
     def ahead(self) -> int:

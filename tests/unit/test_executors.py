@@ -45,7 +45,7 @@ def test_a_stage_goes_on_as_soon_as_a_shard_is_there(executors: Executors) -> No
         handle.expect(3)
         for number in range(3):
             seen.append(f"wrote {number}")
-            handle.show([SHARD] * (number + 1))
+            handle.show(dict.fromkeys(range(number + 1), SHARD))
             assert read.acquire(timeout=10), "nobody reads while it writes"
         return manifest("one")
 

@@ -1,0 +1,92 @@
+"""Calls of stages to workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from infra.execution.driver import Driver
+from infra.execution.executors import StageHandle
+from infra.store.records import RunState, Weights
+from infra.workers.calls import C, Call, S
+from infra.workers.ray_group import GroupLost
+from infra.workers.worker import WrongPolicyVersion
+from tasks.changes import weights_for
+from tasks.restore import ensure_weights
+from tasks.stage import RowsStage, UpdateStage
+
+R = TypeVar("R")
+TRIES = 3
+"""Number of attempts to call a worker. Between restoring the weights and the call, another executor may load others."""
+
+Handles = Mapping[str, StageHandle]
+"""Handles of stages, by stage name."""
+
+
+def on_worker(driver: Driver, role: str | None, weights: Weights | None, call: Callable[[], R]) -> R:
+    """Call the workers of a role, after restoring its weights if they do not hold them.
+
+    Args:
+        driver: Driver of the run.
+        role: The role; None: the call needs no model.
+        weights: The weights that the role must hold; None: any.
+        call: Calls the workers.
+
+    Returns:
+        The result of `call`.
+
+    Raises:
+        GroupLost: if the workers died, or did not keep the weights in `TRIES` attempts.
+    """
+    for _ in range(TRIES):
+        try:
+            return call()
+        except GroupLost:
+            driver.store.log.check_claim()  # the driver that took the run over may have ended the workers
+            raise
+        except WrongPolicyVersion:
+            assert role is not None and weights is not None
+            ensure_weights(driver, role, weights)
+    raise GroupLost(f"the workers of the {role} do not keep the weights of version {weights and weights.version}")
+
+
+def call_of(
+    driver: Driver,
+    stage: RowsStage[C, S] | UpdateStage[C],
+    iteration: int,
+    inputs: Handles,
+    *,
+    shard: int = 0,
+    attempt: int = 0,
+    config: C | None = None,
+    began: RunState | None = None,
+) -> Call[C]:
+    """Build the call that a worker receives.
+
+    Args:
+        driver: Driver of the run.
+        stage: Stage to compute.
+        iteration: Iteration of the stage.
+        inputs: Handles of the stage's inputs, by name.
+        shard: Index of the shard; 0 for an update.
+        attempt: Number that distinguishes the files of this attempt.
+        config: Config of the stage; None: from the run's config.
+        began: State in which the iteration began; None: the driver's state.
+
+    Returns:
+        The call.
+    """
+    state = driver.state if began is None else began
+    return Call(
+        term=driver.term,
+        stage=stage.name,
+        iteration=iteration,
+        shard=shard,
+        attempt=attempt,
+        config=stage.config.of(driver.config) if config is None else config,
+        inputs=stage.inputs(inputs, shard),
+        role=stage.role,
+        weights=weights_for(driver, stage, iteration, shard),
+        cursor=state.cursor_before(iteration),
+        controllers=dict(state.controllers),
+    )

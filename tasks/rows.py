@@ -1,0 +1,306 @@
+"""Computes the rows of a stage, shard by shard, and commits each shard as soon as it is complete."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Generic, Self
+
+from infra.execution.driver import Driver
+from infra.execution.executors import StageHandle
+from infra.progress import StageProgress, report
+from infra.store.clock import now
+from infra.store.manifest import Manifest
+from infra.store.records import Assigned, ShardCommit, StageCommit
+from infra.workers.calls import C, Rows, RowsCall, S, ShardKey
+from infra.workers.ray_group import GroupLost
+from infra.workers.rollouts import Generated
+from infra.workers.worker import WAIT_S, Worker
+from tasks.calling import Handles, call_of, on_worker
+from tasks.changes import fingerprint_of, weights_for
+from tasks.pipeline import stages_of
+from tasks.stage import RowsStage, Until
+
+
+def run_rows(
+    driver: Driver, stage: RowsStage[C, S], iteration: int, inputs: Handles, handle: StageHandle
+) -> tuple[Manifest, bool]:
+    store = driver.store
+    total = _shards(driver, stage, inputs)
+    committed = store.committed_stage(iteration, stage.name)
+    if committed is not None:
+        assert isinstance(committed, StageCommit), "rows are not skipped"
+        report(StageProgress(iteration=iteration, stage=stage.name, done=total, total=total))
+        return store.manifest(committed), True
+
+    attempt, began = store.begin_attempt(iteration, stage.name), now()
+    until = DynamicSampling[C, S].of(driver, stage, iteration)
+    committed_shards = store.committed_shards(stage.name, iteration)
+    done = {number: shard for number, shard in committed_shards.items() if number < total}
+    if until is None:
+        handle.expect(total)
+        handle.show({number: shard.data for number, shard in done.items()})
+    job = ShardJob(driver, stage, iteration, inputs, attempt, total, handle)
+    computed = _generated(job, done, until) if stage.begin is not None else _computed(job, done)
+    uncommitted: list[ShardCommit] = []
+    report(StageProgress(iteration=iteration, stage=stage.name, done=len(done), total=total))
+    for shard in computed:
+        done[shard.shard] = shard
+        if until is None and len(done) == total:
+            uncommitted = [shard]
+            break
+        store.commit(shard)
+        if until is None:
+            handle.show({number: done[number].data for number in done})
+        report(StageProgress(iteration=iteration, stage=stage.name, done=len(done), total=total))
+    shards = [done[number] for number in range(total if until is None else until.count(done))]
+
+    manifest = Manifest(
+        iteration=iteration,
+        stage=stage.name,
+        term=driver.term,
+        attempt=attempt,
+        fingerprint=fingerprint_of(driver, stage, iteration, inputs),
+        config=stage.config.values(driver.config),
+        columns=("trajectory_id", *(column.name for column in stage.writes)),
+        shards=tuple(shard.data for shard in shards),
+        metrics=stage.metrics_of([shard.outputs for shard in shards]),
+        seconds=sum(shard.seconds for shard in shards),
+        began=began,
+        ended=now(),
+    )
+    last = stage.summary.model_validate(shards[-1].outputs)
+    commit = StageCommit(
+        iteration=iteration,
+        stage=stage.name,
+        manifest=store.write_manifest(manifest),
+        fingerprint=manifest.fingerprint.digest,
+        cursor=last.cursor,
+        controllers=last.controllers,
+    )
+    store.commit(*uncommitted, commit)  # one record, so that the last shard is never committed without its stage
+    report(StageProgress(iteration=iteration, stage=stage.name, done=total, total=total, metrics=manifest.metrics))
+    return manifest, False
+
+
+def _shards(driver: Driver, stage: RowsStage[C, S], inputs: Handles) -> int:
+    """Number of shards of a stage; the maximum, for a stage with a stop condition."""
+    if not stage.sharded:
+        return 1
+    return stage.count(driver) if stage.count is not None else next(iter(inputs.values())).count()
+
+
+@dataclass(frozen=True)
+class ShardJob(Generic[C, S]):
+    """A stage of an iteration that computes shards."""
+
+    driver: Driver
+    stage: RowsStage[C, S]
+    iteration: int
+    inputs: Handles
+    attempt: int
+    total: int
+    """Number of shards; the largest, for a stage with a stop condition."""
+    handle: StageHandle
+
+    def check(self) -> None:
+        """Stop if the driver is asked to stop, or if the result would be useless."""
+        self.driver.stopping.check()
+        self.handle.check()
+
+    def request(self, shard: int) -> RowsCall[C, S]:
+        """The call that computes a shard."""
+        stage = self.stage
+        call = call_of(self.driver, stage, self.iteration, self.inputs, shard=shard, attempt=self.attempt)
+        return RowsCall(call, stage.compute, stage.writes, stage.begin)
+
+    def compute(self, shard: int) -> ShardCommit:
+        """Compute a shard; the caller commits it."""
+        self.check()
+        request, group = self.request(shard), self.driver.groups.of(self.stage.role)
+        weights = request.call.weights
+        rows = on_worker(self.driver, self.stage.role, weights, lambda: group.call(Worker.rows, request))
+        return self.commit(shard, rows, rows.seconds)
+
+    def commit(self, shard: int, rows: Rows[S], seconds: float) -> ShardCommit:
+        """The commit of a shard that was computed and written."""
+        assert rows.shard is not None, "rank 0 answers"
+        return ShardCommit(
+            iteration=self.iteration,
+            stage=self.stage.name,
+            shard=shard,
+            term=self.driver.term,
+            data=rows.shard,
+            seconds=seconds,
+            outputs=rows.summary.model_dump(mode="json", exclude_defaults=True),
+        )
+
+
+def _computed(job: ShardJob[C, S], done: Mapping[int, ShardCommit]) -> Iterator[ShardCommit]:
+    """Compute the shards that are not in `done`, as their inputs are committed."""
+    sources = [handle for name, handle in job.inputs.items() if job.stage.reads_shard_of(name)]
+    while len(done) < job.total:
+        missing = (number for number in range(job.total) if number not in done)
+        yield job.compute(sources[0].any_shard(beside=done) if sources else next(missing))
+
+
+def _generated(
+    job: ShardJob[C, S], done: Mapping[int, ShardCommit], until: DynamicSampling[C, S] | None
+) -> Iterator[ShardCommit]:
+    """Generate the shards that are not in `done`, all at once; they are complete in any order."""
+    driver, stage = job.driver, job.stage
+    group = driver.groups.of(stage.role)
+    limit = driver.config.rollout.max_in_flight
+    window = Window[C, S](in_batches=driver.config.rollout.engine == "hf", limit=limit)
+    pending = deque(number for number in range(job.total) if number not in done)
+    began = time.perf_counter()
+    try:
+        while until is None or not until.is_met(done):
+            job.check()
+            with driver.rollout.turn:
+                weights = driver.rollout.loaded or weights_for(driver, stage, job.iteration)
+                assert weights is not None
+                while pending and window.has_room and (until is None or until.wants(done, len(window.requests))):
+                    _assign(driver, stage, job.iteration, pending[0])
+                    request = job.request(pending.popleft())
+                    window.open(request, group.call(Worker.begin, request))
+                if not window.requests:
+                    return
+                submitted = window.take()
+                generate = partial(group.call, Worker.generate, weights, submitted, WAIT_S)
+                generated = on_worker(driver, stage.role, weights, generate)
+            for request in window.complete(generated):
+                rows = group.call(Worker.finish, request)
+                ended = time.perf_counter()
+                yield job.commit(request.call.shard, rows, ended - began)
+                began = ended
+    finally:
+        with suppress(GroupLost):
+            group.call(Worker.drop, tuple(window.requests))
+
+
+@dataclass
+class Window(Generic[C, S]):
+    """The open shards of a stage that generates, and the trajectories that are generated at the same time."""
+
+    in_batches: bool
+    """Whether only one shard is open, whose trajectories are a batch of the engine."""
+    limit: int
+    """Largest number of trajectories in flight."""
+    requests: dict[ShardKey, RowsCall[C, S]] = field(default_factory=dict)
+    """The open shards."""
+    _left: dict[ShardKey, set[str]] = field(default_factory=dict)
+    """Trajectories of each open shard that are not complete."""
+    _queue: deque[tuple[ShardKey, tuple[str, ...]]] = field(default_factory=deque)
+    """Trajectories that wait, those of a prompt together."""
+    _in_flight: int = 0
+
+    @property
+    def has_room(self) -> bool:
+        """Whether to open another shard."""
+        return not self.requests if self.in_batches else not self._queue and self._in_flight < self.limit
+
+    def open(self, request: RowsCall[C, S], prompts: Sequence[tuple[str, ...]]) -> None:
+        """Add a shard, with the trajectory ids of each prompt."""
+        self.requests[request.key] = request
+        self._left[request.key] = {name for names in prompts for name in names}
+        self._queue += ((request.key, names) for names in prompts)
+
+    def take(self) -> list[tuple[ShardKey, tuple[str, ...]]]:
+        """The trajectories to submit now."""
+        taken: list[tuple[ShardKey, tuple[str, ...]]] = []
+        while self._queue and (self.in_batches or self._in_flight < self.limit):
+            taken.append(self._queue.popleft())
+            self._in_flight += len(taken[-1][1])
+        return taken
+
+    def complete(self, generated: Sequence[Generated]) -> list[RowsCall[C, S]]:
+        """Note that trajectories are complete; returns the shards that are complete with them."""
+        ended = []
+        for key, name in generated:
+            self._left[key].discard(name)
+            self._in_flight -= 1
+            if not self._left[key]:
+                del self._left[key]
+                ended.append(self.requests.pop(key))
+        return ended
+
+
+def _assign(driver: Driver, stage: RowsStage[C, S], iteration: int, shard: int) -> None:
+    """Commit which weights a shard will be generated with, if they do not follow from its iteration."""
+    loaded = driver.rollout.loaded
+    state = driver.store.iteration_state(iteration)
+    if stage.name == "generate" and loaded is not None and state.assigned.get(shard) != loaded:
+        driver.store.commit(Assigned(iteration=iteration, shard=shard, weights=loaded))
+
+
+class DynamicSampling(Generic[C, S]):
+    """Draws prompts until enough are useful. Which shards count depends on their order and scores, never on which was
+    complete first: the shortest prefix of shards that has enough."""
+
+    def __init__(self, driver: Driver, stage: RowsStage[C, S], until: Until, iteration: int) -> None:
+        """Prepare the stages that follow each shard."""
+        self.driver, self.stage, self.until, self.iteration = driver, stage, until, iteration
+        store = driver.store
+        self._following = [
+            follower
+            for follower in stages_of(driver.config)
+            if follower.name in until.follow and isinstance(follower, RowsStage)
+        ]
+        self._attempts = {follower.name: store.begin_attempt(iteration, follower.name) for follower in self._following}
+
+    @classmethod
+    def of(cls, driver: Driver, stage: RowsStage[C, S], iteration: int) -> Self | None:
+        """The stop condition of a stage; None if it has none."""
+        until = stage.until
+        return None if until is None or not until.applies(driver.config) else cls(driver, stage, until, iteration)
+
+    def count(self, done: Mapping[int, ShardCommit]) -> int:
+        """Number of shards that count: the shortest prefix of `done` that has enough, or the whole prefix."""
+        prefix = 0
+        while prefix in done:
+            prefix += 1
+            if self._share(range(prefix)) >= 1:
+                break
+        return prefix
+
+    def is_met(self, done: Mapping[int, ShardCommit]) -> bool:
+        """Whether a prefix of the shards has enough. Runs the stages that score the shards."""
+        for number in sorted(done):
+            self._follow(number, done[number])
+        count = self.count(done)
+        return count > 0 and self._share(range(count)) >= 1
+
+    def wants(self, done: Mapping[int, ShardCommit], running: int) -> bool:
+        """Whether another shard is likely to be needed beside those that are running."""
+        share = self._share(done)
+        per_shard = share / len(done) if share else self.until.expected(self.driver.config)
+        return share + running * per_shard < 1
+
+    def _share(self, shards: Iterable[int]) -> float:
+        """What the shards have of what is needed; 1: enough."""
+        scored = self.driver.store.committed_shards(self._following[-1].name, self.iteration)
+        return self.until.share(self.driver.config, [scored[number].outputs for number in shards])
+
+    def _follow(self, number: int, shard: ShardCommit) -> None:
+        handles = {self.stage.name: StageHandle.so_far(self.stage.name, {number: shard.data})}
+        store, config = self.driver.store, self.driver.config
+        for follower in self._following:
+            committed = store.committed_shards(follower.name, self.iteration).get(number)
+            if committed is None:
+                job = ShardJob(
+                    driver=self.driver,
+                    stage=follower,
+                    iteration=self.iteration,
+                    inputs=follower.inputs_of(handles),
+                    attempt=self._attempts[follower.name],
+                    total=config.max_prompts,
+                    handle=handles[self.stage.name],
+                )
+                committed = job.compute(number)
+                store.commit(committed)
+            handles[follower.name] = StageHandle.so_far(follower.name, {number: committed.data})
