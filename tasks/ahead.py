@@ -14,6 +14,7 @@ from __future__ import annotations
 from infra.execution.driver import Driver
 from infra.execution.executors import StageHandle
 from infra.progress import note
+from infra.workers.worker import Worker
 from rlhf.errors import NotFinite
 from tasks.generate import GENERATE
 from tasks.recording import recorded_task
@@ -65,7 +66,10 @@ def finish_ahead(driver: Driver, k: int) -> None:
 def update_rollout_weights(driver: Driver, iteration: int) -> None:
     """Give the rollout the newest weights: those with which the open iteration begins."""
     newest = driver.state.starting["actor"]
+    group = driver.groups.of("rollout")
     with driver.rollout.turn:
-        ensure_weights(driver, "rollout", newest)
+        if not group.call(Worker.has_weights, "rollout", newest):
+            group.call(Worker.pause)
+            ensure_weights(driver, "rollout", newest)
         if driver.config.rollout.ahead:
             driver.rollout.loaded = newest

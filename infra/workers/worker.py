@@ -174,6 +174,11 @@ class Worker:
         output = self._output(request, self.rollouts.finish(request.key, others))
         return self._written(request, output, time.perf_counter() - started)
 
+    def pause(self) -> None:
+        """Let the rollout's requests end, so that its weights can change. With `rollout.partial` they are interrupted;
+        otherwise the trajectories that are running are completed. `generate` continues."""
+        self.rollouts.pause()
+
     def drop(self, keys: Sequence[ShardKey]) -> None:
         """Forget open shards, and cancel what is not complete of them."""
         self.rollouts.drop(keys)

@@ -19,8 +19,14 @@ RENAMED = {
 """Renamed keys, old to new. The old names still work in files and overrides."""
 
 
+NEEDLESS = {
+    "rollout.partial_tokens": "new weights interrupt a generation when they arrive",
+}
+"""Keys that have no effect any more, and why. They are still accepted."""
+
+
 class RenamedKey(FutureWarning):
-    """A config uses the old name of a key."""
+    """A config uses the old name of a key, or a key that has no effect any more."""
 
 
 GONE = {
@@ -59,7 +65,10 @@ def with_new_names(tree: Mapping[str, Any]) -> dict[str, Any]:
     """
     tree, old_names = _renamed(tree)
     for old in old_names:
-        warnings.warn(f"{old} is called {RENAMED[old]} now: the old name still works", RenamedKey, stacklevel=2)
+        if old in NEEDLESS:
+            warnings.warn(f"{old} has no effect any more: {NEEDLESS[old]}", RenamedKey, stacklevel=2)
+        else:
+            warnings.warn(f"{old} is called {RENAMED[old]} now: the old name still works", RenamedKey, stacklevel=2)
     return tree
 
 
@@ -72,6 +81,8 @@ def with_new_name(key: str, value: Any) -> tuple[str, Any]:
         section = section.setdefault(part, {})
     section[last] = value
     new_value: Any = with_new_names(tree)
+    if key in NEEDLESS:
+        return key, None  # dropped again when the config is validated
     key = RENAMED.get(key, key)
     for part in key.split("."):
         new_value = new_value[part]
@@ -82,6 +93,11 @@ def _renamed(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The tree with today's names, and the old names that it had."""
     today = deepcopy(dict(tree))
     old_names: list[str] = []
+    for gone in NEEDLESS:
+        holder, _, name = gone.partition(".")
+        section = today.get(holder)
+        if isinstance(section, dict) and section.pop(name, None) is not None:
+            old_names.append(gone)
     for old, new in RENAMED.items():
         section: Any = today
         *parents, old_name = old.split(".")
