@@ -9,7 +9,17 @@ from __future__ import annotations
 from infra.execution.claims import refuse_if_driven
 from infra.store.chain import Broken, Chain, last_slot
 from infra.store.log import Corrupt
-from infra.store.records import Expire, ObjectRef, Record, Snapshot, StageCommit, named_here
+from infra.store.records import (
+    Expire,
+    Finalize,
+    Journal,
+    ObjectRef,
+    Record,
+    ShardRef,
+    Snapshot,
+    StageCommit,
+    named_here,
+)
 from infra.store.run_store import REPORT, RunStore
 
 KEPT = ("run.json", "log/", "forks/", REPORT)
@@ -68,6 +78,8 @@ class Reached:
         """sha256 by key, without checkpoints."""
         self.snapshots: dict[int, list[ObjectRef]] = {}
         """Checkpoint manifests of the snapshots that are not expired, by version."""
+        self.journals: dict[tuple[int, str], tuple[ShardRef, ...]] = {}
+        """The newest journals, by iteration and stage."""
         self._chain = Chain(store)
 
     def advance(self) -> None:
@@ -111,6 +123,12 @@ class Reached:
                 self.snapshots[commit.version] = list(commit.roles.values())
             elif isinstance(commit, Expire):
                 self.snapshots.pop(commit.version, None)
+            elif isinstance(commit, Journal):
+                self.journals[commit.iteration, commit.stage] = commit.parts
+            elif isinstance(commit, StageCommit):
+                self.journals.pop((commit.iteration, commit.stage), None)
+            elif isinstance(commit, Finalize):
+                self.journals = {place: parts for place, parts in self.journals.items() if place[0] > commit.iteration}
         return unreadable
 
     def checkpoints(self) -> list[ObjectRef]:

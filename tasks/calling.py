@@ -89,4 +89,5 @@ def call_of(
         weights=weights_for(driver, stage, iteration, shard),
         cursor=state.cursor_before(iteration),
         controllers=dict(state.controllers),
+        journal=driver.store.journal(iteration, stage.name) if began is None else (),
     )

@@ -15,7 +15,8 @@ from infra.execution.executors import StageHandle
 from infra.progress import StageProgress, report
 from infra.store.clock import now
 from infra.store.manifest import Manifest
-from infra.store.records import Assigned, ShardCommit, StageCommit
+from infra.store.records import Assigned, Journal, ShardCommit, StageCommit
+from infra.store.run_store import JOURNAL
 from infra.workers.calls import C, Rows, RowsCall, S, ShardKey
 from infra.workers.ray_group import GroupLost
 from infra.workers.rollouts import Generated
@@ -82,7 +83,9 @@ def run_rows(
         cursor=last.cursor,
         controllers=last.controllers,
     )
+    journal = store.journal(iteration, stage.name)
     store.commit(*uncommitted, commit)  # one record, so that the last shard is never committed without its stage
+    store.objects.delete(part.key for part in journal)
     report(StageProgress(iteration=iteration, stage=stage.name, done=total, total=total, metrics=manifest.metrics))
     return manifest, False
 
@@ -157,7 +160,8 @@ def _generated(
     limit = driver.config.rollout.max_in_flight
     window = Window[C, S](in_batches=driver.config.rollout.engine == "hf", limit=limit)
     pending = deque(number for number in range(job.total) if number not in done)
-    began = time.perf_counter()
+    journal_s = None if window.in_batches else driver.config.rollout.journal_s
+    began = journaled = time.perf_counter()
     try:
         while until is None or not until.is_met(done):
             job.check()
@@ -178,6 +182,12 @@ def _generated(
                 ended = time.perf_counter()
                 yield job.commit(request.call.shard, rows, ended - began)
                 began = ended
+            if journal_s is not None and time.perf_counter() - journaled >= journal_s and window.requests:
+                number = driver.store.begin_attempt(job.iteration, JOURNAL)
+                part = group.call(Worker.journal, job.iteration, stage.name, number)
+                if part is not None:
+                    driver.store.replace_journal(Journal(iteration=job.iteration, stage=stage.name, parts=(part,)))
+                journaled = time.perf_counter()
     finally:
         with suppress(GroupLost):
             group.call(Worker.drop, tuple(window.requests))

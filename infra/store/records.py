@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
-SCHEMA_VERSION = 4
-READABLE = (2, 3, 4)
+SCHEMA_VERSION = 5
+READABLE = (2, 3, 4, 5)
 """Schema versions that this release reads. Records contain their own digest from version 3 on."""
 TRAINED = {"actor", "critic"}
 """Roles whose weights have versions; the reference never changes."""
@@ -112,6 +112,17 @@ class StageCommit(Frozen):
     """Set by advantages: the controllers' coefficients for the next iteration."""
 
 
+class Journal(Frozen):
+    """What the incomplete shards of a stage have generated so far. It replaces the stage's previous journal, and the
+    stage's commit ends it."""
+
+    kind: Literal["journal"] = "journal"
+    iteration: int
+    stage: str
+    parts: tuple[ShardRef, ...]
+    """A file for each worker that generates."""
+
+
 class Assigned(Frozen):
     """A shard will be generated with these weights, which differ from the starting weights of its iteration."""
 
@@ -188,6 +199,7 @@ class Ahead(Stored):
     shards: dict[str, dict[int, ShardCommit]] = {}
     stages: dict[str, StageCommit | Skip] = {}
     assigned: dict[int, Weights] = {}
+    journals: dict[str, tuple[ShardRef, ...]] = {}
 
 
 class RunState(Stored):
@@ -215,6 +227,8 @@ class RunState(Stored):
     """Committed stages of the open iteration."""
     assigned: dict[int, Weights] = {}
     """Weights that generate shards of the open iteration, by shard, if they differ from the starting weights."""
+    journals: dict[str, tuple[ShardRef, ...]] = {}
+    """What stages of the open iteration have generated of their incomplete shards, by stage."""
     ahead: dict[int, Ahead] = {}
     """Later iterations that have commits."""
     metrics: ShardRef | None = None
@@ -272,10 +286,15 @@ class RunState(Stored):
                 self._of(commit.iteration).shards.setdefault(commit.stage, {})[commit.shard] = commit
             case Assigned():
                 self._of(commit.iteration).assigned[commit.shard] = commit.weights
+            case Journal():
+                self._of(commit.iteration).journals[commit.stage] = commit.parts
             case StageCommit() if commit.iteration > self.iteration:
-                self._of(commit.iteration).stages[commit.stage] = commit
+                ahead = self._of(commit.iteration)
+                ahead.stages[commit.stage] = commit
+                ahead.journals.pop(commit.stage, None)
             case StageCommit():
                 self.stages[commit.stage] = commit
+                self.journals.pop(commit.stage, None)
                 if commit.weights is not None and commit.role is not None:
                     self.weights[commit.role] = commit.weights
                 if commit.cursor is not None:
@@ -304,14 +323,14 @@ class RunState(Stored):
                         digest = self.weights[role].digest
                         self.weights[role] = Weights(version=commit.iteration + 1, digest=digest)
                 self.iteration = commit.iteration + 1
-                self.shards, self.stages, self.assigned = {}, {}, {}
+                self.shards, self.stages, self.assigned, self.journals = {}, {}, {}, {}
                 self.metrics, self.metric_values = None, {}
                 self.starting = dict(self.weights)
                 by_stage = [shards for ahead in self.ahead.values() for shards in ahead.shards.values()]
                 needed = {term, *(shard.term for shards in by_stage for shard in shards.values())}
                 self.open_terms = {number: opened for number, opened in self.open_terms.items() if number in needed}
                 if (opening := self.ahead.pop(self.iteration, None)) is not None:
-                    self.shards, self.assigned = opening.shards, opening.assigned
+                    self.shards, self.assigned, self.journals = opening.shards, opening.assigned, opening.journals
                     for stage in opening.stages.values():
                         self.apply_commit(stage, term)
 
@@ -346,7 +365,7 @@ class Fork(Frozen):
 
 
 Commit = Annotated[
-    Fork | Claim | ShardCommit | StageCommit | Assigned | Skip | Snapshot | Diverged | Expire | Finalize,
+    Fork | Claim | ShardCommit | StageCommit | Journal | Assigned | Skip | Snapshot | Diverged | Expire | Finalize,
     Field(discriminator="kind"),
 ]
 

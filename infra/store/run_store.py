@@ -26,6 +26,7 @@ from infra.store.records import (
     Commit,
     Expire,
     Finalize,
+    Journal,
     ObjectRef,
     RunState,
     ShardCommit,
@@ -39,6 +40,7 @@ from infra.store.records import (
 from rlhf.schema import TRAJECTORY
 
 CLOSE = "close"
+JOURNAL = "journal"
 VALIDATE = "validate"
 """The stage whose rows are not training trajectories."""
 REPORT = "report.html"
@@ -124,6 +126,39 @@ class RunStore:
             A reference to the new file, which a record must commit.
         """
         return self._write_table(_shard_key(iteration, stage, self._tag(attempt), shard), table)
+
+    def write_journal(self, iteration: int, stage: str, number: int, table: pa.Table) -> ShardRef:
+        """Write what a worker has generated of a stage's incomplete shards.
+
+        Args:
+            iteration: the stage's iteration.
+            stage: the stage's name.
+            number: distinguishes the journals of this driver.
+            table: the trajectories.
+
+        Returns:
+            A reference to the file. A `Journal` commits it.
+        """
+        return self._write_table(f"{_journal_prefix(iteration)}{stage}.{self._tag(number)}.parquet", table)
+
+    def journal(self, iteration: int, stage: str) -> tuple[ShardRef, ...]:
+        """The newest journal of a stage, of the open iteration or of one ahead; empty if there is none."""
+        with self.log.held() as state:
+            place = state if iteration == state.iteration else state.ahead.get(iteration)
+            return () if place is None else place.journals.get(stage, ())
+
+    def replace_journal(self, commit: Journal) -> None:
+        """Commit a journal, then delete the one that it replaces.
+
+        Args:
+            commit: the new journal.
+
+        Raises:
+            Fenced: a newer driver holds the run.
+        """
+        before = self.journal(commit.iteration, commit.stage)
+        self.commit(commit)
+        self.objects.delete(part.key for part in before)
 
     def write_manifest(self, manifest: Manifest) -> ObjectRef:
         """Write a stage's manifest.
@@ -343,11 +378,16 @@ class RunStore:
         if not older:
             return
         iterations = range(self.state.iteration, self.state.iteration + 1 + max(older.values()))
-        uncommitted = [key for stage in (*stages, CLOSE) for k in iterations for key in self._uncommitted(k, stage)]
+        places = (*stages, CLOSE, JOURNAL)
+        uncommitted = [key for place in places for k in iterations for key in self._uncommitted(k, place)]
         self.objects.delete(key for key in uncommitted if _term_of(key) < self.log.term)
 
     def _uncommitted(self, iteration: int, stage: str) -> list[str]:
-        """Keys of an iteration's stage, or of its close, that no record names."""
+        """Keys of an iteration's stage, of its close, or of its journals, that no record names."""
+        if stage == JOURNAL:
+            state = self.state if iteration == self.state.iteration else self.state.ahead.get(iteration)
+            parts = [] if state is None else [part.key for parts in state.journals.values() for part in parts]
+            return [key for key in self.objects.list(_journal_prefix(iteration)) if key not in parts]
         if stage == CLOSE:
             return self.objects.list(_metrics_prefix(iteration))
         committed = {shard.data.key for shard in self.committed_shards(stage, iteration).values()}
@@ -521,6 +561,10 @@ def _term_of(key: str) -> int:
     """The term in a file's name; the largest integer if it has none."""
     tag = re.search(r"[/.](\d+)-\d+(-part-\d+)?\.parquet$", key)
     return int(tag[1]) if tag is not None else sys.maxsize
+
+
+def _journal_prefix(iteration: int) -> str:
+    return f"journals/iteration={iteration:06d}/"
 
 
 def _metrics_prefix(iteration: int) -> str:

@@ -69,6 +69,8 @@ class Call(Generic[C_co]):
     """The weights that the role must hold; a worker with other weights refuses the call."""
     cursor: int = 0
     controllers: Mapping[str, float] = field(default_factory=dict)
+    journal: tuple[ShardRef, ...] = ()
+    """What an earlier driver generated of the shards that are not complete."""
 
 
 @dataclass(frozen=True)

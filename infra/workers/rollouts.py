@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -39,13 +39,18 @@ class Rollouts:
         self._shards: dict[ShardKey, OpenShard] = {}
         self._owners: dict[int, ShardKey] = {}
         """The shard of each trajectory that was submitted, by `id`."""
+        self._restored: list[Dialogue] = []
+        """Trajectories that were complete when they were submitted."""
 
-    def begin(self, request: RowsCall[C, S], context: Context[C]) -> tuple[tuple[str, ...], ...]:
+    def begin(
+        self, request: RowsCall[C, S], context: Context[C], journal: Mapping[str, Mapping[str, Any]]
+    ) -> tuple[tuple[str, ...], ...]:
         """Open a shard, unless it is open.
 
         Args:
             request: the call.
             context: its config and inputs.
+            journal: what trajectories already have, by id.
 
         Returns:
             The ids of its trajectories, those of a prompt together.
@@ -54,6 +59,10 @@ class Rollouts:
         if request.key not in self._shards:
             start = request.begin(context)
             by_id = {dialogue.request.trajectory_id: dialogue for dialogue in start.dialogues}
+            environments = start.rules.environments
+            if environments is None or environments.replayable:
+                for name in by_id.keys() & journal.keys():
+                    by_id[name].restore(journal[name])
             self._shards[request.key] = OpenShard(context, start, by_id)
         dialogues = self._shards[request.key].start.dialogues
         by_prompt = groupby(dialogues, key=lambda dialogue: dialogue.request.prompt_ids)
@@ -78,17 +87,26 @@ class Rollouts:
             shard = self._shards[key]
             new = [shard.by_id[name] for name in ids if id(shard.by_id[name]) not in self._owners]
             self._owners |= {id(dialogue): key for dialogue in new}
-            generator.submit(new, shard.start.rules)
+            self._restored += [dialogue for dialogue in new if dialogue.finish_reason]
+            generator.submit([dialogue for dialogue in new if not dialogue.finish_reason], shard.start.rules)
 
     def wait(self, timeout_s: float) -> list[Generated]:
         """Wait until trajectories are complete; see `Generator.wait`."""
         assert self._generator is not None
         generated: list[Generated] = []
-        for dialogue in self._generator.wait(timeout_s):
+        restored, self._restored = self._restored, []
+        for dialogue in restored + self._generator.wait(0.0 if restored else timeout_s):
             key, name = self._owners[id(dialogue)], dialogue.request.trajectory_id
             self._shards[key].complete[name] = dialogue
             generated.append((key, name))
         return generated
+
+    def journal(self, iteration: int, stage: str) -> list[dict[str, Any]]:
+        """What the trajectories of a stage's open shards have so far, one row each; none for those without tokens."""
+        shards = [shard for (name, number, _), shard in self._shards.items() if (name, number) == (stage, iteration)]
+        dialogues = [dialogue for shard in shards for dialogue in shard.by_id.values()]
+        copies = [] if self._generator is None else self._generator.copies(dialogues)
+        return [dialogue.journaled() for dialogue in copies if dialogue.ids]
 
     def take(self, key: ShardKey, names: Sequence[str]) -> list[Dialogue]:
         """Give complete trajectories away, to the worker that writes their shard."""

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
 
-from infra.store.log import Fenced
+from infra.progress import note
+from infra.store.log import Corrupt, Fenced
 from infra.store.manifest import Checkpoint, File
 from infra.store.records import ObjectRef, ShardRef, Weights
 from infra.store.run_store import RunStore
@@ -49,6 +50,21 @@ if TYPE_CHECKING:
     from rlhf.environments.dialogues import Dialogue
 
 T = TypeVar("T")
+JOURNAL = pa.schema(
+    {
+        "trajectory_id": pa.string(),
+        "ids": pa.list_(pa.int32()),
+        "log_probs": pa.list_(pa.float32()),
+        "mask": pa.list_(pa.int8()),
+        "versions": pa.list_(pa.int32()),
+        "turn_starts": pa.list_(pa.int32()),
+        "turn_ends": pa.list_(pa.int32()),
+        "answered": pa.int32(),
+        "reward": pa.float64(),
+        "finish_reason": pa.string(),
+    }
+)
+"""Columns of a journal; see `Dialogue`."""
 WAIT_S = 1.0
 """Seconds for which a worker waits for a complete trajectory at most."""
 WEIGHTS_OF = {"rollout": "actor"}
@@ -85,6 +101,7 @@ class Worker:
         self._server_checked = False
         self._saving: dict[str, Saving] = {}
         self.rollouts = Rollouts(self._generator)
+        self._last_journal: tuple[tuple[ShardRef, ...], Mapping[str, Mapping[str, Any]]] = ((), {})
 
     @property
     def roles(self) -> frozenset[str]:
@@ -138,7 +155,35 @@ class Worker:
             Fenced: a newer driver uses the worker.
         """
         self.accept_term(request.call.term)
-        return self.rollouts.begin(request, self._context(request.call, self._read(request.call)))
+        call = request.call
+        return self.rollouts.begin(request, self._context(call, self._read(call)), self._journaled(call))
+
+    def journal(self, iteration: int, stage: str, number: int) -> ShardRef | None:
+        """Write what a stage's open shards have generated so far; None if there is nothing.
+
+        Args:
+            iteration: the stage's iteration.
+            stage: the stage's name.
+            number: distinguishes the journals of this driver.
+        """
+        rows = self.rollouts.journal(iteration, stage)
+        if not rows:
+            return None
+        return self.store.write_journal(iteration, stage, number, pa.Table.from_pylist(rows, JOURNAL))
+
+    def _journaled(self, call: Call[C]) -> Mapping[str, Mapping[str, Any]]:
+        """The rows of the call's journal by trajectory id. A damaged journal is left out: it saves time, no more."""
+        if self._last_journal[0] != call.journal:
+            rows: dict[str, Mapping[str, Any]] = {}
+            for part in call.journal:
+                try:
+                    table = self.store.read_shard(part)
+                except Corrupt as damage:
+                    note(f"generation restarts without a journal: {damage}")
+                else:
+                    rows |= {row["trajectory_id"]: row for row in table.to_pylist()}
+            self._last_journal = call.journal, rows
+        return self._last_journal[1]
 
     def generate(
         self, weights: Weights, submitted: Sequence[tuple[ShardKey, Sequence[str]]], wait_s: float

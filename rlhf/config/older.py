@@ -95,8 +95,8 @@ def _renamed(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     old_names: list[str] = []
     for gone in NEEDLESS:
         holder, _, name = gone.partition(".")
-        section = today.get(holder)
-        if isinstance(section, dict) and section.pop(name, None) is not None:
+        holding = today.get(holder)
+        if isinstance(holding, dict) and holding.pop(name, None) is not None:
             old_names.append(gone)
     for old, new in RENAMED.items():
         section: Any = today

@@ -169,6 +169,12 @@ class RolloutConfig(Section):
     partial: bool = Field(
         False, description="async: new weights interrupt a generation, which then continues with the new weights"
     )
+    journal_s: float | None = Field(
+        30.0,
+        gt=0,
+        description="seconds between two journals of what is being generated; after a crash, generation continues from "
+        "the newest; null: a crash loses the responses of incomplete shards",
+    )
     max_in_flight: int = Field(
         512, gt=0, description="largest number of trajectories that a replica of the engine generates at the same time"
     )

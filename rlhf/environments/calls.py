@@ -38,6 +38,11 @@ class EnvironmentCalls:
         self._slots = asyncio.Semaphore(concurrency)
         self._environments: dict[int, Environment] = {}
 
+    @property
+    def replayable(self) -> bool:
+        """Whether a new environment gets into the same state if it is told the same turns."""
+        return bool(getattr(self._make, "replayable", False))
+
     async def of(self, dialogue: Dialogue, tokenizer: PreTrainedTokenizerBase) -> Environment:
         """The environment of a trajectory, in the state that follows its answered turns.
 

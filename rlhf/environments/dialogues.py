@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf.data.prompts import Messages
 from rlhf.engines.base import Chunk, Request, Sampling
@@ -25,6 +25,20 @@ class Beginning(NamedTuple):
     ground_truth_is_json: bool
     extra_info: str
     """JSON."""
+
+
+JOURNALED = (
+    "ids",
+    "log_probs",
+    "mask",
+    "versions",
+    "turn_starts",
+    "turn_ends",
+    "answered",
+    "reward",
+    "finish_reason",
+)
+"""The state of a trajectory."""
 
 
 @dataclass
@@ -65,6 +79,15 @@ class Dialogue:
         if self.answered == len(self.turn_ends):
             return None
         return self.ids[self.turn_starts[-1] : self.turn_ends[-1]]
+
+    def restore(self, row: Mapping[str, Any]) -> None:
+        """Continue from a row of a journal."""
+        for name in JOURNALED:
+            setattr(self, name, row[name])
+
+    def journaled(self) -> dict[str, Any]:
+        """The row of a journal."""
+        return {"trajectory_id": self.request.trajectory_id, **{name: getattr(self, name) for name in JOURNALED}}
 
     def next_request(self, sampling: Sampling) -> Request:
         """The request for the tokens that follow."""
