@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Generic, Self
 
 from infra.execution.driver import Driver
@@ -15,14 +13,12 @@ from infra.execution.executors import StageHandle
 from infra.progress import StageProgress, report
 from infra.store.clock import now
 from infra.store.manifest import Manifest
-from infra.store.records import Assigned, Journal, ShardCommit, StageCommit
-from infra.store.run_store import JOURNAL
-from infra.workers.calls import C, Rows, RowsCall, S, ShardKey
-from infra.workers.ray_group import GroupLost
-from infra.workers.rollouts import Generated
-from infra.workers.worker import WAIT_S, Worker
+from infra.store.records import Assigned, ShardCommit, StageCommit
+from infra.workers.calls import C, Rows, RowsCall, S
+from infra.workers.worker import Worker
 from tasks.calling import Handles, call_of, on_worker
 from tasks.changes import fingerprint_of, weights_for
+from tasks.generating import Generation
 from tasks.pipeline import stages_of
 from tasks.stage import RowsStage, Until
 
@@ -154,90 +150,25 @@ def _computed(job: ShardJob[C, S], done: Mapping[int, ShardCommit]) -> Iterator[
 def _generated(
     job: ShardJob[C, S], done: Mapping[int, ShardCommit], until: DynamicSampling[C, S] | None
 ) -> Iterator[ShardCommit]:
-    """Generate the shards that are not in `done`, all at once; they are complete in any order."""
+    """Generate the shards that are not in `done`, all at the same time; they become complete in any order."""
     driver, stage = job.driver, job.stage
-    group = driver.groups.of(stage.role)
-    limit = driver.config.rollout.max_in_flight
-    window = Window[C, S](in_batches=driver.config.rollout.engine == "hf", limit=limit)
     pending = deque(number for number in range(job.total) if number not in done)
-    journal_s = None if window.in_batches else driver.config.rollout.journal_s
-    began = journaled = time.perf_counter()
-    try:
+    began = time.perf_counter()
+    with Generation[C, S](driver, job.iteration, stage.name, weights_for(driver, stage, job.iteration)) as generation:
+        feed = generation.feed
         while until is None or not until.is_met(done):
             job.check()
-            with driver.rollout.turn:
-                weights = driver.rollout.loaded or weights_for(driver, stage, job.iteration)
-                assert weights is not None
-                while pending and window.has_room and (until is None or until.wants(done, len(window.requests))):
+            while pending and feed.has_room and (until is None or until.wants(done, len(feed.requests))):
+                with driver.rollout.turn.shared():
                     _assign(driver, stage, job.iteration, pending[0])
-                    request = job.request(pending.popleft())
-                    window.open(request, group.call(Worker.begin, request))
-                if not window.requests:
-                    return
-                submitted = window.take()
-                generate = partial(group.call, Worker.generate, weights, submitted, WAIT_S)
-                generated = on_worker(driver, stage.role, weights, generate)
-            for request in window.complete(generated):
-                rows = group.call(Worker.finish, request)
+                    generation.open(job.request(pending.popleft()))
+            if not feed.requests:
+                return
+            for shard, rows in generation.next_complete():
                 ended = time.perf_counter()
-                yield job.commit(request.call.shard, rows, ended - began)
+                yield job.commit(shard, rows, ended - began)
                 began = ended
-            if journal_s is not None and time.perf_counter() - journaled >= journal_s and window.requests:
-                number = driver.store.begin_attempt(job.iteration, JOURNAL)
-                part = group.call(Worker.journal, job.iteration, stage.name, number)
-                if part is not None:
-                    driver.store.replace_journal(Journal(iteration=job.iteration, stage=stage.name, parts=(part,)))
-                journaled = time.perf_counter()
-    finally:
-        with suppress(GroupLost):
-            group.call(Worker.drop, tuple(window.requests))
-
-
-@dataclass
-class Window(Generic[C, S]):
-    """The open shards of a stage that generates, and the trajectories that are generated at the same time."""
-
-    in_batches: bool
-    """Whether only one shard is open, whose trajectories are a batch of the engine."""
-    limit: int
-    """Largest number of trajectories in flight."""
-    requests: dict[ShardKey, RowsCall[C, S]] = field(default_factory=dict)
-    """The open shards."""
-    _left: dict[ShardKey, set[str]] = field(default_factory=dict)
-    """Trajectories of each open shard that are not complete."""
-    _queue: deque[tuple[ShardKey, tuple[str, ...]]] = field(default_factory=deque)
-    """Trajectories that wait, those of a prompt together."""
-    _in_flight: int = 0
-
-    @property
-    def has_room(self) -> bool:
-        """Whether to open another shard."""
-        return not self.requests if self.in_batches else not self._queue and self._in_flight < self.limit
-
-    def open(self, request: RowsCall[C, S], prompts: Sequence[tuple[str, ...]]) -> None:
-        """Add a shard, with the trajectory ids of each prompt."""
-        self.requests[request.key] = request
-        self._left[request.key] = {name for names in prompts for name in names}
-        self._queue += ((request.key, names) for names in prompts)
-
-    def take(self) -> list[tuple[ShardKey, tuple[str, ...]]]:
-        """The trajectories to submit now."""
-        taken: list[tuple[ShardKey, tuple[str, ...]]] = []
-        while self._queue and (self.in_batches or self._in_flight < self.limit):
-            taken.append(self._queue.popleft())
-            self._in_flight += len(taken[-1][1])
-        return taken
-
-    def complete(self, generated: Sequence[Generated]) -> list[RowsCall[C, S]]:
-        """Note that trajectories are complete; returns the shards that are complete with them."""
-        ended = []
-        for key, name in generated:
-            self._left[key].discard(name)
-            self._in_flight -= 1
-            if not self._left[key]:
-                del self._left[key]
-                ended.append(self.requests.pop(key))
-        return ended
+            generation.journal()
 
 
 def _assign(driver: Driver, stage: RowsStage[C, S], iteration: int, shard: int) -> None:

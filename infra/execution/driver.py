@@ -48,12 +48,50 @@ MANY_PROMPTS = 10_000
 """Measuring the lengths of more prompts takes over two seconds, so the driver says that it does."""
 
 
+class Turn:
+    """A lock that many may share, or one may have alone; whoever wants it alone comes first."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._sharing = 0
+        self._wanted = 0
+        self._taken = False
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Hold the lock together with others."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._wanted)
+            self._sharing += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._sharing -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Hold the lock alone."""
+        with self._changed:
+            self._wanted += 1
+            self._changed.wait_for(lambda: not self._sharing and not self._taken)
+            self._taken = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._wanted -= 1
+                self._taken = False
+                self._changed.notify_all()
+
+
 @dataclass
 class AheadRollouts:
     """The state of generation ahead of the open iteration, if `rollout.mode` allows that."""
 
-    turn: threading.Lock = field(default_factory=threading.Lock)
-    """Held while a piece is generated, and while new weights are loaded."""
+    turn: Turn = field(default_factory=Turn)
+    """Shared by calls that generate; exclusive while new weights are loaded."""
     loaded: Weights | None = None
     """The weights that were loaded last; None: each iteration generates with its starting weights."""
     started: dict[int, StageHandle] = field(default_factory=dict)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -36,6 +36,7 @@ class ShardSummary(BaseModel):
 
 C = TypeVar("C", bound=StageConfig)
 S = TypeVar("S", bound=ShardSummary)
+R_co = TypeVar("R_co", covariant=True)
 C_co = TypeVar("C_co", bound=StageConfig, covariant=True)
 
 Input = tuple[tuple[ShardRef, ...], tuple[str, ...]]
@@ -112,6 +113,12 @@ class Rows(Generic[S]):
     """The file, on the rank that wrote it."""
     summary: S
     seconds: float
+
+
+class Pending(Protocol[R_co]):
+    """A call in progress; `result` waits for its answer."""
+
+    def result(self) -> R_co: ...
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
 
 from infra.store.run_store import RunStore
+from infra.workers.calls import Pending
 from infra.workers.local import LocalGroup
 from infra.workers.worker import Worker
 from rlhf.config import RunConfig
@@ -16,13 +17,6 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
-R_co = TypeVar("R_co", covariant=True)
-
-
-class Pending(Protocol[R_co]):
-    """A call in progress; `result` waits for its answer."""
-
-    def result(self) -> R_co: ...
 
 
 class WorkerGroup(Protocol):
@@ -32,6 +26,20 @@ class WorkerGroup(Protocol):
     def call(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> R: ...
 
     def submit(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]: ...
+
+    def replicas(self) -> Sequence[Replica]:
+        """The processes, each of which generates alone."""
+        ...
+
+
+class Replica(Protocol):
+    """One process of a group."""
+
+    def call(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> R: ...
+
+    def handed(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
+        """Call a method, and leave its result where it is: an argument for a call of another replica."""
+        ...
 
 
 class WorkerGroups:

@@ -27,3 +27,9 @@ class LocalGroup:
         future: Future[R] = Future()
         future.set_result(self.call(method, *args, **kwargs))
         return future
+
+    handed = submit
+
+    def replicas(self) -> list[LocalGroup]:
+        """This process."""
+        return [self]

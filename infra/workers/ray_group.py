@@ -123,6 +123,39 @@ class Answer(Generic[R]):
         return self.group.await_answers(self.method, self.actors, self.pending)
 
 
+@dataclass(frozen=True)
+class Handed(Generic[R]):
+    """A result in Ray's object store, which another process reads there."""
+
+    answer: Any
+
+    def result(self) -> R:
+        """Wait for the result. Raises the worker's error."""
+        import ray
+
+        succeeded, result = ray.get(self.answer)
+        if not succeeded:
+            raise result
+        value: R = result
+        return value
+
+
+@dataclass(frozen=True)
+class RayReplica:
+    """One process of a pool."""
+
+    group: RayGroup
+    rank: int
+
+    def call(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call a method in this process. Raises the worker's error, or `GroupLost`."""
+        return self.group.submit_to(self.rank, method, *args, **kwargs).result()
+
+    def handed(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> Handed[R]:
+        """Call a method, and leave its result in Ray's object store."""
+        return Handed(self.group.submit_to(self.rank, method, *args, **kwargs).pending[0])
+
+
 class RayGroup:
     """The processes of one pool, started or found on first use."""
 
@@ -147,6 +180,19 @@ class RayGroup:
         with self._lock:  # calls that reach two ranks in different orders would deadlock
             actors = self._ready()
             return Answer(self, method, actors, [_asked(actor, self.term, call) for actor in actors])
+
+    def submit_to(
+        self, rank: int, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> Answer[R]:
+        """Call a method in one process."""
+        call = partial(method, *args, **kwargs)  # type: ignore[arg-type]  # the remote process adds the worker
+        with self._lock:
+            actors = self._ready()
+            return Answer(self, method, actors, [_asked(actors[rank], self.term, call)])
+
+    def replicas(self) -> list[RayReplica]:
+        """The processes, each of which generates alone."""
+        return [RayReplica(self, rank) for rank in range(self.pool.workers)]
 
     def await_answers(self, method: Callable[..., R], actors: list[Any], pending: list[Any]) -> R:
         """Wait for the answers of a call and return rank 0's.

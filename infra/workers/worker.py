@@ -25,6 +25,7 @@ from infra.workers.calls import (
     C,
     Call,
     Context,
+    Pending,
     Rows,
     RowsCall,
     S,
@@ -213,11 +214,25 @@ class Worker:
             self._end_rollout()
             raise
 
-    def finish(self, request: RowsCall[C, S], others: Sequence[Dialogue] = ()) -> Rows[S]:
-        """Compute and write a shard whose trajectories are complete; `others` are those from other workers."""
-        started = time.perf_counter()
-        output = self._output(request, self.rollouts.finish(request.key, others))
-        return self._written(request, output, time.perf_counter() - started)
+    def take(self, key: ShardKey, names: Sequence[str]) -> list[Dialogue]:
+        """The complete trajectories of a shard with these ids, for the worker that writes the shard."""
+        return self.rollouts.take(key, names)
+
+    def finish(self, request: RowsCall[C, S], others: Sequence[Pending[list[Dialogue]]] = ()) -> Rows[S]:
+        """Compute and write a shard whose trajectories are complete.
+
+        Args:
+            request: the call.
+            others: the trajectories that other workers have generated.
+
+        Returns:
+            The shard, which is written and not committed.
+        """
+        started, call = time.perf_counter(), request.call
+        elsewhere = [dialogue for pending in others for dialogue in pending.result()]
+        output = self._output(request, self.rollouts.finish(request.key, elsewhere))
+        shard = self.store.write_shard(call.iteration, call.stage, call.attempt, call.shard, output.batch.table)
+        return Rows(shard, output.summary, time.perf_counter() - started)
 
     def pause(self) -> None:
         """Let the rollout's requests end, so that its weights can change. With `rollout.partial` they are interrupted;
