@@ -154,7 +154,8 @@ def _generated(
     driver, stage = job.driver, job.stage
     pending = deque(number for number in range(job.total) if number not in done)
     began = time.perf_counter()
-    with Generation[C, S](driver, job.iteration, stage.name, weights_for(driver, stage, job.iteration)) as generation:
+    weights = None if driver.rollout.loaded is not None else weights_for(driver, stage, job.iteration)
+    with Generation[C, S](driver, job.iteration, stage.name, weights) as generation:
         feed = generation.feed
         while until is None or not until.is_met(done):
             job.check()

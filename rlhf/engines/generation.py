@@ -139,7 +139,8 @@ class Generator:
     async def _submit(self, dialogues: Sequence[Dialogue], rules: Rules) -> None:
         self.engine.join(len(dialogues))
         for dialogue in dialogues:
-            running = self._running[id(dialogue)] = _Running(dialogue)
+            # all at once: a batch whose trajectories were on both sides of the gate would never begin
+            running = self._running[id(dialogue)] = _Running(dialogue, is_past_gate=self._gate.is_set())
             running.task = asyncio.create_task(self._write(running, rules))
 
     async def _copies(self, dialogues: list[Dialogue]) -> list[Dialogue]:
@@ -176,8 +177,9 @@ class Generator:
         """Write one trajectory to its end."""
         dialogue = running.dialogue
         try:
-            await self._gate.wait()
-            running.is_past_gate = True
+            if not running.is_past_gate:
+                await self._gate.wait()
+                running.is_past_gate = True
             while not dialogue.finish_reason:
                 await self._take_turn(running, rules)
             self._ended.put(dialogue)
