@@ -101,7 +101,7 @@ def run_adapted(kind: Kind, batch: TrajectoryBatch, load: Files | None = None, *
 
 
 def test_adapters_by_two_processes(kind: Kind, batch: TrajectoryBatch, ranks: Ranks) -> None:
-    """Each trains, each writes its share of the moments, and one process goes on with plain PyTorch."""
+    """Each trains, each writes its share of the moments, and one process continues with plain PyTorch."""
     one = adapted(kind, "torch")
     told = ranks(run_adapted, kind, batch)
     assert told[0]["began"] == one.digest()
