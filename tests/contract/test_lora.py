@@ -37,7 +37,8 @@ AUTO = {"policy": AutoModelForCausalLM, "value": AutoModelForTokenClassification
 
 @pytest.fixture(params=[(engine, head) for engine in ENGINES for head in ("policy", "value")], ids="-".join)
 def kind(request: pytest.FixtureRequest, policy_folder: Path, critic_folder: Path) -> Kind:
-    return kind_of(*request.param, policy_folder, critic_folder)
+    engine, head = request.param
+    return kind_of(engine, head, policy_folder, critic_folder)
 
 
 def adapted(kind: Kind, engine: str | None = None, **options: Any) -> Any:
