@@ -29,7 +29,7 @@ from infra.progress import Event, IterationClosed, Note, ReplayProgress, StagePr
 from infra.runs import Run, open_run
 from infra.store.object_store import ObjectStore, StoreUnavailable
 from infra.store.run_store import REPORT
-from tasks.pipeline import STAGES
+from tasks.pipeline import in_order
 from tasks.recording import recorded
 
 EVERY_S = 1.0
@@ -158,8 +158,7 @@ def markdown(run: Run, iteration: int, metrics: Mapping[str, float]) -> str:
         "| stage | seconds | from | to |",
     ]
     lines += ["|---|---|---|---|"]
-    committed = run.store.manifests(iteration)
-    manifests = {stage.name: committed[stage.name] for stage in STAGES if stage.name in committed}
+    manifests = in_order(run.store.manifests(iteration))
     first = min((manifest.began for manifest in manifests.values()), default=0.0)
     for name, manifest in manifests.items():
         lines.append(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -113,26 +112,27 @@ class Run:
         chosen = list(range(self.state.iteration + 1) if iterations is None else iterations)
         if chosen and min(chosen) < 0:
             raise UserError(f"there is no iteration {min(chosen)}: iterations count from 0")
-        frames, known = [], {column.name: None for column in TRAJECTORY.columns}
-        if not known.keys() >= set(columns or ()):  # a stage of one's own may have written it
-            for iteration in chosen:
-                with suppress(Corrupt):
-                    columns_of = self._columns(self.store.iteration_state(iteration))
-                    known |= dict.fromkeys(name for names in columns_of.values() for name in names)
-        if unknown := [name for name in columns or () if name not in known]:
-            raise UserError(f"there is no column {unknown[0]}; columns are {', '.join(known)}")
+        readable: list[tuple[RunState, dict[str, tuple[str, ...]]]] = []
+        known = dict.fromkeys(column.name for column in TRAJECTORY.columns)
         for iteration in chosen:
             try:
                 state = self.store.iteration_state(iteration)
                 by_stage = self._columns(state)
+            except Corrupt as damage:
+                damaged(damage)
+            else:
+                readable.append((state, by_stage))
                 known |= dict.fromkeys(name for names in by_stage.values() for name in names)
-                frames.append(
-                    self._iteration(state, by_stage, list(known) if columns is None else columns, columns is None)
-                )
+        if unknown := [name for name in columns or () if name not in known]:
+            raise UserError(f"there is no column {unknown[0]}; columns are {', '.join(known)}")
+        wanted = list(known) if columns is None else columns
+        frames = []
+        for state, by_stage in readable:
+            try:
+                frames.append(self._iteration(state, by_stage, wanted, columns is None))
             except Corrupt as damage:
                 damaged(damage)
         frames = [frame for frame in frames if len(frame)]
-        wanted = list(known) if columns is None else columns
         return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=["iteration", *wanted])
 
     def _columns(self, state: RunState) -> dict[str, tuple[str, ...]]:

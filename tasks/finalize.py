@@ -10,7 +10,7 @@ import time
 from infra.execution.driver import Driver
 from infra.progress import IterationClosed, report
 from infra.store.records import Commit
-from tasks.pipeline import STAGES
+from tasks.pipeline import in_order
 from tasks.recording import recorded_task
 from tasks.restore import ensure_weights
 
@@ -45,8 +45,7 @@ def finalize(driver: Driver, iteration: int) -> dict[str, float]:
 def iteration_metrics(driver: Driver, iteration: int) -> dict[str, float]:
     """The metrics of an iteration's stages, and the seconds that each stage computed."""
     metrics: dict[str, float] = {}
-    committed = driver.store.manifests(iteration)
-    manifests = {stage.name: committed[stage.name] for stage in STAGES if stage.name in committed}
+    manifests = in_order(driver.store.manifests(iteration))
     for name, manifest in manifests.items():
         metrics |= manifest.metrics
         metrics[f"timing_s/{name}"] = manifest.seconds

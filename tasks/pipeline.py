@@ -5,6 +5,9 @@ The flow, plan, fork, replay, explain, status, the checks of a resume, and the d
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TypeVar
+
 from infra.execution.driver import Dependencies
 from rlhf.config import RunConfig
 from rlhf.errors import UserError
@@ -21,6 +24,8 @@ from tasks.update_actor import UPDATE_ACTOR
 from tasks.update_critic import UPDATE_CRITIC
 from tasks.validate import VALIDATE
 from tasks.values import VALUES
+
+T = TypeVar("T")
 
 STAGES: tuple[Stage, ...] = (
     VALIDATE,
@@ -61,6 +66,12 @@ def stages_of(config: RunConfig) -> tuple[Stage, ...]:
 def names_of(config: RunConfig) -> tuple[str, ...]:
     """The names of the stages of an iteration under this config, in order."""
     return tuple(stage.name for stage in stages_of(config))
+
+
+def in_order(by_stage: Mapping[str, T]) -> dict[str, T]:
+    """Values by stage name, in the order of the pipeline; stages are committed in any order."""
+    names = [stage.name for stage in STAGES if stage.name in by_stage]
+    return {name: by_stage[name] for name in dict.fromkeys((*names, *by_stage))}
 
 
 def update_of(role: str) -> AnyUpdateStage | None:

@@ -50,7 +50,7 @@ class Deaf:
 
 
 class Script:
-    """An environment that says what it was told to say, and notes what it is told."""
+    """An environment that gives prepared answers, and records the turns that it receives."""
 
     stop = ("!",)
 
@@ -94,7 +94,7 @@ class Absent:
 
 
 class Leaves:
-    """It ends the program with what it is told."""
+    """An environment that ends the program, with the ground truth as its exit code."""
 
     stop = ()
 
@@ -103,7 +103,7 @@ class Leaves:
 
 
 class Slow:
-    """Answers after as many seconds as it is told."""
+    """An environment that answers after as many seconds as the ground truth says."""
 
     stop = ()
 

@@ -51,7 +51,8 @@ class History:
     @property
     def stages(self) -> Counter[tuple[str, int]]:
         """Committed stages, updates and skips among them: (stage, iteration)."""
-        return Counter((stage.stage, stage.iteration) for kind in (StageCommit, Skip) for stage in self.commits(kind))
+        stages: list[StageCommit | Skip] = [*self.commits(StageCommit), *self.commits(Skip)]
+        return Counter((stage.stage, stage.iteration) for stage in stages)
 
     @property
     def results(self) -> dict[str, Any]:

@@ -65,7 +65,11 @@ def _wait_for(port: int, process: subprocess.Popen[bytes], limit_s: float = 60.0
 
 
 def serve(port: int) -> None:
-    from moto.server import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
+    from moto.server import (  # type: ignore[attr-defined]
+        DomainDispatcherApplication,
+        MotoRequestHandler,
+        create_backend_app,
+    )
     from werkzeug.serving import run_simple
 
     moto, writing = DomainDispatcherApplication(create_backend_app), threading.Lock()

@@ -1,4 +1,4 @@
-"""A store that fails as it is told to, in a time that jumps: what the log is driven with instead of a network."""
+"""A store that fails at chosen operations, with a clock that jumps. It replaces the network in tests of the log."""
 
 from __future__ import annotations
 

@@ -14,10 +14,12 @@ from pathlib import Path
 
 import httpx
 
+_running: list[subprocess.Popen[bytes]] = []
+
 
 def serving(folder: Path, options: Mapping[str, object] | None = None, **environment: str) -> str:
-    """The URL of a server of a model, which ends with this process; started in a session of its own, so that all its
-    processes end. `options` are of its command line, over those that a run asks for."""
+    """The URL of a server of a model, which ends with `end_servers` or with this process; started in a session of its
+    own, so that all its processes end. `options` are of its command line, over those that a run asks for."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -50,7 +52,7 @@ def serving(folder: Path, options: Mapping[str, object] | None = None, **environ
             start_new_session=True,
             env=os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", **environment},
         )
-    atexit.register(ended, process)
+    _running.append(process)
     url = f"http://127.0.0.1:{port}"
     deadline = time.monotonic() + 300
     while True:
@@ -63,7 +65,11 @@ def serving(folder: Path, options: Mapping[str, object] | None = None, **environ
             time.sleep(0.5)
 
 
-def ended(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+@atexit.register
+def end_servers() -> None:
+    """End all servers; each takes gigabytes."""
+    while _running:
+        process = _running.pop()
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()

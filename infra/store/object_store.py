@@ -356,7 +356,7 @@ def backend_for(url: str) -> Backend:
         A `LocalBackend` for a local folder, else an `FsspecBackend`.
 
     Raises:
-        UserError: fsspec does not know the protocol, or its package is not installed.
+        UserError: fsspec does not support the protocol, or its package is not installed.
     """
     try:
         fs, root = fsspec.core.url_to_fs(url)
@@ -384,7 +384,7 @@ class ObjectStore:
             clock: measures the deadline and sleeps between attempts.
 
         Raises:
-            UserError: fsspec does not know the protocol, or its package is not installed.
+            UserError: fsspec does not support the protocol, or its package is not installed.
         """
         self.url = url.rstrip("/")
         self.backend = backend_for(url) if backend is None else backend
@@ -402,7 +402,7 @@ class ObjectStore:
             The run's store, the same one in every call.
 
         Raises:
-            UserError: fsspec does not know the protocol, or its package is not installed.
+            UserError: fsspec does not support the protocol, or its package is not installed.
         """
         if run is None:
             return self
@@ -441,17 +441,7 @@ class ObjectStore:
             raise self.no_bucket(error) from error
 
     def get(self, key: str) -> bytes:
-        """Read a whole object.
-
-        Args:
-            key: the object's key.
-
-        Returns:
-            Its bytes.
-
-        Raises:
-            FileNotFoundError: the key is absent.
-        """
+        """Read a whole object; see `Backend.get`."""
         return self.retry(f"read {key}", lambda: self.backend.get(key))
 
     def parts(self, key: str, size: int) -> Iterator[bytes]:
@@ -487,24 +477,13 @@ class ObjectStore:
             return None
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete objects, ignoring absent keys.
-
-        Args:
-            keys: the objects' keys.
-        """
+        """Delete objects, ignoring absent keys; see `Backend.delete`."""
         doomed = list(keys)
         if doomed:
             self.retry(f"delete {doomed[0]}", lambda: self.backend.delete(doomed))
 
     def list(self, prefix: str) -> list[str]:
-        """List the keys that begin with a prefix, except hidden keys (any path part begins with a dot).
-
-        Args:
-            prefix: a folder with its slash, the beginning of a name in a folder, or empty for all keys.
-
-        Returns:
-            The keys, sorted.
-        """
+        """List the keys that begin with a prefix; see `Backend.list`."""
         return self.retry(f"list {prefix}", lambda: self.backend.list(prefix))
 
     def delete_leftovers(self) -> None:

@@ -78,7 +78,7 @@ class RunStore:
             The run.
 
         Raises:
-            UserError: fsspec does not know the protocol, or its package is not installed.
+            UserError: fsspec does not support the protocol, or its package is not installed.
         """
         return cls(ObjectStore(url))
 

@@ -72,23 +72,6 @@ def with_new_names(tree: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def with_new_name(key: str, value: Any) -> tuple[str, Any]:
-    """Convert one key and its value, which may be a section, as `with_new_names` does."""
-    tree: dict[str, Any] = {}
-    section = tree
-    *parents, last = key.split(".")
-    for part in parents:
-        section = section.setdefault(part, {})
-    section[last] = value
-    new_value: Any = with_new_names(tree)
-    if key in NEEDLESS:
-        return key, None  # dropped again when the config is validated
-    key = RENAMED.get(key, key)
-    for part in key.split("."):
-        new_value = new_value[part]
-    return key, new_value
-
-
 def _renamed(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The tree with today's names, and the old names that it had."""
     today = deepcopy(dict(tree))

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from rlhf.config.older import GONE, with_new_name
+from rlhf.config.older import GONE, RENAMED, with_new_names
 from rlhf.errors import UserError
 
 M = TypeVar("M", bound=BaseModel)
@@ -40,8 +40,25 @@ def overridden(tree: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]
             value = _yaml(text)
         except yaml.YAMLError:
             raise UserError(f"{override!r}: {text!r} is not a YAML value") from None
-        set_value(tree, *with_new_name(key, value))
+        single: dict[str, Any] = {}
+        set_value(single, key, value)
+        value, key = renamed(single, override), RENAMED.get(key, key)
+        for part in key.split("."):
+            value = value[part]
+        set_value(tree, key, value)
     return tree
+
+
+def renamed(tree: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Convert a config to today's keys; see `with_new_names`.
+
+    Raises:
+        UserError: a key has both its old and its new name; the line starts with `where`.
+    """
+    try:
+        return with_new_names(tree)
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from None
 
 
 def validated(model: type[M], tree: Mapping[str, Any], where: str, context: object = None) -> M:

@@ -10,7 +10,7 @@ from pydantic import Field, ValidationInfo, model_validator
 
 from rlhf.config.incompatibilities import check_combinations
 from rlhf.config.older import RENAMED, as_of_today, with_new_names
-from rlhf.config.reading import overridden, read_yaml, set_value, validated
+from rlhf.config.reading import overridden, read_yaml, renamed, set_value, validated
 from rlhf.config.sections import (
     ActorConfig,
     AlgorithmConfig,
@@ -30,7 +30,6 @@ from rlhf.config.sections import (
     TrainerConfig,
     ValidationConfig,
 )
-from rlhf.errors import UserError
 
 ALLOW_INCOMPATIBLE = "anything fits"
 """Validation context in which incompatible combinations are accepted."""
@@ -207,11 +206,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     Raises:
         UserError: the config is invalid; one line names the key and the fix.
     """
-    tree = read_yaml(path)
-    try:
-        tree = with_new_names(tree)
-    except ValueError as error:
-        raise UserError(f"{path}: {error}") from None
+    tree = renamed(read_yaml(path), str(path))
     return parse_config(overridden(tree, overrides), str(path))
 
 

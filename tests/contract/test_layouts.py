@@ -61,7 +61,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 @pytest.fixture(params=[(engine, head) for engine in ENGINES for head in ("policy", "value")], ids="-".join)
 def kind(request: pytest.FixtureRequest, policy_folder: Path, critic_folder: Path) -> Kind:
-    return kind_of(*request.param, policy_folder, critic_folder)
+    engine, head = request.param
+    return kind_of(engine, head, policy_folder, critic_folder)
 
 
 @pytest.fixture

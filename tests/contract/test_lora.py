@@ -37,7 +37,8 @@ AUTO = {"policy": AutoModelForCausalLM, "value": AutoModelForTokenClassification
 
 @pytest.fixture(params=[(engine, head) for engine in ENGINES for head in ("policy", "value")], ids="-".join)
 def kind(request: pytest.FixtureRequest, policy_folder: Path, critic_folder: Path) -> Kind:
-    return kind_of(*request.param, policy_folder, critic_folder)
+    engine, head = request.param
+    return kind_of(engine, head, policy_folder, critic_folder)
 
 
 def adapted(kind: Kind, engine: str | None = None, **options: Any) -> Any:
@@ -101,7 +102,7 @@ def run_adapted(kind: Kind, batch: TrajectoryBatch, load: Files | None = None, *
 
 
 def test_adapters_by_two_processes(kind: Kind, batch: TrajectoryBatch, ranks: Ranks) -> None:
-    """Each trains, each writes its share of the moments, and one process goes on with plain PyTorch."""
+    """Each trains, each writes its share of the moments, and one process continues with plain PyTorch."""
     one = adapted(kind, "torch")
     told = ranks(run_adapted, kind, batch)
     assert told[0]["began"] == one.digest()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
@@ -33,13 +33,14 @@ from rlhf.engines.vllm_rollout import VLLMRollout
 from rlhf.errors import EngineLost
 from rlhf.models import load_actor, load_tokenizer
 from tests.tiny import model_folder
-from tests.vllm_server import serving
+from tests.vllm_server import end_servers, serving
 
 CLOSE = 1e-5
 EOS = tuple(range(1, 78, 6))
 SAMPLING = Sampling(temperature=0.7, top_p=0.95, max_tokens=12, seed=3)
 
 Build = Callable[..., RolloutEngine]
+STARTED: list[VLLMRollout] = []
 
 
 def hf_rollout(folder: Path, **options: Any) -> RolloutEngine:
@@ -50,9 +51,12 @@ def hf_rollout(folder: Path, **options: Any) -> RolloutEngine:
 
 @cache  # a start takes a quarter of a minute
 def vllm_rollout(folder: Path, **options: Any) -> RolloutEngine:
-    return VLLMRollout(
-        folder, eos_token_ids=EOS, max_model_len=256, enforce_eager=True, gpu_memory_utilization=0.1, **options
+    STARTED.append(
+        VLLMRollout(
+            folder, eos_token_ids=EOS, max_model_len=256, enforce_eager=True, gpu_memory_utilization=0.1, **options
+        )
     )
+    return STARTED[-1]
 
 
 @cache
@@ -84,6 +88,16 @@ if os.environ.get("RATCHET_VLLM") or find_spec("vllm"):  # which CI says there i
     # cached is computed once.
     ENGINES["vllm"] = Kind(vllm_rollout, replace(SAMPLING, top_p=1.0), 1e-3, exact=False)
     ENGINES["server"] = replace(ENGINES["vllm"], build=server_rollout)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _memory_is_freed() -> Iterator[None]:
+    yield
+    for engine in STARTED:
+        engine.close()
+    for build in (vllm_rollout, server_rollout):
+        build.cache_clear()
+    end_servers()
 
 
 @pytest.fixture(params=list(ENGINES))

@@ -28,7 +28,7 @@ from rlhf.batch import TrajectoryBatch, ragged
 from rlhf.config import LoRAConfig, ModelConfig
 from rlhf.engines import token_outputs
 from rlhf.engines.base import OptimizerPlan, TrainEngine
-from rlhf.engines.deepspeed_engine import DeepSpeedEngine, Stage
+from rlhf.engines.deepspeed_engine import DeepSpeedEngine, ZeroStage
 from rlhf.engines.fsdp_engine import FSDPEngine
 from rlhf.engines.optimizers import AdamW
 from rlhf.engines.torch_engine import TorchEngine
@@ -49,7 +49,7 @@ def fsdp_engine(folder: Path, head: Head, lora: LoRAConfig | None = None, **opti
 
 
 def deepspeed_engine(
-    folder: Path, head: Head, stage: Stage, lora: LoRAConfig | None = None, **options: Any
+    folder: Path, head: Head, stage: ZeroStage, lora: LoRAConfig | None = None, **options: Any
 ) -> TrainEngine:
     return DeepSpeedEngine(LOAD[head](ModelConfig(path=str(folder), lora=lora)), head, stage=stage, **options)
 
@@ -89,7 +89,8 @@ def kind_of(engine: str, head: Head, policy_folder: Path, critic_folder: Path) -
 
 @pytest.fixture(params=[(engine, head) for engine in ENGINES for head in LOAD], ids="-".join)
 def kind(request: pytest.FixtureRequest, policy_folder: Path, critic_folder: Path) -> Kind:
-    return kind_of(*request.param, policy_folder, critic_folder)
+    engine, head = request.param
+    return kind_of(engine, head, policy_folder, critic_folder)
 
 
 ALL = tuple(range(8))

@@ -1,4 +1,4 @@
-"""A proxy before an object store, or Prefect's server, that breaks what it is told to, on the wire, where real networks
+"""A proxy before an object store, or Prefect's server, that breaks chosen requests on the wire, where real networks
 do."""
 
 from __future__ import annotations

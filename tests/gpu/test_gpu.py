@@ -114,8 +114,9 @@ def test_the_peak_of_colocated_models_is_lower_where_idle_ones_are_offloaded(tmp
         worker = Worker(config, RunStore(ObjectStore(f"file://{tmp_path}/{offload}")))
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        for role in ("rollout", "reference", "critic", "actor"):
-            worker.engine(role, learns=role in ("actor", "critic"))
+        worker.engines.rollout()
+        for role in ("reference", "critic", "actor"):
+            worker.engines.model(role, learns=role in ("actor", "critic"))
         peaks[offload] = torch.cuda.max_memory_allocated() - before
         del worker
     assert peaks[True] < 0.5 * peaks[False], "three models, one at a time"

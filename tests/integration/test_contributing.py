@@ -54,7 +54,7 @@ def test_an_advantage_estimator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     sys.modules.pop("my_advantages")
 
 
-# A stage of one's own, in a copy of Ratchet.
+# A custom stage, in a copy of Ratchet.
 
 
 def start_ratchet(folder: Path, *arguments: object) -> subprocess.Popen[str]:

@@ -36,7 +36,9 @@ def ray_cluster() -> Iterator[str]:
     from ray.cluster_utils import Cluster
 
     options: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
-    cluster = Cluster(initialize_head=True, head_node_args={**options, "include_dashboard": False})
+    system = {"memory_monitor_refresh_ms": 0}  # the tests beside these may need the memory: Ray kills no worker for it
+    head = {**options, "include_dashboard": False, "_system_config": system}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     cluster.add_node(**options)
     os.environ["RAY_ADDRESS"] = cluster.address
     yield cluster.address

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,17 @@ from tests import tiny
 from tests.history import History
 from tests.integration.test_vllm_run import gap
 from tests.processes import Child, Processes
-from tests.vllm_server import serving
+from tests.vllm_server import end_servers, serving
 
 pytestmark = pytest.mark.skipif(
     not os.environ.get("RATCHET_VLLM") and find_spec("vllm") is None, reason="vLLM is not installed: `make vllm`"
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _memory_is_freed() -> Iterator[None]:
+    yield
+    end_servers()
 
 
 @pytest.fixture(scope="module")

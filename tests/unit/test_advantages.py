@@ -115,7 +115,7 @@ GROUPS = torch.tensor([8, 8, 8, 2, 2, 5])
         (GRPOPassK(norm_by_std=False), [0, 1, 0, 0, 0, 0]),
         (ReinforcePlusPlusBaseline(whiten=False), [-1, 1, 0, 0, 0, 0]),
     ],
-    ids=lambda value: value.type if isinstance(value, Algorithm) else "",
+    ids=lambda value: type(value).__name__ if isinstance(value, Algorithm) else "",
 )
 def test_group_estimators_by_hand(estimator: GroupEstimator, expected: list[float]) -> None:
     mask = (torch.arange(3)[None, :] < torch.tensor(LENGTHS)[:, None]).double()

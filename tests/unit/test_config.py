@@ -316,6 +316,9 @@ def test_old_names_of_keys_still_work_and_a_note_says_the_new_ones(file: Path) -
     file.write_text(yaml.safe_dump(both))
     with pytest.raises(UserError, match=f"{file.name}: {reason}"):
         load_config(file)
+    both_at_once = "actor={by_turns: true, offload_when_idle: false}"
+    with pytest.raises(UserError, match=f"^{re.escape(both_at_once)}: {reason}"):
+        config.with_values({}, [both_at_once])
     config = config.with_values({"actor.offload_when_idle": True})
     stored = config.model_dump(mode="json")
     stored["actor"]["by_turns"] = stored["actor"].pop("offload_when_idle")

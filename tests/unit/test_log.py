@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -601,7 +602,7 @@ def sleeper() -> Iterator[psutil.Process]:
 
 def beat(process: psutil.Process | None = None, **changes: Any) -> heartbeat.Beat:
     process = process or psutil.Process()
-    fields = {"term": 1, "host": heartbeat.socket.gethostname(), "boot": heartbeat._boot_id(), "pid": process.pid}
+    fields = {"term": 1, "host": socket.gethostname(), "boot": heartbeat._boot_id(), "pid": process.pid}
     return heartbeat.Beat(**({**fields, "born": born(process), "count": 1} | changes))
 
 

@@ -145,7 +145,7 @@ HERE = row(1, 1, 1, 1, 0)
             [1 - math.log(1.2) / 2, 1 - math.log(1.5) / 2, 1 + math.log(1.75) / 4, 1 + math.log(5 / 9) / 4],
         ),
     ],
-    ids=lambda value: value.type if isinstance(value, Algorithm) else "",
+    ids=lambda value: type(value).__name__ if isinstance(value, Algorithm) else "",
 )
 def test_slopes_by_hand(loss: TokenLoss, slopes: list[float]) -> None:
     log_probs = NEW.log().requires_grad_()
@@ -227,8 +227,10 @@ def test_clip_cov_draws_among_the_tokens_of_middling_covariance() -> None:
     torch.testing.assert_close(gradient, row(-1, 0, -0.5, 0.25, 0), rtol=1e-12, atol=1e-12)
     assert metrics["pg_clipfrac"].item() == pytest.approx(0.25)
     masked = torch.cat([COV_MASK] + [torch.zeros_like(COV_MASK)] * 3, -1)
-    wide = [torch.cat([x] * 4, -1) for x in (COV_LOG_PROBS, COV_LOG_PROBS, COV_ADVANTAGES)]
-    assert loss.select(*wide, masked, noise=torch.ones_like(masked)).sum() == 1, "a share of the tokens that count"
+    log_probs, advantages = torch.cat([COV_LOG_PROBS] * 4, -1), torch.cat([COV_ADVANTAGES] * 4, -1)
+    assert loss.select(log_probs, log_probs, advantages, masked, noise=torch.ones_like(masked)).sum() == 1, (
+        "a share of the tokens that count"
+    )
     beyond = COV_LOG_PROBS - row(0, 0, 0, 1, 0)  # PPO's clip holds the fourth already
     assert not loss.select(COV_LOG_PROBS, beyond + row(0, 0, 0, 2, 0), *arguments[2:], noise=row(0, 0, 0, 1, 0))[0, 3]
 
