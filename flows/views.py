@@ -221,15 +221,22 @@ def write(answers: pd.DataFrame, path: Path) -> None:
 
 def solve_rates(answers: pd.DataFrame, title: str, on_error: str, solved: float | None) -> Table:
     """Mean score by data source, with a 95 % interval over prompts, and statistics of the n answers per prompt."""
-    table = Table(title=title)
-    failed = answers["reward_error"].notna()
-    if failed.any():
-        [first, *_] = answers["reward_error"][failed]
-        counted = "left out" if on_error == "drop" else "count as 0"
-        table.caption = f"{failed.sum()} rewards failed, and {counted}: {escape(visible(first))}\n"
+    table, captions = Table(title=title), list[str]()
     n = int(answers.groupby("prompt_id").size().max())
-    if on_error == "drop":
-        answers = answers[~failed]
+    for column, what, left_out in (
+        ("rollout_error", "environments", True),
+        ("reward_error", "rewards", on_error == "drop"),
+    ):
+        failed = answers[column].notna()
+        if failed.any():
+            counted = "left out" if left_out else "count as 0"
+            captions.append(
+                f"{failed.sum()} {what} failed, and {counted}: {escape(visible(answers[column][failed].iloc[0]))}"
+            )
+        if left_out:
+            answers = answers[~failed]
+    if captions:
+        table.caption = "\n".join(captions) + "\n"
     sources, prompts, texts, scores = (
         answers[name].tolist() for name in ("data_source", "prompt_id", "response", "score")
     )

@@ -79,7 +79,8 @@ TRAJECTORY = TrajectorySchema(
             "finish_reason",
             pa.string(),
             "generate",
-            "stop (the response ended), length (token limit), or turns (rollout.environment.max_turns)",
+            "stop (the response ended), length (token limit), turns (rollout.environment.max_turns), or error "
+            "(rollout_error)",
         ),
         Column(
             "policy_version",
@@ -104,6 +105,7 @@ TRAJECTORY = TrajectorySchema(
             "generate",
             "turns of the policy and the environment in the response, with rollout.environment",
         ),
+        Column("rollout_error", pa.string(), "generate", "error of the environment that ended the trajectory, if any"),
         Column("environment_reward", pa.float32(), "generate", "sum of the environment's rewards, if there is one"),
         Column("seed", pa.int64(), "generate", "seed of the run, from which sampling derives"),
         Column("model_score", pa.float32(), "reward_model", "score of the reward model; mean of a process reward"),

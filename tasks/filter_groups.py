@@ -12,6 +12,7 @@ from rlhf.config import DynamicSamplingConfig, RunConfig
 from rlhf.rewards import RewardFailed
 from rlhf.schema import TRAJECTORY
 from rlhf.stage_config import StageConfig, key
+from tasks.reward_model import is_complete
 from tasks.score import OnError, counting
 from tasks.stage import RowsStage
 
@@ -26,7 +27,8 @@ def filter_groups(context: Context[FilterGroupsConfig]) -> ShardOutput[ShardSumm
     """Select trajectories.
 
     With dynamic sampling, keep the first prompts whose scores differ; if there are too few, fill up with the first of
-    the other prompts. With `reward.on_error: drop`, leave out the trajectories whose reward failed.
+    the other prompts. Leave out the trajectories whose environment failed and, with `reward.on_error: drop`, those
+    whose reward failed.
 
     Args:
         context: The batch of scored trajectories.
@@ -35,7 +37,7 @@ def filter_groups(context: Context[FilterGroupsConfig]) -> ShardOutput[ShardSumm
         The kept trajectories and the range of the scores in each group, `group_spread`; metrics of the sampling.
     """
     config, batch = context.config, context.batch
-    good = counting(config.on_error, batch.list("reward_error"))
+    good = counting(config.on_error, batch.list("reward_error")) & is_complete(batch)
     prompts, group = np.unique(batch.numpy("prompt_id").astype(str), return_inverse=True)
     groups, scores = Groups(torch.from_numpy(group[good])), torch.tensor(batch.numpy("score")[good])
     spread = np.zeros(len(batch), dtype=np.float32)
@@ -54,8 +56,8 @@ def filter_groups(context: Context[FilterGroupsConfig]) -> ShardOutput[ShardSumm
         }
     if not kept.any():
         raise RewardFailed(
-            "the reward failed for every trajectory: nothing is left to learn from; "
-            "`ratchet show RUN --columns response,reward_error` says why"
+            "the environment or the reward failed for every trajectory: nothing is left to learn from; "
+            "`ratchet show RUN --columns response,rollout_error,reward_error` says why"
         )
     rows = np.flatnonzero(kept)
     ids = batch.array("trajectory_id").take(rows)
@@ -72,7 +74,7 @@ FILTER_GROUPS = RowsStage(
     label="select",
     config=FilterGroupsConfig,
     exists=exists,
-    reads={"generate": ("prompt_id",), "score": ("score", "reward_error")},
+    reads={"generate": ("prompt_id", "rollout_error"), "score": ("score", "reward_error")},
     writes=TRAJECTORY.of("select"),
     compute=filter_groups,
     summary=ShardSummary,

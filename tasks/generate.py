@@ -16,15 +16,13 @@ from rlhf.config import DynamicSamplingConfig, RunConfig
 from rlhf.data.prompts import PromptDataset, encode
 from rlhf.engines.base import Request, Sampling
 from rlhf.engines.generation import Rules
-from rlhf.environments.calls import EnvironmentCalls
+from rlhf.environments import KEY, EnvironmentFailed
+from rlhf.environments.calls import OnError
 from rlhf.environments.dialogues import Beginning, Dialogue
 from rlhf.schema import TRAJECTORY
 from rlhf.stage_config import StageConfig, key
 from tasks.score import ScoreSummary
 from tasks.stage import RowsStage, Until
-
-CONCURRENCY = 64
-"""Largest number of calls of environments at the same time. They mostly wait, for example for the network."""
 
 
 class PromptConfig(StageConfig):
@@ -41,7 +39,10 @@ class EnvironmentStageConfig(StageConfig):
     name: str = key("name")
     options: dict[str, Any] = key("options")
     max_turns: int = key("max_turns")
+    on_error: OnError = key("on_error")
+    max_error_share: float = key("max_error_share", operational=True)
     timeout_s: float = key("timeout_s", operational=True)
+    concurrency: int = key("concurrency", operational=True)
 
 
 class GenerateConfig(StageConfig):
@@ -68,7 +69,8 @@ class GenerateConfig(StageConfig):
 class GenerateSummary(ShardSummary):
     tokens: int
     oldest_version: int | None = None
-    """The oldest version of the policy that drew any of the tokens."""
+    """The oldest version of the policy that drew any of the tokens; None: an older release, or there are no tokens."""
+    errors: int = 0
 
 
 def shards_of(driver: Driver) -> int:
@@ -92,7 +94,9 @@ def share_that_differs(config: RunConfig, scored: Sequence[Mapping[str, JsonValu
 
 
 def generated_tokens(summaries: Sequence[GenerateSummary]) -> dict[str, float]:
-    return {"perf/generated_tokens": float(sum(shard.tokens for shard in summaries))}
+    errors = sum(shard.errors for shard in summaries)
+    metrics = {"perf/generated_tokens": float(sum(shard.tokens for shard in summaries))}
+    return metrics | ({"rollout/errors": float(errors)} if errors else {})
 
 
 @dataclass(frozen=True)
@@ -146,7 +150,8 @@ def generate(context: Context[GenerateConfig]) -> ShardOutput[GenerateSummary]:
     batch = trajectories(context, prompts)
     summary = GenerateSummary(
         tokens=int(batch.flat("response_mask").sum()),
-        oldest_version=min(min(dialogue.versions) for dialogue in context.dialogues),
+        oldest_version=min((version for dialogue in context.dialogues for version in dialogue.versions), default=None),
+        errors=sum(dialogue.error is not None for dialogue in context.dialogues),
         cursor=context.call.cursor + prompts.rows[-1][0] + 1,
     )
     return ShardOutput(batch, summary)
@@ -174,11 +179,12 @@ def begin_trajectories(context: Context[C], prompts: Prompts) -> ShardStart:
     environment = prompts.environment
     if environment is None:
         return ShardStart(tuple(dialogues), Rules(prompts.sampling))
-    calls = EnvironmentCalls(
-        context.resources.environment(environment.name),
+    calls = context.resources.environments(
+        environment.name,
         environment.options,
         timeout_s=environment.timeout_s,
-        concurrency=CONCURRENCY,
+        concurrency=environment.concurrency,
+        on_error=environment.on_error,
     )
     return ShardStart(tuple(dialogues), Rules(prompts.sampling, calls, environment.max_turns))
 
@@ -189,9 +195,15 @@ def trajectories(context: Context[C], prompts: Prompts) -> TrajectoryBatch:
     Args:
         context: Gives the tokenizer and the trajectories.
         prompts: The prompts.
+
+    Raises:
+        EnvironmentFailed: if too many of the environments failed; see `rollout.environment.max_error_share`.
     """
     tokenizer, dialogues = context.resources.tokenizer, context.dialogues
-    talks = prompts.environment is not None
+    talks, assigned = prompts.environment is not None, context.call.weights
+    assert assigned is not None, "the rollout has weights"
+    if prompts.environment is not None:
+        _check_errors(dialogues, prompts.environment)
     columns: dict[str, list[Any]] = {name: [] for name in ("trajectory_id", *TRAJECTORY.names("generate"))}
     for place, dialogue in enumerate(dialogues):
         number, row = prompts.rows[place // prompts.n]
@@ -214,14 +226,25 @@ def trajectories(context: Context[C], prompts: Prompts) -> TrajectoryBatch:
             "rollout_log_probs": dialogue.log_probs,
             "response_mask": dialogue.mask,
             "finish_reason": dialogue.finish_reason,
-            "policy_version": dialogue.versions[0],
-            "token_versions": None if len(set(dialogue.versions)) == 1 else dialogue.versions,
+            "policy_version": dialogue.versions[0] if dialogue.versions else assigned.version,
+            "token_versions": dialogue.versions if len(set(dialogue.versions)) > 1 else None,
             "turns": dialogue.turns(tokenizer) if talks else None,
+            "rollout_error": dialogue.error,
             "environment_reward": dialogue.reward if talks else None,
         }
         for name, value in values.items():
             columns[name].append(value)
     return TrajectoryBatch.of(columns)
+
+
+def _check_errors(dialogues: Sequence[Dialogue], environment: EnvironmentStageConfig) -> None:
+    errors = [dialogue.error for dialogue in dialogues if dialogue.error is not None]
+    if len(errors) > environment.max_error_share * len(dialogues):
+        raise EnvironmentFailed(
+            f"{len(errors)} of the {len(dialogues)} trajectories of a shard failed, more than "
+            f"{KEY}.max_error_share {environment.max_error_share:g}: nothing of the shard is committed; fix the "
+            f"environment and resume. The first error: {errors[0]}"
+        )
 
 
 def _encoded(context: Context[C], prompts: Prompts, row: int) -> tuple[str, list[int]]:

@@ -40,12 +40,16 @@ def model_scores(context: Context[C], config: RewardModelStageConfig, batch: Tra
         batch: Trajectories with the columns in `REWARD_MODEL.reads`.
 
     Returns:
-        `model_score`, a number per trajectory, and `model_token_scores`: for a process reward model, float32 arrays of
-        the lengths of the responses, where the score of a step is at its last token; otherwise None.
+        `model_score`, a number per trajectory (0 if its environment failed), and `model_token_scores`: for a process
+        reward model, float32 arrays of the lengths of the responses, where the score of a step is at its last token;
+        otherwise None.
 
     Raises:
         UserError: if an older release generated the trajectories and did not store their messages.
     """
+    complete = is_complete(batch)
+    if not complete.all():
+        return _spread(model_scores(context, config, batch.take(np.flatnonzero(complete))), batch, complete)
     engine = context.engines.reward_model()
     if batch.array("messages").null_count:
         raise UserError(
@@ -72,6 +76,27 @@ def model_scores(context: Context[C], config: RewardModelStageConfig, batch: Tra
     return {"model_score": [float(scores.sum()) for scores in token_scores], "model_token_scores": token_scores}
 
 
+def is_complete(batch: TrajectoryBatch) -> np.ndarray:
+    """Which trajectories no environment's failure ended, as bools of shape (batch,)."""
+    if "rollout_error" not in batch:
+        return np.ones(len(batch), dtype=bool)
+    return np.array([error is None for error in batch.list("rollout_error")], dtype=bool)
+
+
+def _spread(given: dict[str, list[Any]], batch: TrajectoryBatch, complete: np.ndarray) -> dict[str, list[Any]]:
+    """The columns for a whole batch from those of its `complete` trajectories; 0 for the others."""
+    token_scores: list[Any] = [None] * len(batch)
+    response_scores = [0.0] * len(batch)
+    of_complete = zip(given["model_score"], given["model_token_scores"], strict=True)
+    for row, (response_score, scores) in zip(np.flatnonzero(complete), of_complete, strict=True):
+        response_scores[row], token_scores[row] = response_score, scores
+    if any(scores is not None for scores in token_scores):
+        lengths = batch.lengths("response_ids")
+        for row in np.flatnonzero(~complete):
+            token_scores[row] = np.zeros(lengths[row], dtype=np.float32)
+    return {"model_score": response_scores, "model_token_scores": token_scores}
+
+
 def exists(config: RunConfig) -> bool:
     return config.reward.model is not None
 
@@ -81,7 +106,7 @@ REWARD_MODEL = RowsStage(
     label="model",
     config=RewardModelStageConfig,
     exists=exists,
-    reads={"generate": ("messages", "response", "response_ids", "response_mask")},
+    reads={"generate": ("messages", "response", "response_ids", "response_mask", "rollout_error")},
     writes=TRAJECTORY.of("reward_model"),
     compute=reward_model,
     summary=ShardSummary,

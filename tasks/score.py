@@ -20,7 +20,7 @@ from rlhf.rewards import Score
 from rlhf.rewards.pool import Row
 from rlhf.schema import TRAJECTORY
 from rlhf.stage_config import StageConfig, key
-from tasks.reward_model import RewardModelStageConfig, model_scores
+from tasks.reward_model import RewardModelStageConfig, is_complete, model_scores
 from tasks.stage import RowsStage
 
 OnError = Literal["fail", "zero", "drop"]
@@ -47,7 +47,7 @@ def score(context: Context[ScoreConfig]) -> ShardOutput[ScoreSummary]:
     config, batch = context.config, context.batch
     columns = scores(context, config, None, batch)
     _, group = np.unique(batch.numpy("prompt_id").astype(str), return_inverse=True)
-    kept = counting(config.on_error, columns["reward_error"])
+    kept = counting(config.on_error, columns["reward_error"]) & is_complete(batch)
     group, counted = group[kept], list(compress(columns["score"], kept))
     differ = Groups(torch.from_numpy(group)).differ(torch.tensor(counted))  # in float32, as scores are stored
     summary = ScoreSummary(
@@ -89,7 +89,8 @@ def scores(
     Raises:
         RatchetError: if a reward fails and `reward.on_error` is `fail`.
     """
-    rewards = _rewards(context, config, _reward_rows(batch))
+    complete = is_complete(batch)
+    rewards = _rewards(context, config, _reward_rows(batch), complete)
     more: list[dict[str, float]] = [{} for _ in rewards]
     """Rewards of the model and the environment, per trajectory, by their name in the parts."""
     token_scores: list[Any] = [None] * len(rewards)
@@ -105,7 +106,7 @@ def scores(
                 token_scores[row] = np.multiply(steps, factor, dtype=np.float32)
     for row, given_reward in enumerate(batch.list("environment_reward") if "environment_reward" in batch else ()):
         if given_reward is not None:
-            more[row]["environment"] = given_reward
+            more[row]["environment"] = given_reward if complete[row] else 0.0
     for row, (reward, added) in enumerate(zip(rewards, more, strict=True)):
         if added:
             rule = {} if config.function is None else {"rule": reward.score}
@@ -125,18 +126,20 @@ def _reward_rows(batch: TrajectoryBatch) -> list[Row]:
     return [(source, response, *structures(*prompt)) for source, response, *prompt in rows]
 
 
-def _rewards(context: Context[C], config: ScoreConfig, rows: list[Row]) -> list[Score]:
-    """The scores of the reward functions. Raises the error of a failed reward if `reward.on_error` is `fail`."""
+def _rewards(context: Context[C], config: ScoreConfig, rows: list[Row], complete: np.ndarray) -> list[Score]:
+    """The scores of the reward functions; 0 for trajectories that are not `complete`. Raises the error of a failed
+    reward if `reward.on_error` is `fail`."""
+    rewards = [Score(0.0, {}) for _ in rows]
     if config.function is None:
-        return [Score(0.0, {}) for _ in rows]
+        return rewards
     settings = RewardSettings(config.function, config.options, config.workers, config.timeout_s)
-    rewards = []
-    for reward in context.resources.rewards(settings).score(rows):
+    scored = context.resources.rewards(settings).score(list(compress(rows, complete)))
+    for row, reward in zip(np.flatnonzero(complete), scored, strict=True):
         if isinstance(reward, RatchetError):
             if config.on_error == "fail":
                 raise type(reward)(f"{reward}: nothing of the shard is committed; fix the reward and resume")
             reward = Score(0.0, {}, error=str(reward))
-        rewards.append(reward)
+        rewards[row] = reward
     return rewards
 
 
@@ -158,6 +161,7 @@ SCORE = RowsStage(
             "ground_truth_is_json",
             "extra_info",
             "environment_reward",
+            "rollout_error",
         ),
         "reward_model": TRAJECTORY.names("reward_model"),
     },

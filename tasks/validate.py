@@ -15,7 +15,7 @@ from rlhf.schema import TRAJECTORY
 from rlhf.stage_config import StageConfig, key
 from rlhf.validation import Sums, means, sums
 from tasks.generate import EnvironmentStageConfig, PromptConfig, Prompts, begin_trajectories, trajectories
-from tasks.reward_model import RewardModelStageConfig
+from tasks.reward_model import RewardModelStageConfig, is_complete
 from tasks.score import ScoreConfig, counting, scores
 from tasks.stage import RowsStage
 
@@ -34,6 +34,7 @@ WRITES = tuple(
         "score",
         "reward_parts",
         "reward_error",
+        "rollout_error",
     )
 )
 
@@ -60,6 +61,7 @@ class ValidateConfig(StageConfig):
 class ValidateSummary(ShardSummary):
     sums: Sums
     errors: int = 0
+    rollout_errors: int = 0
 
 
 def shards_of(driver: Driver) -> int:
@@ -94,7 +96,8 @@ def validate(context: Context[ValidateConfig]) -> ShardOutput[ValidateSummary]:
     config = context.config
     answers = trajectories(context, prompts_of(context))
     scored = scores(context, config.reward, config.reward_model, answers)
-    kept = counting(config.reward.on_error, scored["reward_error"])
+    complete = is_complete(answers)
+    kept = counting(config.reward.on_error, scored["reward_error"]) & complete
     columns = (*map(answers.list, ("data_source", "prompt_id", "response")), scored["score"])
     sources, prompt_ids, texts, counted = (list(compress(column, kept)) for column in columns)
     alone = config.reward_model is None and config.environment is None
@@ -102,6 +105,7 @@ def validate(context: Context[ValidateConfig]) -> ShardOutput[ValidateSummary]:
     summary = ValidateSummary(
         sums=sums(sources, prompt_ids, texts, counted, config.n, solved),
         errors=sum(error is not None for error in scored["reward_error"]),
+        rollout_errors=int((~complete).sum()),
     )
     names = [column.name for column in WRITES]
     written = {name: answers.array(name) if name in answers else scored[name] for name in names}
@@ -111,8 +115,10 @@ def validate(context: Context[ValidateConfig]) -> ShardOutput[ValidateSummary]:
 def validation_metrics(summaries: Sequence[ValidateSummary]) -> dict[str, float]:
     by_source = means(shard.sums for shard in summaries)
     errors = sum(shard.errors for shard in summaries)
+    rollout_errors = sum(shard.rollout_errors for shard in summaries)
     metrics = {f"val/{source}/{name}": value for source, row in by_source.items() for name, value in row.items()}
-    return metrics | ({"val/reward_errors": float(errors)} if errors else {})
+    metrics |= {"val/reward_errors": float(errors)} if errors else {}
+    return metrics | ({"val/rollout_errors": float(rollout_errors)} if rollout_errors else {})
 
 
 def exists(config: RunConfig) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from infra.progress import note
 from rlhf.config import RunConfig
 from rlhf.data.prompts import PromptDataset
-from rlhf.environments import Environment, load_environment
+from rlhf.environments import load_environment
+from rlhf.environments.calls import EnvironmentCalls, OnError
 from rlhf.models import load_tokenizer
 from rlhf.rewards.pool import RewardPool
 
@@ -35,7 +37,7 @@ class Resources:
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self._datasets: dict[tuple[str, ...], PromptDataset] = {}
-        self._environments: dict[str, Callable[..., Environment]] = {}
+        self._environments: dict[str, EnvironmentCalls] = {}
         self._rewards: tuple[RewardSettings, RewardPool] | None = None
         self._lock = threading.Lock()
 
@@ -44,11 +46,17 @@ class Resources:
         """The policy's tokenizer."""
         return load_tokenizer(self.config.model)
 
-    def environment(self, name: str) -> Callable[..., Environment]:
-        """The factory of an environment. Loaded once, so that a change of its file has no effect during a run."""
-        if name not in self._environments:
-            self._environments[name] = load_environment(name)
-        return self._environments[name]
+    def environments(
+        self, name: str, options: Mapping[str, Any], *, timeout_s: float, concurrency: int, on_error: OnError
+    ) -> EnvironmentCalls:
+        """The environments that trajectories talk to; see `EnvironmentCalls`. Their class is loaded once, so that a
+        change of its file has no effect during a run."""
+        key = json.dumps([name, options, timeout_s, concurrency, on_error], sort_keys=True)
+        if key not in self._environments:
+            self._environments[key] = EnvironmentCalls(
+                load_environment(name), options, timeout_s=timeout_s, concurrency=concurrency, on_error=on_error
+            )
+        return self._environments[key]
 
     def dataset(self, paths: Sequence[str]) -> PromptDataset:
         """The prompts of some files; with `data.truncation: drop`, without overlong prompts."""

@@ -106,7 +106,7 @@ class Rollouts:
         shards = [shard for (name, number, _), shard in self._shards.items() if (name, number) == (stage, iteration)]
         dialogues = [dialogue for shard in shards for dialogue in shard.by_id.values()]
         copies = [] if self._generator is None else self._generator.copies(dialogues)
-        return [dialogue.journaled() for dialogue in copies if dialogue.ids]
+        return [dialogue.journaled() for dialogue in copies if dialogue.ids and dialogue.error is None]
 
     def take(self, key: ShardKey, names: Sequence[str]) -> list[Dialogue]:
         """Give complete trajectories away, to the worker that writes their shard."""

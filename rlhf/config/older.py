@@ -48,6 +48,9 @@ def changed_since(tree: Mapping[str, Any]) -> list[str]:
 def as_of_today(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a stored config to today's keys; a config of this release is returned unchanged."""
     tree, _ = _renamed(tree)
+    environment = (tree.get("rollout") or {}).get("environment")
+    if isinstance(environment, dict) and "name" in environment:
+        environment.setdefault("on_error", "fail")  # what a failure did before there was a choice
     kl = dict(_kl(tree))
     if "estimator" not in kl:
         return tree

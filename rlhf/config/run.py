@@ -167,7 +167,9 @@ class RunConfig(Section):
     @property
     def selects(self) -> bool:
         """Whether an iteration may generate more trajectories than it learns from."""
-        return self.algorithm.dynamic_sampling is not None or self.reward.on_error == "drop"
+        environment = self.rollout.environment
+        drops = self.reward.on_error == "drop" or (environment is not None and environment.on_error != "fail")
+        return drops or self.algorithm.dynamic_sampling is not None
 
     @model_validator(mode="after")
     def _combinations(self, info: ValidationInfo) -> Self:

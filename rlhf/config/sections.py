@@ -132,7 +132,16 @@ class EnvironmentConfig(Section):
     name: str = Field(description="a built-in (calculator), package.module:Class or file.py:Class")
     options: dict[str, Any] = Field({}, description="keyword arguments of the class")
     max_turns: int = Field(8, gt=0, description="largest number of policy turns in a trajectory")
-    timeout_s: float = Field(60.0, gt=0, description="time limit of an answer; a slower one stops the run")
+    timeout_s: float = Field(60.0, gt=0, description="time limit of an answer; see on_error")
+    on_error: Literal["retry", "drop", "fail"] = Field(
+        "drop",
+        description="an environment that raises or hangs: leave its trajectory out (drop), start the trajectory again, "
+        "up to twice, before it is left out (retry), or stop the run (fail); the error is in rollout_error",
+    )
+    max_error_share: float = Field(
+        0.5, ge=0, le=1, description="stop the run if more than this share of a shard's trajectories is left out"
+    )
+    concurrency: int = Field(64, gt=0, description="calls of environments at the same time, per worker")
 
 
 class RolloutConfig(Section):

@@ -19,12 +19,16 @@ from typing import TYPE_CHECKING
 
 from rlhf.engines import event_loop
 from rlhf.engines.base import Request, RolloutEngine, Sampling
+from rlhf.environments import EnvironmentFailed
 from rlhf.environments.calls import EnvironmentCalls
 from rlhf.environments.dialogues import Dialogue, content_ids
 from rlhf.errors import EngineLost, NotFinite
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+TRIES = 3
+"""How often a trajectory is started at most, with `rollout.environment.on_error: retry`."""
 
 
 @dataclass(frozen=True)
@@ -180,8 +184,20 @@ class Generator:
             if not running.is_past_gate:
                 await self._gate.wait()
                 running.is_past_gate = True
+            tries = TRIES
             while not dialogue.finish_reason:
-                await self._take_turn(running, rules)
+                try:
+                    await self._take_turn(running, rules)
+                except EnvironmentFailed as error:
+                    assert rules.environments is not None
+                    tries -= 1
+                    if rules.environments.on_error == "fail":
+                        raise
+                    if rules.environments.on_error == "retry" and tries:
+                        rules.environments.forget(dialogue)
+                        dialogue.restart()
+                    else:
+                        dialogue.error, dialogue.finish_reason = str(error), "error"
             self._ended.put(dialogue)
         except asyncio.CancelledError:
             raise

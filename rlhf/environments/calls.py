@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf.data.prompts import structures
 from rlhf.environments import KEY, Environment, EnvironmentFailed, Observation
@@ -20,11 +20,20 @@ if TYPE_CHECKING:
     from rlhf.environments.dialogues import Dialogue
 
 
+OnError = Literal["retry", "drop", "fail"]
+
+
 class EnvironmentCalls:
     """The environments of trajectories that are being written. Used on the event loop only."""
 
     def __init__(
-        self, make: Callable[..., Environment], options: Mapping[str, Any], *, timeout_s: float, concurrency: int
+        self,
+        make: Callable[..., Environment],
+        options: Mapping[str, Any],
+        *,
+        timeout_s: float = 60.0,
+        concurrency: int = 64,
+        on_error: OnError = "fail",
     ) -> None:
         """Start without environments.
 
@@ -33,7 +42,9 @@ class EnvironmentCalls:
             options: keyword arguments of `make`.
             timeout_s: time limit of a call, in seconds.
             concurrency: largest number of calls at the same time.
+            on_error: what becomes of a trajectory whose environment fails; see `Generator`.
         """
+        self.on_error = on_error
         self._make, self._options, self._timeout_s = make, options, timeout_s
         self._slots = asyncio.Semaphore(concurrency)
         self._environments: dict[int, Environment] = {}

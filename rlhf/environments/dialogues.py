@@ -65,7 +65,9 @@ class Dialogue:
     """Sum of the environment's rewards."""
     finish_reason: str = ""
     """stop (the policy ended it, or the environment), length (there is no room for another token) or turns (the policy
-    wrote `max_turns`). Empty until the dialogue ends."""
+    wrote `max_turns`), or error (the environment failed). Empty until the dialogue ends."""
+    error: str | None = None
+    """The error of the environment that ended the dialogue."""
 
     @property
     def answered_turns(self) -> list[list[int]]:
@@ -108,6 +110,12 @@ class Dialogue:
         self.versions += [version] * len(chunk.response_ids)
         if chunk.finish_reason is not None:
             self.turn_ends.append(len(self.ids))
+
+    def restart(self) -> None:
+        """Forget all tokens."""
+        new = Dialogue(self.request)
+        for name in JOURNALED:
+            setattr(self, name, getattr(new, name))
 
     def heard(self, ids: Sequence[int]) -> None:
         """Append tokens of the environment."""
