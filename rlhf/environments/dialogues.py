@@ -95,11 +95,12 @@ class Dialogue:
         """The request for the tokens that follow."""
         if len(self.turn_starts) == len(self.turn_ends):
             self.turn_starts.append(len(self.ids))
+        limit = sampling.max_tokens if self.request.max_tokens is None else self.request.max_tokens
         return replace(
             self.request,
             prompt_ids=(*self.request.prompt_ids, *self.ids),
             generated_tokens=len(self.ids),
-            max_tokens=sampling.max_tokens - len(self.ids),
+            max_tokens=min(limit, sampling.max_tokens) - len(self.ids),
         )
 
     def wrote(self, chunk: Chunk, version: int) -> None:
