@@ -1,149 +1,232 @@
-"""Tokens per second of the rollout engines, and of vLLM called directly, on the same prompts; seconds per weight sync.
+"""Tokens per second of the stage generate with each rollout engine, and of vLLM called directly, on the same requests;
+seconds per weight sync.
 
-    python benchmarks/rollout.py [--repeats 3] [--size 5M|20M|1B|4B]
+    OMP_NUM_THREADS=1 python benchmarks/rollout.py [--rounds 3] [--size 5M|20M|1B|4B] [--engines vllm server hf]
 
-A Llama with random weights, float32 (bfloat16 on a GPU); 64 requests of 32 prompt tokens and 128 response tokens,
-end-of-sequence ignored, temperature 1. In each round every engine answers all requests; the first round is warm-up and
-does not count. The direct loop calls `vllm.LLM.generate` on the same requests, with seeds and log-probs, in a separate
-process.
+A Llama with random weights, float32 (bfloat16 on a GPU); 512 requests in shards of 16 prompts x 4. A prompt has 32
+tokens. The lengths of the responses are drawn from a log-normal (mean 128 tokens, cut at 1,024) with a fixed seed, and
+end-of-sequence is ignored; temperature 1. The stage is that of a real run: driver, store on disk, worker and engine;
+from its start until it is committed. "Directly" is `vllm.LLM.generate` with all 512 requests at once, in a separate
+process, with the options with which Ratchet starts vLLM, and with seeds and log-probs. In each round both answer all
+requests, one after the other; the first round is warm-up and does not count.
+
+`server` is a `vllm serve` on loopback with the same options. A bare HTTP client, which posts the same requests without
+streaming (256 at a time, as the engine), shows what the protocol itself costs. `hf` gets one shard.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import json
 import os
+import signal
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")
 
-SIZES = {
-    "5M": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "heads": 8},
-    "20M": {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8, "heads": 6},
-    "1B": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "heads": 32},
-    "4B": {"hidden_size": 3072, "intermediate_size": 9216, "num_hidden_layers": 28, "heads": 24},
-}
-REQUESTS, PROMPT, RESPONSE = 64, 32, 128
-DIRECT = "vllm called directly in a loop, with log-probs and seeds"
+import httpx
+import numpy as np
 
+from benchmarks import parts
+from infra.workers.calls import Context, ShardStart
+from rlhf.engines.server_rollout import AT_ONCE
+from tasks.generate import GENERATE, GenerateConfig, begin
+from tasks.stage import RowsStage
 
-def model_folder(folder: Path, size: str) -> None:
-    import torch
-    from tokenizers import Tokenizer, models
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    shape = dict(SIZES[size])
-    heads = shape.pop("heads")
-    torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=4096, num_attention_heads=heads, num_key_value_heads=heads, **shape)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({f"t{number}": number for number in range(4096)}, unk_token="t0"))
-    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t0", eos_token="t1").save_pretrained(folder)
+PROMPTS, SAMPLES, PROMPT, PROMPTS_PER_SHARD = 128, 4, 32, 16
+MEAN, LONGEST = 128, 1024
+ENGINES = ("vllm", "server", "hf")
 
 
-def prompts() -> list[list[int]]:
-    import numpy as np
+def response_lengths(prompts: int) -> list[int]:
+    """Tokens of each response."""
+    drawn = np.random.default_rng(0).lognormal(np.log(MEAN) - 0.5, 1.0, prompts * SAMPLES)
+    return np.clip(np.round(drawn), 1, LONGEST).astype(int).tolist()  # type: ignore[no-any-return]
 
-    return np.random.default_rng(0).integers(3, 4096, (REQUESTS, PROMPT)).tolist()  # type: ignore[no-any-return]
+
+def limited(lengths: Sequence[int]) -> RowsStage[Any, Any]:
+    """The stage generate with these limits."""
+
+    def begin_limited(context: Context[GenerateConfig]) -> ShardStart:
+        start = begin(context)
+        first = context.shard * PROMPTS_PER_SHARD * SAMPLES
+        for number, dialogue in enumerate(start.dialogues, first):
+            dialogue.request = replace(dialogue.request, max_tokens=lengths[number])
+        return start
+
+    return replace(GENERATE, begin=begin_limited)
 
 
-def direct(folder: str, repeats: int) -> None:
-    """Call vLLM directly; prints the seconds of each round."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    import torch
+def direct(options: dict[str, Any]) -> None:
+    """Call vLLM directly; each answer is the seconds of a round."""
     from vllm import LLM, SamplingParams, TokensPrompt
 
-    on_gpu = torch.cuda.is_available()
-    llm = LLM(
-        folder,
-        dtype="bfloat16" if on_gpu else "float32",
-        max_model_len=PROMPT + RESPONSE,
-        gpu_memory_utilization=0.9 if on_gpu else 0.1,
-        enforce_eager=not on_gpu,
-        skip_tokenizer_init=True,
-        disable_log_stats=True,
-        logprobs_mode="processed_logprobs",
-    )
-    requests = [TokensPrompt(prompt_token_ids=ids) for ids in prompts()]
-    for _ in range(repeats + 1):
-        parameters = [
-            SamplingParams(max_tokens=RESPONSE, ignore_eos=True, seed=seed, logprobs=0, detokenize=False)
-            for seed in range(REQUESTS)
-        ]
+    llm = LLM(**options["vllm"])
+    prompts = [TokensPrompt(prompt_token_ids=ids) for ids in options["prompts"] for _ in range(SAMPLES)]
+    for _ in parts.questions():
         started = time.perf_counter()
-        llm.generate(requests, parameters, use_tqdm=False)
-        print("seconds", time.perf_counter() - started, flush=True)
+        parameters = [
+            SamplingParams(
+                max_tokens=length, ignore_eos=True, seed=seed, logprobs=0, detokenize=False, skip_special_tokens=False
+            )
+            for seed, length in enumerate(options["lengths"])
+        ]
+        outputs = llm.generate(prompts, parameters, use_tqdm=False)
+        seconds = time.perf_counter() - started
+        assert [len(output.outputs[0].token_ids) for output in outputs] == options["lengths"]
+        parts.answer(seconds)
+
+
+@contextmanager
+def serving(options: dict[str, Any], log: Path) -> Iterator[str]:
+    """The URL of a `vllm serve` with these options; it runs in a session of its own, so that all its processes end."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    # as many as `LLM` has by default; a server has half
+    options = {**options, "host": "127.0.0.1", "port": port, "max_num_seqs": 256, "max_num_batched_tokens": 4096}
+    flags = [
+        f"--{'' if value else 'no-'}{name.replace('_', '-')}"
+        if isinstance(value, bool)
+        else f"--{name.replace('_', '-')}={value}"
+        for name, value in options.items()
+        if value is not None and (value is not False or name == "enable_chunked_prefill")
+    ]
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+            env=os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"},
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        while True:
+            assert process.poll() is None, log.read_text()[-3000:]
+            try:
+                httpx.get(f"{url}/health").raise_for_status()
+                break
+            except httpx.HTTPError:
+                time.sleep(0.5)
+        yield url
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def posted(url: str, model: str, prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> float:
+    """The seconds of a bare client that posts all requests, without streaming."""
+
+    async def post_all() -> float:
+        slots = asyncio.Semaphore(AT_ONCE)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=AT_ONCE)
+        async with httpx.AsyncClient(timeout=None, limits=limits) as client:
+
+            async def post(number: int) -> None:
+                body = {
+                    "model": model,
+                    "prompt": prompts[number // SAMPLES],
+                    "max_tokens": lengths[number],
+                    "seed": number,
+                    "logprobs": 0,
+                    "return_token_ids": True,
+                    "ignore_eos": True,
+                    "skip_special_tokens": False,
+                }
+                async with slots:
+                    received = (await client.post(f"{url}/v1/completions", json=body)).raise_for_status().json()
+                assert len(received["choices"][0]["token_ids"]) == lengths[number]
+
+            started = time.perf_counter()
+            await asyncio.gather(*map(post, range(len(lengths))))
+            return time.perf_counter() - started
+
+    return asyncio.run(post_all())
+
+
+def measure(engine: str, root: Path, options: argparse.Namespace) -> None:
+    """Print the rows of one engine."""
+    prompts = PROMPTS_PER_SHARD if engine == "hf" else options.prompts
+    lengths, texts = response_lengths(prompts), parts.prompt_ids(prompts, PROMPT)
+    parts.prompt_file(root / "prompts.jsonl", texts)
+    rollout: dict[str, Any] = {
+        "engine": engine,
+        "n": SAMPLES,
+        "max_response_tokens": LONGEST,
+        "ignore_eos": True,
+        "prompts_per_shard": PROMPTS_PER_SHARD,
+        "vllm": {"max_model_len": PROMPT + LONGEST, "gpu_memory_utilization": 0.4},
+        "server": {"urls": ["http://127.0.0.1"], "weights_folder": str(root / "weights")},
+    }
+    data = {"max_prompt_tokens": PROMPT}
+    config = parts.run_config(root, engine, prompts, data, rollout)
+    vllm = parts.vllm_options(config.with_values({"rollout.engine": "vllm"}))
+    seconds: dict[str, list[float]] = defaultdict(list)
+    syncs = []
+
+    @contextmanager
+    def served() -> Iterator[str | None]:
+        if engine != "server":
+            yield None
+            return
+        with serving(vllm, root / "server.log") as url:
+            yield url
+
+    with parts.Direct(__file__, vllm=vllm, prompts=texts, lengths=lengths) as bare, served() as url:
+        config = config if url is None else config.with_values({"rollout.server.urls": [url]})
+        with parts.opened(config) as driver:
+            sync = parts.synced(driver)
+            for _ in range(options.rounds + 1):
+                seconds["vLLM directly"].append(bare.ask())
+                taken, manifest = parts.generated(driver, limited(lengths))
+                assert manifest.metrics["perf/generated_tokens"] == sum(lengths)
+                seconds[engine].append(taken)
+                if url is not None:
+                    seconds["a bare client of the server"].append(posted(url, vllm["model"], texts, lengths))
+                sync = parts.next_iteration(driver)
+                syncs.append(sync)
+    medians = {name: statistics.median(rounds[1:]) for name, rounds in seconds.items()}
+    for name, median in medians.items():
+        of = "" if name == engine or name.startswith("vLLM") else f" ({engine})"
+        rounds = ", ".join(f"{value:.2f}" for value in seconds[name][1:])
+        ratio = medians["vLLM directly"] / median
+        print(f"| {name}{of} | {sum(lengths) / median:,.0f} | {ratio:.2f} | {rounds} |", flush=True)
+    print(f"| weight sync ({engine}) | | | {statistics.median(syncs):.3f} |", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--size", choices=SIZES, default="5M")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--size", choices=parts.SIZES, default="5M")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
+    parser.add_argument("--prompts", type=int, default=PROMPTS)
     parser.add_argument("--direct", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.direct:
-        return direct(options.direct, options.repeats)
-    import torch
-
-    from rlhf.config import ModelConfig
-    from rlhf.engines.base import Request, RolloutEngine, Sampling
-    from rlhf.engines.hf_rollout import HFRollout
-    from rlhf.engines.server_rollout import ServerRollout
-    from rlhf.engines.torch_engine import TorchEngine
-    from rlhf.engines.vllm_rollout import VLLMRollout
-    from rlhf.models import load_actor
-    from tests.vllm_server import serving
-
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        model_folder(folder / "model", options.size)
-        on_gpu = torch.cuda.is_available()
-        dtype = "bfloat16" if on_gpu else "float32"
-        model = load_actor(ModelConfig(path=str(folder / "model")))
-        trainer = TorchEngine(model, "policy")
-        engines: dict[str, RolloutEngine] = {
-            "hf": HFRollout(model, eos_token_ids=(0,), dtype=dtype),  # type: ignore[arg-type]
-            "vllm": VLLMRollout(
-                folder / "model",
-                eos_token_ids=(0,),
-                dtype=dtype,
-                max_model_len=PROMPT + RESPONSE,
-                on_gpu=on_gpu,
-                gpu_memory_utilization=0.4 if on_gpu else 0.1,
-                enforce_eager=not on_gpu,
-                skip_tokenizer_init=True,
-            ),
-        }
-        if not on_gpu:  # starts a `vllm serve` on loopback
-            engines["server"] = ServerRollout([serving(folder / "model")], eos_token_ids=(0,))
-        requests = [Request(f"it000000-p{row:05d}-s00", tuple(ids)) for row, ids in enumerate(prompts())]
-        sampling = Sampling(1.0, 1.0, max_tokens=RESPONSE, seed=0, ignore_eos=True)
-        seconds: dict[str, list[float]] = {engine: [] for engine in engines}
-        syncs = []
-        for _ in range(options.repeats + 1):
-            for engine, rollout in engines.items():
-                started = time.perf_counter()
-                rollout.generate(requests, sampling)
-                seconds[engine].append(time.perf_counter() - started)
-            started = time.perf_counter()
-            engines["vllm"].load_weights(trainer.weights())
-            syncs.append(time.perf_counter() - started)
-        engines["vllm"].close()
-        command = [sys.executable, __file__, "--direct", str(folder / "model"), "--repeats", str(options.repeats)]
-        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        seconds[DIRECT] = [float(line.split()[1]) for line in output.splitlines() if line.startswith("seconds")]
-        print("| engine | tokens/s |\n|---|---|")
-        medians = {engine: statistics.median(rounds[1:]) for engine, rounds in seconds.items()}
-        for engine, median in medians.items():
-            print(f"| {engine} | {REQUESTS * RESPONSE / median:,.0f} |")
-        print(f"vllm through Ratchet, relative to a direct loop: {medians[DIRECT] / medians['vllm']:.2f}")
-        print(f"weight sync: {statistics.median(syncs[1:]):.3f} s")
+        return direct(json.loads(options.direct))
+    lengths = response_lengths(options.prompts)
+    print(f"{len(lengths)} responses, {sum(lengths)} tokens, the longest {max(lengths)}\n")
+    print("| | tokens/s | relative to vLLM directly | seconds of each round |\n|---|---|---|---|", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        parts.model_folder(Path(folder) / "model", options.size)
+        for engine in options.engines:
+            measure(engine, Path(folder), options)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 While iteration k trains, iteration k + 1 generates with the weights with which k began (`one_step_off`), or up to
 `rollout.max_staleness` later iterations generate, each shard with the newest weights that the rollout has (`async`).
-This is the trade of arXiv 2410.18252. The rollout receives new weights when an iteration begins, between two shards, or
-within a shard (`rollout.partial`, arXiv 2505.24298).
+This is the trade of arXiv 2410.18252. The rollout receives new weights when an iteration begins: once the trajectories
+that it is writing are complete, or within them (`rollout.partial`, arXiv 2505.24298).
 
 A generation of iteration j with weights of version v lacks j - v updates. It does not start before iteration
 j - `max_staleness` opens, and the rollout then has at least that version.
@@ -41,10 +41,15 @@ def generations(driver: Driver, k: int) -> StageHandle | None:
         is_separate = driver.groups.executor_of("rollout") != driver.groups.executor_of("actor")
         if config.rollout.ahead or is_separate:  # otherwise the rollout shares or follows the actor's weights
             update_rollout_weights(driver, k)
-    before = None  # the iteration that draws its prompts first
+    # a later iteration joins as soon as the engine has room, so that it never waits for the longest response of an
+    # iteration; unless the engine generates in batches, or it is not known in advance how many prompts are drawn
+    overlap = bool(config.rollout.ahead) and config.rollout.engine != "hf" and config.algorithm.dynamic_sampling is None
+    before: StageHandle | None = None
     for j in iterations:
         if j not in rollout.started or rollout.started[j].failed:
-            rollout.started[j] = start(driver, GENERATE, j, {}, after=before, ahead=j > k)
+            after = None if before is None else before.all_begun if overlap else before.manifest
+            lane = f" {j % (config.rollout.ahead + 1)}" if overlap else ""
+            rollout.started[j] = start(driver, GENERATE, j, {}, after=after, ahead=j > k, lane=lane)
         before = rollout.started[j]
     handle = rollout.started.pop(k)
     driver.executors.adopt(handle)

@@ -87,7 +87,7 @@ def call_of(
         inputs=stage.inputs(inputs, shard),
         role=stage.role,
         weights=weights_for(driver, stage, iteration, shard),
-        cursor=state.cursor_before(iteration),
+        cursor=state.cursor_before(iteration, driver.config.data.prompts_per_iteration),
         controllers=dict(state.controllers),
         journal=driver.store.journal(iteration, stage.name) if began is None else (),
     )

@@ -17,7 +17,7 @@ from infra.store.records import Assigned, ShardCommit, StageCommit
 from infra.workers.calls import C, Rows, RowsCall, S
 from infra.workers.worker import Worker
 from tasks.calling import Handles, call_of, on_worker
-from tasks.changes import fingerprint_of, weights_for
+from tasks.changes import fingerprint_of
 from tasks.generating import Generation
 from tasks.pipeline import stages_of
 from tasks.stage import RowsStage, Until
@@ -154,16 +154,16 @@ def _generated(
     driver, stage = job.driver, job.stage
     pending = deque(number for number in range(job.total) if number not in done)
     began = time.perf_counter()
-    weights = None if driver.rollout.loaded is not None else weights_for(driver, stage, job.iteration)
-    with Generation[C, S](driver, job.iteration, stage.name, weights) as generation:
-        feed = generation.feed
+    with Generation[C, S](driver, job.iteration, stage.name) as generation:
         while until is None or not until.is_met(done):
             job.check()
-            while pending and feed.has_room and (until is None or until.wants(done, len(feed.requests))):
+            while pending and generation.has_room and (until is None or until.wants(done, len(generation.requests))):
                 with driver.rollout.turn.shared():
                     _assign(driver, stage, job.iteration, pending[0])
                     generation.open(job.request(pending.popleft()))
-            if not feed.requests:
+            if not pending:
+                job.handle.no_more_to_begin()
+            if not generation.requests:
                 return
             for shard, rows in generation.next_complete():
                 ended = time.perf_counter()

@@ -39,8 +39,9 @@ def start(
     iteration: int,
     handles: Handles,
     *,
-    after: StageHandle | None = None,
+    after: Callable[[], object] | None = None,
     ahead: bool = False,
+    lane: str = "",
 ) -> StageHandle:
     """Start a stage in the background. It computes as its inputs are committed; `finish` waits for all stages.
 
@@ -49,8 +50,9 @@ def start(
         stage: A stage of the pipeline.
         iteration: Iteration to compute.
         handles: Handles of the iteration's stages; the stage uses those in its `reads`.
-        after: Stage that must end first; used for generations of later iterations.
+        after: Returns once the stage may start; used for generations of later iterations.
         ahead: Whether this is a generation of a later iteration.
+        lane: Stages in different lanes of the same executor run at the same time.
 
     Returns:
         The handle through which other stages read this one.
@@ -59,7 +61,7 @@ def start(
 
     def job(handle: StageHandle) -> Manifest | None:
         if after is not None:
-            after.manifest()
+            after()
         for name, source in inputs.items():
             if stage.reads_shard_of(name):
                 source.any_shard()
@@ -69,7 +71,7 @@ def start(
         result = _stage_task(stage.name)(driver, iteration, run)
         return result.result() if isinstance(result, State) else result
 
-    return driver.executors.start(driver.groups.executor_of(stage.role), stage.name, job, ahead)
+    return driver.executors.start(driver.groups.executor_of(stage.role) + lane, stage.name, job, ahead)
 
 
 StageTask = Callable[[Driver, int, Callable[[], tuple[Manifest | None, bool]]], Manifest | State[Manifest] | None]

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from infra.execution.claims import begin, claim, code_digest, package_versions, run_url
 from infra.execution.executors import Executors, StageHandle
 from infra.execution.heartbeat import beating
+from infra.execution.replicas import Replicas
 from infra.execution.snapshots import Snapshots
 from infra.execution.stopping import Stopping, on_signals
 from infra.progress import note
@@ -94,6 +95,10 @@ class AheadRollouts:
     """Shared by calls that generate; exclusive while new weights are loaded."""
     loaded: Weights | None = None
     """The weights that were loaded last; None: each iteration generates with its starting weights."""
+    replicas: Replicas | None = None
+    """The replicas of the rollout, once they generate."""
+    starting: threading.Lock = field(default_factory=threading.Lock)
+    """Held while `replicas` changes."""
     started: dict[int, StageHandle] = field(default_factory=dict)
     """Generate stages of later iterations, by iteration."""
 
@@ -235,6 +240,8 @@ def driving(
         finally:
             _open_drivers.reset(token)
             driver.executors.close()
+            if driver.rollout.replicas is not None:
+                driver.rollout.replicas.close()
             driver.groups.close()
             driver.stopping.forget()
 

@@ -41,6 +41,7 @@ class StageHandle:
         self._shards: dict[int, ShardRef] = {}
         self._count: int | None = None
         self._manifest: Manifest | None = None
+        self._all_begun = False
         self._ended = False
         self._failed = False
 
@@ -99,6 +100,14 @@ class StageHandle:
         assert self._count is not None
         return self._count
 
+    def all_begun(self) -> None:
+        """Wait until the stage has begun its last shard.
+
+        Raises:
+            InputLost: the stage has failed.
+        """
+        self._wait(lambda: self._all_begun or self._ended)
+
     def manifest(self) -> Manifest:
         """Wait until the stage is complete.
 
@@ -134,6 +143,12 @@ class StageHandle:
         """Publish the number of shards."""
         with self._changed:
             self._count = count
+            self._changed.notify_all()
+
+    def no_more_to_begin(self) -> None:
+        """Publish that the stage has begun its last shard."""
+        with self._changed:
+            self._all_begun = True
             self._changed.notify_all()
 
     def show(self, shards: Mapping[int, ShardRef]) -> None:

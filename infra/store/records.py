@@ -337,18 +337,25 @@ class RunState(Stored):
     def _of(self, iteration: int) -> RunState | Ahead:
         return self if iteration == self.iteration else self.ahead.setdefault(iteration, Ahead())
 
-    def cursor_before(self, iteration: int) -> int:
+    def cursor_before(self, iteration: int, per_iteration: int) -> int:
         """Tell where an iteration that has not generated yet starts in the prompts.
 
         Args:
-            iteration: the open iteration or a later one; all iterations before it must have generated.
+            iteration: the open iteration or a later one.
+            per_iteration: number of prompts that each iteration before it draws that has not generated yet.
 
         Returns:
-            The number of prompts drawn before it, since the run began.
+            The number of prompts drawn before it, since the run began; no meaning if it has generated.
         """
-        ahead = list(self.ahead.items())  # a copy, because another executor may add to it
-        earlier = [stage for k, commits in ahead if k < iteration for stage in list(commits.stages.values())]
-        return max([self.cursor, *(stage.cursor for stage in earlier if stage.cursor is not None)])
+        has_drawn = any(stage.cursor is not None for stage in list(self.stages.values()))
+        cursors = {self.iteration if has_drawn else self.iteration - 1: self.cursor}
+        """The position after each iteration that has generated."""
+        for k, commits in list(self.ahead.items()):  # copies, because another executor may add to them
+            for stage in list(commits.stages.values()):
+                if stage.cursor is not None:
+                    cursors[k] = stage.cursor
+        newest = max((k for k in cursors if k < iteration), default=iteration - 1)
+        return cursors.get(newest, self.cursor) + (iteration - 1 - newest) * per_iteration
 
 
 class Fork(Frozen):

@@ -6,7 +6,6 @@ of that AdamW makes a step of.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,11 +24,9 @@ from transformers import (
 )
 
 from rlhf.batch import TrajectoryBatch
-from rlhf.config import ModelConfig, RewardModelConfig
-from rlhf.engines.base import Generation, Request, Sampling, TrainEngine
+from rlhf.config import RewardModelConfig
+from rlhf.engines.base import TrainEngine
 from rlhf.engines.reward_engine import RewardEngine
-from rlhf.environments import EnvironmentFailed, Observation
-from rlhf.environments.dialogues import Beginning, Dialogue, Environments, multi_turn
 from rlhf.errors import NotFinite, UserError
 from rlhf.models import load_reward_model, load_tokenizer
 from tests import tiny
@@ -99,40 +96,6 @@ def run_judges(outcome: Path, process: Path) -> Any:
                 steps = engine.steps(said, ".", micro_batch_tokens=budget)
                 found.append([[step.score for step in each] for each in steps])
     return found
-
-
-class PerProcess:
-    """An environment that says something else in every process; it may break in rank 0, and is in no other."""
-
-    stop = ()
-
-    def __init__(self, breaks: bool) -> None:
-        self.breaks = breaks
-
-    def reset(self, *_: Any) -> None:
-        if os.environ["LOCAL_RANK"] != "0":
-            raise RuntimeError("of another rank")
-
-    def step(self, turn: str) -> Observation:
-        if self.breaks:
-            raise RuntimeError("of rank 0")
-        return Observation(f"{os.environ['LOCAL_RANK']} of {os.getpid()}")
-
-
-def run_dialogue(folder: Path, breaks: bool) -> Any:
-    tokenizer = load_tokenizer(ModelConfig(path=str(folder)))
-
-    def generate(requests: Any, sampling: Sampling) -> Any:
-        return [Generation((5,), (-1.0,), "stop") for _ in requests], [[0] for _ in requests]
-
-    dialogue = Dialogue(Request("it000000-p00000-s00", (3,)))
-    beginning = Beginning(dialogue.request.trajectory_id, [], "", False, "{}")
-    try:
-        environments = Environments(PerProcess, {"breaks": breaks}, [beginning], timeout_s=60)
-        multi_turn(generate, [dialogue], environments, Sampling(1.0, 1.0, 30, 0), tokenizer, max_turns=2)
-    except EnvironmentFailed as error:
-        return str(error)
-    return tokenizer.decode(dialogue.ids)
 
 
 def run_few(kind: Kind, batch: TrajectoryBatch) -> Any:
@@ -398,12 +361,3 @@ def test_two_processes_judge_as_one(policy_folder: Path, ranks: Ranks, tmp_path:
         assert len(found) == 5
         for one, other in zip(found, expected, strict=True):
             assert one == pytest.approx(other, abs=1e-4)
-
-
-def test_all_processes_hear_what_the_first_one_heard(policy_folder: Path, ranks: Ranks) -> None:
-    told = ranks(run_dialogue, policy_folder, False)
-    assert told[0] == told[1]
-    assert "0 of " in told[0].replace("<unk>", " ")
-    failed = ranks(run_dialogue, policy_folder, True)
-    assert failed[0] == failed[1]
-    assert "RuntimeError: of rank 0" in failed[0]

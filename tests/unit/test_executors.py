@@ -163,7 +163,7 @@ def test_what_is_ahead_becomes_what_is_open() -> None:
     ):
         for commit in commits:
             state.apply_commit(commit, term)
-    assert (state.iteration, state.cursor, state.cursor_before(2)) == (1, 20, 20)
+    assert (state.iteration, state.cursor, state.cursor_before(2, 10)) == (1, 20, 20)
     assert set(state.stages) == {"generate"}
     assert state.shards["generate"].keys() == {0, 1}
     assert isinstance(state.ahead[2], Ahead)
@@ -172,4 +172,7 @@ def test_what_is_ahead_becomes_what_is_open() -> None:
     assert state.shards["generate"].keys() == {0}
     assert not state.ahead
     assert not state.stages
-    assert state.cursor_before(2) == 20
+    assert state.cursor_before(2, 10) == 20
+    assert state.cursor_before(4, 10) == 40, "iterations 2 and 3 will draw as many"
+    state.apply_commit(stage(3, 40), 2)  # it was complete before iteration 2
+    assert (state.cursor_before(2, 10), state.cursor_before(3, 10), state.cursor_before(4, 10)) == (20, 30, 40)

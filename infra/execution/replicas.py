@@ -1,0 +1,262 @@
+"""The replicas of the rollout: each takes trajectories from one queue when it has room."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+from infra.store.records import Weights
+from infra.workers.calls import ShardKey
+from infra.workers.groups import Replica
+from infra.workers.ray_group import GroupLost
+from infra.workers.rollouts import Generated
+from infra.workers.worker import Worker
+
+Prompt = tuple[ShardKey, tuple[str, ...]]
+"""A shard, and the ids of the trajectories of one of its prompts."""
+Generate = Callable[[Replica, Weights, Sequence[Prompt]], Sequence[Generated]]
+"""Lets a replica generate with these weights; see `Worker.generate`."""
+
+
+@dataclass(frozen=True)
+class Complete:
+    """A shard whose trajectories are complete."""
+
+    key: ShardKey
+    names: dict[int, list[str]]
+    """Trajectory ids by replica."""
+
+
+Reports = SimpleQueue[Complete | BaseException | None]
+"""What a stage hears: its complete shards; the error of a replica; None: a replica reports without one of them."""
+
+
+@dataclass
+class _OpenShard:
+    begin: Callable[[Replica], object]
+    reports: Reports
+    left: set[str]
+    """Trajectories that are not complete."""
+    replica_of: dict[str, int] = field(default_factory=dict)
+    """The replica of each trajectory that is running or complete."""
+    opened_on: set[int] = field(default_factory=lambda: {0})
+    """Replicas on which the shard is open; its stage opens it on the first one."""
+
+
+class Feed:
+    """The trajectories of all stages that generate: those that wait, and those that replicas generate. Thread-safe."""
+
+    def __init__(self, replica_count: int, limit: int | None) -> None:
+        """
+        Args:
+            replica_count: number of replicas.
+            limit: largest number of trajectories that a replica generates at the same time; None: a replica generates
+                one shard at a time, whose trajectories are a batch of the engine.
+        """
+        self.error: BaseException | None = None
+        """The error that ended the replicas."""
+        self._limit = limit
+        self._changed = threading.Condition()
+        self._queue: deque[Prompt] = deque()
+        self._shards: dict[ShardKey, _OpenShard] = {}
+        self._in_flight = [0] * replica_count
+        self._has_ended = False
+
+    @property
+    def has_room(self) -> bool:
+        """Whether to open another shard, so that no replica waits for trajectories."""
+        with self._changed:
+            if self._limit is None:
+                return len(self._shards) < len(self._in_flight)
+            waiting = sum(len(names) for _, names in self._queue)
+            return not self._queue or waiting + sum(self._in_flight) < self._limit * len(self._in_flight)
+
+    @property
+    def in_flight(self) -> int:
+        """Number of trajectories that replicas generate."""
+        with self._changed:
+            return sum(self._in_flight)
+
+    def open(
+        self,
+        key: ShardKey,
+        prompts: Sequence[tuple[str, ...]],
+        begin: Callable[[Replica], object],
+        reports: Reports,
+    ) -> None:
+        """Add a shard.
+
+        Args:
+            key: the shard.
+            prompts: trajectory ids of each of its prompts.
+            begin: opens the shard on a replica.
+            reports: where its stage hears of it.
+        """
+        with self._changed:
+            if self.error is not None:
+                raise self.error
+            self._shards[key] = _OpenShard(begin, reports, {name for names in prompts for name in names})
+            self._queue += ((key, names) for names in prompts)
+            self._changed.notify_all()
+
+    def wait(self, replica: int) -> bool:
+        """Wait until there is work for a replica; False: nothing will come any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_ended or self._queue or self._in_flight[replica])
+            return not self._has_ended
+
+    def take(self, replica: int) -> list[Prompt]:
+        """Take work.
+
+        Args:
+            replica: number of the replica.
+
+        Returns:
+            The trajectories to submit now, not more than the replica's share of those that wait; empty if it only has
+            to generate what it has.
+        """
+        with self._changed:
+            taken: list[Prompt] = []
+            if self._limit is None:
+                batch = self._queue[0][0] if self._queue and not self._in_flight[replica] else None
+                while self._queue and self._queue[0][0] == batch:
+                    taken.append(self._queue.popleft())
+            else:
+                share = -(-len(self._queue) // len(self._in_flight))
+                room = self._limit - self._in_flight[replica]
+                while len(taken) < share and room > 0:
+                    taken.append(self._queue.popleft())
+                    room -= len(taken[-1][1])
+            for key, names in taken:
+                self._shards[key].replica_of |= dict.fromkeys(names, replica)
+                self._in_flight[replica] += len(names)
+            return taken
+
+    def unopened(self, replica: int, prompts: Sequence[Prompt]) -> list[Callable[[Replica], object]]:
+        """What opens the shards of these prompts that are not open on a replica."""
+        with self._changed:
+            shards = [self._shards[key] for key in dict.fromkeys(key for key, _ in prompts)]
+            unopened = [shard for shard in shards if replica not in shard.opened_on]
+            for shard in unopened:
+                shard.opened_on.add(replica)
+            return [shard.begin for shard in unopened]
+
+    def put(self, replica: int, generated: Iterable[Generated]) -> None:
+        """Note which trajectories a replica has completed."""
+        with self._changed:
+            for key, name in generated:
+                shard = self._shards.get(key)
+                if shard is None or name not in shard.left:  # it was dropped
+                    continue
+                self._in_flight[replica] -= 1
+                shard.left.discard(name)
+                if not shard.left:
+                    names: dict[int, list[str]] = defaultdict(list)
+                    for finished, number in shard.replica_of.items():
+                        names[number].append(finished)
+                    del self._shards[key]
+                    shard.reports.put(Complete(key, dict(names)))
+            for reports in {id(shard.reports): shard.reports for shard in self._shards.values()}.values():
+                reports.put(None)
+
+    def drop(self, keys: Iterable[ShardKey]) -> None:
+        """Forget shards."""
+        with self._changed:
+            dropped = {key: shard for key in keys if (shard := self._shards.pop(key, None)) is not None}
+            self._queue = deque(prompt for prompt in self._queue if prompt[0] not in dropped)
+            for shard in dropped.values():
+                for name in shard.left & shard.replica_of.keys():
+                    self._in_flight[shard.replica_of[name]] -= 1
+
+    def fail(self, error: BaseException) -> None:
+        """Report an error of a replica to all stages, and end."""
+        with self._changed:
+            self.error = self.error or error
+            for shard in self._shards.values():
+                shard.reports.put(error)
+        self.end()
+
+    def end(self) -> None:
+        """Let the replicas stop."""
+        with self._changed:
+            self._has_ended = True
+            self._changed.notify_all()
+
+
+class Replicas:
+    """The replicas of the rollout, each with a thread that waits for it."""
+
+    def __init__(self, replicas: Sequence[Replica], limit: int | None, generate: Generate) -> None:
+        """Start the threads.
+
+        Args:
+            replicas: the processes.
+            limit: see `Feed`.
+            generate: lets a replica generate.
+        """
+        self._replicas, self._generate = replicas, generate
+        self.feed = Feed(len(replicas), limit)
+        self._weights: Weights | None = None
+        self._calls = [threading.Lock() for _ in replicas]
+        """Each is held while its replica generates."""
+        self._threads = [
+            threading.Thread(target=self._serve, args=(number,), name=f"replica {number}", daemon=True)
+            for number in range(len(replicas))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def __iter__(self) -> Iterator[Replica]:
+        return iter(self._replicas)
+
+    def __getitem__(self, number: int) -> Replica:
+        return self._replicas[number]
+
+    def open(
+        self,
+        key: ShardKey,
+        weights: Weights,
+        begin: Callable[[Replica], Sequence[tuple[str, ...]]],
+        reports: Reports,
+    ) -> None:
+        """Generate a shard.
+
+        Args:
+            key: the shard.
+            weights: the weights to generate with.
+            begin: opens the shard on a replica; gives the trajectory ids of each prompt.
+            reports: where its stage hears of it.
+        """
+        self._weights = weights
+        self.feed.open(key, begin(self._replicas[0]), begin, reports)
+
+    def drop(self, keys: Sequence[ShardKey]) -> None:
+        """Forget shards, and cancel what is not complete of them."""
+        self.feed.drop(keys)
+        for replica, call in zip(self._replicas, self._calls, strict=True):
+            with call, suppress(GroupLost):  # not between `take` and the submission of what was taken
+                replica.call(Worker.drop, tuple(keys))
+
+    def close(self) -> None:
+        """End the threads."""
+        self.feed.end()
+        for thread in self._threads:
+            thread.join()
+
+    def _serve(self, number: int) -> None:
+        """Generate on one replica, in a thread of its own."""
+        replica = self._replicas[number]
+        try:
+            while self.feed.wait(number):
+                with self._calls[number]:
+                    prompts = self.feed.take(number)
+                    for begin in self.feed.unopened(number, prompts):
+                        begin(replica)
+                    assert self._weights is not None
+                    self.feed.put(number, self._generate(replica, self._weights, prompts))
+        except BaseException as error:
+            self.feed.fail(error)
