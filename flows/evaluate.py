@@ -10,14 +10,13 @@ from infra.progress import StageProgress, report
 from infra.store.object_store import ObjectStore
 from infra.store.records import Weights
 from infra.store.run_store import RunStore
-from infra.workers.calls import Call, Context
+from infra.workers.calls import Call, RowsCall
 from infra.workers.worker import Worker
-from rlhf.batch import TrajectoryBatch
 from rlhf.config import RunConfig
 from rlhf.errors import UserError
 from rlhf.rewards import check_rewards
 from tasks.recording import noted, recorded_task
-from tasks.validate import VALIDATE, validate
+from tasks.validate import VALIDATE
 
 
 @flow(name="evaluate", flow_run_name="evaluate {config.model.path}", persist_result=False)
@@ -49,20 +48,27 @@ def _answers(config: RunConfig, worker: Worker) -> pd.DataFrame:
     dataset = worker.resources.dataset((config.validation.data,))
     check_prompts(dataset, config.model, config.data, config.reward)
     shards = -(-len(dataset) // config.rollout.prompts_per_shard)
-    frames = []
-    for shard in range(shards):
-        report(StageProgress(iteration=0, stage="evaluate", done=shard, total=shards))
-        call = Call(
-            term=0,
-            stage=VALIDATE.name,
-            iteration=0,
-            shard=shard,
-            config=VALIDATE.config.of(config),
-            role="rollout",
-            weights=Weights(version=0, digest=""),
+    requests = [
+        RowsCall(
+            Call(
+                term=0,
+                stage=VALIDATE.name,
+                iteration=0,
+                shard=shard,
+                config=VALIDATE.config.of(config),
+                role="rollout",
+                weights=Weights(version=0, digest=""),
+            ),
+            VALIDATE.compute,
+            VALIDATE.writes,
+            VALIDATE.begin,
         )
-        batch = validate(Context(call, TrajectoryBatch.of({}), worker.engines, worker.resources)).batch
-        frames.append(batch.table.to_pandas(maps_as_pydicts="strict"))
-    report(StageProgress(iteration=0, stage="evaluate", done=shards, total=shards))
-    answers: pd.DataFrame = pd.concat(frames, ignore_index=True)
+        for shard in range(shards)
+    ]
+    frames: dict[int, pd.DataFrame] = {}
+    report(StageProgress(iteration=0, stage="evaluate", done=0, total=shards))
+    for shard, output in worker.generated(requests):
+        frames[shard] = output.batch.table.to_pandas(maps_as_pydicts="strict")
+        report(StageProgress(iteration=0, stage="evaluate", done=len(frames), total=shards))
+    answers: pd.DataFrame = pd.concat([frames[shard] for shard in range(shards)], ignore_index=True)
     return answers

@@ -80,22 +80,26 @@ class _Pages:
                     get_run_logger().warning(f"{self.run} · {text}")
                 case ReplayProgress(role, done, total):
                     get_run_logger().info(f"{self.run} · replaying update {done + 1} of {total} of the {role}")
-                case StageProgress(iteration, stage, done, total):
-                    self._stage(iteration, stage, done, total)
+                case StageProgress():
+                    self._stage(event)
                 case IterationClosed(iteration, metrics):
                     get_run_logger().info(f"{self.run} · it {iteration} closed: {line(metrics)}")
                 case StepProgress():
                     pass
 
-    def _stage(self, iteration: int, stage: str, done: int, total: int) -> None:
-        name = f"{self.run} · it {iteration} · {stage}" + (f" {done}/{total}" if total > 1 else "")
-        get_run_logger().info(name if total > 1 or not done else f"{name}: done")
+    def _stage(self, event: StageProgress) -> None:
+        stage, done, total = event.stage, event.done, event.total
+        name = f"{self.run} · it {event.iteration} · {stage}" + (f" {done}/{total}" if total > 1 else "")
+        if event.in_flight:
+            name += f" · {event.in_flight} in flight"
+        else:
+            get_run_logger().info(name if total > 1 or not done else f"{name}: done")
         context = TaskRunContext.get()
         if total == 1 or context is None:
             return
         context.task_run.name = name  # the task sends it with its next event; until then, `_tell` does
         bar, now = f"{_slug(self.run)}-{_slug(stage)}", time.monotonic()
-        if done == 0:
+        if done == 0 and event.in_flight is None:
             self.bars.pop(bar, None)
             self.updated[bar] = now
         finishes = done == total and bar in self.bars

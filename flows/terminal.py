@@ -70,7 +70,8 @@ class _Terminal:
                 self._closed(iteration, metrics)
 
     def _stage(self, event: StageProgress) -> None:
-        self._bar(f"it {event.iteration} · {event.stage}", event.done, event.total)
+        name = f"it {event.iteration} · {event.stage}"
+        self._bar(name, event.done, event.total, f"{name} · {event.in_flight} in flight" if event.in_flight else None)
         if event.stage == VALIDATE and event.metrics:
             scores = [f"{name} {value:.3f}" for name, value in event.metrics.items() if name.endswith("mean_score")]
             self._print(f"before iteration {event.iteration}: {'  '.join(scores)}")

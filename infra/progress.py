@@ -24,6 +24,8 @@ class StageProgress:
     total: int
     metrics: Mapping[str, float] | None = None
     """The stage's metrics, once it is complete."""
+    in_flight: int | None = None
+    """Number of trajectories that the rollout is generating; None: the stage does not generate."""
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,11 @@ class Generation(Generic[C, S]):
         """Whether to open another shard, so that no replica waits for trajectories."""
         return self.replicas.feed.has_room
 
+    @property
+    def in_flight(self) -> int:
+        """Number of trajectories that the replicas generate, for whichever stage."""
+        return self.replicas.feed.in_flight
+
     def open(self, request: RowsCall[C, S]) -> None:
         """Open a shard."""
         assert request.call.weights is not None, "the rollout has weights"

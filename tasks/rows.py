@@ -38,6 +38,7 @@ def run_rows(
     until = DynamicSampling[C, S].of(driver, stage, iteration)
     committed_shards = store.committed_shards(stage.name, iteration)
     done = {number: shard for number, shard in committed_shards.items() if number < total}
+    beyond = [shard.data.key for number, shard in committed_shards.items() if number >= total]
     if until is None:
         handle.expect(total)
         handle.show({number: shard.data for number, shard in done.items()})
@@ -82,6 +83,8 @@ def run_rows(
     journal = store.journal(iteration, stage.name)
     store.commit(*uncommitted, commit)  # one record, so that the last shard is never committed without its stage
     store.objects.delete(part.key for part in journal)
+    # what dynamic sampling drew and does not need
+    store.objects.delete([*beyond, *(shard.data.key for number, shard in done.items() if number >= len(shards))])
     report(StageProgress(iteration=iteration, stage=stage.name, done=total, total=total, metrics=manifest.metrics))
     return manifest, False
 
@@ -170,6 +173,12 @@ def _generated(
                 yield job.commit(shard, rows, ended - began)
                 began = ended
             generation.journal()
+            in_flight = generation.in_flight
+            report(
+                StageProgress(
+                    iteration=job.iteration, stage=stage.name, done=len(done), total=job.total, in_flight=in_flight
+                )
+            )
 
 
 def _assign(driver: Driver, stage: RowsStage[C, S], iteration: int, shard: int) -> None:

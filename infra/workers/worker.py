@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -102,7 +102,7 @@ class Worker:
         self._server_checked = False
         self._saving: dict[str, Saving] = {}
         self.rollouts = Rollouts(self._generator)
-        self._last_journal: tuple[tuple[ShardRef, ...], Mapping[str, Mapping[str, Any]]] = ((), {})
+        self._last_journal: tuple[tuple[ShardRef, ...], dict[str, Mapping[str, Any]]] = ((), {})
 
     @property
     def roles(self) -> frozenset[str]:
@@ -130,18 +130,42 @@ class Worker:
         self._check_weights(call)
         started = time.perf_counter()
         if request.begin is None:
-            context = self._context(call, self._read(call))
+            output = self._output(request, self._context(call, self._read(call)))
         else:
-            assert call.weights is not None
-            names = [name for prompt in self.begin(request) for name in prompt]
-            left = set(names)
+            [(_, output)] = self.generated([request])
+        return output, time.perf_counter() - started
+
+    def generated(self, requests: Sequence[RowsCall[C, S]]) -> Iterator[tuple[int, ShardOutput[S]]]:
+        """Compute shards of a stage that generates, all at the same time, with the weights that the rollout has.
+
+        Args:
+            requests: the calls.
+
+        Yields:
+            Number, rows and summary of each shard, in the order in which they become complete.
+
+        Raises:
+            EngineLost: the engine died.
+        """
+        engine = self.engines.rollout()
+        batches = [[request] for request in requests] if engine.in_batches else [requests]
+        for batch in batches:
+            by_key = {request.key: request for request in batch}
+            names = {
+                key: [name for prompt in self.begin(request) for name in prompt] for key, request in by_key.items()
+            }
+            left = {key: set(ids) for key, ids in names.items()}
             try:
                 while left:
-                    left -= {name for _, name in self.generate(call.weights, [(request.key, names)], WAIT_S)}
-                context = self.rollouts.finish(request.key, ())
+                    assert batch[0].call.weights is not None
+                    self.rollouts.submit(engine, batch[0].call.weights, [(key, names[key]) for key in left])
+                    for key, name in self.rollouts.wait(WAIT_S):
+                        left[key].discard(name)
+                        if not left[key]:
+                            del left[key]
+                            yield key[2], self._output(by_key[key], self.rollouts.finish(key, ()))
             finally:
-                self.rollouts.drop([request.key])
-        return self._output(request, context), time.perf_counter() - started
+                self.rollouts.drop(list(by_key))
 
     def begin(self, request: RowsCall[C, S]) -> tuple[tuple[str, ...], ...]:
         """Open a shard of a stage that generates.
@@ -174,8 +198,9 @@ class Worker:
 
     def _journaled(self, call: Call[C]) -> Mapping[str, Mapping[str, Any]]:
         """The rows of the call's journal by trajectory id. A damaged journal is left out: it saves time, no more."""
-        if self._last_journal[0] != call.journal:
-            rows: dict[str, Mapping[str, Any]] = {}
+        parts, rows = self._last_journal
+        if parts != call.journal:
+            rows = {}
             for part in call.journal:
                 try:
                     table = self.store.read_shard(part)
@@ -184,7 +209,7 @@ class Worker:
                 else:
                     rows |= {row["trajectory_id"]: row for row in table.to_pylist()}
             self._last_journal = call.journal, rows
-        return self._last_journal[1]
+        return rows
 
     def generate(
         self, weights: Weights, submitted: Sequence[tuple[ShardKey, Sequence[str]]], wait_s: float
