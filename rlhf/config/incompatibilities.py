@@ -111,7 +111,6 @@ def _environment_fits(config: RunConfig) -> None:
     if rollout.environment is None:
         return
     for key, conflict in (
-        ("rollout.partial", rollout.partial),
         ("rollout.ignore_eos", rollout.ignore_eos),
         (f"algorithm.advantage {config.algorithm.advantage.type}", config.needs_greedy_scores),
     ):
@@ -131,8 +130,6 @@ def _rollout_fits(config: RunConfig) -> None:
         )
     if rollout.partial and rollout.mode != "async":
         raise ValueError(f"rollout.partial requires rollout.mode async, but rollout.mode is {rollout.mode}")
-    if rollout.partial and rollout.stop:
-        raise ValueError("rollout.partial may split a stop text: remove rollout.stop, or set partial: false")
     if rollout.engine != "vllm" and rollout.quantization is not None:
         raise ValueError(f"rollout.quantization {rollout.quantization} is for rollout.engine vllm: remove it")
     if rollout.engine == "hf":

@@ -18,7 +18,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from rlhf.engines import event_loop
-from rlhf.engines.base import Request, RolloutEngine, Sampling
+from rlhf.engines.base import Chunk, Request, RolloutEngine, Sampling
 from rlhf.environments import EnvironmentFailed
 from rlhf.environments.calls import EnvironmentCalls
 from rlhf.environments.dialogues import Dialogue, content_ids
@@ -27,6 +27,8 @@ from rlhf.errors import EngineLost, NotFinite
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+TOKENS_PER_CHARACTER = 4
+"""A character has at most four bytes, each of which may be a token."""
 TRIES = 3
 """How often a trajectory is started at most, with `rollout.environment.on_error: retry`."""
 
@@ -249,8 +251,11 @@ class Generator:
         dialogue, reasons = running.dialogue, list[str]()
 
         async def generate(request: Request) -> None:
+            interrupted_at = len(dialogue.ids)
             async with aclosing(self.engine.stream(request, sampling)) as chunks:
                 async for chunk in chunks:
+                    if dialogue.turn_starts[-1] < interrupted_at:
+                        chunk = self._cut(dialogue, interrupted_at, chunk, sampling.stop)
                     if not all(map(math.isfinite, chunk.log_probs)):
                         raise NotFinite(
                             "the model gave log-probs that are not finite while generating: nothing is committed"
@@ -258,6 +263,7 @@ class Generator:
                     dialogue.wrote(chunk, self.version)
                     if chunk.finish_reason is not None:
                         reasons.append(chunk.finish_reason)
+                        return
 
         while not reasons:
             if self.interruptible:
@@ -278,3 +284,16 @@ class Generator:
                 running.turn = None
                 await self._tell_idle()
         return reasons[0]
+
+    def _cut(self, dialogue: Dialogue, interrupted_at: int, chunk: Chunk, stop: tuple[str, ...]) -> Chunk:
+        """End a chunk at a stop text that begins before an interruption, which the engine cannot see."""
+        longest = max(map(len, stop), default=0)
+        if not longest or len(dialogue.ids) - interrupted_at >= TOKENS_PER_CHARACTER * longest:
+            return chunk
+        first = max(dialogue.turn_starts[-1], interrupted_at - TOKENS_PER_CHARACTER * longest)
+        written = dialogue.ids[first:]
+        for count in range(1, len(chunk.response_ids) + 1):
+            text = str(self.tokenizer.decode([*written, *chunk.response_ids[:count]]))
+            if any(ending in text for ending in stop):
+                return Chunk(chunk.response_ids[:count], chunk.log_probs[:count], "stop")
+        return chunk
