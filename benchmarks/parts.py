@@ -108,15 +108,8 @@ def generated(driver: Driver, stage: RowsStage[Any, Any] = GENERATE) -> tuple[fl
     return time.perf_counter() - started, manifest
 
 
-def next_iteration(driver: Driver) -> float:
-    """Close the open iteration, which has learnt nothing, and copy the actor's weights to the rollout as if they were
-    new; returns the seconds of the copy."""
-    driver.store.close({})
-    return synced(driver)
-
-
 def synced(driver: Driver) -> float:
-    """Copy the actor's weights to the rollout; returns the seconds of the copy."""
+    """Copy the weights of the open iteration to the rollout; returns the seconds of the copy."""
     newest, group = driver.state.starting["actor"], driver.groups.of("rollout")
     ensure_weights(driver, "actor", newest)
     started = time.perf_counter()

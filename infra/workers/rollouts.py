@@ -96,6 +96,8 @@ class Rollouts:
         generated: list[Generated] = []
         restored, self._restored = self._restored, []
         for dialogue in restored + self._generator.wait(0.0 if restored else timeout_s):
+            if id(dialogue) not in self._owners:  # it was dropped after it was complete
+                continue
             key, name = self._owners[id(dialogue)], dialogue.request.trajectory_id
             self._shards[key].complete[name] = dialogue
             generated.append((key, name))

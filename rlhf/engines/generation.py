@@ -18,7 +18,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from rlhf.engines import event_loop
-from rlhf.engines.base import Chunk, Request, RolloutEngine, Sampling
+from rlhf.engines.base import Chunk, Request, RolloutEngine, Sampling, limit_of
 from rlhf.environments import EnvironmentFailed
 from rlhf.environments.calls import EnvironmentCalls
 from rlhf.environments.dialogues import Dialogue, content_ids
@@ -79,6 +79,8 @@ class Generator:
         """Trajectories that are not complete, by `id`: two stages may use the same trajectory ids."""
         self._idle = asyncio.Condition()
         self._ended = SimpleQueue[Dialogue | BaseException]()
+        self._failure: BaseException | None = None
+        """An error that the next `wait` raises."""
 
     @property
     def is_paused(self) -> bool:
@@ -109,15 +111,22 @@ class Generator:
             EnvironmentFailed: an environment failed, and the config stops the run then.
         """
         complete: list[Dialogue] = []
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
         deadline = time.monotonic() + timeout_s
         while True:
             try:
                 ended = self._ended.get(timeout=0 if complete else max(deadline - time.monotonic(), 0))
             except Empty:
                 return complete
-            if isinstance(ended, BaseException):
+            if isinstance(ended, Dialogue):
+                complete.append(ended)
+            elif complete:
+                self._failure = ended  # for the next call, so that no complete trajectory is lost
+                return complete
+            else:
                 raise ended
-            complete.append(ended)
 
     def copies(self, dialogues: Iterable[Dialogue]) -> list[Dialogue]:
         """Copy trajectories as they are now, while they are being written."""
@@ -225,9 +234,8 @@ class Generator:
             sampling = replace(sampling, stop=(*sampling.stop, *environment.stop))
         turn = dialogue.unanswered_turn
         if turn is None:
-            reason = await self._policy_turn(running, sampling)
-            if environments is None or reason == "length":
-                dialogue.finish_reason = reason
+            await self._policy_turn(running, sampling, is_alone=environments is None)
+            if dialogue.finish_reason:
                 return
             turn = dialogue.unanswered_turn
         assert environments is not None and turn is not None
@@ -241,14 +249,15 @@ class Generator:
         ids = content_ids(observation.content, turn[-1], self.tokenizer)
         if dialogue.answered == rules.max_turns:
             dialogue.finish_reason = "turns"
-        elif len(dialogue.ids) + len(ids) >= sampling.max_tokens:
+        elif len(dialogue.ids) + len(ids) >= limit_of(dialogue.request, sampling):
             dialogue.finish_reason = "length"
         else:
             dialogue.heard(ids)
 
-    async def _policy_turn(self, running: _Running, sampling: Sampling) -> str:
-        """Generate the rest of the policy's turn; returns the finish reason."""
-        dialogue, reasons = running.dialogue, list[str]()
+    async def _policy_turn(self, running: _Running, sampling: Sampling, *, is_alone: bool) -> None:
+        """Generate the rest of the policy's turn. If nobody answers it, its last chunk ends the trajectory, too, so
+        that a copy never has the one without the other."""
+        dialogue = running.dialogue
 
         async def generate(request: Request) -> None:
             interrupted_at = len(dialogue.ids)
@@ -262,17 +271,19 @@ class Generator:
                         )
                     dialogue.wrote(chunk, self.version)
                     if chunk.finish_reason is not None:
-                        reasons.append(chunk.finish_reason)
+                        if is_alone or chunk.finish_reason == "length":
+                            dialogue.finish_reason = chunk.finish_reason
                         return
 
-        while not reasons:
+        while dialogue.unanswered_turn is None:
             if self.interruptible:
                 await self._gate.wait()
             turn = running.turn = asyncio.create_task(generate(dialogue.next_request(sampling)))
             try:
                 await turn
             except asyncio.CancelledError:
-                if not turn.cancelled() or self._gate.is_set():  # the trajectory was cancelled, not its request
+                trajectory = asyncio.current_task()
+                if trajectory is not None and trajectory.cancelling():  # not only its request, by `pause`
                     turn.cancel()
                     raise
             except EngineLost as error:
@@ -283,7 +294,6 @@ class Generator:
             finally:
                 running.turn = None
                 await self._tell_idle()
-        return reasons[0]
 
     def _cut(self, dialogue: Dialogue, interrupted_at: int, chunk: Chunk, stop: tuple[str, ...]) -> Chunk:
         """End a chunk at a stop text that begins before an interruption, which the engine cannot see."""

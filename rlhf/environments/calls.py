@@ -73,12 +73,10 @@ class EnvironmentCalls:
         beginning = dialogue.beginning
         assert beginning is not None, "a trajectory with an environment has a beginning"
 
-        def start() -> Environment:
-            environment = self._make(**self._options)
-            environment.reset(beginning.messages, *structures(*beginning[1:]))
-            return environment
-
-        environment: Environment = await self._call(start, f"{trajectory_id}, at reset")
+        where = f"{trajectory_id}, at reset"
+        environment: Environment = await self._call(partial(self._make, **self._options), where)
+        reset = partial(environment.reset, beginning.messages, *structures(*beginning[1:]))
+        await self._call(reset, where)
         self._environments[id(dialogue)] = environment
         for turn in dialogue.answered_turns:
             text = tokenizer.decode(turn, skip_special_tokens=True)
@@ -103,7 +101,7 @@ class EnvironmentCalls:
         observation: Observation = await self._call(partial(self._environments[id(dialogue)].step, turn), where)
         try:
             _check(observation)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise EnvironmentFailed(f"{KEY} raised {raised(error)} ({where})") from None
         return observation
 
@@ -114,14 +112,21 @@ class EnvironmentCalls:
     async def _call(self, call: Callable[[], Any], where: str) -> Any:
         async with self._slots:
             try:
-                return await asyncio.wait_for(_in_thread(call), self._timeout_s)
+                async with asyncio.timeout(self._timeout_s):
+                    return await _in_thread(call)
             except TimeoutError:
                 reason = f"took longer than {KEY}.timeout_s {self._timeout_s:g} s"
-            except asyncio.CancelledError:
-                raise
-            except BaseException as error:  # includes sys.exit, which would end the thread silently
-                reason = f"raised {raised(error)}"
+            except _Raised as failure:
+                reason = f"raised {raised(failure.error)}"
         raise EnvironmentFailed(f"{KEY} {reason} ({where})")
+
+
+class _Raised(Exception):
+    """What an environment raised: also a time-out or a cancellation of its own, or `sys.exit`, which would otherwise
+    pass for one of the event loop's."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
 
 
 async def _in_thread(call: Callable[[], Any]) -> Any:
@@ -147,8 +152,16 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
     threading.Thread(target=work, daemon=True).start()
     result, failure = await done
     if failure is not None:
-        raise failure
-    return await result if inspect.isawaitable(result) else result
+        raise _Raised(failure)
+    if not inspect.isawaitable(result):
+        return result
+    try:
+        return await result
+    except BaseException as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise
+        raise _Raised(error) from None
 
 
 def _check(observation: Any) -> None:

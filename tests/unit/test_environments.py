@@ -191,7 +191,6 @@ def test_an_environment_that_fails_is_named(tokenizer: Any) -> None:
         load_environment("nobody")
 
 
-@pytest.mark.xfail(run=False, reason="on Python 3.11 SystemExit ends the event loop, and every later test hangs")
 def test_an_environment_that_exits_is_an_error_like_others(tokenizer: Any) -> None:
     message = r"raised SystemExit: no key at environments.py:\d+ in reset \(it000000-p00000-s00, at reset\)"
     with pytest.raises(EnvironmentFailed, match=message):
@@ -255,7 +254,6 @@ class Impatient:
         raise TimeoutError("no answer from the tool")
 
 
-@pytest.mark.xfail(strict=True, reason="any TimeoutError is reported as timeout_s")
 def test_an_error_of_a_tool_is_not_the_time_limit(tokenizer: Any) -> None:
     with pytest.raises(EnvironmentFailed, match="raised TimeoutError: no answer from the tool"):
         write(ScriptedEngine(tokenizer, []), EnvironmentCalls(Impatient, {}), "1")
@@ -382,10 +380,7 @@ class AsyncResetAndStep(AsyncStep):
 
 @pytest.mark.parametrize(
     "environment_class",
-    [
-        AsyncStep,
-        pytest.param(AsyncResetAndStep, marks=pytest.mark.xfail(strict=True, reason="reset is not awaited")),
-    ],
+    [AsyncStep, AsyncResetAndStep],
 )
 def test_an_environment_may_be_asynchronous(environment_class: Any, tokenizer: Any) -> None:
     calls = EnvironmentCalls(environment_class, {"barrier": asyncio.Barrier(2)})
