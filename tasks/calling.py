@@ -77,6 +77,7 @@ def call_of(
         The call.
     """
     state = driver.state if began is None else began
+    journal = driver.store.journal(iteration, stage.name) if began is None else None
     return Call(
         term=driver.term,
         stage=stage.name,
@@ -89,5 +90,5 @@ def call_of(
         weights=weights_for(driver, stage, iteration, shard),
         cursor=state.cursor_before(iteration, driver.config.data.prompts_per_iteration),
         controllers=dict(state.controllers),
-        journal=driver.store.journal(iteration, stage.name) if began is None else (),
+        journal=() if journal is None else journal.parts,
     )

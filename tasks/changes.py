@@ -8,7 +8,7 @@ from typing import Any
 from infra.execution.driver import Driver
 from infra.execution.executors import StageHandle
 from infra.store.manifest import Fingerprint, Manifest
-from infra.store.records import Ahead, RunState, ShardCommit, Skip, Weights
+from infra.store.records import Ahead, RunState, Skip, Weights
 from infra.workers.worker import WEIGHTS_OF
 from rlhf.config import RunConfig, stored_config
 from rlhf.errors import UserError
@@ -117,13 +117,13 @@ def check_open_iteration(driver: Driver) -> None:
                     raise changed(driver, name, iteration, changes)
         for name in place.shards.keys() - place.stages.keys():
             for shard in place.shards[name].values():
-                if changes := _shard_changes(driver, stage_named(name), shard):
+                if changes := changes_since_term(driver, stage_named(name), shard.term):
                     raise changed(driver, name, iteration, changes)
 
 
-def _shard_changes(driver: Driver, stage: Stage, shard: ShardCommit) -> list[str]:
-    """Changes since the claim of the driver that committed a shard. Its inputs and weights cannot have changed."""
-    claim = driver.store.log.claim_of(shard.term)
+def changes_since_term(driver: Driver, stage: Stage, term: int) -> list[str]:
+    """Changes since the claim of a driver that worked on a stage. Its inputs and weights cannot have changed."""
+    claim = driver.store.log.claim_of(term)
     config = stored_config(claim.config, "the claim")
     changes: list[str] = stage.config.differences(stage.config.values(config), driver.config)
     changes += _of_inputs(set(stage.input_names(names_of(config))), set(stage.input_names(names_of(driver.config))))

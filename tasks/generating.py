@@ -96,13 +96,17 @@ class Generation(Generic[C, S]):
         if _in_batches(self.driver) or self.driver.config.rollout.journal_s is None:
             return  # a batch starts again as a whole
         store = self.driver.store
-        parts = []
-        for replica in self.replicas:
-            number = store.begin_attempt(self.iteration, JOURNAL)
-            parts.append(replica.call(Worker.journal, self.iteration, self.stage, number))
-        written = tuple(part for part in parts if part is not None)
-        if written:
-            store.replace_journal(Journal(iteration=self.iteration, stage=self.stage, parts=written))
+        numbers = [store.begin_attempt(self.iteration, JOURNAL) for _ in self.replicas]
+        pending = [
+            # the first replica also has what waits: its tokens are from the journal before
+            replica.submit(Worker.journal, self.iteration, self.stage, number, waiting=number == numbers[0])
+            for number, replica in zip(numbers, self.replicas, strict=True)
+        ]
+        parts = tuple(part for answer in pending if (part := answer.result()) is not None)
+        if parts:
+            store.replace_journal(
+                Journal(iteration=self.iteration, stage=self.stage, term=self.driver.term, parts=parts)
+            )
         self._journaled = time.monotonic()
 
 

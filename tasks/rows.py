@@ -10,14 +10,14 @@ from typing import Generic, Self
 
 from infra.execution.driver import Driver
 from infra.execution.executors import StageHandle
-from infra.progress import StageProgress, report
+from infra.progress import StageProgress, note, report
 from infra.store.clock import now
 from infra.store.manifest import Manifest
-from infra.store.records import Assigned, ShardCommit, StageCommit
+from infra.store.records import Assigned, Journal, ShardCommit, StageCommit
 from infra.workers.calls import C, Rows, RowsCall, S
 from infra.workers.worker import Worker
 from tasks.calling import Handles, call_of, on_worker
-from tasks.changes import fingerprint_of
+from tasks.changes import changes_since_term, fingerprint_of
 from tasks.generating import Generation
 from tasks.pipeline import stages_of
 from tasks.stage import RowsStage, Until
@@ -82,7 +82,7 @@ def run_rows(
     )
     journal = store.journal(iteration, stage.name)
     store.commit(*uncommitted, commit)  # one record, so that the last shard is never committed without its stage
-    store.objects.delete(part.key for part in journal)
+    store.delete_journal(journal)
     # what dynamic sampling drew and does not need
     store.objects.delete([*beyond, *(shard.data.key for number, shard in done.items() if number >= len(shards))])
     report(StageProgress(iteration=iteration, stage=stage.name, done=total, total=total, metrics=manifest.metrics))
@@ -155,6 +155,7 @@ def _generated(
 ) -> Iterator[ShardCommit]:
     """Generate the shards that are not in `done`, all at the same time; they become complete in any order."""
     driver, stage = job.driver, job.stage
+    _check_journal(driver, stage, job.iteration)
     pending = deque(number for number in range(job.total) if number not in done)
     began = time.perf_counter()
     with Generation[C, S](driver, job.iteration, stage.name) as generation:
@@ -179,6 +180,15 @@ def _generated(
                     iteration=job.iteration, stage=stage.name, done=len(done), total=job.total, in_flight=in_flight
                 )
             )
+
+
+def _check_journal(driver: Driver, stage: RowsStage[C, S], iteration: int) -> None:
+    """Discard a journal that was generated under another config, with other data or by other code."""
+    journal = driver.store.journal(iteration, stage.name)
+    if journal is not None and journal.parts and (changes := changes_since_term(driver, stage, journal.term)):
+        note(f"{stage.name} of iteration {iteration} starts without its journal: {'; '.join(changes)}")
+        empty = Journal(iteration=iteration, stage=stage.name, term=driver.term, parts=())
+        driver.store.replace_journal(empty)
 
 
 def _assign(driver: Driver, stage: RowsStage[C, S], iteration: int, shard: int) -> None:

@@ -119,8 +119,10 @@ class Journal(Frozen):
     kind: Literal["journal"] = "journal"
     iteration: int
     stage: str
+    term: int
+    """Term of the driver that generated it."""
     parts: tuple[ShardRef, ...]
-    """A file for each worker that generates."""
+    """The files of the workers, in order: a later one has the newer tokens of a trajectory that is in several."""
 
 
 class Assigned(Frozen):
@@ -199,7 +201,7 @@ class Ahead(Stored):
     shards: dict[str, dict[int, ShardCommit]] = {}
     stages: dict[str, StageCommit | Skip] = {}
     assigned: dict[int, Weights] = {}
-    journals: dict[str, tuple[ShardRef, ...]] = {}
+    journals: dict[str, Journal] = {}
 
 
 class RunState(Stored):
@@ -227,7 +229,7 @@ class RunState(Stored):
     """Committed stages of the open iteration."""
     assigned: dict[int, Weights] = {}
     """Weights that generate shards of the open iteration, by shard, if they differ from the starting weights."""
-    journals: dict[str, tuple[ShardRef, ...]] = {}
+    journals: dict[str, Journal] = {}
     """What stages of the open iteration have generated of their incomplete shards, by stage."""
     ahead: dict[int, Ahead] = {}
     """Later iterations that have commits."""
@@ -287,7 +289,7 @@ class RunState(Stored):
             case Assigned():
                 self._of(commit.iteration).assigned[commit.shard] = commit.weights
             case Journal():
-                self._of(commit.iteration).journals[commit.stage] = commit.parts
+                self._of(commit.iteration).journals[commit.stage] = commit
             case StageCommit() if commit.iteration > self.iteration:
                 ahead = self._of(commit.iteration)
                 ahead.stages[commit.stage] = commit
@@ -326,8 +328,10 @@ class RunState(Stored):
                 self.shards, self.stages, self.assigned, self.journals = {}, {}, {}, {}
                 self.metrics, self.metric_values = None, {}
                 self.starting = dict(self.weights)
-                by_stage = [shards for ahead in self.ahead.values() for shards in ahead.shards.values()]
+                begun = list(self.ahead.values())
+                by_stage = [shards for ahead in begun for shards in ahead.shards.values()]
                 needed = {term, *(shard.term for shards in by_stage for shard in shards.values())}
+                needed |= {journal.term for ahead in begun for journal in ahead.journals.values()}
                 self.open_terms = {number: opened for number, opened in self.open_terms.items() if number in needed}
                 if (opening := self.ahead.pop(self.iteration, None)) is not None:
                     self.shards, self.assigned, self.journals = opening.shards, opening.assigned, opening.journals

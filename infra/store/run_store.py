@@ -141,11 +141,11 @@ class RunStore:
         """
         return self._write_table(f"{_journal_prefix(iteration)}{stage}.{self._tag(number)}.parquet", table)
 
-    def journal(self, iteration: int, stage: str) -> tuple[ShardRef, ...]:
-        """The newest journal of a stage, of the open iteration or of one ahead; empty if there is none."""
+    def journal(self, iteration: int, stage: str) -> Journal | None:
+        """The newest journal of a stage, of the open iteration or of one ahead; None if there is none."""
         with self.log.held() as state:
             place = state if iteration == state.iteration else state.ahead.get(iteration)
-            return () if place is None else place.journals.get(stage, ())
+            return None if place is None else place.journals.get(stage)
 
     def replace_journal(self, commit: Journal) -> None:
         """Commit a journal, then delete the one that it replaces.
@@ -158,7 +158,12 @@ class RunStore:
         """
         before = self.journal(commit.iteration, commit.stage)
         self.commit(commit)
-        self.objects.delete(part.key for part in before)
+        self.delete_journal(before)
+
+    def delete_journal(self, journal: Journal | None) -> None:
+        """Delete the files of a journal that no longer counts."""
+        if journal is not None:
+            self.objects.delete(part.key for part in journal.parts)
 
     def write_manifest(self, manifest: Manifest) -> ObjectRef:
         """Write a stage's manifest.
@@ -386,7 +391,8 @@ class RunStore:
         """Keys of an iteration's stage, of its close, or of its journals, that no record names."""
         if stage == JOURNAL:
             state = self.state if iteration == self.state.iteration else self.state.ahead.get(iteration)
-            parts = [] if state is None else [part.key for parts in state.journals.values() for part in parts]
+            journals = [] if state is None else state.journals.values()
+            parts = {part.key for journal in journals for part in journal.parts}
             return [key for key in self.objects.list(_journal_prefix(iteration)) if key not in parts]
         if stage == CLOSE:
             return self.objects.list(_metrics_prefix(iteration))

@@ -149,11 +149,15 @@ class RayReplica:
 
     def call(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call a method in this process. Raises the worker's error, or `GroupLost`."""
-        return self.group.submit_to(self.rank, method, *args, **kwargs).result()
+        return self.submit(method, *args, **kwargs).result()
+
+    def submit(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> Answer[R]:
+        """Call a method in this process, without waiting for its result."""
+        return self.group.submit_to(self.rank, method, *args, **kwargs)
 
     def handed(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> Handed[R]:
         """Call a method, and leave its result in Ray's object store."""
-        return Handed(self.group.submit_to(self.rank, method, *args, **kwargs).pending[0])
+        return Handed(self.submit(method, *args, **kwargs).pending[0])
 
 
 class RayGroup:

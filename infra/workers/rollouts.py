@@ -103,10 +103,18 @@ class Rollouts:
             generated.append((key, name))
         return generated
 
-    def journal(self, iteration: int, stage: str) -> list[dict[str, Any]]:
-        """What the trajectories of a stage's open shards have so far, one row each; none for those without tokens."""
+    def journal(self, iteration: int, stage: str, *, waiting: bool) -> list[dict[str, Any]]:
+        """What the trajectories of a stage's open shards have so far, one row each; none for those without tokens.
+
+        Args:
+            iteration: the stage's iteration.
+            stage: the stage's name.
+            waiting: whether to include trajectories that were not submitted.
+        """
         shards = [shard for (name, number, _), shard in self._shards.items() if (name, number) == (stage, iteration)]
-        dialogues = [dialogue for shard in shards for dialogue in shard.by_id.values()]
+        dialogues = [
+            dialogue for shard in shards for dialogue in shard.by_id.values() if waiting or id(dialogue) in self._owners
+        ]
         copies = [] if self._generator is None else self._generator.copies(dialogues)
         return [dialogue.journaled() for dialogue in copies if dialogue.ids and dialogue.error is None]
 
