@@ -276,7 +276,11 @@ def _count(counts: Path) -> None:
     def updated(self: Any, batch: Any, *_: Any) -> tuple[Any, ...]:
         return of("update_critic" if self.head == "value" else "update_actor", batch)
 
-    after(Worker, "rows", lambda self, asked: (asked.call.stage, asked.call.iteration, asked.call.shard))
-    after(HFRollout, "generate", lambda self, requests, _: ("generate", place(requests[0].trajectory_id), -1))
+    def rows(self: Any, asked: Any, *_: Any) -> tuple[Any, ...]:
+        return asked.call.stage, asked.call.iteration, asked.call.shard
+
+    after(Worker, "rows", rows)
+    after(Worker, "finish", rows)  # of a shard that was generated
+    after(HFRollout, "_run", lambda self, rows, _: ("generate", place(rows[0].request.trajectory_id), -1))  # a batch
     after(TorchEngine, "infer", inferred)
     after(TorchEngine, "update", updated)

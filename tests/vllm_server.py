@@ -26,12 +26,12 @@ def serving(folder: Path, options: Mapping[str, object] | None = None, **environ
     options = {
         "logprobs-mode": "processed_logprobs",
         "generation-config": "vllm",
-        **(options or {}),
         "host": "127.0.0.1",
         "port": port,
         "dtype": "float32",
         "max-model-len": 256,
         "gpu-memory-utilization": 0.1,
+        **(options or {}),
     }
     arguments = [f"--{name}={value}" for name, value in options.items()]
     log = folder.parent / f"serve-{port}.log"

@@ -12,7 +12,7 @@ from infra.workers.calls import C, Context, RowsCall, S, ShardKey, ShardStart
 
 if TYPE_CHECKING:
     from rlhf.engines.base import RolloutEngine
-    from rlhf.engines.generation import Generator
+    from rlhf.engines.generation import Generator, Rules
     from rlhf.environments.dialogues import Dialogue
 
 Generated = tuple[ShardKey, str]
@@ -83,12 +83,15 @@ class Rollouts:
             generator = self._generator = self._build(engine)
         if generator.engine is not engine or generator.version != weights.version or generator.is_paused:
             generator.resume(weights.version, engine)
+        incomplete: list[tuple[Dialogue, Rules]] = []
         for key, ids in submitted:
             shard = self._shards[key]
             new = [shard.by_id[name] for name in ids if id(shard.by_id[name]) not in self._owners]
             self._owners |= {id(dialogue): key for dialogue in new}
             self._restored += [dialogue for dialogue in new if dialogue.finish_reason]
-            generator.submit([dialogue for dialogue in new if not dialogue.finish_reason], shard.start.rules)
+            incomplete += [(dialogue, shard.start.rules) for dialogue in new if not dialogue.finish_reason]
+        if incomplete:
+            generator.submit(incomplete)
 
     def wait(self, timeout_s: float) -> list[Generated]:
         """Wait until trajectories are complete; see `Generator.wait`."""

@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import aclosing
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
@@ -87,14 +86,13 @@ class Generator:
         """Whether `resume` has to be called before anything is generated."""
         return not self._gate.is_set()
 
-    def submit(self, dialogues: Sequence[Dialogue], rules: Rules) -> None:
-        """Start or continue trajectories.
+    def submit(self, submitted: Sequence[tuple[Dialogue, Rules]]) -> None:
+        """Start or continue trajectories. Those of one call are announced to the engine together.
 
         Args:
-            dialogues: the trajectories, with the tokens that they have so far.
-            rules: what they have in common.
+            submitted: the trajectories, with the tokens that they have so far, and their rules.
         """
-        event_loop.run(self._submit(dialogues, rules))
+        event_loop.run(self._submit(submitted))
 
     def wait(self, timeout_s: float) -> list[Dialogue]:
         """Wait until a trajectory is complete.
@@ -151,15 +149,15 @@ class Generator:
 
     # On the event loop.
 
-    async def _submit(self, dialogues: Sequence[Dialogue], rules: Rules) -> None:
-        self.engine.join(len(dialogues))
-        for dialogue in dialogues:
+    async def _submit(self, submitted: Sequence[tuple[Dialogue, Rules]]) -> None:
+        self.engine.join(len(submitted))
+        for dialogue, rules in submitted:
             # all at once: a batch whose trajectories were on both sides of the gate would never begin
             running = self._running[id(dialogue)] = _Running(dialogue, is_past_gate=self._gate.is_set())
             running.task = asyncio.create_task(self._write(running, rules))
 
     async def _copies(self, dialogues: list[Dialogue]) -> list[Dialogue]:
-        return deepcopy(dialogues)
+        return [dialogue.copy() for dialogue in dialogues]
 
     async def _cancel(self, dialogues: list[Dialogue]) -> None:
         tasks = [self._running[id(dialogue)].task for dialogue in dialogues if id(dialogue) in self._running]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from operator import itemgetter
@@ -81,6 +82,10 @@ class Dialogue:
         if self.answered == len(self.turn_ends):
             return None
         return self.ids[self.turn_starts[-1] : self.turn_ends[-1]]
+
+    def copy(self) -> Dialogue:
+        """A copy that does not change when this trajectory does."""
+        return replace(self, **{name: copy(getattr(self, name)) for name in JOURNALED})
 
     def restore(self, row: Mapping[str, Any]) -> None:
         """Continue from a row of a journal."""

@@ -97,7 +97,7 @@ def wait_for(generator: Generator, dialogues: Sequence[Dialogue]) -> None:
 def write(engine: ScriptedEngine, calls: EnvironmentCalls, *ground_truths: str, max_turns: int = 5) -> list[Dialogue]:
     """Write trajectories whose prompts have these ground truths."""
     generator, dialogues = generator_of(engine), dialogues_for(*ground_truths)
-    generator.submit(dialogues, Rules(SAMPLING, calls, max_turns))
+    generator.submit([(dialogue, Rules(SAMPLING, calls, max_turns)) for dialogue in dialogues])
     wait_for(generator, dialogues)
     return dialogues
 
@@ -282,12 +282,12 @@ def test_fail_stops_the_others_before_they_call_anything(tokenizer: Any) -> None
     calls = EnvironmentCalls(Held, {"released": released, "started": started}, concurrency=2, on_error="fail")
     generator = generator_of(ScriptedEngine(tokenizer, [["a"]]))
     dialogues = dialogues_for("fails", "held", "held", *["waits"] * 20)
-    generator.submit(dialogues, Rules(SAMPLING, calls))
+    generator.submit([(dialogue, Rules(SAMPLING, calls)) for dialogue in dialogues])
     with pytest.raises(EnvironmentFailed, match="raised ValueError: fails"):
         wait_for(generator, dialogues)
     released.set()
     later = dialogues_for("later")
-    generator.submit(later, Rules(SAMPLING, calls))
+    generator.submit([(dialogue, Rules(SAMPLING, calls)) for dialogue in later])
     wait_for(generator, later)
     assert later[0].finish_reason == "stop"
     assert "waits" not in started
@@ -301,8 +301,8 @@ def test_a_hanging_environment_costs_only_its_trajectory(tokenizer: Any) -> None
     answering_calls = EnvironmentCalls(Unreliable, {"good_from": {"good": 1}, "starts": []})
     generator = generator_of(ScriptedEngine(tokenizer, [["a", "b"]]))
     answering, *hanging = dialogues_for("good", "hangs", "hangs", "hangs")
-    generator.submit(hanging, Rules(SAMPLING, hanging_calls))
-    generator.submit([answering], Rules(SAMPLING, answering_calls, max_turns=5))
+    generator.submit([(dialogue, Rules(SAMPLING, hanging_calls)) for dialogue in hanging])
+    generator.submit([(answering, Rules(SAMPLING, answering_calls, max_turns=5))])
     wait_for(generator, [answering, *hanging])
     released.set()
     assert (answering.finish_reason, answering.reward) == ("stop", 2.0)
@@ -407,7 +407,7 @@ def test_a_replayed_environment_hears_the_turns_that_were_answered(tokenizer: An
         dialogue.restore(committed.journaled())
     engine = ScriptedEngine(tokenizer, [["e"], ["d", "e"]])
     generator = generator_of(engine, version=3)
-    generator.submit(dialogues, Rules(SAMPLING, calls, max_turns=5))
+    generator.submit([(dialogue, Rules(SAMPLING, calls, max_turns=5)) for dialogue in dialogues])
     wait_for(generator, dialogues)
     assert heard == [["ab", "cd", "e"]] * 2
     for dialogue in dialogues:

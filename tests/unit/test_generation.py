@@ -50,7 +50,7 @@ def test_a_stop_text_that_new_weights_split_ends_the_response(tokenizer: Any, pa
     generator = Generator(engine, tokenizer, interruptible=True)
     generator.resume(version=1)
     dialogue = Dialogue(Request("it000000-p00000-s00", (5, 6)))
-    generator.submit([dialogue], Rules(Sampling(1.0, 1.0, 40, seed=0, stop=("</c>",))))
+    generator.submit([(dialogue, Rules(Sampling(1.0, 1.0, 40, seed=0, stop=("</c>",))))])
 
     async def paused() -> None:
         await engine.has_paused.wait()

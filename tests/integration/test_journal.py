@@ -1,0 +1,173 @@
+"""Generation is durable to the token: drivers die by SIGKILL while a real `vllm serve` generates."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import httpx
+import pandas as pd
+import pytest
+
+from infra.store.records import Journal
+from rlhf.config import RunConfig
+from rlhf.engines.server_rollout import PROBE_TOKENS
+from tests import tiny
+from tests.history import History
+from tests.processes import Child, Fault, Processes
+from tests.vllm_server import end_servers, serving
+
+pytestmark = pytest.mark.skipif(
+    not os.environ.get("RATCHET_VLLM") and find_spec("vllm") is None, reason="vLLM is not installed: `make vllm`"
+)
+PROMPTS, SAMPLES, LENGTH = 16, 4, 150
+
+
+@dataclass
+class Server:
+    """A `vllm serve`, which counts what it generates."""
+
+    url: str
+
+    def metric(self, name: str) -> int:
+        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        return int(sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}{{")))
+
+    def tokens_once_idle(self) -> int:
+        """The tokens that it has generated, once it has heard that its client is dead."""
+        deadline = time.monotonic() + 120
+        while self.metric("num_requests_running") or self.metric("num_requests_waiting"):
+            assert time.monotonic() < deadline, "the server still generates for a dead client"
+            time.sleep(0.05)
+        return self.metric("generation_tokens_total")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tiny.workspace(tmp_path_factory.mktemp("journals"))
+    tiny.model_folder(folder / "model", hidden=64, heads=2, key_value_heads=1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    yield Server(serving(folder / "model", {"max-model-len": 400}))
+    end_servers()
+
+
+def long_responses(folder: Path, processes: Processes, server: Server) -> RunConfig:
+    """A run of one iteration; each response has `LENGTH` tokens."""
+    return tiny.config(
+        folder,
+        run__store=f"file://{processes.folder}/runs",
+        data__prompts_per_iteration=PROMPTS,
+        rollout__engine="server",
+        rollout__server={"urls": [server.url], "weights_folder": str(folder / "weights")},
+        rollout__n=SAMPLES,
+        rollout__max_response_tokens=LENGTH,
+        rollout__ignore_eos=True,
+        rollout__prompts_per_shard=4,
+        rollout__journal_s=0.2,
+        actor__mini_batch_trajectories=PROMPTS * SAMPLES,
+        critic__mini_batch_trajectories=PROMPTS * SAMPLES,
+        train__iterations=1,
+    )
+
+
+def durable_tokens(history: History) -> dict[str, list[int]]:
+    """What the log says of each response: the tokens of its committed shard, or of its stage's newest journal."""
+    store, tokens = history.run.store, dict[str, list[int]]()
+    files = [shard.data for shard in history.state.shards.get("generate", {}).values()]
+    for ref in files:
+        for row in store.read_shard(ref, ("trajectory_id", "response_ids")).to_pylist():
+            tokens[row["trajectory_id"]] = row["response_ids"]
+    journal = history.state.journals.get("generate")
+    for ref in () if journal is None else journal.parts:
+        for row in store.read_shard(ref).to_pylist():
+            tokens.setdefault(row["trajectory_id"], row["ids"])
+    return tokens
+
+
+def kill_at(child: Child, server: Server, tokens: int) -> None:
+    """Kill a driver once the server has generated so many tokens."""
+    while server.metric("generation_tokens_total") < tokens:
+        assert child.process.is_alive(), child.text
+        time.sleep(0.02)
+    child.process.kill()
+    child.process.join()
+
+
+def test_no_journaled_token_is_generated_twice(folder: Path, processes: Processes, server: Server) -> None:
+    config, draw = long_responses(folder, processes, server), random.Random(0)
+    total = PROMPTS * SAMPLES * LENGTH
+    faults = [
+        Fault("put", "journals/", "before", count=2),
+        Fault("put", "journals/", "after", count=2),
+        Fault("create", '{"kind":"journal"', "after", count=2),
+        None,
+        None,
+    ]
+    durable: dict[str, list[int]] = {}
+    for fault in faults:
+        left = total - sum(map(len, durable.values()))
+        if fault is not None:
+            child = processes.train(config, fault)
+            assert child.wait() == -9, child.text
+        else:
+            before = server.metric("generation_tokens_total")
+            child = processes.train(config)
+            kill_at(child, server, before + PROBE_TOKENS + draw.randrange(left // 4, left // 2))
+        server.tokens_once_idle()
+        history = History.of(config)
+        now = durable_tokens(history)
+        for name, tokens in durable.items():
+            assert now[name][: len(tokens)] == tokens, f"{name} lost tokens that were journaled"
+        durable = now
+    assert sum(map(len, durable.values())) > 0, "something was journaled"
+    assert any(0 < len(tokens) < LENGTH for tokens in durable.values()), "a response was interrupted"
+
+    before = server.tokens_once_idle()
+    child = processes.train(config)
+    assert child.wait() == 0, child.text
+    history = History.of(config)
+    history.check_sound()
+    rows = pd.read_parquet(history.folder / "trajectories" / "generate")
+    assert len(rows) == PROMPTS * SAMPLES
+    for name, ids in zip(rows["trajectory_id"], rows["response_ids"], strict=True):
+        assert len(ids) == LENGTH
+        assert list(ids[: len(durable.get(name, []))]) == durable.get(name, [])
+    # nothing that is durable is generated again: the server generated what was missing, and its probe
+    generated = server.tokens_once_idle() - before
+    assert generated == total - sum(map(len, durable.values())) + PROBE_TOKENS
+    assert not list(history.folder.glob("journals/*/*")), "a committed stage needs no journal"
+
+
+def test_a_journal_of_another_config_or_with_damage_is_left_out(
+    folder: Path, processes: Processes, server: Server
+) -> None:
+    config = long_responses(folder, processes, server)
+    killed = Fault("create", '{"kind":"journal"', "after", count=2)
+    child = processes.train(config, killed)
+    assert child.wait() == -9, child.text
+    [journal] = list(History.of(config).folder.glob("journals/*/*"))
+    journal.write_bytes(journal.read_bytes()[:-40])
+    child = processes.train(config, killed)
+    assert child.wait() == -9, child.text
+    assert "generation restarts without a journal" in child.text
+
+    server.tokens_once_idle()
+    before = server.metric("generation_tokens_total")
+    cooler = config.with_values({"rollout.temperature": 0.5})
+    child = processes.train(cooler)
+    assert child.wait() == 0, child.text
+    assert "starts without its journal: temperature: 1.0 -> 0.5" in child.text.replace("\n", " ")
+    assert server.tokens_once_idle() - before == PROMPTS * SAMPLES * LENGTH + PROBE_TOKENS
+    history = History.of(config)
+    history.check_sound()
+    assert len(history.commits(Journal)) >= 4
+    assert not list(history.folder.glob("journals/*/*"))
