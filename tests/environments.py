@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import Any
 
@@ -65,22 +64,6 @@ class Script:
         return self.script[len(self.turns) - 1]  # type: ignore[no-any-return]
 
 
-class Meeting:
-    """An environment that answers once all others are asked, too."""
-
-    stop = ()
-
-    def __init__(self, barrier: threading.Barrier) -> None:
-        self.barrier = barrier
-
-    def reset(self, *_: Any) -> None:
-        self.barrier.wait(60)
-
-    def step(self, turn: str) -> Observation:
-        self.barrier.wait(60)
-        return Observation(turn)
-
-
 class Absent:
     """It never answers."""
 
@@ -100,29 +83,3 @@ class Leaves:
 
     def reset(self, messages: Any, ground_truth: str, extra_info: Any) -> None:
         raise SystemExit(ground_truth)
-
-
-class Slow:
-    """An environment that answers after as many seconds as the ground truth says."""
-
-    stop = ()
-
-    def reset(self, messages: Any, ground_truth: str, extra_info: Any) -> None:
-        self.seconds = ground_truth
-
-    def step(self, turn: str) -> Observation:
-        time.sleep(float(self.seconds))
-        return Observation(self.seconds)
-
-
-class Counted:
-    stop = ()
-
-    def __init__(self, begun: list[str]) -> None:
-        self.begun = begun
-
-    def reset(self, messages: Any, ground_truth: str, extra_info: Any) -> None:
-        if ground_truth == "fails":
-            raise ValueError(ground_truth)
-        time.sleep(0.05)
-        self.begun.append(ground_truth)

@@ -166,7 +166,9 @@ class RolloutConfig(Section):
     )
     vllm: VLLMConfig = Field(VLLMConfig(), description="how vLLM runs")
     server: ServerConfig = Field(ServerConfig(), description="inference servers")
-    prompts_per_shard: int = Field(16, gt=0, description="prompts per shard; a crash loses at most one shard")
+    prompts_per_shard: int = Field(
+        16, gt=0, description="prompts per shard: a shard is committed when all of its trajectories are complete"
+    )
     mode: Literal["sync", "one_step_off", "async"] = Field(
         "sync",
         description="sync: generate with the newest weights; one_step_off: generate while the previous iteration "
