@@ -9,9 +9,12 @@ sees, and a wrong mask, position or temperature moves them by more than 1e-2.
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
@@ -25,11 +28,15 @@ from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForC
 
 from rlhf.batch import TrajectoryBatch
 from rlhf.config import ModelConfig
-from rlhf.engines.base import Generation, Request, RolloutEngine, Sampling
+from rlhf.engines import event_loop
+from rlhf.engines.base import Chunk, Generation, Request, RolloutEngine, Sampling, joined
+from rlhf.engines.generation import Generator, Rules
 from rlhf.engines.hf_rollout import HFRollout
+from rlhf.engines.model_engine import copy_weights
 from rlhf.engines.server_rollout import ServerRollout
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.engines.vllm_rollout import VLLMRollout
+from rlhf.environments.dialogues import Dialogue
 from rlhf.errors import EngineLost
 from rlhf.models import load_actor, load_tokenizer
 from tests.tiny import model_folder
@@ -341,6 +348,126 @@ def test_new_weights_are_taken_over_in_place(kind: Kind, policy_folder: Path) ->
     engine.load_weights(before)
     for one, other in zip(engine.generate(requests(), kind.sampling), first, strict=True):
         kind.assert_agree(one, other)
+
+
+LONG = 200
+"""Tokens of a response that has many chunks."""
+
+
+async def whole(engine: RolloutEngine, request: Request, sampling: Sampling) -> Generation:
+    """A response, alone."""
+    engine.join(1)
+    try:
+        async with aclosing(engine.stream(request, sampling)) as stream:
+            return joined([chunk async for chunk in stream])
+    finally:
+        engine.leave()
+
+
+def test_requests_join_others_that_run(kind: Kind, engine: RolloutEngine) -> None:
+    """Each request joins when those before it have begun, and all get what they get alone."""
+    endless = replace(kind.sampling, ignore_eos=True, max_tokens=LONG)
+    asked = [replace(request, max_tokens=LONG // (row + 1)) for row, request in enumerate(requests(5))]
+
+    async def one_after_another() -> list[Generation]:
+        tasks: list[asyncio.Task[Generation]] = []
+        for request in asked:
+            begun = asyncio.Event()
+
+            async def chunks_of(request: Request = request, begun: asyncio.Event = begun) -> Generation:
+                engine.join(1)
+                try:
+                    chunks: list[Chunk] = []
+                    async with aclosing(engine.stream(request, endless)) as stream:
+                        async for chunk in stream:
+                            chunks.append(chunk)
+                            begun.set()
+                    return joined(chunks)
+                finally:
+                    engine.leave()
+
+            tasks.append(asyncio.create_task(chunks_of()))
+            if not engine.in_batches:  # a batch begins when all that have joined wait
+                await begun.wait()
+        return [await task for task in tasks]
+
+    for request, found in zip(asked, event_loop.run(one_after_another()), strict=True):
+        assert len(found.response_ids) == request.max_tokens
+        kind.assert_agree(found, engine.generate([request], endless)[0])
+
+
+def test_a_cancelled_request_leaves_the_others_alone(kind: Kind, engine: RolloutEngine) -> None:
+    endless = replace(kind.sampling, ignore_eos=True, max_tokens=LONG)
+    kept, cancelled = requests(2)
+    expected = engine.generate([kept], endless)[0]
+
+    async def first_chunk() -> Chunk:
+        try:
+            async with aclosing(engine.stream(cancelled, endless)) as stream:
+                return await anext(stream)
+        finally:
+            engine.leave()
+
+    async def both() -> tuple[Generation, Chunk]:
+        engine.join(1)
+        found = asyncio.create_task(whole(engine, kept, endless))
+        chunk = await first_chunk()
+        return await found, chunk
+
+    found, chunk = event_loop.run(both())
+    assert chunk.finish_reason is None, "it was cancelled before its end"
+    kind.assert_agree(found, expected)
+    kind.assert_agree(engine.generate([kept], endless)[0], expected)
+
+
+def test_new_weights_within_a_response(kind: Kind, policy_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token has the version, and the log-prob, of the weights that drew it."""
+    engine, trainer = kind.build(policy_folder), TorchEngine(load_actor(ModelConfig(path=str(policy_folder))), "policy")
+    first = [(name, tensor.clone()) for name, tensor in trainer.weights()]
+    asked, stream, begun = requests(6), engine.stream, threading.Semaphore(0)
+    endless = replace(kind.sampling, ignore_eos=True, max_tokens=LONG)
+
+    async def held(request: Request, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
+        """The first chunk of a response, and then nothing until it is cancelled."""
+        async with aclosing(stream(request, sampling)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+                begun.release()
+                await asyncio.Event().wait()
+
+    tokenizer = load_tokenizer(ModelConfig(path=str(policy_folder)))
+    generator = Generator(engine, tokenizer, interruptible=True)
+    generator.resume(0)
+    monkeypatch.setattr(engine, "stream", held)
+    dialogues = [Dialogue(request) for request in asked]
+    generator.submit([(dialogue, Rules(endless)) for dialogue in dialogues])
+    for _ in asked:
+        assert begun.acquire(timeout=300)
+    generator.pause()
+    monkeypatch.undo()
+    lengths = [len(dialogue.ids) for dialogue in generator.copies(dialogues)]
+    assert all(0 < length < LONG for length in lengths)
+    with torch.no_grad():
+        for parameter in trainer.parameters.values():
+            parameter.mul_(1.05)
+    second = [(name, tensor.clone()) for name, tensor in trainer.weights()]
+    engine.load_weights(second)
+    generator.resume(1)
+    complete: list[Dialogue] = []
+    while len(complete) < len(asked):
+        complete += generator.wait(300)
+    assert set(map(id, complete)) == set(map(id, dialogues))
+    for version, weights in ((0, first), (1, second)):
+        copy_weights(weights, trainer.model)
+        columns = {"prompt_ids": [request.prompt_ids for request in asked], "response_ids": [d.ids for d in dialogues]}
+        temperature = kind.sampling.temperature
+        batch = TrajectoryBatch.of(columns)
+        log_probs = trainer.infer(batch, ["log_probs"], temperature=temperature, micro_batch_tokens=400)["log_probs"]
+        for dialogue, length, expected in zip(dialogues, lengths, log_probs.to_pylist(), strict=True):
+            assert dialogue.versions == [0] * length + [1] * (LONG - length)
+            drawn = slice(0, length) if version == 0 else slice(length, LONG)
+            np.testing.assert_allclose(dialogue.log_probs[drawn], expected[drawn], rtol=0, atol=kind.close)
+    engine.load_weights(first)  # for the next test
 
 
 def assert_distribution(drawn: Sequence[int], probs: np.ndarray) -> None:
