@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from pathlib import Path
 import httpx
 import pandas as pd
 import pytest
+import yaml
 
 from infra.store.records import Journal
 from rlhf.config import RunConfig
@@ -79,6 +81,13 @@ def long_responses(folder: Path, processes: Processes, server: Server) -> RunCon
     )
 
 
+def written(config: RunConfig, folder: Path) -> Path:
+    """The config as a file."""
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    return path
+
+
 def durable_tokens(history: History) -> dict[str, list[int]]:
     """What the log says of each response: the tokens of its committed shard, or of its stage's newest journal."""
     store, tokens = history.run.store, dict[str, list[int]]()
@@ -93,13 +102,12 @@ def durable_tokens(history: History) -> dict[str, list[int]]:
     return tokens
 
 
-def kill_at(child: Child, server: Server, tokens: int) -> None:
-    """Kill a driver once the server has generated so many tokens."""
+def signal_at(child: Child, number: int, server: Server, tokens: int) -> None:
+    """Send a signal to a driver once the server has generated so many tokens."""
     while server.metric("generation_tokens_total") < tokens:
         assert child.process.is_alive(), child.text
         time.sleep(0.02)
-    child.process.kill()
-    child.process.join()
+    child.signal(number)
 
 
 def test_no_journaled_token_is_generated_twice(folder: Path, processes: Processes, server: Server) -> None:
@@ -121,7 +129,8 @@ def test_no_journaled_token_is_generated_twice(folder: Path, processes: Processe
         else:
             before = server.metric("generation_tokens_total")
             child = processes.train(config)
-            kill_at(child, server, before + PROBE_TOKENS + draw.randrange(left // 4, left // 2))
+            signal_at(child, signal.SIGKILL, server, before + PROBE_TOKENS + draw.randrange(left // 4, left // 2))
+            assert child.wait() == -9
         server.tokens_once_idle()
         history = History.of(config)
         now = durable_tokens(history)
@@ -154,16 +163,18 @@ def test_a_journal_of_another_config_or_with_damage_is_left_out(
     killed = Fault("create", '{"kind":"journal"', "after", count=2)
     child = processes.train(config, killed)
     assert child.wait() == -9, child.text
-    [journal] = list(History.of(config).folder.glob("journals/*/*"))
-    journal.write_bytes(journal.read_bytes()[:-40])
-    child = processes.train(config, killed)
+    history = History.of(config)
+    [part] = history.state.journals["generate"].parts
+    path = history.folder / part.key
+    path.write_bytes(path.read_bytes()[:-40])
+    child = processes.cli("train", written(config, processes.folder), faults=(killed,))
     assert child.wait() == -9, child.text
     assert "generation restarts without a journal" in child.text
 
     server.tokens_once_idle()
     before = server.metric("generation_tokens_total")
     cooler = config.with_values({"rollout.temperature": 0.5})
-    child = processes.train(cooler)
+    child = processes.cli("train", written(cooler, processes.folder))
     assert child.wait() == 0, child.text
     assert "starts without its journal: temperature: 1.0 -> 0.5" in child.text.replace("\n", " ")
     assert server.tokens_once_idle() - before == PROMPTS * SAMPLES * LENGTH + PROBE_TOKENS
@@ -171,3 +182,25 @@ def test_a_journal_of_another_config_or_with_damage_is_left_out(
     history.check_sound()
     assert len(history.commits(Journal)) >= 4
     assert not list(history.folder.glob("journals/*/*"))
+
+
+def test_a_stop_writes_a_journal_and_vacuum_keeps_it(folder: Path, processes: Processes, server: Server) -> None:
+    config = long_responses(folder, processes, server).with_values({"rollout.journal_s": 1e6})
+    some = server.tokens_once_idle() + PROBE_TOKENS + 20 * PROMPTS * SAMPLES
+    child = processes.train(config)
+    signal_at(child, signal.SIGTERM, server, some)
+    assert child.wait() == 1, child.text
+    before = server.tokens_once_idle()
+    history = History.of(config)
+    assert len(history.commits(Journal)) == 1
+    tokens = durable_tokens(history)
+    assert sum(map(len, tokens.values())) > 0
+    vacuum = processes.cli("vacuum", history.folder.name, "--store", f"file://{history.folder.parent}")
+    assert vacuum.wait() == 0, vacuum.text
+    assert durable_tokens(History.of(config)) == tokens
+
+    child = processes.train(config)
+    assert child.wait() == 0, child.text
+    generated = server.tokens_once_idle() - before
+    assert generated == PROMPTS * SAMPLES * LENGTH - sum(map(len, tokens.values())) + PROBE_TOKENS
+    History.of(config).check_sound()
