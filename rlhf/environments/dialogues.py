@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from operator import itemgetter
@@ -85,7 +86,7 @@ class Dialogue:
     def restore(self, row: Mapping[str, Any]) -> None:
         """Continue from a row of a journal."""
         for name in JOURNALED:
-            setattr(self, name, row[name])
+            setattr(self, name, copy(row[name]))
 
     def journaled(self) -> dict[str, Any]:
         """The row of a journal."""
