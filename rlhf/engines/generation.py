@@ -290,8 +290,9 @@ class Generator:
                         return
 
         while dialogue.unanswered_turn is None:
-            if self.interruptible:
+            if self.interruptible or not running.is_past_gate:
                 await self._gate.wait()
+                running.is_past_gate = True
             engine = self.engine
             turn = running.turn = asyncio.create_task(generate(engine, dialogue.next_request(sampling)))
             try:
@@ -305,7 +306,7 @@ class Generator:
                 if engine is self.engine and self._gate.is_set():  # the first to notice
                     self._gate.clear()
                     self._end(dialogue, error)
-                await self._gate.wait()
+                running.is_past_gate = False  # new weights do not wait for it, which cannot go on without an engine
             finally:
                 running.turn = None
                 await self._tell_idle()
