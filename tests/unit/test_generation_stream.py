@@ -22,14 +22,8 @@ import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine as Machine
+from hypothesis.stateful import initialize, invariant, precondition, rule, run_state_machine_as_test
 
 from infra.execution.replicas import Complete, Feed, Prompt, Reports
 from infra.store.records import Weights
@@ -52,14 +46,7 @@ HEARD = 7
 """The token of every letter that an environment says."""
 MAX_TURNS = 3
 MAX_TOKENS = 12
-MACHINE = settings(
-    max_examples=300,
-    stateful_step_count=50,
-    deadline=None,
-    database=None,
-    report_multiple_bugs=False,
-    suppress_health_check=list(HealthCheck),
-)
+HISTORIES = settings(deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
 
 # What a trajectory becomes. Its tokens depend on who draws them, its shape does not.
@@ -72,11 +59,6 @@ def draw(*of: object) -> int:
 
 def token_of(name: str, position: int, version: int) -> int:
     return 100 * version + draw(name, position) % 100
-
-
-def log_prob_of(token: int) -> float:
-    """A float32."""
-    return -1 - token / 8
 
 
 def reason_after(name: str, position: int, limit: int) -> str | None:
@@ -116,18 +98,16 @@ def shape_of(name: str, request: Request, *, has_environment: bool) -> Dialogue:
 
 
 class Blocked(Exception):
-    """A call waits for something that does not happen by itself."""
-
-    def __init__(self, task: asyncio.Task[Any]) -> None:
-        super().__init__(f"{task.get_coro()} would wait forever")
-        self.task = task
+    """A call waits for something that does not happen by itself. The argument is its task."""
 
 
 class StillLoop:
-    """An event loop that runs, in the caller's thread, until it has nothing left to do."""
+    """An event loop that runs, in the caller's thread, until it has nothing left to do. It holds each trajectory until
+    a test releases it."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
+        self.held: dict[str, asyncio.Future[int]] = {}
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Takes the place of `event_loop.run`."""
@@ -138,42 +118,40 @@ class StillLoop:
         return task.result()
 
     def settle(self) -> None:
-        self.loop.run_until_complete(self._quiet())
+        async def rest() -> None:
+            for _ in range(10_000):
+                await asyncio.sleep(0)
+                if not self.loop._ready:  # type: ignore[attr-defined]  # callbacks that are due
+                    return
+            raise AssertionError("the event loop never comes to rest")
 
-    async def _quiet(self) -> None:
-        for _ in range(10_000):
-            await asyncio.sleep(0)
-            if not self.loop._ready:  # type: ignore[attr-defined]  # callbacks that are due
-                return
-        raise AssertionError("the event loop never comes to rest")
+        self.loop.run_until_complete(rest())
 
     def end_tasks(self) -> None:
         for task in asyncio.all_tasks(self.loop):
             task.cancel()
         self.settle()
 
-
-class Pace:
-    """Holds each trajectory until a rule lets it go on."""
-
-    def __init__(self) -> None:
-        self.held: dict[str, asyncio.Future[int]] = {}
-
     async def hold(self, name: str) -> int:
-        """Wait; returns how many tokens to draw."""
+        """Wait for `release`; returns how many tokens to draw."""
         assert name not in self.held, f"{name} is written twice at the same time"
-        self.held[name] = asyncio.get_running_loop().create_future()
+        self.held[name] = self.loop.create_future()
         try:
             return await self.held[name]
         finally:
             del self.held[name]
 
+    def release(self, names: Sequence[str], tokens: int) -> None:
+        for name in names:
+            self.held[name].set_result(tokens)
+        self.settle()
+
 
 class HeldEngine(RolloutEngine):
     """A deterministic engine."""
 
-    def __init__(self, pace: Pace, version: int) -> None:
-        self.pace, self.version = pace, version
+    def __init__(self, loop: StillLoop, version: int) -> None:
+        self.loop, self.version = loop, version
         self.running: set[str] = set()
         self.joined = 0
         self.is_lost = False
@@ -186,7 +164,7 @@ class HeldEngine(RolloutEngine):
         self.running.add(name)
         try:
             while reason is None:
-                count = await self.pace.hold(name)
+                count = await self.loop.hold(name)
                 if self.is_lost:
                     raise EngineLost("the engine is lost")
                 tokens: list[int] = []
@@ -194,12 +172,12 @@ class HeldEngine(RolloutEngine):
                     tokens.append(token_of(name, position, self.version))
                     position += 1
                     reason = reason_after(name, position, limit)
-                log_probs = [math.nan if self.is_broken else log_prob_of(token) for token in tokens]
+                log_probs = [math.nan if self.is_broken else -float(token) for token in tokens]
                 yield Chunk(tuple(tokens), tuple(log_probs), reason)
         finally:
             try:
                 if reason is not None:
-                    await self.pace.hold(name)  # a stream may take a while to close after its last token
+                    await self.loop.hold(name)  # a stream may take a while to close after its last token
             finally:
                 self.running.discard(name)
 
@@ -227,16 +205,16 @@ class Tokenizer:
 class Partner(EnvironmentCalls):
     """The environments of a stage. They are in the same state after the same turns if they are replayable."""
 
-    def __init__(self, pace: Pace, stage: str, *, replayable: bool) -> None:
+    def __init__(self, loop: StillLoop, stage: str, *, replayable: bool) -> None:
         super().__init__(SimpleNamespace(replayable=replayable), {})
-        self.pace, self.stage = pace, stage
+        self.loop, self.stage = loop, stage
 
     async def of(self, dialogue: Dialogue, tokenizer: Any) -> Any:
         return SimpleNamespace(stop=())
 
     async def step(self, dialogue: Dialogue, turn: str) -> Observation:
         name = f"{self.stage} {dialogue.request.trajectory_id}"
-        await self.pace.hold(name)
+        await self.loop.hold(name)
         return answer(name, dialogue.answered)
 
 
@@ -275,11 +253,11 @@ class Shard:
     def unsubmitted(self) -> list[str]:
         return sorted(self.requests.keys() - self.submitted)
 
-    def opening(self, pace: Pace) -> RowsCall[Any, Any]:
+    def opening(self, loop: StillLoop) -> RowsCall[Any, Any]:
         """The call that opens the shard."""
         self.dialogues = {name: Dialogue(request) for name, request in self.requests.items()}
         sampling = Sampling(1.0, 1.0, MAX_TOKENS, seed=STAGES.index(self.key[0]))
-        partner = None if self.replayable is None else Partner(pace, self.key[0], replayable=self.replayable)
+        partner = None if self.replayable is None else Partner(loop, self.key[0], replayable=self.replayable)
         start = ShardStart(tuple(self.dialogues.values()), Rules(sampling, partner, MAX_TURNS))
         call = Call(term=1, stage=self.key[0], iteration=0, config=None, shard=self.key[2])
         return RowsCall(call, None, (), lambda context: start)
@@ -295,7 +273,7 @@ class Shard:
         tokens = zip(dialogue.ids, dialogue.log_probs, dialogue.mask, dialogue.versions, strict=True)
         for position, (token, log_prob, by_policy, version) in enumerate(tokens):
             expected = token_of(name, position, version) if by_policy else HEARD
-            assert (token, log_prob) == (expected, log_prob_of(expected) if by_policy else 0.0)
+            assert (token, log_prob) == (expected, -expected * by_policy)
         assert dialogue.versions == sorted(dialogue.versions), "the policy gets older within a trajectory"
         assert may_mix or len(set(dialogue.versions[self.opened_with[trajectory_id] :])) <= 1
         shape = shape_of(name, self.requests[trajectory_id], has_environment=self.replayable is not None)
@@ -306,7 +284,7 @@ class Shard:
         assert dialogue.reward == dialogue.answered, "an answer counts twice, or not"
 
 
-class Streaming(RuleBasedStateMachine):
+class Streaming(Machine):
     """A worker with `Rollouts`, and the driver that calls it."""
 
     def __init__(self, loop: StillLoop) -> None:
@@ -321,8 +299,7 @@ class Streaming(RuleBasedStateMachine):
     def start(self, interruptible: bool) -> None:
         """A process begins."""
         self.interruptible, self.may_mix = interruptible, interruptible
-        self.pace = Pace()
-        self.engine = HeldEngine(self.pace, self.version)
+        self.engine = HeldEngine(self.loop, self.version)
         self.generator: Generator | None = None
         self.rollouts = Rollouts(self._build)
         self.journals_read = deepcopy(self.journals)
@@ -356,16 +333,12 @@ class Streaming(RuleBasedStateMachine):
     def wait(self) -> None:
         self.generate()
 
-    @precondition(lambda self: self.pace.held)
+    @precondition(lambda self: self.loop.held)
     @rule(data=st.data(), tokens=st.integers(1, 3))
     def go_on(self, data: st.DataObject, tokens: int) -> None:
         """Some trajectories get tokens, or an answer of their environment."""
-        self.release(data.draw(st.lists(st.sampled_from(sorted(self.pace.held)), min_size=1, unique=True)), tokens)
-
-    def release(self, names: Sequence[str], tokens: int) -> None:
-        for name in names:
-            self.pace.held[name].set_result(tokens)
-        self.loop.settle()
+        names = data.draw(st.lists(st.sampled_from(sorted(self.loop.held)), min_size=1, unique=True))
+        self.loop.release(names, tokens)
 
     @precondition(lambda self: self.shards)
     @rule(stage=st.sampled_from(STAGES))
@@ -388,10 +361,10 @@ class Streaming(RuleBasedStateMachine):
     def drop_shard(self, shard: Shard) -> None:
         self.rollouts.drop([shard.key])
         names = set(map(shard.engine_name, shard.requests))
-        assert not names & (self.pace.held.keys() | self.engine.running), "a dropped trajectory goes on"
+        assert not names & (self.loop.held.keys() | self.engine.running), "a dropped trajectory goes on"
         shard.close()
 
-    @precondition(lambda self: self.pace.held)
+    @precondition(lambda self: self.loop.held)
     @rule(has_newer_weights=st.booleans())
     def crash(self, has_newer_weights: bool) -> None:
         self.loop.end_tasks()
@@ -407,7 +380,7 @@ class Streaming(RuleBasedStateMachine):
         try:
             self.rollouts.pause()
         except Blocked as blocked:
-            self.pausing = blocked.task
+            self.pausing = blocked.args[0]
 
     @precondition(lambda self: self.can_load)
     @rule()
@@ -416,7 +389,7 @@ class Streaming(RuleBasedStateMachine):
         assert not self.engine.running, "new weights arrive while requests are running"
         self.version += 1
         if self.engine.is_lost:
-            self.engine = HeldEngine(self.pace, self.version)
+            self.engine = HeldEngine(self.loop, self.version)
         self.engine.version, self.is_changing, self.pausing = self.version, False, None
 
     @property
@@ -443,7 +416,7 @@ class Streaming(RuleBasedStateMachine):
             generated = self.rollouts.wait(0.0)
         except EngineLost:
             assert self.engine.is_lost, "an engine is reported that is not lost"
-            self.engine = HeldEngine(self.pace, self.version)
+            self.engine = HeldEngine(self.loop, self.version)
             return
         for key, trajectory_id in generated:
             assert trajectory_id in self.shards[key].submitted - self.shards[key].reported
@@ -452,11 +425,13 @@ class Streaming(RuleBasedStateMachine):
         for open_shard in list(self.shards.values()):
             assert open_shard.submitted - self.being_written(open_shard) == open_shard.reported or self.engine.is_lost
             if open_shard.reported == open_shard.requests.keys():
-                self.finish(open_shard)
+                finished = self.rollouts.finish(open_shard.key, ()).dialogues
+                assert list(map(id, finished)) == list(map(id, open_shard.dialogues.values()))
+                del self.shards[open_shard.key]
 
     def open(self, shard: Shard) -> None:
         """Its trajectories go on from the newest journal, unless nobody can tell their environments where they were."""
-        call, journal = shard.opening(self.pace), self.journals_read[shard.key[0]]
+        call, journal = shard.opening(self.loop), self.journals_read[shard.key[0]]
         prompts = self.rollouts.begin(call, Context(call.call, None, None, None), journal)
         assert [trajectory_id for prompt in prompts for trajectory_id in prompt] == list(shard.requests)
         assert all(len({shard.requests[trajectory_id].prompt_ids for trajectory_id in ids}) == 1 for ids in prompts)
@@ -465,17 +440,12 @@ class Streaming(RuleBasedStateMachine):
             assert dialogue.journaled() == journaled.get(trajectory_id, Dialogue(dialogue.request).journaled())
             shard.opened_with[trajectory_id] = len(dialogue.ids)
 
-    def finish(self, shard: Shard) -> None:
-        context = self.rollouts.finish(shard.key, ())
-        assert list(map(id, context.dialogues)) == list(map(id, shard.dialogues.values()))
-        del self.shards[shard.key]
-
     def being_written(self, shard: Shard) -> set[str]:
         """The submitted trajectories that are not complete, or whose streams are open."""
         return {
             trajectory_id
             for trajectory_id in shard.submitted
-            if not shard.dialogues[trajectory_id].finish_reason or shard.engine_name(trajectory_id) in self.pace.held
+            if not shard.dialogues[trajectory_id].finish_reason or shard.engine_name(trajectory_id) in self.loop.held
         }
 
     @invariant()
@@ -487,14 +457,14 @@ class Streaming(RuleBasedStateMachine):
             return
         shards = self.shards.values()
         written = {shard.engine_name(name) for shard in shards for name in self.being_written(shard)}
-        assert self.pace.held.keys() <= written, "what was cancelled goes on"
+        assert self.loop.held.keys() <= written, "what was cancelled goes on"
         assert self.generator.engine.joined == len(written), "the engine waits for trajectories that have ended"
-        assert written == self.pace.held.keys() or self.generator.is_paused, "a trajectory stands still"
+        assert written == self.loop.held.keys() or self.generator.is_paused, "a trajectory stands still"
         if self.is_changing:
-            assert self.generator.is_paused
+            assert self.generator.is_paused and not (self.interruptible and self.engine.running)
         if self.pausing is not None:
             assert not self.interruptible, "a pause waits though it may interrupt"
-            assert self.pausing.done() == (not self.pace.held), "a pause ends when nobody is written any more"
+            assert self.pausing.done() == (not self.loop.held), "a pause ends when nobody is written any more"
 
     def teardown(self) -> None:
         try:
@@ -514,7 +484,7 @@ class Streaming(RuleBasedStateMachine):
             self.holds()
             if not self.shards:
                 return
-            self.release(list(self.pace.held), 4)
+            self.loop.release(list(self.loop.held), 4)
         raise AssertionError("trajectories never become complete")
 
 
@@ -528,22 +498,22 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[StillLoop]:
 
 
 def test_any_history_gives_whole_trajectories(loop: StillLoop) -> None:
-    run_state_machine_as_test(lambda: Streaming(loop), settings=MACHINE)
+    many = settings(HISTORIES, max_examples=200, stateful_step_count=50)
+    run_state_machine_as_test(lambda: Streaming(loop), settings=many)
 
 
 def test_what_is_submitted_to_a_paused_generator_begins_with_the_new_weights(loop: StillLoop) -> None:
-    pace = Pace()
-    generator = Generator(HeldEngine(pace, version=3), Tokenizer(), interruptible=False)
+    generator = Generator(HeldEngine(loop, version=3), Tokenizer(), interruptible=False)
     dialogue = Dialogue(Request("p", (5,), max_tokens=1))
     generator.submit([dialogue], Rules(Sampling(1.0, 1.0, MAX_TOKENS, seed=0)))
-    assert not pace.held
+    [copy] = generator.copies([dialogue])
+    assert not loop.held
     generator.pause()  # it waits only for what has begun
     generator.resume(version=3)
     for _ in range(2):
-        pace.held["generate p"].set_result(1)
-        loop.settle()
+        loop.release(["generate p"], 1)
     assert generator.wait(0.0) == [dialogue] and dialogue.versions == [3]
-    assert not generator.wait(0.0)
+    assert not generator.wait(0.0) and not copy.ids
 
 
 def test_a_dropped_shard_leaves_no_error_behind(loop: StillLoop) -> None:
@@ -553,7 +523,7 @@ def test_a_dropped_shard_leaves_no_error_behind(loop: StillLoop) -> None:
     worker.shards = {bad.key: bad, good.key: good}
     worker.generate(bad, list(bad.requests))
     worker.engine.is_broken = True
-    worker.release(list(worker.pace.held), 1)
+    loop.release(list(loop.held), 1)
     with pytest.raises(NotFinite):
         worker.generate()
     worker.drop_shard(bad)
@@ -571,12 +541,12 @@ def test_replicas_that_share_a_shard_journal_and_finish_it_together(loop: StillL
             replica.start(interruptible=True)
             shard = replica.shards[key] = Shard.of(key, [3, 3])
             replica.generate(shard, [f"p0-s{number}"])
-            replica.release(list(replica.pace.held), 1)
+        loop.release(list(loop.held), 1)
         written = [replica.shards[key].dialogues[f"p0-s{number}"] for number, replica in enumerate(replicas)]
         journal = newest(row for replica in replicas for row in replica.rollouts.journal(0, "generate"))
         assert list(journal.values()) == [dialogue.journaled() for dialogue in written], "a copy that stands still"
+    loop.release(list(loop.held), 1)
     for replica in replicas:
-        replica.release(list(replica.pace.held), 1)
         replica.generate()
     others = replicas[1].rollouts.take(key, ["p0-s1"])
     assert list(replicas[0].rollouts.finish(key, others).dialogues) == written
@@ -585,7 +555,7 @@ def test_replicas_that_share_a_shard_journal_and_finish_it_together(loop: StillL
 # The queue of the replicas.
 
 
-class Feeding(RuleBasedStateMachine):
+class Feeding(Machine):
     """Any sequence of what stages and replicas do."""
 
     @initialize(replica_count=st.integers(1, 3), limit=st.sampled_from([None, 1, 2, 5, 8]))
@@ -676,7 +646,13 @@ class Feeding(RuleBasedStateMachine):
 
     @invariant()
     def holds(self) -> None:
-        assert self.feed.in_flight == sum(map(len, self.running))
+        running, waiting = sum(map(len, self.running)), sum(len(names) for _, names in self.queue)
+        assert self.feed.in_flight == running
+        assert self.feed.has_room or self.writers, "nothing is ever opened"
+        if self.limit is None:
+            assert self.feed.has_room == (len(self.writers) < len(self.running)), "a shard for each replica"
+        elif waiting == 0 or waiting >= self.limit * len(self.running):
+            assert self.feed.has_room == (waiting == 0), "enough waits, and no more"
 
     def teardown(self) -> None:
         while sys.exception() is None and self.writers:
@@ -686,7 +662,7 @@ class Feeding(RuleBasedStateMachine):
 
 
 def test_each_trajectory_is_given_to_one_replica() -> None:
-    run_state_machine_as_test(Feeding, settings=settings(MACHINE, stateful_step_count=30))
+    run_state_machine_as_test(Feeding, settings=settings(HISTORIES, max_examples=150, stateful_step_count=30))
 
 
 def test_a_replica_that_fails_is_reported_to_every_stage() -> None:
