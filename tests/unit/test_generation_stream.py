@@ -63,7 +63,7 @@ def token_of(name: str, position: int, version: int) -> int:
 
 def reason_after(name: str, position: int, limit: int) -> str | None:
     """Why a turn ends when the response has this many tokens; None: it goes on."""
-    return "stop" if draw("end", name, position) % 4 == 0 else "length" if position == limit else None
+    return "stop" if draw("end", name, position) % 6 == 0 else "length" if position == limit else None
 
 
 def answer(name: str, answered: int) -> Observation:
@@ -313,14 +313,16 @@ class Streaming(Machine):
         self.generator = Generator(engine, Tokenizer(), interruptible=self.interruptible)
         return self.generator
 
+    @precondition(lambda self: not self.is_changing)
     @rule(
         stage=st.sampled_from(STAGES),
         limits=st.lists(st.sampled_from([None, None, 1, 6]), min_size=1, max_size=4),
         replayable=st.sampled_from([None, True, False]),
     )
-    def add_shard(self, stage: str, limits: list[int | None], replayable: bool | None) -> None:
+    def begin_shard(self, stage: str, limits: list[int | None], replayable: bool | None) -> None:
         key = (stage, 0, next(self.numbers))
         self.shards[key] = Shard.of(key, limits, replayable)
+        self.generate(self.shards[key], self.shards[key].unsubmitted[:2])
 
     @precondition(lambda self: not self.is_changing and any(shard.unsubmitted for shard in self.shards.values()))
     @rule(data=st.data())
@@ -340,7 +342,7 @@ class Streaming(Machine):
         names = data.draw(st.lists(st.sampled_from(sorted(self.loop.held)), min_size=1, unique=True))
         self.loop.release(names, tokens)
 
-    @precondition(lambda self: self.shards)
+    @precondition(lambda self: self.loop.held)
     @rule(stage=st.sampled_from(STAGES))
     def journal(self, stage: str) -> None:
         written = pa.Table.from_pylist(self.rollouts.journal(0, stage), JOURNAL).to_pylist()
@@ -373,7 +375,7 @@ class Streaming(Machine):
         self.version += has_newer_weights
         self.start(self.interruptible)
 
-    @precondition(lambda self: not self.is_changing)
+    @precondition(lambda self: self.loop.held and not self.is_changing)
     @rule()
     def pause(self) -> None:
         self.is_changing = True
@@ -458,7 +460,10 @@ class Streaming(Machine):
         shards = self.shards.values()
         written = {shard.engine_name(name) for shard in shards for name in self.being_written(shard)}
         assert self.loop.held.keys() <= written, "what was cancelled goes on"
-        assert self.generator.engine.joined == len(written), "the engine waits for trajectories that have ended"
+        engine = self.generator.engine
+        assert isinstance(engine, HeldEngine) and engine.joined == len(written), (
+            "the engine waits for trajectories that have ended"
+        )
         assert written == self.loop.held.keys() or self.generator.is_paused, "a trajectory stands still"
         if self.is_changing:
             assert self.generator.is_paused and not (self.interruptible and self.engine.running)
@@ -516,14 +521,18 @@ def test_what_is_submitted_to_a_paused_generator_begins_with_the_new_weights(loo
     assert not generator.wait(0.0) and not copy.ids
 
 
-def test_a_dropped_shard_leaves_no_error_behind(loop: StillLoop) -> None:
+def test_an_error_follows_what_is_complete_and_ends_with_its_shard(loop: StillLoop) -> None:
     worker = Streaming(loop)
     worker.start(interruptible=True)
-    bad, good = (Shard.of(("generate", 0, number), [None] * 3) for number in range(2))
+    bad, good = (Shard.of(("generate", 0, number), [1, None, None]) for number in range(2))
     worker.shards = {bad.key: bad, good.key: good}
     worker.generate(bad, list(bad.requests))
+    for _ in range(2):
+        loop.release(["generate p0-s0"], 1)
     worker.engine.is_broken = True
-    loop.release(list(loop.held), 1)
+    loop.release(["generate p0-s1", "generate p0-s2"], 1)
+    worker.generate()
+    assert bad.reported == {"p0-s0"}
     with pytest.raises(NotFinite):
         worker.generate()
     worker.drop_shard(bad)
