@@ -291,7 +291,7 @@ class Streaming(Machine):
         super().__init__()
         self.loop, self.version = loop, 0
         self.shards: dict[ShardKey, Shard] = {}
-        self.numbers = itertools.count()
+        self.numbers = {stage: itertools.count() for stage in STAGES}
         self.journals = {stage: dict[str, Any]() for stage in STAGES}
         """The rows of each stage's newest journal, by trajectory id."""
 
@@ -320,7 +320,7 @@ class Streaming(Machine):
         replayable=st.sampled_from([None, True, False]),
     )
     def begin_shard(self, stage: str, limits: list[int | None], replayable: bool | None) -> None:
-        key = (stage, 0, next(self.numbers))
+        key = (stage, 0, next(self.numbers[stage]))
         self.shards[key] = Shard.of(key, limits, replayable)
         self.generate(self.shards[key], self.shards[key].unsubmitted[:2])
 
@@ -347,10 +347,9 @@ class Streaming(Machine):
     def journal(self, stage: str) -> None:
         written = pa.Table.from_pylist(self.rollouts.journal(0, stage), JOURNAL).to_pylist()
         rows = {row["trajectory_id"]: row for row in written}
-        for shard in self.shards.values():
-            for trajectory_id, dialogue in shard.dialogues.items():
-                if shard.key[0] == stage and dialogue.ids:
-                    assert rows[trajectory_id] == dialogue.journaled()
+        shards = [shard for shard in self.shards.values() if shard.key[0] == stage]
+        dialogues = {name: dialogue for shard in shards for name, dialogue in shard.dialogues.items()}
+        assert rows == {name: dialogue.journaled() for name, dialogue in dialogues.items() if dialogue.ids}
         if rows:
             self.journals[stage], self.journals_read[stage] = rows, deepcopy(rows)
 
@@ -515,10 +514,20 @@ def test_what_is_submitted_to_a_paused_generator_begins_with_the_new_weights(loo
     assert not loop.held
     generator.pause()  # it waits only for what has begun
     generator.resume(version=3)
+    with pytest.raises(Blocked) as pausing:
+        generator.pause()
     for _ in range(2):
         loop.release(["generate p"], 1)
+    assert pausing.value.args[0].done()
     assert generator.wait(0.0) == [dialogue] and dialogue.versions == [3]
     assert not generator.wait(0.0) and not copy.ids
+
+
+def test_a_trajectory_does_not_change_the_journal_that_it_goes_on_from() -> None:
+    dialogue, row = Dialogue(Request("p", (5,))), Dialogue(Request("p", (5,)), ids=[1]).journaled()
+    dialogue.restore(row)
+    dialogue.wrote(Chunk((2,), (-2.0,)), version=0)
+    assert (dialogue.ids, row["ids"]) == ([1, 2], [1])
 
 
 def test_an_error_follows_what_is_complete_and_ends_with_its_shard(loop: StillLoop) -> None:
