@@ -127,10 +127,11 @@ class Feed:
                     taken.append(self._queue.popleft())
             else:
                 share = -(-len(self._queue) // len(self._in_flight))
-                room = self._limit - self._in_flight[replica]
-                while len(taken) < share and room > 0:
+                running = self._in_flight[replica]
+                # a prompt that has more trajectories than the limit runs alone
+                while len(taken) < share and (running + len(self._queue[0][1]) <= self._limit or not running):
                     taken.append(self._queue.popleft())
-                    room -= len(taken[-1][1])
+                    running += len(taken[-1][1])
             for key, names in taken:
                 self._shards[key].replica_of |= dict.fromkeys(names, replica)
                 self._in_flight[replica] += len(names)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,23 @@ if TYPE_CHECKING:
 
 Generated = tuple[ShardKey, str]
 """A shard, and the id of one of its trajectories."""
+
+
+def newest(rows: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """The rows of a journal by trajectory id.
+
+    Replicas that share a shard journal all of its trajectories that have tokens, and each goes on with some of them.
+    """
+    by_id: dict[str, Mapping[str, Any]] = {}
+    for row in rows:
+        other = by_id.setdefault(row["trajectory_id"], row)
+        if _progress(row) > _progress(other):
+            by_id[row["trajectory_id"]] = row
+    return by_id
+
+
+def _progress(row: Mapping[str, Any]) -> tuple[int, int, bool]:
+    return len(row["ids"]), row["answered"], bool(row["finish_reason"])
 
 
 @dataclass

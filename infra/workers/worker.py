@@ -36,7 +36,7 @@ from infra.workers.calls import (
 )
 from infra.workers.engines import Engines
 from infra.workers.resources import Resources
-from infra.workers.rollouts import Generated, Rollouts
+from infra.workers.rollouts import Generated, Rollouts, newest
 from rlhf.batch import TrajectoryBatch
 from rlhf.config import RunConfig
 from rlhf.data.prompts import encode
@@ -201,14 +201,13 @@ class Worker:
         """The rows of the call's journal by trajectory id. A damaged journal is left out: it saves time, no more."""
         parts, rows = self._last_journal
         if parts != call.journal:
-            rows = {}
+            written: list[dict[str, Any]] = []
             for part in call.journal:
                 try:
-                    table = self.store.read_shard(part)
+                    written += self.store.read_shard(part).to_pylist()
                 except Corrupt as damage:
                     note(f"generation restarts without a journal: {damage}")
-                else:
-                    rows |= {row["trajectory_id"]: row for row in table.to_pylist()}
+            rows = newest(written)
             self._last_journal = call.journal, rows
         return rows
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
-from collections.abc import Iterable, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from rlhf.engines import event_loop
@@ -55,6 +55,14 @@ class _Running:
     is_past_gate: bool = False
 
 
+@dataclass(frozen=True)
+class _Ended:
+    """A trajectory that is complete, or that noticed an error."""
+
+    dialogue: Dialogue
+    error: BaseException | None = None
+
+
 class Generator:
     """The trajectories that one rollout engine is writing.
 
@@ -77,9 +85,8 @@ class Generator:
         self._running: dict[int, _Running] = {}
         """Trajectories that are not complete, by `id`: two stages may use the same trajectory ids."""
         self._idle = asyncio.Condition()
-        self._ended = SimpleQueue[Dialogue | BaseException]()
-        self._failure: BaseException | None = None
-        """An error that the next `wait` raises."""
+        self._ended = deque[_Ended]()
+        self._has_ended = threading.Condition()  # `_ended` changes on the event loop, and is read by `wait`
 
     @property
     def is_paused(self) -> bool:
@@ -109,22 +116,17 @@ class Generator:
             EnvironmentFailed: an environment failed, and the config stops the run then.
         """
         complete: list[Dialogue] = []
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                ended = self._ended.get(timeout=0 if complete else max(deadline - time.monotonic(), 0))
-            except Empty:
-                return complete
-            if isinstance(ended, Dialogue):
-                complete.append(ended)
-            elif complete:
-                self._failure = ended  # for the next call, so that no complete trajectory is lost
-                return complete
-            else:
-                raise ended
+        with self._has_ended:
+            self._has_ended.wait_for(lambda: self._ended, timeout_s)
+            while self._ended:
+                ended = self._ended[0]
+                if ended.error is not None and complete:
+                    break  # the next call raises it, so that no complete trajectory is lost
+                self._ended.popleft()
+                if ended.error is not None:
+                    raise ended.error
+                complete.append(ended.dialogue)
+        return complete
 
     def copies(self, dialogues: Iterable[Dialogue]) -> list[Dialogue]:
         """Copy trajectories as they are now, while they are being written."""
@@ -165,6 +167,17 @@ class Generator:
             assert task is not None
             task.cancel()
         await asyncio.gather(*filter(None, tasks), return_exceptions=True)
+        dropped = set(map(id, dialogues))
+        self._forget_ended(lambda ended: id(ended.dialogue) in dropped and not isinstance(ended.error, EngineLost))
+
+    def _end(self, dialogue: Dialogue, error: BaseException | None = None) -> None:
+        with self._has_ended:
+            self._ended.append(_Ended(dialogue, error))
+            self._has_ended.notify_all()
+
+    def _forget_ended(self, is_forgotten: Callable[[_Ended], bool]) -> None:
+        with self._has_ended:
+            self._ended = deque(ended for ended in self._ended if not is_forgotten(ended))
 
     async def _pause(self) -> None:
         self._gate.clear()
@@ -184,6 +197,7 @@ class Generator:
         if engine is not None and engine is not self.engine:
             engine.join(len(self._running))
             self.engine = engine
+            self._forget_ended(lambda ended: isinstance(ended.error, EngineLost))
         self._gate.set()
 
     async def _write(self, running: _Running, rules: Rules) -> None:
@@ -207,11 +221,11 @@ class Generator:
                         dialogue.restart()
                     else:
                         dialogue.error, dialogue.finish_reason = str(error), "error"
-            self._ended.put(dialogue)
+            self._end(dialogue)
         except asyncio.CancelledError:
             raise
         except BaseException as error:
-            self._ended.put(error)
+            self._end(dialogue, error)
         finally:
             self.engine.leave()
             del self._running[id(dialogue)]
@@ -257,9 +271,9 @@ class Generator:
         that a copy never has the one without the other."""
         dialogue = running.dialogue
 
-        async def generate(request: Request) -> None:
+        async def generate(engine: RolloutEngine, request: Request) -> None:
             interrupted_at = len(dialogue.ids)
-            async with aclosing(self.engine.stream(request, sampling)) as chunks:
+            async with aclosing(engine.stream(request, sampling)) as chunks:
                 async for chunk in chunks:
                     if dialogue.turn_starts[-1] < interrupted_at:
                         chunk = self._cut(dialogue, interrupted_at, chunk, sampling.stop)
@@ -274,9 +288,11 @@ class Generator:
                         return
 
         while dialogue.unanswered_turn is None:
-            if self.interruptible:
+            if self.interruptible or not running.is_past_gate:
                 await self._gate.wait()
-            turn = running.turn = asyncio.create_task(generate(dialogue.next_request(sampling)))
+                running.is_past_gate = True
+            engine = self.engine
+            turn = running.turn = asyncio.create_task(generate(engine, dialogue.next_request(sampling)))
             try:
                 await turn
             except asyncio.CancelledError:
@@ -285,10 +301,10 @@ class Generator:
                     turn.cancel()
                     raise
             except EngineLost as error:
-                if self._gate.is_set():  # the first to notice; the others wait for `resume`, too
+                if engine is self.engine and self._gate.is_set():  # the first to notice
                     self._gate.clear()
-                    self._ended.put(error)
-                await self._gate.wait()
+                    self._end(dialogue, error)
+                running.is_past_gate = False  # new weights do not wait for it, which cannot go on without an engine
             finally:
                 running.turn = None
                 await self._tell_idle()

@@ -90,7 +90,7 @@ class Dialogue:
     def restore(self, row: Mapping[str, Any]) -> None:
         """Continue from a row of a journal."""
         for name in JOURNALED:
-            setattr(self, name, row[name])
+            setattr(self, name, copy(row[name]))
 
     def journaled(self) -> dict[str, Any]:
         """The row of a journal."""

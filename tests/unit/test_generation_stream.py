@@ -1,186 +1,113 @@
-"""Streaming generation: whatever happens while trajectories are written, each ends up once, as if it was undisturbed.
+"""Streaming generation: whatever happens to a worker, each trajectory becomes complete once and keeps its tokens.
 
-The engine of these tests is deterministic, and stands still until a rule releases tokens: trajectories become complete
-in any order, and nothing depends on time. The event loop runs in the test's thread until it has nothing left to do, so
-that a call that would wait forever is known at once.
+The engine of these tests stands still until a rule lets a trajectory go on, and the event loop runs in the test's
+thread until it has nothing left to do. So nothing depends on time, and a call that would wait forever fails at once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import sys
-import threading
-from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, Callable, Container, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from hashlib import sha256
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any, TypeVar
+from zlib import crc32
 
 import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine as Machine
+from hypothesis.stateful import initialize, invariant, precondition, rule, run_state_machine_as_test
 
 from infra.execution.replicas import Complete, Feed, Prompt, Reports
-from infra.store.records import ShardRef, Weights
+from infra.store.records import Weights
 from infra.workers.calls import Call, Context, RowsCall, ShardKey, ShardStart
-from infra.workers.rollouts import Generated, Rollouts
-from infra.workers.worker import JOURNAL, Worker
+from infra.workers.rollouts import Generated, Rollouts, newest
+from infra.workers.worker import JOURNAL
 from rlhf.engines import event_loop
 from rlhf.engines.base import Chunk, Request, RolloutEngine, Sampling, limit_of
 from rlhf.engines.generation import Generator, Rules
 from rlhf.environments import Observation
 from rlhf.environments.calls import EnvironmentCalls
-from rlhf.environments.dialogues import Beginning, Dialogue
+from rlhf.environments.dialogues import Dialogue
 from rlhf.errors import EngineLost, NotFinite
 
 T = TypeVar("T")
 
-LETTERS = ".abcdefg\n?"
-DRAWN = "." + 2 * "abcdef" + "gg"
-"""The letters that an engine draws."""
-EOS = LETTERS.index(".")
-STOPS = ("ab", "cd", "ef", "ba")
-SEEDS = {"generate": 0, "validate": 1}
-"""Two stages with the same trajectory ids."""
-MACHINE = settings(
-    max_examples=100,
-    stateful_step_count=40,
-    deadline=None,
-    database=None,
-    report_multiple_bugs=False,
-    suppress_health_check=list(HealthCheck),
-)
+STAGES = ("generate", "validate")
+"""They use the same trajectory ids."""
+HEARD = 7
+"""The token of every letter that an environment says."""
+MAX_TURNS = 3
+MAX_TOKENS = 12
+HISTORIES = settings(deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
 
-# What an undisturbed run gives.
+# What a trajectory becomes. Its tokens depend on who draws them, its shape does not.
 
 
 def draw(*of: object) -> int:
     """A number that depends on nothing else."""
-    return int.from_bytes(sha256(repr(of).encode()).digest()[:4], "big")
+    return crc32(repr(of).encode())
 
 
-def next_token(name: str, ids: Sequence[int]) -> int:
-    """The token of a trajectory that follows these, of prompt and response."""
-    return LETTERS.index(DRAWN[draw(name, len(ids), list(ids)) % len(DRAWN)])
+def token_of(name: str, position: int, version: int) -> int:
+    return 100 * version + draw(name, position) % 100
 
 
-def log_prob(token: int, version: int) -> float:
-    """A float32."""
-    return -version - (token + 1) / 16
+def reason_after(name: str, position: int, limit: int) -> str | None:
+    """Why a turn ends when the response has this many tokens; None: it goes on."""
+    return "stop" if draw("end", name, position) % 6 == 0 else "length" if position == limit else None
 
 
-def answer(turns: Sequence[str]) -> Observation:
-    """What an environment says after these turns of the policy."""
-    number = draw(list(turns))
-    says = (None, "ab", "c", "", "?", [{"role": "user", "content": "d"}])
-    return Observation(says[number % len(says)], number % 7 / 8)
+def answer(name: str, answered: int) -> Observation:
+    """What an environment says after it has answered this many turns."""
+    return Observation(None if draw("answer", name, answered) % 4 == 0 else "ok", reward=1.0)
 
 
-@dataclass
-class Outcome:
-    """All of a complete trajectory that does not depend on the weights."""
-
-    ids: list[int] = field(default_factory=list)
-    mask: list[int] = field(default_factory=list)
-    turn_starts: list[int] = field(default_factory=list)
-    turn_ends: list[int] = field(default_factory=list)
-    reward: float = 0.0
-    finish_reason: str = ""
-
-    @classmethod
-    def of(cls, dialogue: Dialogue) -> Outcome:
-        return cls(**{name: getattr(dialogue, name) for name in cls.__dataclass_fields__})
-
-
-def undisturbed(name: str, request: Request, rules: Rules) -> Outcome:
-    """What a trajectory becomes; `name` is the engine's name for it."""
-    outcome, turns = Outcome(), list[str]()
-    own = rules.sampling.max_tokens if request.max_tokens is None else request.max_tokens
-    limit = min(own, rules.sampling.max_tokens)
-    stops = rules.sampling.stop + (() if rules.environments is None else Talker.stop)
-    while not outcome.finish_reason:
-        start = len(outcome.ids)
-        outcome.turn_starts.append(start)
+def shape_of(name: str, request: Request, *, has_environment: bool) -> Dialogue:
+    """What a trajectory is when it is complete, but for its tokens."""
+    shape = Dialogue(request)
+    limit = MAX_TOKENS if request.max_tokens is None else min(request.max_tokens, MAX_TOKENS)
+    while True:
         reason = None
+        shape.turn_starts.append(len(shape.mask))
         while reason is None:
-            token = next_token(name, [*request.prompt_ids, *outcome.ids])
-            outcome.ids.append(token)
-            outcome.mask.append(1)
-            text = text_of(outcome.ids[start:])
-            ends = token == EOS or any(stop in text for stop in stops)
-            reason = "stop" if ends else "length" if len(outcome.ids) == limit else None
-        outcome.turn_ends.append(len(outcome.ids))
-        if rules.environments is None or reason == "length":
-            outcome.finish_reason = reason
-            break
-        turns.append(text_of(outcome.ids[start:]))
-        observation = answer(turns)
-        outcome.reward += observation.reward
-        says = observation.content
-        heard = ids_of(says if isinstance(says, str) else "\nd\n")
-        if says is None:
-            outcome.finish_reason = "stop"
-        elif len(turns) == rules.max_turns:
-            outcome.finish_reason = "turns"
-        elif len(outcome.ids) + len(heard) >= limit:
-            outcome.finish_reason = "length"
-        else:
-            outcome.ids += heard
-            outcome.mask += [0] * len(heard)
-    return outcome
-
-
-def text_of(ids: Iterable[int]) -> str:
-    return "".join(LETTERS[token] for token in ids if token != EOS)
-
-
-def ids_of(text: str) -> list[int]:
-    return [LETTERS.index(letter) for letter in text]
-
-
-class Letters:
-    """A tokenizer."""
-
-    chat_template = None
-
-    def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
-        return text_of(ids)
-
-    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
-        return {"input_ids": ids_of(text)}
+            shape.mask.append(1)
+            reason = reason_after(name, len(shape.mask), limit)
+        says = answer(name, len(shape.turn_ends)).content
+        shape.turn_ends.append(len(shape.mask))
+        if not has_environment or reason == "length" or says is None:
+            shape.finish_reason = reason
+        elif len(shape.turn_ends) == MAX_TURNS:
+            shape.finish_reason = "turns"
+        elif len(shape.mask) + len(says) >= limit:
+            shape.finish_reason = "length"
+        if shape.finish_reason:
+            return shape
+        shape.mask += [0] * len(says or "")
 
 
 # A world that stands still.
 
 
 class Blocked(Exception):
-    """A call waits for something that does not happen by itself."""
-
-    def __init__(self, task: asyncio.Task[Any]) -> None:
-        super().__init__(f"{task.get_coro()} would wait forever")
-        self.task = task
+    """A call waits for something that does not happen by itself. The argument is its task."""
 
 
 class StillLoop:
-    """An event loop that runs, in the caller's thread, until it has nothing left to do."""
+    """An event loop that runs, in the caller's thread, until it has nothing left to do. It holds each trajectory until
+    a test releases it."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
+        self.held: dict[str, asyncio.Future[int]] = {}
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Takes the place of `event_loop.run`."""
@@ -191,132 +118,68 @@ class StillLoop:
         return task.result()
 
     def settle(self) -> None:
-        self.loop.run_until_complete(self._quiet())
+        async def rest() -> None:
+            for _ in range(10_000):
+                await asyncio.sleep(0)
+                if not self.loop._ready:  # type: ignore[attr-defined]  # callbacks that are due
+                    return
+            raise AssertionError("the event loop never comes to rest")
 
-    async def _quiet(self) -> None:
-        for _ in range(10_000):
-            await asyncio.sleep(0)
-            if not self.loop._ready:  # type: ignore[attr-defined]  # callbacks that are due
-                return
-        raise AssertionError("the event loop never comes to rest")
+        self.loop.run_until_complete(rest())
 
     def end_tasks(self) -> None:
         for task in asyncio.all_tasks(self.loop):
             task.cancel()
         self.settle()
 
-    def close(self) -> None:
-        self.end_tasks()
-        self.loop.close()
-
-
-class Pace:
-    """What each trajectory may do: its credit in steps. A step is a token, an answer of its environment, or the end of
-    an engine's stream after the last token."""
-
-    def __init__(self) -> None:
-        self.credit = Counter[str]()
-        self.waiting: dict[str, asyncio.Future[None]] = {}
-        self.drawn = defaultdict[str, set[tuple[int, ...]]](set)
-        """The parts of each trajectory after which no token has to be drawn again."""
-        self.wrong: list[str] = []
-        """What an engine noticed."""
-
-    def release(self, name: str, steps: int) -> None:
-        self.credit[name] += steps
-        self.wake(name)
-
-    def wake(self, name: str) -> None:
-        if (future := self.waiting.get(name)) is not None and not future.done():
-            future.set_result(None)
-
-    async def woken(self, name: str) -> None:
-        assert name not in self.waiting, f"{name} is written twice at the same time"
-        self.waiting[name] = asyncio.get_running_loop().create_future()
+    async def hold(self, name: str) -> int:
+        """Wait for `release`; returns how many tokens to draw."""
+        assert name not in self.held, f"{name} is written twice at the same time"
+        self.held[name] = self.loop.create_future()
         try:
-            await self.waiting[name]
+            return await self.held[name]
         finally:
-            del self.waiting[name]
+            del self.held[name]
 
-    async def step(self, name: str) -> None:
-        while not self.credit[name]:
-            await self.woken(name)
-        self.credit[name] -= 1
-
-
-class Talker:
-    """An environment whose answers depend on all turns so far."""
-
-    stop = ("g",)
-    replayable = True
-
-    def __init__(self, pace: Pace) -> None:
-        self.pace, self.turns = pace, list[str]()
-
-    def reset(self, messages: Any, ground_truth: str, extra_info: Any) -> None:
-        self.name = ground_truth
-
-    async def step(self, turn: str) -> Observation:
-        await self.pace.step(self.name)
-        self.turns.append(turn)
-        return answer(self.turns)
+    def release(self, names: Sequence[str], tokens: int) -> None:
+        for name in names:
+            self.held[name].set_result(tokens)
+        self.settle()
 
 
-class Forgetful(Talker):
-    """It is not in the same state after the same turns, for all that anybody knows."""
+class HeldEngine(RolloutEngine):
+    """A deterministic engine."""
 
-    replayable = False
-
-
-class Paced(RolloutEngine):
-    """An engine that draws as many tokens as a rule releases."""
-
-    def __init__(self, pace: Pace, version: int) -> None:
-        self.pace, self.version = pace, version
+    def __init__(self, loop: StillLoop, version: int) -> None:
+        self.loop, self.version = loop, version
         self.running: set[str] = set()
         self.joined = 0
         self.is_lost = False
+        self.is_broken = False
 
     async def stream(self, request: Request, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
-        name, ids = f"{sampling.seed} {request.trajectory_id}", list(request.prompt_ids)
-        left, first = limit_of(request, sampling), len(ids) - request.generated_tokens
-        if left <= 0:
-            self.pace.wrong.append(f"{name}: a request for {left} tokens")
+        name, position = f"{STAGES[sampling.seed]} {request.trajectory_id}", request.generated_tokens
+        limit = position + limit_of(request, sampling)
+        reason = None
         self.running.add(name)
-        has_ended = False
         try:
-            reason = None
             while reason is None:
-                steps = await self._released(name)
+                count = await self.loop.hold(name)
+                if self.is_lost:
+                    raise EngineLost("the engine is lost")
                 tokens: list[int] = []
-                while reason is None and len(tokens) < steps:
-                    token = next_token(name, ids)
-                    before = tuple(ids[first:])
-                    if before in self.pace.drawn[name]:
-                        self.pace.wrong.append(f"{name}: token {len(before)} is drawn again")
-                    self.pace.drawn[name].add(before)
-                    tokens.append(token)
-                    ids.append(token)
-                    left -= 1
-                    text = text_of(ids[len(request.prompt_ids) :])  # it does not know where a turn begins
-                    ends = token == EOS or any(stop in text for stop in sampling.stop)
-                    reason = "stop" if ends else "length" if left == 0 else None
-                has_ended = reason is not None
-                yield Chunk(tuple(tokens), tuple(log_prob(token, self.version) for token in tokens), reason)
+                while reason is None and len(tokens) < count:
+                    tokens.append(token_of(name, position, self.version))
+                    position += 1
+                    reason = reason_after(name, position, limit)
+                log_probs = [math.nan if self.is_broken else -float(token) for token in tokens]
+                yield Chunk(tuple(tokens), tuple(log_probs), reason)
         finally:
             try:
-                if has_ended:
-                    with suppress(EngineLost):
-                        await self._released(name)  # it may take a while to close a stream after its last token
+                if reason is not None:
+                    await self.loop.hold(name)  # a stream may take a while to close after its last token
             finally:
                 self.running.discard(name)
-
-    async def _released(self, name: str) -> int:
-        while not self.is_lost:
-            if steps := self.pace.credit.pop(name, 0):
-                return steps
-            await self.pace.woken(name)
-        raise EngineLost("the engine is lost")
 
     def join(self, count: int) -> None:
         self.joined += count
@@ -324,802 +187,503 @@ class Paced(RolloutEngine):
     def leave(self) -> None:
         self.joined -= 1
 
-    def load(self, version: int) -> None:
-        assert not self.running, "new weights arrive while requests are running"
-        self.version = version
-
-    def close(self) -> None:
-        """Whoever still waits for a token hears that there will be none."""
-        self.is_lost = True
-        for name in self.running:
-            self.pace.wake(name)
-
     def load_weights(self, *_: Any) -> None: ...
 
     def place(self, **_: bool) -> None: ...
 
+    def close(self) -> None: ...
 
-# Any history.
+
+class Tokenizer:
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        return ""
+
+    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        return {"input_ids": [HEARD] * len(text)}
+
+
+class Partner(EnvironmentCalls):
+    """The environments of a stage. They are in the same state after the same turns if they are replayable."""
+
+    def __init__(self, loop: StillLoop, stage: str, *, replayable: bool) -> None:
+        super().__init__(SimpleNamespace(replayable=replayable), {})
+        self.loop, self.stage = loop, stage
+
+    async def of(self, dialogue: Dialogue, tokenizer: Any) -> Any:
+        return SimpleNamespace(stop=())
+
+    async def step(self, dialogue: Dialogue, turn: str) -> Observation:
+        name = f"{self.stage} {dialogue.request.trajectory_id}"
+        await self.loop.hold(name)
+        return answer(name, dialogue.answered)
+
+
+# Any history of a worker.
 
 
 @dataclass
 class Shard:
-    """A shard of a stage, over all crashes."""
+    """A shard, over all crashes."""
 
     key: ShardKey
-    kind: type[Talker] | None
     requests: dict[str, Request]
-    sampling: Sampling
-    max_turns: int
-    opened_on: dict[int, dict[str, Dialogue]] = field(default_factory=dict)
-    """The trajectories, by replica; none while nobody generates the shard."""
-    replica_of: dict[str, int] = field(default_factory=dict)
-    """The replica of each trajectory that was submitted."""
+    replayable: bool | None
+    """Whether its environments are; None: it has none."""
+    dialogues: dict[str, Dialogue] = field(default_factory=dict)
+    """Its trajectories while it is open."""
+    submitted: set[str] = field(default_factory=set)
     reported: set[str] = field(default_factory=set)
+    had: dict[str, list[int]] = field(default_factory=dict)
+    """The tokens that each trajectory had when it was looked at last."""
+    opened_with: dict[str, int] = field(default_factory=dict)
+    """How many it had when the shard was opened."""
 
-    def __post_init__(self) -> None:
-        calls = None if self.kind is None else EnvironmentCalls(self.kind, {})
-        rules = Rules(self.sampling, calls, self.max_turns)
-        self.outcomes = {tid: undisturbed(self.name(tid), request, rules) for tid, request in self.requests.items()}
+    @classmethod
+    def of(cls, key: ShardKey, limits: Sequence[int | None], replayable: bool | None = None) -> Shard:
+        """A shard whose trajectories have these limits of their own; two of them have the same prompt."""
+        named = {f"p{key[2]}-s{place}": (place, limit) for place, limit in enumerate(limits)}
+        requests = {name: Request(name, (place // 2, 5), max_tokens=limit) for name, (place, limit) in named.items()}
+        return cls(key, requests, replayable)
 
-    def name(self, tid: str) -> str:
-        """The engine's name for a trajectory."""
-        return f"{self.sampling.seed} {tid}"
-
-    def forget(self) -> None:
-        """The shard was dropped, or its process died."""
-        self.opened_on, self.replica_of, self.reported = {}, {}, set()
-
-    def copies(self, tid: str) -> list[Dialogue]:
-        """A trajectory where it was submitted; before that, wherever it was begun."""
-        if tid in self.replica_of:
-            return [self.written[tid]]
-        return [dialogues[tid] for dialogues in self.opened_on.values()]
+    def engine_name(self, trajectory_id: str) -> str:
+        """The trajectory's name at the engine, which tells stages apart."""
+        return f"{self.key[0]} {trajectory_id}"
 
     @property
-    def written(self) -> dict[str, Dialogue]:
-        """The trajectories that were submitted."""
-        return {tid: self.opened_on[number][tid] for tid, number in self.replica_of.items()}
+    def unsubmitted(self) -> list[str]:
+        return sorted(self.requests.keys() - self.submitted)
 
-    @property
-    def is_complete(self) -> bool:
-        return self.reported == self.requests.keys()
+    def opening(self, loop: StillLoop) -> RowsCall[Any, Any]:
+        """The call that opens the shard."""
+        self.dialogues = {name: Dialogue(request) for name, request in self.requests.items()}
+        sampling = Sampling(1.0, 1.0, MAX_TOKENS, seed=STAGES.index(self.key[0]))
+        partner = None if self.replayable is None else Partner(loop, self.key[0], replayable=self.replayable)
+        start = ShardStart(tuple(self.dialogues.values()), Rules(sampling, partner, MAX_TURNS))
+        call = Call(term=1, stage=self.key[0], iteration=0, config=None, shard=self.key[2])
+        return RowsCall(call, None, (), lambda context: start)
 
-    def complete_on(self, number: int, busy: Container[str]) -> set[str]:
-        """The complete trajectories of a replica; `busy` are those for which its engine has an open stream."""
-        return {
-            tid
-            for tid, dialogue in self.written.items()
-            if self.replica_of[tid] == number and dialogue.finish_reason and self.name(tid) not in busy
-        }
+    def close(self) -> None:
+        self.dialogues, self.submitted, self.reported, self.had, self.opened_with = {}, set(), set(), {}, {}
 
-
-class Journals:
-    """A store of journals."""
-
-    def __init__(self) -> None:
-        self.tables: dict[str, pa.Table] = {}
-        self.newest: dict[str, tuple[ShardRef, ...]] = {}
-        """The parts of each stage's newest journal."""
-
-    def write(self, stage: str, parts: Iterable[list[dict[str, Any]]]) -> None:
-        refs = []
-        for rows in filter(None, parts):
-            refs.append(ShardRef(key=f"{len(self.tables)}", sha256="", rows=len(rows), bytes=0))
-            self.tables[refs[-1].key] = pa.Table.from_pylist(rows, JOURNAL)
-        self.newest[stage] = tuple(refs) or self.newest.get(stage, ())
-
-    def read_shard(self, ref: ShardRef) -> pa.Table:
-        return self.tables[ref.key]
-
-    def rows(self, stage: str) -> Mapping[str, Mapping[str, Any]]:
-        """What a new worker reads."""
-        return Replica(Pace(), self, 0, True).read(stage)
+    def check(self, trajectory_id: str, *, may_mix: bool) -> None:
+        """What a trajectory has so far; `may_mix`: several versions may have written it since the shard was opened."""
+        dialogue, name = self.dialogues[trajectory_id], self.engine_name(trajectory_id)
+        had, self.had[trajectory_id] = self.had.get(trajectory_id, []), list(dialogue.ids)
+        assert dialogue.ids[: len(had)] == had, "tokens are lost"
+        tokens = zip(dialogue.ids, dialogue.log_probs, dialogue.mask, dialogue.versions, strict=True)
+        for position, (token, log_prob, by_policy, version) in enumerate(tokens):
+            expected = token_of(name, position, version) if by_policy else HEARD
+            assert (token, log_prob) == (expected, -expected * by_policy)
+        assert dialogue.versions == sorted(dialogue.versions), "the policy gets older within a trajectory"
+        assert may_mix or len(set(dialogue.versions[self.opened_with[trajectory_id] :])) <= 1
+        shape = shape_of(name, self.requests[trajectory_id], has_environment=self.replayable is not None)
+        for column in ("mask", "turn_starts", "turn_ends"):
+            now, whole = getattr(dialogue, column), getattr(shape, column)
+            assert now == whole[: len(now)] and (now == whole or not dialogue.finish_reason)
+        assert dialogue.finish_reason in ("", shape.finish_reason)
+        assert dialogue.reward == dialogue.answered, "an answer counts twice, or not"
 
 
-class Replica:
-    """A worker that generates, as `Worker` does."""
+class Streaming(Machine):
+    """A worker with `Rollouts`, and the driver that calls it."""
 
-    def __init__(self, pace: Pace, store: Journals, version: int, interruptible: bool) -> None:
-        self.engine = Paced(pace, version)
-        self.worker: Any = SimpleNamespace(store=store, _last_journal=((), {}))
-        self.interruptible = interruptible
-        self.generator: Generator | None = None
-        self.rollouts = Rollouts(self.build)
-        self.environments = {
-            kind: EnvironmentCalls(kind, {"pace": pace}, concurrency=2) for kind in (Talker, Forgetful)
-        }
-        self.pausing: asyncio.Task[None] | None = None
-        self.restored: Mapping[str, Mapping[str, Any]] = {}
-        """A copy of the journal that was read last."""
-
-    def build(self, engine: RolloutEngine) -> Generator:
-        self.generator = Generator(engine, Letters(), interruptible=self.interruptible)
-        return self.generator
-
-    def read(self, stage: str) -> Mapping[str, Mapping[str, Any]]:
-        """The rows of the newest journal."""
-        call = Call(term=1, stage=stage, iteration=0, config=None, journal=self.worker.store.newest.get(stage, ()))
-        return Worker._journaled(self.worker, call)
-
-    @property
-    def is_paused(self) -> bool:
-        return self.generator is None or self.generator.is_paused
-
-
-class Streaming(RuleBasedStateMachine):
     def __init__(self, loop: StillLoop) -> None:
         super().__init__()
-        self.loop = loop
+        self.loop, self.version = loop, 0
         self.shards: dict[ShardKey, Shard] = {}
-        self.finished = 0
-        self.version = 0
-        self.pace = Pace()
-        self.replicas: list[Replica] = []
-        self.changing = False
-        """Whether new weights wait until the engines are idle."""
-        self.store = Journals()
-        self.begun_with: dict[str, int] = {}
-        """How many tokens each open trajectory had when it was begun."""
+        self.numbers = {stage: itertools.count() for stage in STAGES}
+        self.journals = {stage: dict[str, Any]() for stage in STAGES}
+        """The rows of each stage's newest journal, by trajectory id."""
 
     @initialize(interruptible=st.booleans())
-    def begin(self, interruptible: bool) -> None:
-        self.interruptible = interruptible
-        self.start()
+    def start(self, interruptible: bool) -> None:
+        """A process begins."""
+        self.interruptible, self.may_mix = interruptible, interruptible
+        self.engine = HeldEngine(self.loop, self.version)
+        self.generator: Generator | None = None
+        self.rollouts = Rollouts(self._build)
+        self.journals_read = deepcopy(self.journals)
+        """A worker caches what it has read."""
+        self.is_changing = False
+        """Whether the weights are about to change."""
+        self.pausing: asyncio.Task[None] | None = None
+        """A `pause` that did not return at once."""
 
-    def start(self) -> None:
-        self.pace = Pace()
-        self.replicas = [Replica(self.pace, self.store, self.version, self.interruptible) for _ in range(2)]
-        self.changing = False
+    def _build(self, engine: RolloutEngine) -> Generator:
+        self.generator = Generator(engine, Tokenizer(), interruptible=self.interruptible)
+        return self.generator
+
+    @precondition(lambda self: not self.is_changing)
+    @rule(
+        stage=st.sampled_from(STAGES),
+        limits=st.lists(st.sampled_from([None, None, 1, 6]), min_size=1, max_size=4),
+        replayable=st.sampled_from([None, True, False]),
+    )
+    def begin_shard(self, stage: str, limits: list[int | None], replayable: bool | None) -> None:
+        key = (stage, 0, next(self.numbers[stage]))
+        self.shards[key] = Shard.of(key, limits, replayable)
+        self.generate(self.shards[key], self.shards[key].unsubmitted[:2])
+
+    @precondition(lambda self: not self.is_changing and any(shard.unsubmitted for shard in self.shards.values()))
+    @rule(data=st.data())
+    def submit(self, data: st.DataObject) -> None:
+        shard = data.draw(st.sampled_from([shard for shard in self.shards.values() if shard.unsubmitted]))
+        self.generate(shard, data.draw(st.lists(st.sampled_from(shard.unsubmitted), min_size=1, unique=True)))
+
+    @precondition(lambda self: not self.is_changing)
+    @rule()
+    def wait(self) -> None:
+        self.generate()
+
+    @precondition(lambda self: self.loop.held)
+    @rule(data=st.data(), tokens=st.integers(1, 3))
+    def go_on(self, data: st.DataObject, tokens: int) -> None:
+        """Some trajectories get tokens, or an answer of their environment."""
+        names = data.draw(st.lists(st.sampled_from(sorted(self.loop.held)), min_size=1, unique=True))
+        self.loop.release(names, tokens)
+
+    @precondition(lambda self: self.loop.held)
+    @rule(stage=st.sampled_from(STAGES))
+    def journal(self, stage: str) -> None:
+        written = pa.Table.from_pylist(self.rollouts.journal(0, stage), JOURNAL).to_pylist()
+        rows = {row["trajectory_id"]: row for row in written}
+        shards = [shard for shard in self.shards.values() if shard.key[0] == stage]
+        dialogues = {name: dialogue for shard in shards for name, dialogue in shard.dialogues.items()}
+        assert rows == {name: dialogue.journaled() for name, dialogue in dialogues.items() if dialogue.ids}
+        if rows:
+            self.journals[stage], self.journals_read[stage] = rows, deepcopy(rows)
+
+    @precondition(lambda self: any(shard.dialogues for shard in self.shards.values()))
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        """A stage fails, or ends early. Its shard may be opened again."""
+        self.drop_shard(data.draw(st.sampled_from([shard for shard in self.shards.values() if shard.dialogues])))
+
+    def drop_shard(self, shard: Shard) -> None:
+        self.rollouts.drop([shard.key])
+        names = set(map(shard.engine_name, shard.requests))
+        assert not names & (self.loop.held.keys() | self.engine.running), "a dropped trajectory goes on"
+        shard.close()
+
+    @precondition(lambda self: self.loop.held)
+    @rule(has_newer_weights=st.booleans())
+    def crash(self, has_newer_weights: bool) -> None:
+        self.loop.end_tasks()
+        for shard in self.shards.values():
+            shard.close()
+        self.version += has_newer_weights
+        self.start(self.interruptible)
+
+    @precondition(lambda self: self.loop.held and not self.is_changing)
+    @rule()
+    def pause(self) -> None:
+        self.is_changing = True
+        try:
+            self.rollouts.pause()
+        except Blocked as blocked:
+            self.pausing = blocked.args[0]
+
+    @precondition(lambda self: self.can_load)
+    @rule()
+    def load(self) -> None:
+        """New weights arrive; the next call of the worker goes on with them."""
+        assert not self.engine.running, "new weights arrive while requests are running"
+        self.version += 1
+        if self.engine.is_lost:
+            self.engine = HeldEngine(self.loop, self.version)
+        self.engine.version, self.is_changing, self.pausing = self.version, False, None
+
+    @property
+    def can_load(self) -> bool:
+        return self.is_changing and (self.pausing is None or self.pausing.done())
+
+    @precondition(lambda self: self.engine.running)
+    @rule()
+    def lose_engine(self) -> None:
+        """Each of the engine's trajectories notices when it goes on, perhaps after the engine was replaced."""
+        self.engine.is_lost = True
+        self.may_mix |= self.is_changing  # a trajectory that cannot go on does not keep new weights waiting
+
+    def generate(self, shard: Shard | None = None, trajectory_ids: Sequence[str] = ()) -> None:
+        """What `Worker.generate` does, and the driver around it."""
+        submitted = []
+        if shard is not None:
+            if not shard.dialogues:
+                self.open(shard)
+            submitted = [(shard.key, trajectory_ids)]
+            shard.submitted |= set(trajectory_ids)
+        try:
+            self.rollouts.submit(self.engine, Weights(version=self.version, digest=""), submitted)
+            generated = self.rollouts.wait(0.0)
+        except EngineLost:
+            assert self.engine.is_lost, "an engine is reported that is not lost"
+            self.engine = HeldEngine(self.loop, self.version)
+            return
+        for key, trajectory_id in generated:
+            assert trajectory_id in self.shards[key].submitted - self.shards[key].reported
+            assert self.shards[key].dialogues[trajectory_id].finish_reason
+            self.shards[key].reported.add(trajectory_id)
+        for open_shard in list(self.shards.values()):
+            assert open_shard.submitted - self.being_written(open_shard) == open_shard.reported or self.engine.is_lost
+            if open_shard.reported == open_shard.requests.keys():
+                finished = self.rollouts.finish(open_shard.key, ()).dialogues
+                assert list(map(id, finished)) == list(map(id, open_shard.dialogues.values()))
+                del self.shards[open_shard.key]
+
+    def open(self, shard: Shard) -> None:
+        """Its trajectories go on from the newest journal, unless nobody can tell their environments where they were."""
+        call, journal = shard.opening(self.loop), self.journals_read[shard.key[0]]
+        prompts = self.rollouts.begin(call, Context(call.call, None, None, None), journal)
+        assert [trajectory_id for prompt in prompts for trajectory_id in prompt] == list(shard.requests)
+        assert all(len({shard.requests[trajectory_id].prompt_ids for trajectory_id in ids}) == 1 for ids in prompts)
+        journaled = {} if shard.replayable is False else self.journals[shard.key[0]]
+        for trajectory_id, dialogue in shard.dialogues.items():
+            assert dialogue.journaled() == journaled.get(trajectory_id, Dialogue(dialogue.request).journaled())
+            shard.opened_with[trajectory_id] = len(dialogue.ids)
+
+    def being_written(self, shard: Shard) -> set[str]:
+        """The submitted trajectories that are not complete, or whose streams are open."""
+        return {
+            trajectory_id
+            for trajectory_id in shard.submitted
+            if not shard.dialogues[trajectory_id].finish_reason or shard.engine_name(trajectory_id) in self.loop.held
+        }
+
+    @invariant()
+    def holds(self) -> None:
+        for shard in self.shards.values():
+            for trajectory_id in shard.dialogues:
+                shard.check(trajectory_id, may_mix=self.may_mix)
+        if self.generator is None:
+            return
+        shards = self.shards.values()
+        written = {shard.engine_name(name) for shard in shards for name in self.being_written(shard)}
+        assert self.loop.held.keys() <= written, "what was cancelled goes on"
+        engine = self.generator.engine
+        assert isinstance(engine, HeldEngine) and engine.joined == len(written), (
+            "the engine waits for trajectories that have ended"
+        )
+        assert written == self.loop.held.keys() or self.generator.is_paused, "a trajectory stands still"
+        if self.is_changing:
+            assert self.generator.is_paused and not (self.interruptible and self.engine.running)
+        if self.pausing is not None:
+            assert not self.interruptible, "a pause waits though it may interrupt"
+            assert self.pausing.done() == (not self.loop.held), "a pause ends when nobody is written any more"
 
     def teardown(self) -> None:
         try:
             if sys.exception() is None:
                 self.finish_everything()
         finally:
-            self.kill()
-
-    def kill(self) -> None:
-        """The process dies."""
-        for replica in self.replicas:
-            replica.engine.close()
-        self.loop.end_tasks()
-
-    # What happens.
-
-    @rule(steps=st.integers(3, 12), data=st.data())
-    def work(self, steps: int, data: st.DataObject) -> None:
-        """Trajectories begin, get tokens, and become complete."""
-        for _ in range(steps):
-            act = data.draw(st.sampled_from([self.submit, self.submit, self.release, self.release, self.wait]))
-            act(data)
-
-    @precondition(lambda self: self.pace.waiting)
-    @rule(stage=st.sampled_from(list(SEEDS)))
-    def journal(self, stage: str) -> None:
-        self.store.write(stage, [replica.rollouts.journal(0, stage) for replica in self.replicas])
-        rows = self.store.rows(stage)
-        for shard in [shard for shard in self.shards.values() if shard.key[0] == stage]:
-            for tid in shard.requests:
-                for dialogue in shard.copies(tid):
-                    if not dialogue.ids and shard.kind is Forgetful:
-                        continue  # an older journal may have tokens that it has forgotten
-                    row, now = dict(rows.get(tid, {"ids": []})), dialogue.journaled()
-                    for state in (row, now):
-                        state.pop("turn_starts", None)  # a turn that has no tokens may have begun
-                    assert row["ids"] == dialogue.ids, "what a trajectory has is not journaled"
-                    assert not row["ids"] or row == now, "the journal lags behind a trajectory"
-
-    @precondition(lambda self: any(shard.opened_on for shard in self.shards.values()))
-    @rule(data=st.data())
-    def drop(self, data: st.DataObject) -> None:
-        """A stage fails, or ends early; its shard may begin again later."""
-        self.drop_shard(data.draw(st.sampled_from([shard for shard in self.shards.values() if shard.opened_on])))
-
-    def drop_shard(self, shard: Shard) -> None:
-        for replica in self.replicas:
-            replica.rollouts.drop([shard.key])
-        shard.forget()
-        for tid in shard.requests:
-            self.pace.drawn.pop(shard.name(tid), None)
-            self.pace.credit.pop(shard.name(tid), None)
-        busy = self.pace.waiting.keys() | {name for replica in self.replicas for name in replica.engine.running}
-        assert not busy & {shard.name(tid) for tid in shard.requests}, "a dropped trajectory goes on"
-
-    @precondition(lambda self: self.pace.waiting)
-    @rule(newer=st.booleans(), journaled=st.booleans())
-    def crash(self, newer: bool, journaled: bool) -> None:
-        """The newest journal may be older than the crash, or not."""
-        if journaled:
-            for stage in SEEDS:
-                self.journal(stage)
-        self.kill()
-        for shard in self.shards.values():
-            shard.forget()
-        self.version += newer
-        self.start()
-
-    @precondition(lambda self: self.pace.waiting and not self.changing and not self.any_lost())
-    @rule()
-    def new_weights(self) -> None:
-        self.changing = True
-        for replica in self.replicas:
-            try:
-                replica.rollouts.pause()
-            except Blocked as blocked:
-                assert not self.interruptible, "nothing keeps the engine busy"
-                replica.pausing = blocked.task
-
-    @precondition(lambda self: self.can_load())
-    @rule()
-    def load(self) -> None:
-        self.version += 1
-        for replica in self.replicas:
-            replica.pausing = None
-            replica.engine.load(self.version)
-        self.changing = False
-
-    @precondition(lambda self: self.in_use() and not self.changing)
-    @rule(data=st.data())
-    def lose_engine(self, data: st.DataObject) -> None:
-        """An engine is lost. Who waits for it may notice at once, or later."""
-        engine = data.draw(st.sampled_from(self.in_use()))
-        self.lose(engine, data.draw(st.lists(st.sampled_from(sorted(engine.running)), min_size=1, unique=True)))
-
-    def lose(self, engine: Paced, names: Iterable[str]) -> None:
-        engine.is_lost = True
-        for name in names:
-            self.pace.wake(name)
-        self.loop.settle()
-
-    # What happens while a run works.
-
-    def submit(self, data: st.DataObject) -> None:
-        """A replica gets trajectories of a shard, and waits for a moment."""
-        if not self.changing:
-            shards = [shard for shard in self.shards.values() if shard.replica_of.keys() < shard.requests.keys()]
-            shard = data.draw(st.sampled_from([*shards, None] if shards else [None])) or self.new_shard(data)
-            names = [tid for tid in shard.requests if tid not in shard.replica_of]
-            self.generate(data.draw(st.integers(0, 1)), shard, names[: data.draw(st.integers(1, 4))])
-
-    def new_shard(self, data: st.DataObject) -> Shard:
-        return self.add(
-            data.draw(st.lists(st.sampled_from([None, None, 1, 7]), min_size=1, max_size=4)),
-            stage=data.draw(st.sampled_from(list(SEEDS))),
-            kind=data.draw(st.sampled_from([None, Talker, Talker, Forgetful])),
-            max_tokens=data.draw(st.integers(3, 20)),
-            max_turns=data.draw(st.integers(1, 4)),
-            stop=data.draw(st.sampled_from([(), STOPS])),
-        )
-
-    def add(
-        self,
-        limits: Sequence[int | None],
-        *,
-        stage: str = "generate",
-        kind: type[Talker] | None = None,
-        max_tokens: int = 20,
-        max_turns: int = 4,
-        stop: tuple[str, ...] = (),
-    ) -> Shard:
-        """A new shard, with the trajectories' own limits."""
-        number = self.finished + len(self.shards)
-        requests = {
-            f"it0-p{number}-s{place}": Request(f"it0-p{number}-s{place}", (place // 2 + 1, 2), max_tokens=limit)
-            for place, limit in enumerate(limits)
-        }
-        sampling = Sampling(1.0, 1.0, max_tokens, SEEDS[stage], stop=stop)
-        shard = Shard((stage, 0, number), kind, requests, sampling, max_turns)
-        self.shards[shard.key] = shard
-        return shard
-
-    def release(self, data: st.DataObject) -> None:
-        if self.pace.waiting:
-            name, steps = data.draw(st.sampled_from([None, *sorted(self.pace.waiting)])), data.draw(st.integers(1, 5))
-            if name is None:
-                self.release_all(steps)
-            else:
-                self.pace.release(name, steps)
-                self.loop.settle()
-
-    def release_all(self, steps: int) -> None:
-        for name in sorted(self.pace.waiting):
-            self.pace.release(name, steps)
-        self.loop.settle()
+            self.loop.end_tasks()
 
     def finish_everything(self) -> None:
-        for _ in range(100):
-            if self.can_load():
+        for _ in range(200):
+            if self.can_load:
                 self.load()
-            if not self.changing:
+            if not self.is_changing:
+                self.generate()
                 for shard in list(self.shards.values()):
-                    if left := [tid for tid in shard.requests if tid not in shard.replica_of]:
-                        self.generate(0, shard, left)
-                for number in range(len(self.replicas)):
-                    self.generate(number)
+                    self.generate(shard, shard.unsubmitted)
             self.holds()
             if not self.shards:
                 return
-            self.release_all(5)
-        raise AssertionError("trajectories are never complete")
-
-    def wait(self, data: st.DataObject) -> None:
-        """A replica waits for a moment."""
-        if not self.changing:
-            self.generate(data.draw(st.integers(0, 1)))
-
-    # What a worker and its driver do.
-
-    def can_load(self) -> bool:
-        """Whether new weights wait, and the engines are idle."""
-        return self.changing and all(replica.pausing is None or replica.pausing.done() for replica in self.replicas)
-
-    def any_lost(self) -> bool:
-        """Whether trajectories may wait for another engine."""
-        engines = [
-            replica.engine if replica.generator is None else replica.generator.engine for replica in self.replicas
-        ]
-        return any(engine.is_lost for engine in engines)
-
-    def in_use(self) -> list[Paced]:
-        """The engines that have requests."""
-        engines = [replica.engine for replica in self.replicas]
-        return [engine for engine in engines if engine.running and not engine.is_lost]
-
-    def open(self, shard: Shard, replica: Replica, number: int) -> None:
-        call = Call(term=1, stage=shard.key[0], iteration=0, config=None, shard=shard.key[2])
-        dialogues = {
-            tid: Dialogue(request, Beginning([], shard.name(tid), False, "{}"))
-            for tid, request in shard.requests.items()
-        }
-        calls = None if shard.kind is None else replica.environments[shard.kind]
-        start = ShardStart(tuple(dialogues.values()), Rules(shard.sampling, calls, shard.max_turns))
-        rows = replica.read(shard.key[0])
-        request = RowsCall(call, None, (), lambda context: start)
-        replica.restored = deepcopy(rows)
-        prompts = replica.rollouts.begin(request, Context(call, None, None, None), rows)
-        assert [tid for prompt in prompts for tid in prompt] == list(dialogues)
-        assert [tuple({dialogues[tid].request.prompt_ids for tid in prompt}) for prompt in prompts] == [
-            (ids,) for ids in dict.fromkeys(request.prompt_ids for request in shard.requests.values())
-        ]
-        shard.opened_on[number] = dialogues
-        for tid in dialogues.keys() - shard.replica_of.keys():
-            has = len(dialogues[tid].ids)
-            assert has == 0 if shard.kind is Forgetful else has >= len(rows.get(tid, {"ids": ()})["ids"])
-            self.begun_with[shard.name(tid)] = has
-            self.pace.drawn[shard.name(tid)] |= {tuple(dialogues[tid].ids[:length]) for length in range(has)}
-
-    def generate(self, number: int, shard: Shard | None = None, tids: Sequence[str] = ()) -> None:
-        """See `Worker.generate`."""
-        replica = self.replicas[number]
-        submitted: list[tuple[ShardKey, Sequence[str]]] = []
-        if shard is not None:
-            if number not in shard.opened_on:
-                self.open(shard, replica, number)
-            submitted = [(shard.key, tids)]
-            shard.replica_of |= dict.fromkeys(tids, number)
-        try:
-            replica.rollouts.submit(replica.engine, Weights(version=self.version, digest=""), submitted)
-            generated = replica.rollouts.wait(0.0)
-        except EngineLost:
-            assert replica.engine.is_lost, "an engine that is not lost is reported"
-            replica.engine.close()
-            self.loop.settle()
-            assert replica.is_paused and not replica.engine.running
-            replica.engine = Paced(self.pace, self.version)
-            return
-        assert not replica.is_paused or replica.engine.is_lost
-        for key, tid in generated:
-            assert tid not in self.shards[key].reported, f"{tid} is reported twice"
-            assert self.shards[key].replica_of[tid] == number
-            self.shards[key].reported.add(tid)
-        for open_shard in self.shards.values():
-            complete = open_shard.complete_on(number, replica.engine.running)
-            assert complete <= open_shard.reported or replica.engine.is_lost, "a complete trajectory is not reported"
-        for complete_shard in [shard for shard in self.shards.values() if shard.is_complete]:
-            self.finish(complete_shard)
-
-    def finish(self, shard: Shard) -> None:
-        """See `Generation`: one of the replicas gets the trajectories of the others."""
-        tids = {number: [tid for tid in shard.requests if shard.replica_of[tid] == number] for number in (0, 1)}
-        writer = max(tids, key=lambda number: len(tids[number]))
-        others = self.replicas[1 - writer].rollouts.take(shard.key, tids[1 - writer]) if tids[1 - writer] else []
-        context = self.replicas[writer].rollouts.finish(shard.key, deepcopy(others))
-        for replica in self.replicas:
-            replica.rollouts.drop([shard.key])
-        assert [dialogue.request.trajectory_id for dialogue in context.dialogues] == list(shard.requests)
-        for dialogue in context.dialogues:
-            assert Outcome.of(dialogue) == shard.outcomes[dialogue.request.trajectory_id]
-        del self.shards[shard.key]
-        self.finished += 1
-
-    # What must be true.
-
-    @invariant()
-    def holds(self) -> None:
-        assert not self.pace.wrong
-        for shard in self.shards.values():
-            for tid, dialogue in shard.written.items():
-                self.check(shard.outcomes[tid], dialogue, self.begun_with[shard.name(tid)])
-        for number, replica in enumerate(self.replicas):
-            assert replica.worker._last_journal[1] == replica.restored, "who continues from a journal changes it"
-            written = sum(list(shard.replica_of.values()).count(number) for shard in self.shards.values())
-            shards = self.shards.values()
-            incomplete = written - sum(len(shard.complete_on(number, replica.engine.running)) for shard in shards)
-            if replica.generator is not None:
-                assert replica.generator.engine.joined == incomplete
-            if replica.pausing is not None:
-                assert replica.is_paused
-                assert replica.pausing.done() == (incomplete == 0), "a pause ends when what is running is complete"
-            elif replica.is_paused and not replica.engine.is_lost:
-                assert not replica.engine.running, "something runs on a paused engine"
-            if self.changing and replica.generator is not None:
-                assert replica.is_paused
-
-    def check(self, outcome: Outcome, dialogue: Dialogue, begun_with: int) -> None:
-        """What a trajectory has so far; it had `begun_with` tokens when it was begun."""
-        length = len(dialogue.ids)
-        assert dialogue.ids == outcome.ids[:length]
-        assert dialogue.mask == outcome.mask[:length]
-        assert dialogue.turn_starts == outcome.turn_starts[: len(dialogue.turn_starts)]
-        assert dialogue.turn_ends == outcome.turn_ends[: len(dialogue.turn_ends)]
-        assert len(dialogue.versions) == length
-        assert dialogue.versions == sorted(dialogue.versions), "the policy gets older within a trajectory"
-        tokens = list(zip(dialogue.ids, dialogue.mask, dialogue.versions, strict=True))
-        assert dialogue.log_probs == [log_prob(token, version) if mask else 0.0 for token, mask, version in tokens]
-        if not self.interruptible:  # a journal may be of an older version
-            versions = {version for _, mask, version in tokens[begun_with:] if mask}
-            assert len(versions) <= 1, "two versions wrote a trajectory"
-        if dialogue.finish_reason:
-            assert Outcome.of(dialogue) == outcome
+            self.loop.release(list(self.loop.held), 4)
+        raise AssertionError("trajectories never become complete")
 
 
 @pytest.fixture
 def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[StillLoop]:
-    async def at_once(call: Callable[[], Any]) -> Any:
-        result = call()
-        return await result if isinstance(result, Coroutine) else result
-
     still = StillLoop()
     monkeypatch.setattr(event_loop, "run", still.run)
-    monkeypatch.setattr("rlhf.environments.calls._in_thread", at_once)
     yield still
-    still.close()
+    still.end_tasks()
+    still.loop.close()
 
 
-def test_any_history_gives_the_trajectories_of_an_undisturbed_run(loop: StillLoop) -> None:
-    run_state_machine_as_test(lambda: Streaming(loop), settings=MACHINE)
+def test_any_history_gives_whole_trajectories(loop: StillLoop) -> None:
+    many = settings(HISTORIES, max_examples=200, stateful_step_count=50)
+    run_state_machine_as_test(lambda: Streaming(loop), settings=many)
 
 
-# What such histories have broken.
-
-
-class Machines:
-    """Machines whose history a test tells."""
-
-    def __init__(self, loop: StillLoop) -> None:
-        self.loop = loop
-
-    def __call__(self, *, interruptible: bool = True) -> Streaming:
-        self.made = Streaming(self.loop)
-        self.made.begin(interruptible)
-        return self.made
-
-
-@pytest.fixture
-def begin(loop: StillLoop) -> Iterator[Machines]:
-    machines = Machines(loop)
-    yield machines
-    machines.made.kill()
-
-
-def test_a_limit_of_its_own_holds_for_observations_too(begin: Machines) -> None:
-    run = begin()
-    for limit in range(1, 9):
-        run.add([limit] * 4, kind=Talker)
-    run.finish_everything()
-
-
-@pytest.mark.parametrize("interruptible", [True, False])
-def test_a_shard_is_dropped_while_another_trajectory_waits_for_a_new_engine(
-    begin: Machines, interruptible: bool
-) -> None:
-    run = begin(interruptible=interruptible)
-    shard = run.add([None, None])
-    run.generate(0, shard, list(shard.requests))
-    run.lose(run.replicas[0].engine, ["0 it0-p0-s0"])
-    run.drop_shard(shard)
-
-
-def test_a_shard_is_dropped_while_a_pause_waits_for_it(begin: Machines) -> None:
-    run = begin(interruptible=False)
-    shard = run.add([None])
-    run.generate(0, shard, list(shard.requests))
-    run.new_weights()
-    run.drop_shard(shard)
-    run.load()
-
-
-def test_a_shard_is_dropped_when_its_trajectories_are_complete(begin: Machines) -> None:
-    run = begin()
-    shard = run.add([1, 1])
-    run.generate(0, shard, list(shard.requests))
+def test_what_is_submitted_to_a_paused_generator_begins_with_the_new_weights(loop: StillLoop) -> None:
+    generator = Generator(HeldEngine(loop, version=3), Tokenizer(), interruptible=False)
+    dialogue = Dialogue(Request("p", (5,), max_tokens=1))
+    generator.submit([dialogue], Rules(Sampling(1.0, 1.0, MAX_TOKENS, seed=0)))
+    [copy] = generator.copies([dialogue])
+    assert not loop.held
+    generator.pause()  # it waits only for what has begun
+    generator.resume(version=3)
+    with pytest.raises(Blocked) as pausing:
+        generator.pause()
     for _ in range(2):
-        run.release_all(1)
-    run.drop_shard(shard)
-    run.generate(0)
-    run.generate(0, shard, list(shard.requests))
-    run.finish_everything()
+        loop.release(["generate p"], 1)
+    assert pausing.value.args[0].done()
+    assert generator.wait(0.0) == [dialogue] and dialogue.versions == [3]
+    assert not generator.wait(0.0) and not copy.ids
 
 
-def test_a_trajectory_is_complete_before_its_engine_is_lost(begin: Machines) -> None:
-    run = begin()
-    shard = run.add([1, None])
-    run.generate(0, shard, list(shard.requests))
+def test_a_trajectory_does_not_change_the_journal_that_it_goes_on_from() -> None:
+    dialogue, row = Dialogue(Request("p", (5,))), Dialogue(Request("p", (5,)), ids=[1]).journaled()
+    dialogue.restore(row)
+    dialogue.wrote(Chunk((2,), (-2.0,)), version=0)
+    assert (dialogue.ids, row["ids"]) == ([1, 2], [1])
+
+
+def test_an_error_follows_what_is_complete_and_ends_with_its_shard(loop: StillLoop) -> None:
+    worker = Streaming(loop)
+    worker.start(interruptible=True)
+    bad, good = (Shard.of(("generate", 0, number), [1, None, None]) for number in range(2))
+    worker.shards = {bad.key: bad, good.key: good}
+    worker.generate(bad, list(bad.requests))
     for _ in range(2):
-        run.pace.release("0 it0-p0-s0", 1)
-        run.loop.settle()
-    run.lose(run.replicas[0].engine, ["0 it0-p0-s1"])
-    run.finish_everything()
-
-
-@pytest.mark.parametrize("dropped", [False, True])
-def test_a_trajectory_is_complete_before_it_is_submitted_and_the_engine_lost(begin: Machines, dropped: bool) -> None:
-    run = begin()
-    shard = run.add([1, None])
-    complete, other = shard.requests
-    run.generate(0, shard, list(shard.requests))
-    for _ in range(2):
-        run.pace.release(shard.name(complete), 1)
-        run.loop.settle()
-    run.journal("generate")
-    run.crash(newer=False, journaled=False)
-    run.generate(0, shard, [other])
-    run.lose(run.replicas[0].engine, [shard.name(other)])
-    run.generate(0, shard, [complete])
-    if dropped:
-        run.drop_shard(shard)
-    run.finish_everything()
-
-
-def test_an_engine_is_lost_while_nobody_waits(begin: Machines) -> None:
-    run = begin()
-    shard = run.add([None])
-    run.generate(0, shard, list(shard.requests))
-    run.lose(run.replicas[0].engine, ["0 it0-p0-s0"])
-    run.generate(0)
-    run.generate(0)
-    run.finish_everything()
-
-
-def test_an_engine_is_lost_while_a_pause_waits_for_it(begin: Machines) -> None:
-    run = begin(interruptible=False)
-    shard = run.add([None])
-    run.generate(0, shard, list(shard.requests))
-    run.new_weights()
-    run.lose(run.replicas[0].engine, ["0 it0-p0-s0"])
-    pausing = run.replicas[0].pausing
-    assert pausing is not None and pausing.done(), "a pause waits for a trajectory that cannot go on"
-
-
-def test_a_journal_is_read_twice(begin: Machines) -> None:
-    run = begin()
-    shard = run.add([None, None], kind=Talker)
-    for _ in range(3):
-        run.generate(0, shard, list(shard.requests))
-        run.release_all(2)
-        run.journal("generate")
-        for _ in range(2):
-            run.drop_shard(shard)
-            run.generate(0, shard, list(shard.requests))
-            run.release_all(2)
-            run.holds()
-        run.drop_shard(shard)
-    run.finish_everything()
-
-
-def test_a_journal_is_written_between_the_last_token_and_the_end(begin: Machines) -> None:
-    run = begin()
-    shard = run.add([1])
-    run.generate(0, shard, list(shard.requests))
-    run.release_all(1)
-    run.journal("generate")
-    run.crash(newer=False, journaled=False)
-    run.finish_everything()
-
-
-def test_replicas_share_a_shard_of_a_journal(begin: Machines) -> None:
-    run = begin()
-    shard = run.add([None, None])
-    run.generate(0, shard, list(shard.requests))
-    run.release_all(1)
-    run.journal("generate")
-    run.crash(newer=False, journaled=False)
-    for number, tid in enumerate(shard.requests):
-        run.generate(number, shard, [tid])
-    run.release_all(1)
-    run.journal("generate")
-    run.finish_everything()
-
-
-def test_a_dropped_shard_leaves_no_error_behind(begin: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = begin()
-    bad, good = run.add([None] * 3), run.add([None])
-    run.generate(0, bad, list(bad.requests))
-    with monkeypatch.context() as patch:
-        patch.setattr(f"{__name__}.log_prob", lambda *_: math.nan)
-        run.release_all(1)
+        loop.release(["generate p0-s0"], 1)
+    worker.engine.is_broken = True
+    loop.release(["generate p0-s1"], 1)
+    worker.generate()
+    assert bad.reported == {"p0-s0"}
     with pytest.raises(NotFinite):
-        run.generate(0)
-    run.drop_shard(bad)
-    run.generate(0, good, list(good.requests))
-    run.finish_everything()
+        worker.generate()
+    worker.drop_shard(bad)
+    worker.engine.is_broken = False
+    worker.finish_everything()
+
+
+def test_replicas_that_share_a_shard_journal_and_finish_it_together(loop: StillLoop) -> None:
+    key = ("generate", 0, 0)
+    replicas, journal = [Streaming(loop), Streaming(loop)], dict[str, Any]()
+    for _ in range(4):
+        loop.end_tasks()
+        for number, replica in enumerate(replicas):
+            replica.journals = {"generate": journal}
+            replica.start(interruptible=True)
+            shard = replica.shards[key] = Shard.of(key, [3, 3])
+            replica.generate(shard, [f"p0-s{number}"])
+        loop.release(list(loop.held), 1)
+        written = [replica.shards[key].dialogues[f"p0-s{number}"] for number, replica in enumerate(replicas)]
+        journal = newest(row for replica in replicas for row in replica.rollouts.journal(0, "generate"))
+        assert list(journal.values()) == [dialogue.journaled() for dialogue in written], "a copy that stands still"
+    loop.release(list(loop.held), 1)
+    for replica in replicas:
+        replica.generate()
+    others = replicas[1].rollouts.take(key, ["p0-s1"])
+    assert list(replicas[0].rollouts.finish(key, others).dialogues) == written
 
 
 # The queue of the replicas.
 
 
-class Feeding(RuleBasedStateMachine):
+class Feeding(Machine):
     """Any sequence of what stages and replicas do."""
 
-    @initialize(replicas=st.integers(1, 3), limit=st.sampled_from([None, 1, 2, 5, 8]))
-    def begin(self, replicas: int, limit: int | None) -> None:
-        self.feed, self.limit = Feed(replicas, limit), limit
+    @initialize(replica_count=st.integers(1, 3), limit=st.sampled_from([None, 1, 2, 5, 8]))
+    def start(self, replica_count: int, limit: int | None) -> None:
+        self.feed, self.limit = Feed(replica_count, limit), limit
         self.reports: Reports = SimpleQueue()
-        self.prompts: dict[ShardKey, list[tuple[str, ...]]] = {}
-        """Those of the open shards."""
         self.queue: list[Prompt] = []
-        self.running: list[list[Generated]] = [[] for _ in range(replicas)]
-        self.generated: dict[ShardKey, dict[str, int]] = {}
-        """The replica of each complete trajectory of an open shard."""
-        self.opened_on: dict[ShardKey, set[int]] = {}
-        self.opened: list[tuple[ShardKey, object]] = []
+        self.running: list[list[Generated]] = [[] for _ in range(replica_count)]
+        self.writers: dict[ShardKey, dict[str, int | None]] = {}
+        """The replica that completed each trajectory of an open shard."""
+        self.opened: list[tuple[ShardKey, Any]] = []
+        """The shards that replicas opened, beside the first."""
 
     @rule(number=st.integers(0, 5), sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4))
     def open(self, number: int, sizes: list[int]) -> None:
         key = ("generate", 0, number)
-        if key not in self.prompts:
-            names = [tuple(f"s{number}-p{row}-{place}" for place in range(size)) for row, size in enumerate(sizes)]
-            self.prompts[key], self.generated[key], self.opened_on[key] = names, {}, {0}
-            self.queue += [(key, prompt) for prompt in names]
-            self.feed.open(key, names, lambda replica: self.opened.append((key, replica)), self.reports)
+        if key not in self.writers:
+            prompts = [tuple(f"p{row}-s{place}" for place in range(size)) for row, size in enumerate(sizes)]
+            self.writers[key] = {name: None for names in prompts for name in names}
+            self.queue += [(key, names) for names in prompts]
+            self.feed.open(key, prompts, lambda replica: self.opened.append((key, replica)), self.reports)
 
-    @rule(data=st.data())
-    def take(self, data: st.DataObject) -> None:
-        replica = data.draw(st.integers(0, len(self.running) - 1))
-        before = len(self.running[replica])
-        if self.queue or before:
-            assert in_time(lambda: self.feed.wait(replica))
-        waiting = len(self.queue)
-        taken = self.feed.take(replica)
-        assert taken == self.queue[: len(taken)], "a prompt is given twice, or out of turn"
+    @rule(number=st.integers(0, 2))
+    def take(self, number: int) -> None:
+        number %= len(self.running)
+        had, waiting = list(self.running[number]), len(self.queue)
+        if not had and not waiting:
+            return
+        assert self.feed.wait(number), "it returns at once"
+        taken = self.feed.take(number)
+        assert taken == self.queue[: len(taken)], "prompts are given once, and in order"
         del self.queue[: len(taken)]
+        self.running[number] += [(key, name) for key, names in taken for name in names]
+        left = self.queue[0] if self.queue else None
         if self.limit is None:
-            keys = {key for key, _ in taken}
-            assert len(keys) == (waiting > 0 and before == 0), "a replica has one shard at a time"
-            assert not keys & {key for key, _ in self.queue}, "a batch is a whole shard"
+            assert len({key for key, _ in taken}) == (waiting > 0 and not had), "a replica has one shard at a time"
+            assert left is None or left[0] not in {key for key, _ in taken}, "the shard is not whole"
         else:
-            fits = bool(self.queue) and before + len(self.queue[0][1]) <= self.limit
-            assert taken or not waiting or before or not fits, "a replica waits while it has room"
-            assert len(taken) <= -(-waiting // len(self.running)), "more than its share"
-        self.running[replica] += [(key, name) for key, names in taken for name in names]
-        shards = [key for key in dict.fromkeys(key for key, _ in taken) if replica not in self.opened_on[key]]
-        for begin in self.feed.unopened(replica, taken):
-            begin(replica)
-        assert self.opened == [(key, replica) for key in shards]
-        self.opened.clear()
-        for key in shards:
-            self.opened_on[key].add(replica)
+            share = math.ceil(waiting / len(self.running))
+            busy = len(self.running[number])
+            fits = left is not None and (not busy or busy + len(left[1]) <= self.limit)
+            assert not taken or busy <= self.limit or (not had and len(taken) == 1), "too many"
+            assert len(taken) <= share, "it takes what others have room for"
+            assert len(taken) == share or not fits, "it waits though it has room"
+        for begin in self.feed.unopened(number, taken):
+            begin(number)
+        assert len(self.opened) == len(set(self.opened)), "a shard is opened twice on a replica"
+        assert number == 0 or {(key, number) for key, _ in taken} <= set(self.opened)
+        assert not any(replica == 0 for _, replica in self.opened)
 
-    @rule(data=st.data())
-    def put(self, data: st.DataObject) -> None:
-        replica = data.draw(st.integers(0, len(self.running) - 1))
-        if self.running[replica]:
-            self.complete(replica, data.draw(st.lists(st.sampled_from(self.running[replica]), unique=True)))
+    @rule(number=st.integers(0, 2), data=st.data())
+    def put(self, number: int, data: st.DataObject) -> None:
+        number %= len(self.running)
+        if self.running[number]:
+            self.complete(number, data.draw(st.lists(st.sampled_from(self.running[number]), unique=True)))
 
-    def complete(self, replica: int, generated: list[Generated]) -> None:
-        self.feed.put(replica, generated)
+    def complete(self, number: int, generated: list[Generated]) -> None:
+        self.feed.put(number, generated)
         for key, name in generated:
-            self.running[replica].remove((key, name))
-            self.generated[key][name] = replica
-        due = [key for key, names in self.prompts.items() if len(self.generated[key]) == sum(map(len, names))]
-        reports = list(self.reports_so_far())
-        assert sorted(report.key for report in reports) == sorted(due), (
-            "a shard is complete when its last trajectory is"
-        )
+            self.running[number].remove((key, name))
+            self.writers[key][name] = number
+        expected = {key: writers for key, writers in self.writers.items() if None not in writers.values()}
+        reports = self.complete_shards()
+        assert sorted(report.key for report in reports) == sorted(expected)
         for report in reports:
-            by_replica = {
-                number: {name for name, writer in self.generated[report.key].items() if writer == number}
-                for number in set(self.generated[report.key].values())
-            }
-            assert {number: set(names) for number, names in report.names.items()} == by_replica
-            assert sum(map(len, report.names.values())) == len(self.generated[report.key])
+            writers = [(name, number) for number, names in report.names.items() for name in names]
+            assert sorted(writers) == sorted(expected[report.key].items()), "each trajectory has one writer"
             self.forget(report.key)
 
-    @rule(number=st.integers(0, 5), late=st.booleans())
-    def drop(self, number: int, late: bool) -> None:
+    @rule(number=st.integers(0, 5), is_generating=st.booleans())
+    def drop(self, number: int, is_generating: bool) -> None:
+        """`is_generating`: replicas report trajectories of the shard after it was dropped."""
         key = ("generate", 0, number)
         self.feed.drop([key])
         for replica, running in enumerate(self.running):
-            if late:  # a call that was in progress
+            if is_generating:
                 self.feed.put(replica, [generated for generated in running if generated[0] == key])
             running[:] = [generated for generated in running if generated[0] != key]
         self.queue = [prompt for prompt in self.queue if prompt[0] != key]
         self.forget(key)
-        assert not list(self.reports_so_far()), "a dropped shard is reported"
+        assert not self.complete_shards(), "a dropped shard is reported"
 
     def forget(self, key: ShardKey) -> None:
-        for of_shard in (self.prompts, self.generated, self.opened_on):
-            of_shard.pop(key, None)
+        self.writers.pop(key, None)
+        self.opened = [opened for opened in self.opened if opened[0] != key]
 
-    def reports_so_far(self) -> Iterator[Complete]:
-        with suppress(Empty):
-            while True:
-                report = self.reports.get_nowait()
-                if report is not None:
-                    assert isinstance(report, Complete)
-                    yield report
+    def complete_shards(self) -> list[Complete]:
+        reports = [self.reports.get_nowait() for _ in range(self.reports.qsize())]
+        return [report for report in reports if isinstance(report, Complete)]
 
     @invariant()
     def holds(self) -> None:
-        assert self.feed.in_flight == sum(map(len, self.running))
-        for running in self.running:
-            if self.limit is not None:
-                largest = max((len(names) for key in self.prompts for names in self.prompts[key]), default=0)
-                assert len(running) <= max(self.limit, largest), "more than the limit at the same time"
+        running, waiting = sum(map(len, self.running)), sum(len(names) for _, names in self.queue)
+        assert self.feed.in_flight == running
+        assert self.feed.has_room or self.writers, "nothing is ever opened"
+        if self.limit is None:
+            assert self.feed.has_room == (len(self.writers) < len(self.running)), "a shard for each replica"
+        elif waiting == 0 or waiting >= self.limit * len(self.running):
+            assert self.feed.has_room == (waiting == 0), "enough waits, and no more"
 
     def teardown(self) -> None:
         if sys.exception() is None:
-            for _ in range(100):
-                for replica in range(len(self.running)):
-                    taken = self.feed.take(replica)
-                    del self.queue[: len(taken)]
-                    self.running[replica] += [(key, name) for key, names in taken for name in names]
-                    self.complete(replica, list(self.running[replica]))
-            assert not self.prompts and not self.queue, "a shard is never complete"
-
-
-def in_time(call: Callable[[], T]) -> T:
-    """The result of a call that does not wait."""
-    results: SimpleQueue[T] = SimpleQueue()
-    threading.Thread(target=lambda: results.put(call()), daemon=True).start()
-    return results.get(timeout=60)
+            for number in list(range(len(self.running))) * 100:
+                self.take(number)
+                self.complete(number, list(self.running[number]))
+            assert not self.writers, "a shard is never complete"
 
 
 def test_each_trajectory_is_given_to_one_replica() -> None:
-    run_state_machine_as_test(Feeding, settings=settings(MACHINE, max_examples=200, stateful_step_count=30))
-
-
-def test_replicas_that_wait_hear_of_a_shard_and_of_the_end() -> None:
-    feed, reports = Feed(3, 2), Reports()
-    given: SimpleQueue[Generated] = SimpleQueue()
-
-    def serve(number: int) -> None:
-        while feed.wait(number):
-            taken = [(key, name) for key, names in feed.take(number) for name in names]
-            for generated in taken:
-                given.put(generated)
-            feed.put(number, taken)
-
-    threads = [threading.Thread(target=serve, args=(number,), daemon=True) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    prompts = [(f"p{row}-s0", f"p{row}-s1") for row in range(20)]
-    keys: list[ShardKey] = [("generate", 0, shard) for shard in range(5)]
-    for key in keys:
-        feed.open(key, prompts, lambda replica: None, reports)
-    left = set(keys)
-    while left:
-        if (report := reports.get(timeout=60)) is not None:
-            assert isinstance(report, Complete)
-            left.remove(report.key)
-    feed.end()
-    for thread in threads:
-        thread.join(timeout=60)
-        assert not thread.is_alive()
-    assert Counter(given.get_nowait() for _ in range(given.qsize())) == Counter(
-        (key, name) for key in keys for names in prompts for name in names
-    )
+    run_state_machine_as_test(Feeding, settings=settings(HISTORIES, max_examples=150, stateful_step_count=30))
 
 
 def test_a_replica_that_fails_is_reported_to_every_stage() -> None:
@@ -1129,6 +693,6 @@ def test_a_replica_that_fails_is_reported_to_every_stage() -> None:
         feed.open(("generate", number, 0), [("a",)], lambda replica: None, reports)
     feed.fail(error)
     assert [reports.get_nowait() for reports in stages] == [error, error]
-    assert not in_time(lambda: feed.wait(1))
+    assert not feed.wait(1)
     with pytest.raises(EngineLost):
         feed.open(("generate", 2, 0), [("a",)], lambda replica: None, stages[0])
