@@ -147,7 +147,7 @@ class Reached:
         Raises:
             Corrupt: a checkpoint manifest, or the registration of a fork, is missing or damaged.
         """
-        reached = set(self.digests)
+        reached = set(self.digests) | {part.key for parts in self.journals.values() for part in parts}
         for ref in self.checkpoints():
             reached |= {ref.key, *(file.key for file in self.store.checkpoint(ref).files.values())}
         return [key for key in self.store.objects.list("") if not key.startswith(KEPT) and key not in reached]

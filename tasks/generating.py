@@ -98,8 +98,7 @@ class Generation(Generic[C, S]):
         store = self.driver.store
         numbers = [store.begin_attempt(self.iteration, JOURNAL) for _ in self.replicas]
         pending = [
-            # the first replica also has what waits: its tokens are from the journal before
-            replica.submit(Worker.journal, self.iteration, self.stage, number, waiting=number == numbers[0])
+            replica.submit(Worker.journal, self.iteration, self.stage, number)
             for number, replica in zip(numbers, self.replicas, strict=True)
         ]
         parts = tuple(part for answer in pending if (part := answer.result()) is not None)

@@ -122,7 +122,7 @@ class Journal(Frozen):
     term: int
     """Term of the driver that generated it."""
     parts: tuple[ShardRef, ...]
-    """The files of the workers, in order: a later one has the newer tokens of a trajectory that is in several."""
+    """A file for each worker that generates."""
 
 
 class Assigned(Frozen):

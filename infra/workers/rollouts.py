@@ -20,9 +20,10 @@ Generated = tuple[ShardKey, str]
 
 
 def newest(rows: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """The rows of a journal by trajectory id.
+    """Index the rows of a journal by trajectory id.
 
-    Replicas that share a shard journal all of its trajectories that have tokens, and each goes on with some of them.
+    Replicas that share a restored shard each journal all of its trajectories, and have new tokens of some of them: the
+    row with the most tokens is the newest.
     """
     by_id: dict[str, Mapping[str, Any]] = {}
     for row in rows:
@@ -123,18 +124,10 @@ class Rollouts:
             generated.append((key, name))
         return generated
 
-    def journal(self, iteration: int, stage: str, *, waiting: bool) -> list[dict[str, Any]]:
-        """What the trajectories of a stage's open shards have so far, one row each; none for those without tokens.
-
-        Args:
-            iteration: the stage's iteration.
-            stage: the stage's name.
-            waiting: whether to include trajectories that were not submitted.
-        """
+    def journal(self, iteration: int, stage: str) -> list[dict[str, Any]]:
+        """What the trajectories of a stage's open shards have so far, one row each; none for those without tokens."""
         shards = [shard for (name, number, _), shard in self._shards.items() if (name, number) == (stage, iteration)]
-        dialogues = [
-            dialogue for shard in shards for dialogue in shard.by_id.values() if waiting or id(dialogue) in self._owners
-        ]
+        dialogues = [dialogue for shard in shards for dialogue in shard.by_id.values()]
         copies = [] if self._generator is None else self._generator.copies(dialogues)
         return [dialogue.journaled() for dialogue in copies if dialogue.ids and dialogue.error is None]
 

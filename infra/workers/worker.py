@@ -183,16 +183,15 @@ class Worker:
         call = request.call
         return self.rollouts.begin(request, self._context(call, self._read(call)), self._journaled(call))
 
-    def journal(self, iteration: int, stage: str, number: int, *, waiting: bool) -> ShardRef | None:
+    def journal(self, iteration: int, stage: str, number: int) -> ShardRef | None:
         """Write what a stage's open shards have generated so far; None if there is nothing.
 
         Args:
             iteration: the stage's iteration.
             stage: the stage's name.
             number: distinguishes the journals of this driver.
-            waiting: whether to include trajectories that were not submitted to this worker.
         """
-        rows = self.rollouts.journal(iteration, stage, waiting=waiting)
+        rows = self.rollouts.journal(iteration, stage)
         if not rows:
             return None
         return self.store.write_journal(iteration, stage, number, pa.Table.from_pylist(rows, JOURNAL))

@@ -509,7 +509,7 @@ def test_any_history_gives_whole_trajectories(loop: StillLoop) -> None:
 def test_what_is_submitted_to_a_paused_generator_begins_with_the_new_weights(loop: StillLoop) -> None:
     generator = Generator(HeldEngine(loop, version=3), Tokenizer(), interruptible=False)
     dialogue = Dialogue(Request("p", (5,), max_tokens=1))
-    generator.submit([dialogue], Rules(Sampling(1.0, 1.0, MAX_TOKENS, seed=0)))
+    generator.submit([(dialogue, Rules(Sampling(1.0, 1.0, MAX_TOKENS, seed=0)))])
     [copy] = generator.copies([dialogue])
     assert not loop.held
     generator.pause()  # it waits only for what has begun
