@@ -13,7 +13,7 @@ from typing import Generic, ParamSpec, TypeVar
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.exceptions import Abort
-from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt
+from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt, wait_chain, wait_fixed
 
 from infra.progress import note
 from infra.store.object_store import StoreFull, StoreUnavailable
@@ -127,7 +127,7 @@ def recorded_task(name: str, run_name: str | None = None) -> Callable[[Callable[
         def tried(*args: P.args, **kwargs: P.kwargs) -> R:
             tries = Retrying(
                 retry=retry_if_exception(_is_temporary),
-                wait=lambda state: WAITS_S[state.attempt_number - 1],
+                wait=wait_chain(*map(wait_fixed, WAITS_S)),
                 stop=stop_after_attempt(1 + len(WAITS_S)),
                 before_sleep=lambda state: _say(name, state),
                 reraise=True,

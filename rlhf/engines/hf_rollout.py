@@ -127,18 +127,23 @@ class HFRollout(RolloutEngine):
 
         was_training = self.model.training
         self.model.eval()
+        last: list[tuple[_Row, Chunk | BaseException]] = []
+        """Put when the model, which may be the actor, is as it was before: the batch may be complete then."""
         try:
             with (
                 torch.inference_mode(),
                 torch.autocast(self.model.device.type, dtype=torch.bfloat16, enabled=self.dtype == "bfloat16"),
             ):
                 for row, chunk in self._generate(rows):
-                    put(row, chunk)
+                    for held in last:
+                        put(*held)
+                    last = [(row, chunk)]
         except BaseException as error:
-            for row in rows:
-                put(row, error)
+            last = [(row, error) for row in rows]
         finally:
             self.model.train(was_training)
+            for held in last:
+                put(*held)
 
     def _ends(self, response: np.ndarray, sampling: Sampling) -> bool:
         is_eos = int(response[-1]) in self.eos.tolist()

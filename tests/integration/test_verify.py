@@ -239,7 +239,7 @@ def test_verify_of_no_run_and_of_an_older_releases_run(ratchet: Ratchet, run: Pa
     shutil.copytree(STORED.parents[1] / "schema-1" / "run", run.parent / "old")
     code, text = ratchet("verify", "old")
     assert code == 2
-    assert "is of schema version 1, and this release reads versions 2 to 4" in text
+    assert "is of schema version 1, and this release reads versions 2 to 5" in text
 
 
 def test_a_damaged_registration_of_a_fork_is_named_and_nothing_is_deleted(ratchet: Ratchet, run: Path) -> None:

@@ -118,7 +118,6 @@ def test_new_weights_come_in_the_middle_of_responses(config: RunConfig, processe
             "rollout.mode": "async",
             "rollout.max_staleness": 2,
             "rollout.partial": True,
-            "rollout.partial_tokens": 1,
             "rollout.max_response_tokens": 240,  # so that generating takes longer than training, and is interrupted
             "rollout.vllm.max_model_len": 440,
             "rollout.ignore_eos": True,

@@ -378,6 +378,7 @@ class Streaming(Machine):
     @rule()
     def pause(self) -> None:
         self.is_changing = True
+        self.may_mix |= self.engine.is_lost
         try:
             self.rollouts.pause()
         except Blocked as blocked:
@@ -483,8 +484,9 @@ class Streaming(Machine):
                 self.load()
             if not self.is_changing:
                 self.generate()
-                for shard in list(self.shards.values()):
-                    self.generate(shard, shard.unsubmitted)
+                for key in list(self.shards):
+                    if key in self.shards:  # not yet complete with those before it
+                        self.generate(self.shards[key], self.shards[key].unsubmitted)
             self.holds()
             if not self.shards:
                 return
