@@ -99,6 +99,9 @@ class Feed:
         with self._changed:
             if self.error is not None:
                 raise self.error
+            if not prompts:  # such as the greedy answers to what dynamic sampling has not kept
+                reports.put(Complete(key, {0: []}))
+                return
             self._shards[key] = _OpenShard(begin, reports, {name for names in prompts for name in names})
             self._queue += ((key, names) for names in prompts)
             self._changed.notify_all()

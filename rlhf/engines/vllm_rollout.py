@@ -157,7 +157,8 @@ class Child:
     def _last_words(self) -> str:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(10)
-        lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
+        lines = self._log.read_text(errors="replace").splitlines()
+        lines = [line for line in lines if line.strip() and "WARNING" not in line]
         return f"exit code {self._process.returncode}" + (f", {lines[-1].strip()[-300:]}" if lines else "")
 
 

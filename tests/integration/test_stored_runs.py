@@ -121,6 +121,6 @@ def test_a_run_of_an_older_schema_is_refused(stored: Path, processes: Processes,
     before = {path: path.read_bytes() for path in stored.rglob("*") if path.is_file()}
     refused = processes.cli(command, "stored", "--store", f"file://{stored.parent}")
     assert refused.wait() == 2
-    assert "is of schema version 1, and this release reads versions 2 to 4: open the run" in refused.text
+    assert "is of schema version 1, and this release reads versions 2 to 5: open the run" in refused.text
     assert len(refused.text.strip().splitlines()) == 1
     assert {path: path.read_bytes() for path in stored.rglob("*") if path.is_file()} == before

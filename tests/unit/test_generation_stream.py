@@ -275,7 +275,9 @@ class Shard:
             expected = token_of(name, position, version) if by_policy else HEARD
             assert (token, log_prob) == (expected, -expected * by_policy)
         assert dialogue.versions == sorted(dialogue.versions), "the policy gets older within a trajectory"
-        assert may_mix or len(set(dialogue.versions[self.opened_with[trajectory_id] :])) <= 1
+        new = slice(self.opened_with[trajectory_id], None)
+        versions = zip(dialogue.versions[new], dialogue.mask[new], strict=True)
+        assert may_mix or len({version for version, by_policy in versions if by_policy}) <= 1
         shape = shape_of(name, self.requests[trajectory_id], has_environment=self.replayable is not None)
         for column in ("mask", "turn_starts", "turn_ends"):
             now, whole = getattr(dialogue, column), getattr(shape, column)
