@@ -93,7 +93,7 @@ class Generation(Generic[C, S]):
             self._journal()
 
     def _journal(self) -> None:
-        if _in_batches(self.driver) or self.driver.config.rollout.journal_s is None:
+        if self.driver.config.rollout.in_batches or self.driver.config.rollout.journal_s is None:
             return  # a batch starts again as a whole
         store = self.driver.store
         numbers = [store.begin_attempt(self.iteration, JOURNAL) for _ in self.replicas]
@@ -118,14 +118,11 @@ def _replicas(driver: Driver) -> Replicas:
     with driver.rollout.starting:
         replicas = driver.rollout.replicas
         if replicas is None or replicas.feed.error is not None:
-            limit = None if _in_batches(driver) else driver.config.rollout.max_in_flight
+            config = driver.config.rollout
+            limit = None if config.in_batches else config.max_in_flight
             replicas = Replicas(driver.groups.of("rollout").replicas(), limit, partial(_generate, driver))
             driver.rollout.replicas = replicas
         return replicas
-
-
-def _in_batches(driver: Driver) -> bool:
-    return driver.config.rollout.engine == "hf"
 
 
 def _generate(driver: Driver, replica: Replica, weights: Weights, prompts: Sequence[Prompt]) -> Sequence[Generated]:

@@ -290,6 +290,7 @@ class Worker:
     def _generator(self, engine: RolloutEngine) -> Generator:
         from rlhf.engines.generation import Generator
 
+        assert engine.in_batches == self.config.rollout.in_batches
         return Generator(engine, self.resources.tokenizer, interruptible=self.config.rollout.partial)
 
     def update(self, request: UpdateCall[C]) -> Updated:

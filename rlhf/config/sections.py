@@ -191,6 +191,11 @@ class RolloutConfig(Section):
     )
 
     @property
+    def in_batches(self) -> bool:
+        """Whether the engine generates in fixed batches; see `RolloutEngine.in_batches`."""
+        return self.engine == "hf"
+
+    @property
     def ahead(self) -> int:
         """Number of iterations that may be generated before their turn."""
         return {"sync": 0, "one_step_off": 1, "async": self.max_staleness}[self.mode]
