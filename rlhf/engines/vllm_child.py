@@ -79,7 +79,7 @@ class Engine:
         from vllm import LLM, SamplingParams, TokensPrompt
 
         self.llm = LLM(**options)
-        # log-probs are compiled when they are first asked for, which takes seconds on the CPU: that is part of the start,
+        # log-probs are compiled when they are first asked for, which takes seconds on the CPU: that belongs to the start,
         # because a request that takes long seems to hang
         first = SamplingParams(max_tokens=2, seed=0, logprobs=0)
         self.llm.generate(TokensPrompt(prompt_token_ids=[0]), first, use_tqdm=False)
