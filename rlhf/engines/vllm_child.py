@@ -79,8 +79,8 @@ class Engine:
         from vllm import LLM, SamplingParams, TokensPrompt
 
         self.llm = LLM(**options)
-        # log-probs are compiled when they are first asked for, which takes seconds on the CPU; a request that took so long
-        # would seem to hang, so it is part of the start
+        # log-probs are compiled when they are first asked for, which takes seconds on the CPU: a request that took so
+        # long would seem to hang, so it is part of the start
         first = SamplingParams(max_tokens=2, seed=0, logprobs=0)
         self.llm.generate(TokensPrompt(prompt_token_ids=[0]), first, use_tqdm=False)
         self._new: dict[int, tuple[list[int], list[float], str | None]] = {}
