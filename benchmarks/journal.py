@@ -108,17 +108,17 @@ def kills(root: Path, options: argparse.Namespace) -> None:
         "| kill | tokens generated | tokens per second | twice | in seconds | durable, of responses |\n"
         "|---|---|---|---|---|---|"
     )
-    with serving(vllm, root / "server.log") as url:
+    with serving(vllm | {"disable_log_stats": False}, root / "server.log") as url:  # they have the tokens
         config = config.with_values({"rollout.server.urls": [url]})
-        path = root / "config.json"
+        path, log = root / "config.json", root / "driver.log"
         path.write_text(config.model_dump_json())
         for kill in range(options.kills + 1):
-            process = subprocess.Popen(
-                [sys.executable, __file__, "--drive", str(path)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-            )
+            with log.open("wb") as errors:
+                command = [sys.executable, __file__, "--drive", str(path)]
+                process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors)
             assert process.stdout is not None
             while (line := process.stdout.readline()) != b"ready\n":
-                assert line, "the driver ended before it generated"
+                assert line, log.read_text()[-2000:]
             begun = counted(url)
             while counted(url) == begun and process.poll() is None:
                 time.sleep(0.02)
@@ -127,7 +127,7 @@ def kills(root: Path, options: argparse.Namespace) -> None:
                 assert process.wait() == 0
             else:
                 time.sleep(draw.uniform(SOONEST_S, LATEST_S))
-                assert process.poll() is None, "the stage is committed already: raise LENGTH"
+                assert process.poll() is None, f"the driver ended before it was killed: {log.read_text()[-2000:]}"
                 process.kill()
                 process.wait()
             seconds = time.perf_counter() - started
