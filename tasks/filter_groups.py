@@ -57,7 +57,7 @@ def filter_groups(context: Context[FilterGroupsConfig]) -> ShardOutput[ShardSumm
     if not kept.any():
         raise RewardFailed(
             "the environment or the reward failed for every trajectory: nothing is left to learn from; "
-            "`ratchet show RUN --columns response,rollout_error,reward_error` says why"
+            '`ratchet query RUN "select rollout_error, reward_error from trajectories"` says why'
         )
     rows = np.flatnonzero(kept)
     ids = batch.array("trajectory_id").take(rows)

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import JsonValue
 
 from infra.execution.driver import Driver
-from infra.workers.calls import C, Context, ShardOutput, ShardStart, ShardSummary
+from infra.workers.calls import C, Call, Context, ShardOutput, ShardStart, ShardSummary
 from rlhf.batch import TrajectoryBatch
 from rlhf.config import DynamicSamplingConfig, RunConfig
 from rlhf.data.prompts import PromptDataset, encode
@@ -203,7 +203,7 @@ def trajectories(context: Context[C], prompts: Prompts) -> TrajectoryBatch:
     talks, assigned = prompts.environment is not None, context.call.weights
     assert assigned is not None, "the rollout has weights"
     if prompts.environment is not None:
-        _check_errors(dialogues, prompts.environment)
+        _check_errors(context.call, dialogues, prompts.environment)
     columns: dict[str, list[Any]] = {name: [] for name in ("trajectory_id", *TRAJECTORY.names("generate"))}
     for place, dialogue in enumerate(dialogues):
         number, row = prompts.rows[place // prompts.n]
@@ -237,13 +237,15 @@ def trajectories(context: Context[C], prompts: Prompts) -> TrajectoryBatch:
     return TrajectoryBatch.of(columns)
 
 
-def _check_errors(dialogues: Sequence[Dialogue], environment: EnvironmentStageConfig) -> None:
+def _check_errors(call: Call[C], dialogues: Sequence[Dialogue], environment: EnvironmentStageConfig) -> None:
     errors = [dialogue.error for dialogue in dialogues if dialogue.error is not None]
     if len(errors) > environment.max_error_share * len(dialogues):
         raise EnvironmentFailed(
-            f"{len(errors)} of the {len(dialogues)} trajectories of a shard failed, more than "
-            f"{KEY}.max_error_share {environment.max_error_share:g}: nothing of the shard is committed; fix the "
-            f"environment and resume. The first error: {errors[0]}"
+            f"the environment failed for {len(errors)} of the {len(dialogues)} trajectories of shard {call.shard} "
+            f"({call.stage}, iteration {call.iteration}), more than {KEY}.max_error_share "
+            f"{environment.max_error_share:g}: nothing of the shard is committed. Fix what it needs and resume; if its "
+            f"code changes and other shards are committed, resume names the fork that continues. The first error: "
+            f"{errors[0]}"
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from rlhf.config.older import GONE, RENAMED, with_new_names
+from rlhf.config.older import GONE, NEEDLESS, RENAMED, with_new_names
 from rlhf.errors import UserError
 
 M = TypeVar("M", bound=BaseModel)
@@ -43,6 +43,8 @@ def overridden(tree: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]
         single: dict[str, Any] = {}
         set_value(single, key, value)
         value, key = renamed(single, override), RENAMED.get(key, key)
+        if key in NEEDLESS:
+            continue
         for part in key.split("."):
             value = value[part]
         set_value(tree, key, value)

@@ -109,7 +109,9 @@ class VLLMConfig(Section):
     enforce_eager: bool = Field(False, description="no CUDA graphs: starts faster, generates slower")
     prefix_caching: bool = Field(True, description="compute a prompt once for all its trajectories")
     cpu_cache_gib: int = Field(1, gt=0, description="memory of the key-value cache without a GPU, in GiB")
-    timeout_s: float = Field(600.0, gt=0, description="time limit of a shard; after it, vLLM is restarted")
+    timeout_s: float = Field(
+        600.0, gt=0, description="vLLM is restarted if it makes no progress for so long, in seconds"
+    )
 
 
 class ServerConfig(Section):
@@ -122,7 +124,9 @@ class ServerConfig(Section):
     weights_folder: str | None = Field(
         None, description="folder for new weights, at the same path on every server; null: evaluation only"
     )
-    timeout_s: float = Field(600.0, gt=0, description="time limit of a response; a slower one is requested again")
+    timeout_s: float = Field(
+        600.0, gt=0, description="a server that makes no progress for so long, in seconds, is asked again or left out"
+    )
 
 
 class EnvironmentConfig(Section):
@@ -132,7 +136,9 @@ class EnvironmentConfig(Section):
     name: str = Field(description="a built-in (calculator), package.module:Class or file.py:Class")
     options: dict[str, Any] = Field({}, description="keyword arguments of the class")
     max_turns: int = Field(8, gt=0, description="largest number of policy turns in a trajectory")
-    timeout_s: float = Field(60.0, gt=0, description="time limit of an answer; see on_error")
+    timeout_s: float = Field(
+        60.0, gt=0, description="time limit of each call of an environment, in seconds; see on_error"
+    )
     on_error: Literal["retry", "drop", "fail"] = Field(
         "drop",
         description="an environment that raises or hangs: leave its trajectory out (drop), start the trajectory again, "
@@ -141,7 +147,9 @@ class EnvironmentConfig(Section):
     max_error_share: float = Field(
         0.5, ge=0, le=1, description="stop the run if more than this share of a shard's trajectories is left out"
     )
-    concurrency: int = Field(64, gt=0, description="calls of environments at the same time, per worker")
+    concurrency: int = Field(
+        64, gt=0, description="largest number of environment calls that run at the same time, per worker"
+    )
 
 
 class RolloutConfig(Section):

@@ -112,7 +112,7 @@ def test_what_is_older_than_the_config_allows_is_not_trained_on(start: Any) -> N
 def test_a_generation_goes_on_with_new_weights(start: Any) -> None:
     """Every token has the log-prob of the version that is recorded for it: under the last one, those of the others
     differ."""
-    changes: dict[str, Any] = {"rollout__mode": "async", "rollout__partial": True, "rollout__partial_tokens": 2}
+    changes: dict[str, Any] = {"rollout__mode": "async", "rollout__partial": True}
     history = finished(*start("partial", **changes), most=1)
     frame = history.run.trajectories()
     assert frame["token_versions"].isna().all(), "in one executor, weights come between two generations"

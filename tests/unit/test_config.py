@@ -298,6 +298,8 @@ def test_old_names_of_keys_still_work_and_a_note_says_the_new_ones(file: Path) -
         "algorithm.advantage.drop_flat_groups is called algorithm.advantage.drop_zero_std_groups now: the old name "
         "still works",
     ]
+    with pytest.warns(RenamedKey, match=r"rollout\.partial_tokens has no effect any more"):
+        assert load_config(file, ["rollout.partial_tokens=64"]) == load_config(file, [])
     tree = {**MINIMAL, "actor": {"betas": [0.5, 0.6], "weight_decay": 0.1, "optimizer": "adamw"}}
     with pytest.warns(RenamedKey):
         assert parse_config(tree, "here").actor.optimizer == AdamW(betas=(0.5, 0.6), weight_decay=0.1)
