@@ -594,10 +594,13 @@ def doctor(
 def _drive(config: RunConfig, take_over: bool) -> None:
     from flows.terminal import progress
     from infra.execution.driver import check_inputs
-    from infra.execution.stopping import Stopped, on_signals
+    from infra.execution.stopping import on_signals
 
-    def stop(*_: object) -> None:  # for signals before the driver starts and after it ends
-        raise Stopped.as_asked(f"`ratchet resume {config.run.name}`")
+    def stop(*_: object) -> None:
+        """Handle a signal before the driver starts or after it ends. An `Exception` would be lost while a package is
+        imported that catches it."""
+        print("error: stopped as asked: repeat the command to continue", file=sys.stderr, flush=True)
+        raise SystemExit(1)
 
     with on_signals(stop), progress(console, config.train.iterations):
         check_inputs(config)
