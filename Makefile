@@ -3,7 +3,7 @@ BIN := .venv/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo vllm test torture check bench bench-vllm docs clean
+.PHONY: demo vllm test torture check bench bench-vllm bench-trl docs clean
 
 # torch goes first and alone: asked for by another package, pip would take the newest build with gigabytes of CUDA
 .venv/installed: pyproject.toml constraints.txt
@@ -50,6 +50,10 @@ bench: .venv/installed ## the figures of docs/benchmarks.md
 bench-vllm: .venv/vllm ## those of rollout engines
 	OMP_NUM_THREADS=1 python benchmarks/rollout.py
 	OMP_NUM_THREADS=1 python benchmarks/ahead.py
+
+bench-trl: .venv/installed ## the comparison with TRL, which gets environments of its own in build/
+	benchmarks/trl/environments.sh
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR) python benchmarks/trl/compare.py
 
 docs: .venv/installed ## what is generated: configuration, algorithms, metrics
 	python -m flows.reference
