@@ -94,7 +94,11 @@ def run(root: Path, work: Work, *, is_trl: bool) -> Cost:
         *("--response-tokens", str(work.response_tokens), "--iterations", str(WARM_UP + COUNTED)),
         *("--dtype", work.dtype, *work.flags),
     ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": "" if is_trl else str(ROOT)}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": "" if is_trl else str(ROOT),
+    }
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     marks = [line for line in done.stdout.splitlines() if line.startswith("marks ")]
     if not marks:

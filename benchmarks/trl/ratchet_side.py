@@ -60,7 +60,10 @@ def config(arguments: argparse.Namespace) -> RunConfig:
             "reward": reward if arguments.reward_model else {"function": "tests.rewards:letters"},
             "algorithm": {
                 "advantage": {"type": "gae" if ppo else "grpo"},
-                "kl": {"in_reward": 0.01 if ppo else None, "in_loss": 0.04 if arguments.reference and not ppo else None},
+                "kl": {
+                    "in_reward": 0.01 if ppo else None,
+                    "in_loss": 0.04 if arguments.reference and not ppo else None,
+                },
                 "rollout_correction": {"bypass": True} if ppo else None,
             },
             "actor": trainer,

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from rlhf import seeding
+from rlhf.engines import prefix_sharing
 from rlhf.engines.base import Chunk, Request, RolloutEngine, Sampling, limit_of
 from rlhf.engines.model_engine import copy_weights
 
@@ -65,8 +66,7 @@ class HFRollout(RolloutEngine):
         self.model = model
         self.tokenizer = tokenizer
         self.dtype = dtype
-        window = getattr(model.config, "sliding_window", None)
-        self.full_attention = window is None and model.config._attn_implementation == "sdpa"
+        self.full_attention = prefix_sharing.supports(model)
         self.eos = torch.tensor(eos_token_ids, device=model.device)
         self.device = model.device
         self._joined = 0

@@ -1,10 +1,10 @@
-"""Splitting a batch into micro-batches of rows of similar length, within a token budget."""
+"""Splitting a batch into micro-batches within a token budget."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rlhf.batch import TrajectoryBatch
+    from rlhf.engines.prefix_sharing import SharedPrompts
+
+Layout = Literal["padded", "packed", "shared"]
+"""How a micro-batch holds its sequences, each a prompt and its response. padded: one per row, padded on the right.
+packed: one after the other in one row. shared: one row with each prompt once, then all responses."""
 
 
 def by_token_budget(lengths: np.ndarray, budget: int, *, packed: bool = False) -> list[np.ndarray]:
@@ -38,9 +43,53 @@ def by_token_budget(lengths: np.ndarray, budget: int, *, packed: bool = False) -
     return pieces
 
 
+def prompt_numbers(batch: TrajectoryBatch) -> np.ndarray:
+    """Number the prompts of a batch from 0, in the order of their first row; equal prompts have the same number.
+
+    Args:
+        batch: must have the column `prompt_ids`.
+
+    Returns:
+        Number of each row's prompt, shape (rows,).
+    """
+    ids, lengths = batch.flat("prompt_ids"), batch.lengths("prompt_ids")
+    numbers: dict[bytes, int] = {}
+    ends = np.cumsum(lengths)
+    prompts = (ids[end - length : end].tobytes() for end, length in zip(ends, lengths, strict=True))
+    return np.array([numbers.setdefault(prompt, len(numbers)) for prompt in prompts], dtype=np.int64)
+
+
+def by_prompt(
+    prompt_of: np.ndarray, prompts: np.ndarray, responses: np.ndarray, limit: int
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """Group rows by prompt; the rows of a prompt that exceed the limit are several groups.
+
+    Args:
+        prompt_of: number of each row's prompt, shape (rows,).
+        prompts: length of each row's prompt in tokens, shape (rows,).
+        responses: number of tokens of each row after its prompt, shape (rows,).
+        limit: maximum size of a group in tokens, which count a prompt once; a larger row is a group by itself.
+
+    Returns:
+        Row numbers of each group, and the sizes of the groups in tokens, shape (groups,).
+    """
+    order = np.argsort(prompt_of, kind="stable")
+    groups: list[list[int]] = []
+    sizes: list[int] = []
+    last = -1
+    for row in order.tolist():
+        if prompt_of[row] != last or sizes[-1] + responses[row] > limit:
+            groups.append([])
+            sizes.append(int(prompts[row]))
+        groups[-1].append(row)
+        sizes[-1] += int(responses[row])
+        last = prompt_of[row]
+    return [np.array(group) for group in groups], np.array(sizes, dtype=np.int64)
+
+
 @dataclass(frozen=True)
 class MicroBatch:
-    """Sequences of a prompt and its response: one per row, right-padded; or packed one after the other into one row.
+    """Sequences of a prompt and its response, without the last token of the response, which predicts nothing.
 
     With causal attention no token sees the padding to its right, so no attention mask is needed. Packed sequences are
     distinguished by their positions, which restart with each sequence.
@@ -57,15 +106,17 @@ class MicroBatch:
     """The response tokens, row after row."""
     response_lengths: np.ndarray
     """Number of response tokens of each row."""
+    shared: SharedPrompts | None = None
+    """How the tokens attend to each other, in the layout `shared`."""
 
     @classmethod
-    def of(cls, batch: TrajectoryBatch, rows: Sequence[int] | np.ndarray, *, packed: bool = False) -> MicroBatch:
+    def of(cls, batch: TrajectoryBatch, rows: Sequence[int] | np.ndarray, layout: Layout = "padded") -> MicroBatch:
         """Build a micro-batch.
 
         Args:
             batch: must have the columns `prompt_ids` and `response_ids`.
             rows: rows of the batch.
-            packed: whether to pack the sequences into one row.
+            layout: how the sequences are held.
 
         Returns:
             The micro-batch, on the CPU.
@@ -74,27 +125,44 @@ class MicroBatch:
 
         part = batch.take(rows)
         prompts, responses = part.lengths("prompt_ids"), part.lengths("response_ids")
-        total = prompts + responses
-        width = int(total.max())
-        time = np.arange(width)[None, :]
-        real, is_prompt = time < total[:, None], time < prompts[:, None]
-        input_ids = np.zeros((len(part), width), dtype=np.int64)
-        input_ids[is_prompt] = part.flat("prompt_ids")
-        input_ids[real & ~is_prompt] = part.flat("response_ids")
-        starts = np.cumsum(total) - total if packed else np.arange(len(part)) * width
-        within = np.concatenate([np.arange(length) for length in responses])
-        at = np.repeat(starts + prompts - 1, responses) + within
-        positions = None
-        if packed:
-            input_ids = input_ids[real][None]
-            positions = torch.from_numpy(np.broadcast_to(time, real.shape)[real][None])
+        response_ids = part.flat("response_ids").astype(np.int64)
+        within = _within(responses)
+        read = np.maximum(responses - 1, 0)
+        is_read = within < np.repeat(read, responses)
+        positions: np.ndarray | None = None
+        shared: SharedPrompts | None = None
+        if layout == "shared":
+            from rlhf.engines.prefix_sharing import SharedPrompts
+
+            numbers = prompt_numbers(part)
+            _, first = np.unique(numbers, return_index=True)
+            unique, once = prompts[first], part.take(first).flat("prompt_ids")
+            shared = SharedPrompts.of(unique, read, numbers)
+            input_ids = np.concatenate([once, response_ids[is_read]])[None]
+            positions = np.concatenate([_within(unique), _within(read) + np.repeat(prompts, read)])[None]
+            ends, starts = np.cumsum(unique)[numbers], len(once) + np.cumsum(read) - read
+            at = np.where(within == 0, np.repeat(ends, responses), np.repeat(starts, responses) + within) - 1
+        else:
+            total = prompts + read
+            width = int(total.max())
+            time = np.arange(width)[None, :]
+            real, is_prompt = time < total[:, None], time < prompts[:, None]
+            input_ids = np.zeros((len(part), width), dtype=np.int64)
+            input_ids[is_prompt] = part.flat("prompt_ids")
+            input_ids[real & ~is_prompt] = response_ids[is_read]
+            starts = np.cumsum(total) - total if layout == "packed" else np.arange(len(part)) * width
+            at = np.repeat(starts + prompts - 1, responses) + within
+            if layout == "packed":
+                input_ids = input_ids[real][None]
+                positions = np.broadcast_to(time, real.shape)[real][None]
         return cls(
             rows=np.asarray(rows),
-            input_ids=torch.from_numpy(input_ids),
-            position_ids=positions,
+            input_ids=torch.from_numpy(input_ids.astype(np.int64)),
+            position_ids=None if positions is None else torch.from_numpy(positions),
             at=torch.from_numpy(at),
-            targets=torch.from_numpy(part.flat("response_ids").astype(np.int64)),
+            targets=torch.from_numpy(response_ids),
             response_lengths=responses,
+            shared=shared,
         )
 
     @property
@@ -109,3 +177,8 @@ class MicroBatch:
         lengths = torch.from_numpy(self.response_lengths).to(per_token.device)
         real = torch.arange(self.horizon, device=per_token.device)[None, :] < lengths[:, None]
         return per_token.new_zeros(real.shape).masked_scatter(real, per_token)
+
+
+def _within(lengths: np.ndarray) -> np.ndarray:
+    """Count from 0 within each of the given lengths; shape (sum of the lengths,)."""
+    return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)

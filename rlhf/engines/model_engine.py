@@ -23,7 +23,7 @@ from rlhf.algorithms.masked import LossNormalizers
 from rlhf.batch import TrajectoryBatch, ragged
 from rlhf.engines import ranks
 from rlhf.engines.base import OptimizerPlan
-from rlhf.engines.micro_batches import MicroBatch
+from rlhf.engines.micro_batches import Layout, MicroBatch, by_prompt, by_token_budget, prompt_numbers
 from rlhf.engines.optimizers import AdamW, Optimizer
 from rlhf.engines.sequence_parallel import Team
 from rlhf.engines.token_outputs import Head, TokenOutputs
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from rlhf.algorithms.objectives import Objective
 
 Dtype = Literal["float32", "bfloat16"]
+WORTH_SHARING = 0.95
+"""Prompts are shared if that leaves at most this share of the tokens, padding included."""
 
 
 class ModelEngine(ABC):
@@ -51,6 +53,7 @@ class ModelEngine(ABC):
         trainable: bool = True,
         gradient_checkpointing: bool = False,
         packing: bool = False,
+        share_prompts: bool = True,
         sequence_parallel: int = 1,
         tensor_parallel: int = 1,
         optimizer: Optimizer = AdamW(),  # noqa: B008  (it is frozen)
@@ -64,6 +67,8 @@ class ModelEngine(ABC):
             trainable: whether the model is trained; False for a reference.
             gradient_checkpointing: whether to recompute activations in the backward pass to save memory.
             packing: whether to pack sequences one after the other instead of padding them.
+            share_prompts: whether to compute a prompt once for all its responses in a micro-batch, where the model
+                supports it.
             sequence_parallel: number of adjacent ranks that split each sequence.
             tensor_parallel: number of adjacent ranks that split each matrix.
             optimizer: type and options of the optimizer.
@@ -72,7 +77,7 @@ class ModelEngine(ABC):
             UserError: the model does not support `packing`, `sequence_parallel`, or its log-probs would be wrong.
         """
         team = Team.of(sequence_parallel) if sequence_parallel > 1 else None
-        self.module = TokenOutputs(model, head, team=team, packing=packing)
+        self.module = TokenOutputs(model, head, team=team, packing=packing, share_prompts=share_prompts)
         self.model = model
         """The model inside `module`; in engines that shard it, its tensors are not whole."""
         self.head, self.dtype, self.trainable, self.packing = head, dtype, trainable, packing
@@ -250,17 +255,28 @@ class ModelEngine(ABC):
         `together` consecutive rows stay in the same micro-batch. A piece without rows still computes some row, to stay
         in step with the other ranks; its result is discarded.
         """
-        lengths = (batch.lengths("prompt_ids") + batch.lengths("response_ids")).reshape(-1, together)
+        prompts, responses = batch.lengths("prompt_ids"), np.maximum(batch.lengths("response_ids") - 1, 0)
+        lengths = (prompts + responses).reshape(-1, together)
+        layout: Layout = "packed" if self.packing else "padded"
         sizes = lengths.sum(1) if self.packing else together * lengths.max(1)
-        for groups in ranks.pieces(sizes, budget, packed=self.packing, sharing=self.sharing):
-            rows = (groups[:, None] * together + np.arange(together)).ravel()
-            yield rows, MicroBatch.of(batch, rows if len(rows) else range(together), packed=self.packing)
+        groups = list(np.arange(len(batch)).reshape(-1, together))
+        if self.module.shares_prompts and together == 1:
+            # a group that is larger than a rank's share of the tokens would leave the other ranks idle
+            fair = -(-int(lengths.sum()) * self.sharing // ranks.count())
+            by_prompt_groups, shared_sizes = by_prompt(prompt_numbers(batch), prompts, responses, min(budget, fair))
+            padded = sum(len(rows) * sizes[rows].max() for rows in by_token_budget(sizes, budget))
+            if self.packing or shared_sizes.sum() <= WORTH_SHARING * padded:
+                layout, groups, sizes = "shared", by_prompt_groups, shared_sizes
+        for chosen in ranks.pieces(sizes, budget, packed=layout != "padded", sharing=self.sharing):
+            rows = np.concatenate([groups[number] for number in chosen]) if len(chosen) else np.arange(0)
+            yield rows, MicroBatch.of(batch, rows if len(rows) else groups[0], layout)
 
     def _forward(self, micro: MicroBatch, outputs: Iterable[str], temperature: float) -> dict[str, Tensor]:
         """Compute outputs by name, shape (response tokens of the micro-batch,)."""
         positions = None if micro.position_ids is None else micro.position_ids.to(self.device)
         input_ids, at, targets = (tensor.to(self.device) for tensor in (micro.input_ids, micro.at, micro.targets))
-        return self._call(input_ids, positions, at, targets, temperature, tuple(outputs))
+        shared = None if micro.shared is None else micro.shared.to(self.device)
+        return self._call(input_ids, positions, at, targets, temperature, tuple(outputs), shared)
 
     def _autocast(self) -> AbstractContextManager[None]:
         if self.dtype == "float32":

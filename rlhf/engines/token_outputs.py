@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from rlhf.engines import ranks
+from rlhf.engines import prefix_sharing, ranks
+from rlhf.engines.prefix_sharing import SharedPrompts
 from rlhf.engines.sequence_parallel import Team, visible
 from rlhf.errors import UserError
 
@@ -28,7 +30,15 @@ LOGITS_BYTES = 2**28
 class TokenOutputs(torch.nn.Module):
     """The module that an engine shards and calls; the parameters of the model inside keep their names."""
 
-    def __init__(self, model: PreTrainedModel, head: Head, *, team: Team | None = None, packing: bool = False) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        head: Head,
+        *,
+        team: Team | None = None,
+        packing: bool = False,
+        share_prompts: bool = False,
+    ) -> None:
         """Wrap a model and check that it computes correct results.
 
         Args:
@@ -36,6 +46,7 @@ class TokenOutputs(torch.nn.Module):
             head: outputs of the model: `policy` (log-probs and entropy), `value` (values) or `reward` (scores).
             team: the processes that split each sequence; None: sequences are not split.
             packing: whether sequences are packed.
+            share_prompts: whether responses share their prompts, if the model supports it.
 
         Raises:
             UserError: the log-probs would be wrong, or the model does not support `team`, `packing` or the head.
@@ -46,7 +57,9 @@ class TokenOutputs(torch.nn.Module):
         self.team = team
         self.in_step = False
         """Whether all ranks must call the head equally often, because each call gathers its weights."""
-        self._check(packing)
+        self.shares_prompts = share_prompts and team is None and self._can_share_prompts()
+        """Whether the model computes a row of shared prompts."""
+        self._check(packing and not self.shares_prompts)
 
     def forward(
         self,
@@ -56,6 +69,7 @@ class TokenOutputs(torch.nn.Module):
         targets: Int[Tensor, " tokens"],
         temperature: float,
         outputs: tuple[str, ...],
+        shared: SharedPrompts | None = None,
     ) -> dict[str, Float[Tensor, " tokens"]]:
         """Compute outputs at selected positions.
 
@@ -66,12 +80,14 @@ class TokenOutputs(torch.nn.Module):
             targets: the tokens to predict, shape (tokens,).
             temperature: divisor of the logits.
             outputs: names of the outputs; only `entropy` is optional.
+            shared: how the tokens of a row of shared prompts attend to each other; None: sequences are whole.
 
         Returns:
             Outputs by name, float32, shape (tokens,): `log_probs` and `entropy` in nats, `values`, or `scores`.
         """
         if self.team is None:
-            return self._of_tokens(input_ids, position_ids, at, targets, temperature, outputs)
+            attend_to = {} if shared is None else prefix_sharing.inputs(shared)
+            return self._of_tokens(input_ids, position_ids, at, targets, temperature, outputs, **attend_to)
         team = self.team
         before = input_ids.shape[1]
         input_ids, positions = team.padded(input_ids, position_ids)
@@ -140,7 +156,7 @@ class TokenOutputs(torch.nn.Module):
     def _check(self, packing: bool) -> None:
         """Check on a few tokens that this architecture computes what the engine assumes."""
         name, attention = type(self.model).__name__, self.model.config._attn_implementation
-        plain = attention in ("sdpa", "eager")  # these work on any device, and in float32
+        plain = attention in ("sdpa", "eager", prefix_sharing.NAME)  # these work on any device, and in float32
         if not plain:
             self.model.set_attn_implementation("sdpa")
         ids = torch.arange(4 * (self.team.size if self.team is not None else 1), device=self.model.device)[None]
@@ -166,6 +182,22 @@ class TokenOutputs(torch.nn.Module):
                 raise UserError(f"{name} does not attend over shares of a sequence: leave sequence_parallel out")
         elif not plain:
             self.model.set_attn_implementation(attention)
+
+    @torch.no_grad()
+    def _can_share_prompts(self) -> bool:
+        """Try on a few tokens whether the model computes two responses that share a prompt like whole sequences."""
+        if not prefix_sharing.supports(self.model):
+            return False
+        prompt, responses = torch.arange(3), torch.arange(3, 7).view(2, 2)
+        device = self.model.device
+        whole = torch.cat([prompt.expand(2, 3), responses], dim=1).to(device)
+        alone = self._hidden(whole)
+        shared = SharedPrompts.of(np.array([3]), np.array([2, 2]), np.array([0, 0])).to(device)
+        row = torch.cat([prompt, responses.flatten()])[None].to(device)
+        positions = torch.tensor([[0, 1, 2, 3, 4, 3, 4]], device=device)
+        prefix_sharing.adopt(self.model)
+        together = self._hidden(row, position_ids=positions, **prefix_sharing.inputs(shared))
+        return not _differ(together[0, 3:], alone[:, 3:].flatten(0, 1))
 
     def _hidden(self, input_ids: Tensor, **inputs: Any) -> Tensor:
         return self.model.base_model(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state  # type: ignore[no-any-return]

@@ -42,9 +42,12 @@ def critic_folder(policy_folder: Path, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(scope="session")
 def batch() -> TrajectoryBatch:
-    """Prompts and responses of many lengths, one token among them; some tokens are masked."""
+    """Prompts and responses of many lengths, one token among them; some have the same prompt, and some tokens are
+    masked."""
     rng = np.random.default_rng(11)
-    lengths = [(1, 5), (7, 1), (3, 3), (12, 8), (5, 2), (3, 8), (9, 6), (2, 1)]
+    lengths = [(1, 5), (7, 1), (3, 3), (12, 8), (3, 2), (12, 8), (9, 6), (2, 1)]
+    prompts = [rng.integers(3, 78, prompt).tolist() for prompt, _ in lengths]
+    prompts[4], prompts[5] = prompts[2], prompts[3]
 
     def per_token(scale: float, shift: float = 0.0) -> list[list[float]]:
         return [(shift + scale * rng.standard_normal(response)).tolist() for _, response in lengths]
@@ -54,7 +57,7 @@ def batch() -> TrajectoryBatch:
     return TrajectoryBatch.of(
         {
             "trajectory_id": [f"it000000-p{row:05d}-s00" for row in range(len(lengths))],
-            "prompt_ids": [rng.integers(3, 78, prompt).tolist() for prompt, _ in lengths],
+            "prompt_ids": prompts,
             "response_ids": [rng.integers(3, 78, response).tolist() for _, response in lengths],
             "loss_mask": mask,
             "advantages": per_token(1),

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf.batch import TrajectoryBatch, ragged, unpadded
-from rlhf.engines.micro_batches import MicroBatch, by_token_budget
+from rlhf.engines.micro_batches import Layout, MicroBatch, by_prompt, by_token_budget
 from rlhf.schema import TRAJECTORY
 from tests.padded import properties
 
@@ -76,20 +76,52 @@ def test_concat_and_join(batch: TrajectoryBatch) -> None:
         TrajectoryBatch.join([batch, scores.take([1, 0, 2])])
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_micro_batch_puts_prompts_first_and_knows_what_predicts_each_response_token(
-    batch: TrajectoryBatch, packed: bool
+@pytest.mark.parametrize(
+    ("layout", "input_ids", "positions", "at"),
+    [
+        ("padded", [[30, 31, 32, 33], [10, 11, 0, 0], [20, 21, 22, 0]], None, [1, 2, 3, 4, 5, 10]),
+        ("packed", [[30, 31, 32, 33, 10, 11, 20, 21, 22]], [0, 1, 2, 3, 0, 1, 0, 1, 2], [1, 2, 3, 4, 5, 8]),
+        ("shared", [[30, 31, 10, 20, 21, 22, 32, 33, 11]], [0, 1, 0, 0, 1, 2, 2, 3, 1], [1, 6, 7, 2, 8, 5]),
+    ],
+)
+def test_micro_batch_knows_what_predicts_each_response_token(
+    batch: TrajectoryBatch,
+    layout: Layout,
+    input_ids: list[list[int]],
+    positions: list[int] | None,
+    at: list[int],
 ) -> None:
-    micro = MicroBatch.of(batch, [2, 0, 1], packed=packed)
-    if packed:
-        assert micro.input_ids.tolist() == [[30, 31, 32, 33, 34, 10, 11, 12, 20, 21, 22, 23]]
-        assert micro.position_ids is not None
-        assert micro.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3]]
-    else:
-        assert micro.input_ids.tolist() == [[30, 31, 32, 33, 34], [10, 11, 12, 0, 0], [20, 21, 22, 23, 0]]
+    """The last token of a response predicts nothing, so it is not read."""
+    micro = MicroBatch.of(batch, [2, 0, 1], layout)
+    assert micro.input_ids.tolist() == input_ids
+    assert (None if micro.position_ids is None else micro.position_ids.tolist()) == (positions and [positions])
+    assert micro.at.tolist() == at
     assert micro.targets.tolist() == [32, 33, 34, 11, 12, 23]
-    assert micro.input_ids.flatten()[micro.at + 1].tolist() == micro.targets.tolist()
     assert micro.padded(micro.targets).tolist() == [[32, 33, 34], [11, 12, 0], [23, 0, 0]]
+
+
+def test_a_shared_prompt_is_in_the_micro_batch_once() -> None:
+    batch = TrajectoryBatch.of({"prompt_ids": [[5, 6], [7], [5, 6]], "response_ids": [[1, 2, 3], [4], [8, 9]]})
+    micro = MicroBatch.of(batch, [0, 1, 2], "shared")
+    assert micro.input_ids.tolist() == [[5, 6, 7, 1, 2, 8]]
+    assert micro.position_ids is not None
+    assert micro.position_ids.tolist() == [[0, 1, 0, 2, 3, 2]]
+    assert micro.at.tolist() == [1, 3, 4, 2, 1, 5]
+
+
+@properties
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 30)), min_size=1, max_size=30), st.integers(1, 100))
+def test_every_row_is_in_one_group_of_its_prompt_that_fits(rows: list[tuple[int, int]], limit: int) -> None:
+    prompt_of, responses = np.array([prompt for prompt, _ in rows]), np.array([response for _, response in rows])
+    prompts = 3 * prompt_of + 1
+    groups, sizes = by_prompt(prompt_of, prompts, responses, limit)
+    assert sorted(np.concatenate(groups).tolist()) == list(range(len(rows)))
+    for group, size in zip(groups, sizes, strict=True):
+        assert len(set(prompt_of[group])) == 1
+        assert size == prompts[group[0]] + responses[group].sum()
+        assert size <= limit or len(group) == 1
+    if limit > prompts.max() + responses.sum():
+        assert len(groups) == len(set(prompt_of.tolist()))
 
 
 @properties

@@ -1,0 +1,179 @@
+"""Prefix sharing: the tokens of a prompt are computed once for all its responses (arXiv 2506.05433).
+
+Sequences are cut at the end of their prompts, and the pieces are concatenated without padding: each prompt once, then
+all responses. All layers except attention process tokens independently. In attention, prompts attend to themselves, and
+a response attends to its prompt and to itself. In the backward pass, a prompt's gradients are summed over its
+responses. The result is that of whole sequences, except for rounding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Int
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+NAME = "ratchet_prefix_sharing"
+
+
+@dataclass(frozen=True)
+class Block:
+    """Pieces of similar length, which attention computes together; indices are those of the concatenated tokens."""
+
+    queries: Int[Tensor, "pieces query"]
+    """The tokens that attend; padded on the right with any token."""
+    keys: Int[Tensor, "pieces key"]
+    """The tokens that they attend to."""
+    visible: Bool[Tensor, "pieces 1 query key"] | None
+    """Whether a query attends to a key; the first dimension is 1 if all pieces have the same mask. None: the keys are
+    the queries, and attention is causal."""
+
+    def to(self, device: torch.device) -> Block:
+        """Return the block on a device."""
+        visible = None if self.visible is None else self.visible.to(device)
+        return Block(self.queries.to(device), self.keys.to(device), visible)
+
+
+@dataclass(frozen=True)
+class SharedPrompts:
+    """How the concatenated tokens attend to each other."""
+
+    blocks: tuple[Block, ...]
+    order: Int[Tensor, " tokens"]
+    """For each token, its index in the flattened queries of all blocks, one after the other."""
+
+    @classmethod
+    def of(cls, prompts: np.ndarray, responses: np.ndarray, prompt_of: np.ndarray) -> SharedPrompts:
+        """Describe the concatenation of prompts, and then of their responses.
+
+        Args:
+            prompts: length of each prompt in tokens, shape (prompts,).
+            responses: number of tokens of each response, shape (responses,).
+            prompt_of: number of each response's prompt, shape (responses,).
+
+        Returns:
+            The layout, on the CPU.
+        """
+        starts = np.cumsum(prompts) - prompts
+        response_starts = prompts.sum() + np.cumsum(responses) - responses
+        blocks: list[Block] = []
+        order = np.zeros(prompts.sum() + responses.sum(), dtype=np.int64)
+
+        def add(queries: np.ndarray, real: np.ndarray, keys: np.ndarray, visible: np.ndarray | None) -> None:
+            order[queries[real]] = sum(block.queries.numel() for block in blocks) + np.flatnonzero(real)
+            mask = None if visible is None else torch.from_numpy(visible[:, None])
+            blocks.append(Block(torch.from_numpy(queries), torch.from_numpy(keys), mask))
+
+        for pieces in _similar(prompts):
+            queries, real = _indices(starts[pieces], prompts[pieces])
+            add(queries, real, queries, None)
+        for pieces in _similar(responses, prompts[prompt_of]):
+            queries, real = _indices(response_starts[pieces], responses[pieces])
+            before, is_prompt = _indices(starts[prompt_of[pieces]], prompts[prompt_of[pieces]])
+            width, longest = before.shape[1], queries.shape[1]
+            visible = np.tri(longest, width + longest, width, dtype=bool)[None]
+            if not is_prompt.all():
+                visible = visible & np.pad(is_prompt, ((0, 0), (0, longest)), constant_values=True)[:, None]
+            add(queries, real, np.concatenate([before, queries], axis=1), visible)
+        return cls(tuple(blocks), torch.from_numpy(order))
+
+    def to(self, device: torch.device) -> SharedPrompts:
+        """Return the layout on a device."""
+        return SharedPrompts(tuple(block.to(device) for block in self.blocks), self.order.to(device))
+
+
+def _similar(*lengths: np.ndarray) -> list[np.ndarray]:
+    """Group pieces whose lengths have the same power of two, so that padding at most doubles a length; leave out those
+    whose first length is 0."""
+    real = np.flatnonzero(lengths[0])
+    powers = np.stack([np.frexp(length[real] - 0.5)[1] for length in lengths])
+    kinds, kind_of = np.unique(powers, axis=1, return_inverse=True)
+    return [real[kind_of.ravel() == kind] for kind in range(kinds.shape[1])]
+
+
+def _indices(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Index the tokens of pieces, shape (pieces, longest), padded with index 0; and tell which are no padding."""
+    at = np.arange(int(lengths.max()))
+    real = at[None, :] < lengths[:, None]
+    return np.where(real, starts[:, None] + at, 0), real
+
+
+def supports(model: PreTrainedModel) -> bool:
+    """Whether all layers of a model attend to all earlier tokens, by PyTorch's own attention."""
+    config = model.config.get_text_config()
+    window = "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
+    kinds = set(getattr(config, "layer_types", None) or [window])
+    return kinds == {"full_attention"} and config._attn_implementation in ("sdpa", NAME)
+
+
+def adopt(model: PreTrainedModel) -> None:
+    """Make a model's attention follow the `SharedPrompts` that it is given; without any, it stays as it is.
+
+    Args:
+        model: a model that `supports` it, changed in place.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    model.set_attn_implementation(NAME)
+
+
+def inputs(shared: SharedPrompts) -> dict[str, Any]:
+    """Return the arguments of a model's forward that it passes on to its attention.
+
+    The mask is never read: its four dimensions keep the model from building one of its own, of size (tokens, tokens).
+    """
+    return {"shared": shared, "attention_mask": torch.ones((1, 1, 1, 1), dtype=torch.bool, device=shared.order.device)}
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    shared: SharedPrompts | None = None,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    if shared is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        attended, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+        return attended, None
+    query, key, value = (heads[0].transpose(0, 1) for heads in (query, key, value))  # [tokens, heads, dim]
+    groups = query.shape[1] // key.shape[1]
+
+    def attend(block: Block) -> Tensor:
+        keys, values = _pieces(key, block.keys), _pieces(value, block.keys)
+        repeats = groups > 1 and block.visible is not None and key.is_cuda  # no fast kernel takes a mask and groups
+        if repeats:
+            keys, values = (heads.repeat_interleave(groups, dim=1) for heads in (keys, values))
+        attended = scaled_dot_product_attention(
+            _pieces(query, block.queries),
+            keys,
+            values,
+            attn_mask=block.visible,
+            is_causal=block.visible is None,
+            scale=scaling,
+            enable_gqa=groups > 1 and not repeats,
+        )
+        return attended.transpose(1, 2).flatten(0, 1)
+
+    attended = torch.cat([attend(block) for block in shared.blocks])
+    return attended.index_select(0, shared.order)[None], None
+
+
+def _pieces(tokens: Tensor, at: Tensor) -> Tensor:
+    """[tokens, heads, dim] at [pieces, width] -> [pieces, heads, width, dim]"""
+    return tokens.index_select(0, at.flatten()).unflatten(0, at.shape).transpose(1, 2)

@@ -1,0 +1,107 @@
+"""Attention over shared prompts is that over whole sequences, forwards and backwards.
+
+Everything is float64, where a rounding is 1e-16: 1e-10 leaves room for sums of a few hundred terms, and for nothing
+else.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
+
+from rlhf.config import ModelConfig
+from rlhf.engines import prefix_sharing
+from rlhf.engines.prefix_sharing import SharedPrompts
+from rlhf.models import load_actor
+from tests.padded import properties
+from tests.tiny import model_folder
+
+HEADS, DIM = 4, 8
+Group = tuple[int, list[int]]
+GROUPS = st.lists(st.tuples(st.integers(1, 20), st.lists(st.integers(0, 20), min_size=1, max_size=5)), max_size=5)
+
+
+def row_of(groups: list[Group]) -> tuple[SharedPrompts, list[list[int]]]:
+    """The layout of prompts with the given lengths of responses, and each sequence's indices in the row."""
+    prompts = np.array([prompt for prompt, _ in groups])
+    responses = np.array([length for _, lengths in groups for length in lengths])
+    prompt_of = np.repeat(np.arange(len(groups)), [len(lengths) for _, lengths in groups])
+    ends, response_ends = np.cumsum(prompts), prompts.sum() + np.cumsum(responses)
+    sequences = [
+        [
+            *range(ends[prompt] - prompts[prompt], ends[prompt]),
+            *range(response_ends[number] - responses[number], response_ends[number]),
+        ]
+        for number, prompt in enumerate(prompt_of)
+    ]
+    return SharedPrompts.of(prompts, responses, prompt_of), sequences
+
+
+@properties
+@given(GROUPS.filter(bool), st.sampled_from([1, 2, 4]), st.integers(0, 1000))
+def test_attention_is_that_over_whole_sequences(groups: list[Group], key_heads: int, seed: int) -> None:
+    shared, sequences = row_of(groups)
+    tokens = len(shared.order)
+    random = torch.Generator().manual_seed(seed)
+
+    def draw(heads: int) -> torch.Tensor:
+        return torch.randn((1, heads, tokens, DIM), generator=random, dtype=torch.float64, requires_grad=True)
+
+    query, key, value = inputs = (draw(HEADS), draw(key_heads), draw(key_heads))
+    attended, _ = prefix_sharing._attention(torch.nn.Module(), query, key, value, None, shared=shared)
+    assert attended.shape == (1, tokens, HEADS, DIM)
+    weights = torch.randn(attended.shape, generator=random, dtype=torch.float64)
+    expected_sum = torch.zeros((), dtype=torch.float64)
+    seen: set[int] = set()
+    for sequence in sequences:
+        whole = scaled_dot_product_attention(
+            *(heads[:, :, sequence] for heads in inputs), is_causal=True, enable_gqa=True
+        ).transpose(1, 2)
+        torch.testing.assert_close(attended[:, sequence], whole, rtol=0, atol=1e-10)
+        new = [place for place, token in enumerate(sequence) if token not in seen]  # a prompt's tokens count once
+        expected_sum = expected_sum + (whole[:, new] * weights[:, [sequence[place] for place in new]]).sum()
+        seen.update(sequence)
+    actual = torch.autograd.grad((attended * weights).sum(), inputs)
+    for gradient, expected in zip(actual, torch.autograd.grad(expected_sum, inputs), strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-10)
+
+
+@properties
+@given(GROUPS.filter(bool))
+def test_padding_at_most_doubles_a_length(groups: list[Group]) -> None:
+    """So a long response does not make attention compute, and mask, as much for the short ones."""
+    shared, _ = row_of(groups)
+    for block in shared.blocks:
+        real = [len(set(indices.tolist()) - {0}) for indices in block.queries]
+        assert all(2 * (length + 1) >= block.queries.shape[1] for length in real)
+
+
+def test_a_model_without_shared_prompts_is_unchanged(tmp_path: Path) -> None:
+    """A rollout engine may use the same model, with a cache and with padding."""
+    model = load_actor(ModelConfig(path=str(model_folder(tmp_path))))
+    ids = torch.arange(3, 15).view(2, 6)
+    padding = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
+    with torch.no_grad():
+        before = [model(ids).logits, model(ids, attention_mask=padding).logits[padding.bool()]]
+        prefix_sharing.adopt(model)
+        assert torch.equal(model(ids).logits, before[0])
+        assert torch.equal(model(ids, attention_mask=padding).logits[padding.bool()], before[1])
+        generated = model.generate(ids, max_new_tokens=8, do_sample=False)
+        assert generated.shape == (2, 14)
+
+
+@pytest.mark.parametrize(
+    ("changes", "supported"),
+    [({}, True), ({"sliding_window": 8}, False), ({"layer_types": ["full_attention", "sliding_attention"]}, False)],
+)
+def test_only_full_attention_shares_prompts(tmp_path: Path, changes: dict[str, object], supported: bool) -> None:
+    model = load_actor(ModelConfig(path=str(model_folder(tmp_path))))
+    for name, value in changes.items():
+        setattr(model.config, name, value)
+    assert prefix_sharing.supports(model) == supported
