@@ -139,8 +139,9 @@ def workspace(root: Path) -> None:
 
 def measure(algorithm: str, root: Path, iterations: int) -> dict[str, float]:
     ledger = Ledger()
-    ledger.wrap(Worker, "rows", lambda worker, call, compute: call.stage)
-    ledger.wrap(Worker, "update", lambda worker, call, update: call.stage)
+    for method in ("rows", "update", "begin", "finish"):
+        ledger.wrap(Worker, method, lambda worker, request, *_: request.call.stage)
+    ledger.wrap(Worker, "generate", lambda *_: "generate")
     for method in ("begin_save", "finish_save"):
         ledger.wrap(Worker, method, lambda worker, role: "snapshot")
     ledger.wrap(RunStore, "write_shard", lambda *_: "commits: Parquet shards")

@@ -166,16 +166,20 @@ class HFRollout(RolloutEngine):
         """Generate a batch; yields the rows' new tokens every `CHUNK_STEPS` steps."""
         from transformers import DynamicCache
 
+        from rlhf.engines import kv_cache
+
         requests, sampling = [row.request for row in rows], rows[0].sampling
         assert all(row.sampling == sampling for row in rows), "a batch has one way of sampling"
         device = self.model.device
-        prompts = [len(request.prompt_ids) for request in requests]
-        longest = max(prompts)
-        input_ids = torch.zeros((len(requests), longest), dtype=torch.long)
-        for row, request in enumerate(requests):
-            input_ids[row, longest - prompts[row] :] = torch.tensor(request.prompt_ids)
+        prompts = list(dict.fromkeys(request.prompt_ids for request in requests))  # computed once, whoever shares them
+        numbers = {prompt: number for number, prompt in enumerate(prompts)}
+        prompt_of = torch.tensor([numbers[request.prompt_ids] for request in requests], device=device)
+        longest = max(map(len, prompts))
+        input_ids = torch.zeros((len(prompts), longest), dtype=torch.long)
+        for row, prompt in enumerate(prompts):
+            input_ids[row, longest - len(prompt) :] = torch.tensor(prompt)
         input_ids = input_ids.to(device)
-        padding = longest - torch.tensor(prompts, device=device)
+        padding = longest - torch.tensor([len(prompt) for prompt in prompts], device=device)
         uniforms = torch.from_numpy(_uniforms(requests, sampling)).to(device)
 
         out_tokens = torch.zeros((len(requests), sampling.max_tokens), dtype=torch.long, device=device)
@@ -188,7 +192,7 @@ class HFRollout(RolloutEngine):
         cache = DynamicCache(config=self.model.config)
         width = longest + sampling.max_tokens
         mask = None
-        if min(prompts) < longest:
+        if padding.any():
             mask = torch.arange(width, device=device)[None, :] >= padding[:, None]
             if self.full_attention:  # otherwise the model would build this mask at every step
                 mask = _causal_mask(mask)
@@ -205,6 +209,10 @@ class HFRollout(RolloutEngine):
                 use_cache=True,
                 logits_to_keep=1,
             ).logits[:, -1]
+            if step == 0:  # from here on, each response has its own row
+                kv_cache.spread(cache, prompt_of)
+                logits, positions = logits[prompt_of], positions[prompt_of]
+                mask = None if mask is None else mask[prompt_of]
             tokens, log_probs = sample(logits, uniforms[active, step], sampling)
             out_tokens[active, step], out_log_probs[active, step] = tokens, log_probs
             if not together:
