@@ -181,4 +181,5 @@ class MicroBatch:
 
 def _within(lengths: np.ndarray) -> np.ndarray:
     """Count from 0 within each of the given lengths; shape (sum of the lengths,)."""
-    return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    starts = np.cumsum(lengths) - lengths
+    return np.asarray(np.arange(int(lengths.sum())) - np.repeat(starts, lengths))

@@ -176,4 +176,4 @@ def _attention(
 
 def _pieces(tokens: Tensor, at: Tensor) -> Tensor:
     """[tokens, heads, dim] at [pieces, width] -> [pieces, heads, width, dim]"""
-    return tokens.index_select(0, at.flatten()).unflatten(0, at.shape).transpose(1, 2)
+    return tokens.index_select(0, at.flatten()).view(*at.shape, *tokens.shape[1:]).transpose(1, 2)

@@ -94,7 +94,7 @@ def test_micro_batch_knows_what_predicts_each_response_token(
     """The last token of a response predicts nothing, so it is not read."""
     micro = MicroBatch.of(batch, [2, 0, 1], layout)
     assert micro.input_ids.tolist() == input_ids
-    assert (None if micro.position_ids is None else micro.position_ids.tolist()) == (positions and [positions])
+    assert (None if micro.position_ids is None else micro.position_ids[0].tolist()) == positions
     assert micro.at.tolist() == at
     assert micro.targets.tolist() == [32, 33, 34, 11, 12, 23]
     assert micro.padded(micro.targets).tolist() == [[32, 33, 34], [11, 12, 0], [23, 0, 0]]
