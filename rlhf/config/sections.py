@@ -344,8 +344,13 @@ class TrainerConfig(Section):
     micro_batch_tokens: int = Field(
         16384, gt=0, description="tokens that a process computes at once, including padding"
     )
+    share_prompts: bool = Field(
+        True,
+        description="compute a prompt once for all its trajectories in a micro-batch, and concatenate sequences "
+        "instead of padding them, where that saves work (models with full attention by sdpa)",
+    )
     packing: bool = Field(
-        False, description="concatenate sequences instead of padding them; fast only with a flash or flex attention"
+        False, description="always concatenate sequences instead of padding them, for a flash or flex attention"
     )
     sequence_parallel: int = Field(
         1, gt=0, description="processes that split each sequence between them (Ulysses), for long sequences"

@@ -41,6 +41,7 @@ def train_engine(
         "trainable": trainable,
         "gradient_checkpointing": trainer.gradient_checkpointing,
         "packing": trainer.packing,
+        "share_prompts": trainer.share_prompts,
         "sequence_parallel": trainer.sequence_parallel,
         "optimizer": trainer.optimizer,
     }

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -66,7 +66,7 @@ class HFRollout(RolloutEngine):
         self.model = model
         self.tokenizer = tokenizer
         self.dtype = dtype
-        self.full_attention = prefix_sharing.supports(model)
+        self.shares_prompts = prefix_sharing.adopt(model)
         self.eos = torch.tensor(eos_token_ids, device=model.device)
         self.device = model.device
         self._joined = 0
@@ -167,6 +167,7 @@ class HFRollout(RolloutEngine):
         from transformers import DynamicCache
 
         from rlhf.engines import kv_cache
+        from rlhf.engines.kv_cache import CachedPrompts
 
         requests, sampling = [row.request for row in rows], rows[0].sampling
         assert all(row.sampling == sampling for row in rows), "a batch has one way of sampling"
@@ -190,29 +191,30 @@ class HFRollout(RolloutEngine):
         active = torch.arange(len(requests), device=device)
         finished = torch.zeros(len(requests), dtype=torch.bool, device=device)
         cache = DynamicCache(config=self.model.config)
-        width = longest + sampling.max_tokens
-        mask = None
-        if padding.any():
-            mask = torch.arange(width, device=device)[None, :] >= padding[:, None]
-            if self.full_attention:  # otherwise the model would build this mask at every step
-                mask = _causal_mask(mask)
+        is_real = torch.arange(longest + sampling.max_tokens, device=device)[None, :] >= padding[:, None]
         positions = (torch.arange(longest, device=device)[None, :] - padding[:, None]).clamp(min=0)
+        inputs: dict[str, Any] = {"attention_mask": is_real[:, :longest] if padding.any() else None}
+        cached: CachedPrompts | None = None
 
         emitted = [0] * len(rows)
         for step in range(sampling.max_tokens):
-            seen = longest + step
             logits = self.model(
                 input_ids=input_ids,
-                attention_mask=None if mask is None else _seen(mask, seen, input_ids.shape[1]),
                 position_ids=positions,
                 past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=1,
+                **inputs,
             ).logits[:, -1]
-            if step == 0:  # from here on, each response has its own row
-                kv_cache.spread(cache, prompt_of)
+            if step == 0:  # the prompts were computed; from here on, each response has its own row
                 logits, positions = logits[prompt_of], positions[prompt_of]
-                mask = None if mask is None else mask[prompt_of]
+                if self.shares_prompts:
+                    visible = is_real[:, :longest] if padding.any() else None
+                    cached = CachedPrompts.of(cache, visible, prompt_of)
+                    cache = kv_cache.in_place(len(cache.layers))
+                else:
+                    cache.batch_select_indices(prompt_of)
+                    is_real = is_real[prompt_of]
             tokens, log_probs = sample(logits, uniforms[active, step], sampling)
             out_tokens[active, step], out_log_probs[active, step] = tokens, log_probs
             if not together:
@@ -230,11 +232,16 @@ class HFRollout(RolloutEngine):
                 running = ~finished[active]
                 if int(running.sum()) <= 0.75 * len(active):  # finished rows cost as much as others, so drop them
                     kept = running.nonzero().squeeze(-1)
+                    cached = None if cached is None else cached.only(kept)
                     cache.batch_select_indices(kept)
                     active, tokens, positions = active[kept], tokens[kept], positions[kept]
-                    mask = None if mask is None else mask[kept]
+                    is_real = is_real if self.shares_prompts else is_real[kept]
             input_ids = tokens[:, None]
             positions = positions[:, -1:] + 1
+            if cached is not None:
+                inputs = prefix_sharing.inputs(cached)
+            elif padding.any():
+                inputs = {"attention_mask": is_real[:, : longest + step + 1]}
 
     def _chunks(
         self,
@@ -308,18 +315,3 @@ def _uniforms(requests: Sequence[Request], sampling: Sampling) -> np.ndarray:
         for request in requests
     ]
     return np.stack([generator.random(start + sampling.max_tokens)[start:] for generator, start in rows])
-
-
-def _causal_mask(real: Tensor) -> Tensor:
-    """Build an attention mask, shape (batch, 1, time, time), True where a position may attend.
-
-    Padding attends to itself, so that no row of the mask is empty.
-    """
-    time = torch.arange(real.shape[1], device=real.device)
-    visible = (time[None, :] <= time[:, None])[None] & real[:, None, :]
-    return (visible | torch.eye(len(time), dtype=torch.bool, device=real.device))[:, None]
-
-
-def _seen(mask: Tensor, seen: int, new: int) -> Tensor:
-    """Slice the mask for the last `new` of `seen` positions; a mask of shape (batch, time) only marks padding."""
-    return mask[:, :, seen - new : seen, :seen] if mask.dim() == 4 else mask[:, :seen]

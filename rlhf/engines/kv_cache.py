@@ -1,18 +1,20 @@
-"""A key-value cache for generation that is written in place.
+"""A key-value cache for generation. Responses to the same prompt share its keys and values, and the cache of their own
+tokens is written in place.
 
-transformers' own cache is copied at every step. This one has room for the next steps, and moves to a larger buffer only
-when that is used up.
+transformers' own cache has a copy of the prompt for each response, and is copied at every step.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Int
+    from jaxtyping import Bool, Float, Int
     from torch import Tensor
 
 ROOM = 64
@@ -20,21 +22,10 @@ ROOM = 64
 
 
 class InPlaceLayer(DynamicLayer):  # type: ignore[misc]
-    """Keys and values of a layer: `keys` and `values` are the used part of larger buffers."""
+    """Keys and values of a layer: `keys` and `values` are the used parts of larger buffers."""
 
-    def __init__(
-        self, keys: Float[Tensor, "rows heads time dim"], values: Float[Tensor, "rows heads time dim"]
-    ) -> None:
-        """Copy the keys and values of earlier positions.
-
-        Args:
-            keys: shape (rows, heads, time, dim).
-            values: same shape, but for the last dimension.
-        """
-        super().__init__()
-        self.lazy_initialization(keys, values)
-        self._buffers = _with_room(keys), _with_room(values)
-        self._use(keys.shape[-2])
+    keys: Tensor
+    values: Tensor
 
     def update(
         self,
@@ -44,40 +35,125 @@ class InPlaceLayer(DynamicLayer):  # type: ignore[misc]
         **__: Any,
     ) -> tuple[Tensor, Tensor]:
         """Append keys and values; returns those of all positions."""
-        used, total = self.keys.shape[-2], self.keys.shape[-2] + key_states.shape[-2]
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self._keep(key_states[:, :, :0], value_states[:, :, :0])
+        new = key_states.shape[-2]
+        used, total = self.keys.shape[-2], self.keys.shape[-2] + new
         if total > self._buffers[0].shape[-2]:
-            self._buffers = _with_room(self.keys, key_states.shape[-2]), _with_room(self.values, key_states.shape[-2])
-        for buffer, new in zip(self._buffers, (key_states, value_states), strict=True):
-            buffer[:, :, used:total] = new
-        self._use(total)
+            self._keep(self.keys, self.values, new)
+        for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
+            buffer[:, :, used:total] = states
+        self.keys, self.values = (buffer[:, :, :total] for buffer in self._buffers)
         return self.keys, self.values
 
     def batch_select_indices(self, indices: Int[Tensor, " kept"]) -> None:
         """Keep only some rows."""
-        self._buffers = _with_room(self.keys[indices]), _with_room(self.values[indices])
-        self._use(self.keys.shape[-2])
+        if self.is_initialized:
+            self._keep(self.keys[indices], self.values[indices])
 
-    def _use(self, time: int) -> None:
-        self.keys, self.values = (buffer[:, :, :time] for buffer in self._buffers)
+    def _keep(self, keys: Tensor, values: Tensor, new: int = 0) -> None:
+        """Copy keys and values into buffers with room for at least `new` more."""
+        self._buffers = _with_room(keys, new), _with_room(values, new)
+        self.keys, self.values = (buffer[:, :, : keys.shape[-2]] for buffer in self._buffers)
 
 
-def _with_room(used: Tensor, new: int = 0) -> Tensor:
-    """Copy a tensor into a longer buffer, with room for at least `new` positions."""
+def _with_room(used: Tensor, new: int) -> Tensor:
     rows, heads, time, dim = used.shape
     buffer = used.new_empty((rows, heads, time + max(ROOM, new, time // 2), dim))
     buffer[:, :, :time] = used
     return buffer
 
 
-def spread(cache: DynamicCache, rows: Int[Tensor, " rows"]) -> None:
-    """Give each sequence its own copy of the keys and values of a prompt, and room for those of its response.
+def in_place(layers: int) -> DynamicCache:
+    """Return an empty cache for the tokens that responses generate one by one."""
+    cache = DynamicCache()
+    cache.layers = [InPlaceLayer() for _ in range(layers)]
+    return cache
 
-    Args:
-        cache: the keys and values of prompts, changed in place. Layers with a window keep transformers' own cache.
-        rows: number of each sequence's prompt, shape (rows,).
-    """
-    for number, layer in enumerate(cache.layers):
-        if type(layer) is DynamicLayer:
-            cache.layers[number] = InPlaceLayer(layer.keys[rows], layer.values[rows])
-        else:
-            layer.batch_select_indices(rows)
+
+@dataclass(frozen=True)
+class CachedPrompts:
+    """Keys and values of prompts, which the responses to each prompt share."""
+
+    keys: tuple[Float[Tensor, "prompts key_heads prompt dim"], ...]
+    """One tensor per layer; prompts are padded on the left."""
+    values: tuple[Float[Tensor, "prompts key_heads prompt dim"], ...]
+    visible: Bool[Tensor, "prompts prompt"] | None
+    """Whether a position is no padding; None: there is no padding."""
+    prompt_of: Int[Tensor, " rows"]
+    """Number of each response's prompt."""
+    members: Int[Tensor, "prompts n"]
+    """The rows of each prompt's responses; where a prompt has fewer, any row."""
+    place: Int[Tensor, " rows"]
+    """Index of each row in the flattened `members`."""
+
+    @classmethod
+    def of(cls, cache: DynamicCache, visible: Tensor | None, prompt_of: Int[Tensor, " rows"]) -> CachedPrompts:
+        """Take the keys and values of prompts from a cache.
+
+        Args:
+            cache: filled by a forward pass over the prompts.
+            visible: whether a position is no padding, shape (prompts, prompt); None: there is no padding.
+            prompt_of: number of each response's prompt, shape (rows,).
+        """
+        keys, values = zip(*((layer.keys, layer.values) for layer in cache.layers), strict=True)
+        return cls._grouped(keys, values, visible, prompt_of)
+
+    def only(self, rows: Int[Tensor, " kept"]) -> CachedPrompts:
+        """Keep only some responses, and the prompts that they have."""
+        used, prompt_of = torch.unique(self.prompt_of[rows], return_inverse=True)
+        keys, values, visible = self.keys, self.values, self.visible
+        if len(used) < len(self.members):
+            keys, values = (tuple(layer[used] for layer in layers) for layers in (keys, values))
+            visible = None if visible is None else visible[used]
+        return self._grouped(keys, values, visible, prompt_of)
+
+    @classmethod
+    def _grouped(
+        cls, keys: tuple[Tensor, ...], values: tuple[Tensor, ...], visible: Tensor | None, prompt_of: Tensor
+    ) -> CachedPrompts:
+        counts = torch.bincount(prompt_of, minlength=len(keys[0]))
+        order = prompt_of.argsort(stable=True)
+        n, first = int(counts.max()), counts.cumsum(0) - counts
+        place = torch.empty_like(prompt_of)
+        place[order] = prompt_of[order] * n + torch.arange(len(order), device=order.device) - first[prompt_of[order]]
+        members = prompt_of.new_zeros(len(counts) * n)
+        members[place] = torch.arange(len(order), device=order.device)
+        return cls(keys, values, visible, prompt_of, members.view(-1, n), place)
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> Float[Tensor, "rows 1 heads dim"]:
+        """Compute the attention of the newest token of each response to its prompt and to its own tokens.
+
+        Args:
+            layer: number of the layer.
+            query: shape (rows, heads, 1, dim).
+            key: keys of the responses' own tokens, shape (rows, key heads, time, dim).
+            value: their values, same shape.
+            scale: factor of the scores.
+
+        Returns:
+            The attention's output.
+        """
+        rows, heads, _, dim = query.shape
+        query = query.view(rows, key.shape[1], -1, dim)
+        prompt_scores = self._by_row(self._by_prompt(query) @ self.keys[layer].transpose(-1, -2))
+        if self.visible is not None:
+            prompt_scores = prompt_scores.masked_fill(~self.visible[self.prompt_of, None, None], -torch.inf)
+        scores = torch.cat([prompt_scores, query @ key.transpose(-1, -2)], dim=-1)
+        weights = (scores * scale).softmax(-1)
+        of_prompt, of_response = weights.tensor_split([prompt_scores.shape[-1]], dim=-1)
+        attended = self._by_row(self._by_prompt(of_prompt) @ self.values[layer]) + of_response @ value
+        return attended.reshape(rows, 1, heads, -1)
+
+    def _by_prompt(self, rows: Tensor) -> Tensor:
+        """[rows, key heads, group, width] -> [prompts, key heads, n * group, width]"""
+        return rows[self.members].transpose(1, 2).flatten(2, 3)
+
+    def _by_row(self, prompts: Tensor) -> Tensor:
+        """[prompts, key heads, n * group, width] -> [rows, key heads, group, width]"""
+        n = self.members.shape[1]
+        by_member = prompts.view(*prompts.shape[:2], n, -1, prompts.shape[-1]).transpose(1, 2)
+        return by_member.flatten(0, 1)[self.place]

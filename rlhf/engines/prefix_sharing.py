@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from rlhf.engines.kv_cache import CachedPrompts
+
 NAME = "ratchet_prefix_sharing"
 
 
@@ -105,34 +107,54 @@ def _indices(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.nd
     return np.where(real, starts[:, None] + at, 0), real
 
 
-def supports(model: PreTrainedModel) -> bool:
-    """Whether all layers of a model attend to all earlier tokens, by PyTorch's own attention."""
-    config = model.config.get_text_config()
-    window = "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
-    kinds = set(getattr(config, "layer_types", None) or [window])
-    return kinds == {"full_attention"} and config._attn_implementation in ("sdpa", NAME)
+@torch.no_grad()
+def adopt(model: PreTrainedModel) -> bool:
+    """Make a model's attention follow the `SharedPrompts` or `CachedPrompts` that it is given, if the model can.
 
-
-def adopt(model: PreTrainedModel) -> None:
-    """Make a model's attention follow the `SharedPrompts` that it is given; without any, it stays as it is.
+    Without any, the model stays as it is. All its layers must attend to all earlier tokens, by PyTorch's own attention;
+    that nothing else depends on other tokens is tried on a few tokens.
 
     Args:
-        model: a model that `supports` it, changed in place.
+        model: changed in place.
+
+    Returns:
+        Whether the model supports shared prompts.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
+    config = model.config.get_text_config()
+    window = "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
+    kinds = set(getattr(config, "layer_types", None) or [window])
+    if kinds != {"full_attention"} or config._attn_implementation not in ("sdpa", NAME):
+        return False
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
+    prompt, responses = torch.arange(3), torch.arange(3, 7).view(2, 2)
+    whole = torch.cat([prompt.expand(2, 3), responses], dim=1)
+    alone = _hidden(model, whole)[:, 3:].flatten(0, 1)
+    shared = SharedPrompts.of(np.array([3]), np.array([2, 2]), np.array([0, 0])).to(model.device)
+    row, positions = torch.cat([prompt, responses.flatten()])[None], torch.tensor([[0, 1, 2, 3, 4, 3, 4]])
     model.set_attn_implementation(NAME)
+    together = _hidden(model, row, position_ids=positions.to(model.device), **inputs(shared))[0, 3:]
+    size = max(1.0, float(alone.abs().max()))
+    return torch.allclose(together.float(), alone.float(), rtol=0, atol=1e-3 * size)
 
 
-def inputs(shared: SharedPrompts) -> dict[str, Any]:
+def _hidden(model: PreTrainedModel, input_ids: Tensor, **options: Any) -> Tensor:
+    hidden: Tensor = model.base_model(
+        input_ids=input_ids.to(model.device), use_cache=False, **options
+    ).last_hidden_state
+    return hidden
+
+
+def inputs(prompts: SharedPrompts | CachedPrompts) -> dict[str, Any]:
     """Return the arguments of a model's forward that it passes on to its attention.
 
-    The mask is never read: its four dimensions keep the model from building one of its own, of size (tokens, tokens).
+    The mask is never read: its four dimensions keep the model from building one of its own.
     """
-    return {"shared": shared, "attention_mask": torch.ones((1, 1, 1, 1), dtype=torch.bool, device=shared.order.device)}
+    name = "shared" if isinstance(prompts, SharedPrompts) else "prompts"
+    return {name: prompts, "attention_mask": torch.ones((1, 1, 1, 1), dtype=torch.bool)}
 
 
 def _attention(
@@ -143,9 +165,13 @@ def _attention(
     attention_mask: Tensor | None,
     *,
     shared: SharedPrompts | None = None,
+    prompts: CachedPrompts | None = None,
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
+    if prompts is not None:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return prompts.attend(module.layer_idx, query, key, value, scale), None  # type: ignore[arg-type]
     if shared is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

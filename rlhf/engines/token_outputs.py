@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from rlhf.engines import prefix_sharing, ranks
-from rlhf.engines.prefix_sharing import SharedPrompts
 from rlhf.engines.sequence_parallel import Team, visible
 from rlhf.errors import UserError
 
@@ -21,6 +19,8 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
     from torch import Tensor
     from transformers import PreTrainedModel
+
+    from rlhf.engines.prefix_sharing import SharedPrompts
 
 Head = Literal["policy", "value", "reward"]
 LOGITS_BYTES = 2**28
@@ -57,7 +57,7 @@ class TokenOutputs(torch.nn.Module):
         self.team = team
         self.in_step = False
         """Whether all ranks must call the head equally often, because each call gathers its weights."""
-        self.shares_prompts = share_prompts and team is None and self._can_share_prompts()
+        self.shares_prompts = share_prompts and team is None and prefix_sharing.adopt(model)
         """Whether the model computes a row of shared prompts."""
         self._check(packing and not self.shares_prompts)
 
@@ -182,22 +182,6 @@ class TokenOutputs(torch.nn.Module):
                 raise UserError(f"{name} does not attend over shares of a sequence: leave sequence_parallel out")
         elif not plain:
             self.model.set_attn_implementation(attention)
-
-    @torch.no_grad()
-    def _can_share_prompts(self) -> bool:
-        """Try on a few tokens whether the model computes two responses that share a prompt like whole sequences."""
-        if not prefix_sharing.supports(self.model):
-            return False
-        prompt, responses = torch.arange(3), torch.arange(3, 7).view(2, 2)
-        device = self.model.device
-        whole = torch.cat([prompt.expand(2, 3), responses], dim=1).to(device)
-        alone = self._hidden(whole)
-        shared = SharedPrompts.of(np.array([3]), np.array([2, 2]), np.array([0, 0])).to(device)
-        row = torch.cat([prompt, responses.flatten()])[None].to(device)
-        positions = torch.tensor([[0, 1, 2, 3, 4, 3, 4]], device=device)
-        prefix_sharing.adopt(self.model)
-        together = self._hidden(row, position_ids=positions, **prefix_sharing.inputs(shared))
-        return not _differ(together[0, 3:], alone[:, 3:].flatten(0, 1))
 
     def _hidden(self, input_ids: Tensor, **inputs: Any) -> Tensor:
         return self.model.base_model(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state  # type: ignore[no-any-return]

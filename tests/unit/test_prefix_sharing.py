@@ -7,6 +7,7 @@ else.
 from __future__ import annotations
 
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -14,9 +15,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import DynamicCache
 
 from rlhf.config import ModelConfig
 from rlhf.engines import prefix_sharing
+from rlhf.engines.kv_cache import CachedPrompts, in_place
 from rlhf.engines.prefix_sharing import SharedPrompts
 from rlhf.models import load_actor
 from tests.padded import properties
@@ -89,7 +92,7 @@ def test_a_model_without_shared_prompts_is_unchanged(tmp_path: Path) -> None:
     padding = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
     with torch.no_grad():
         before = [model(ids).logits, model(ids, attention_mask=padding).logits[padding.bool()]]
-        prefix_sharing.adopt(model)
+        assert prefix_sharing.adopt(model)
         assert torch.equal(model(ids).logits, before[0])
         assert torch.equal(model(ids, attention_mask=padding).logits[padding.bool()], before[1])
         generated = model.generate(ids, max_new_tokens=8, do_sample=False)
@@ -104,4 +107,62 @@ def test_only_full_attention_shares_prompts(tmp_path: Path, changes: dict[str, o
     model = load_actor(ModelConfig(path=str(model_folder(tmp_path))))
     for name, value in changes.items():
         setattr(model.config, name, value)
-    assert prefix_sharing.supports(model) == supported
+    assert prefix_sharing.adopt(model) == supported
+
+
+@properties
+@given(
+    st.lists(st.tuples(st.integers(1, 6), st.integers(1, 4)), min_size=1, max_size=4),
+    st.integers(1, 5),
+    st.sampled_from([1, 2, 4]),
+    st.randoms(use_true_random=False),
+)
+def test_a_new_token_attends_to_its_prompt_and_to_its_response(
+    groups: list[tuple[int, int]], time: int, key_heads: int, random: Random
+) -> None:
+    """Also after some responses have ended, whatever the order of the rows."""
+    generator = torch.Generator().manual_seed(random.randrange(1000))
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    longest = max(length for length, _ in groups)
+    cache = DynamicCache()
+    cache.update(draw(len(groups), key_heads, longest, DIM), draw(len(groups), key_heads, longest, DIM), 0)
+    visible = torch.tensor([[place >= longest - length for place in range(longest)] for length, _ in groups])
+    prompt_of = [prompt for prompt, (_, n) in enumerate(groups) for _ in range(n)]
+    random.shuffle(prompt_of)
+    prompts = CachedPrompts.of(cache, None if visible.all() else visible, torch.tensor(prompt_of))
+    rows = list(range(len(prompt_of)))
+    for _ in range(2):
+        query, key, value = draw(len(rows), HEADS, 1, DIM), *(draw(len(rows), key_heads, time, DIM) for _ in range(2))
+        attended = prompts.attend(0, query, key, value, 0.3)
+        for number, row in enumerate(rows):
+            prompt = prompt_of[row]
+            own = visible[prompt]
+            keys, values = (
+                torch.cat([whole[prompt][:, own], part[number]], dim=1)[None]
+                for whole, part in ((cache.layers[0].keys, key), (cache.layers[0].values, value))
+            )
+            expected = scaled_dot_product_attention(query[number][None], keys, values, scale=0.3, enable_gqa=True)
+            torch.testing.assert_close(attended[number], expected[0].transpose(0, 1), rtol=0, atol=1e-10)
+        kept = sorted(random.sample(range(len(rows)), random.randint(1, len(rows))))
+        prompts, rows = prompts.only(torch.tensor(kept)), [rows[number] for number in kept]
+
+
+@properties
+@given(st.lists(st.integers(1, 70), min_size=1, max_size=6), st.randoms(use_true_random=False))
+def test_a_cache_in_place_holds_what_it_was_given(news: list[int], random: Random) -> None:
+    cache, expected = in_place(1), torch.zeros((5, 2, 0, 3))
+    generator = torch.Generator().manual_seed(random.randrange(1000))
+    for new in news:
+        tokens = torch.randn((len(expected), 2, new, 3), generator=generator)
+        keys, values = cache.update(tokens, -tokens, 0)
+        expected = torch.cat([expected, tokens], dim=2)
+        assert torch.equal(keys, expected)
+        assert torch.equal(values, -expected)
+        assert cache.get_seq_length() == expected.shape[2]
+        if len(expected) > 1 and random.random() < 0.5:
+            kept = torch.tensor(sorted(random.sample(range(len(expected)), len(expected) - 1)))
+            cache.batch_select_indices(kept)
+            expected = expected[kept]
