@@ -1,10 +1,15 @@
 """A run: its iterations, one after the other, from the point that the log has reached."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
 from prefect import flow
 from prefect.client.schemas.objects import State
+from prefect.context import AsyncClientContext, FlowRunContext
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 from prefect.states import Failed
+from prefect.utilities.asyncutils import run_coro_as_sync
 
 from flows.iteration import iteration
 from flows.prefect_pages import show_report, shown, tagged
@@ -46,6 +51,7 @@ def drive(config: RunConfig, take_over: bool) -> None:
         driving(config, dependencies(config), take_over=take_over, check=check_open_iteration) as driver,
         tracking(config) as track,
         quiet,
+        _shared_client(),
     ):
         while (k := driver.state.iteration) < config.train.iterations:
             with tagged(config.run.name):
@@ -66,3 +72,23 @@ def drive(config: RunConfig, take_over: bool) -> None:
 def _iteration(config: RunConfig, k: int) -> dict[str, float]:
     """Run or resume iteration `k`, recorded by Prefect if its server works."""
     return recorded(lambda: iteration(config, k), lambda: iteration.fn(config, k))
+
+
+@contextmanager
+def _shared_client() -> Iterator[None]:
+    """Let the iterations inside use one client of Prefect, if Prefect runs them.
+
+    Each would make its own to create its flow run, which loads all certificates of the machine (20 ms) and asks the
+    server whether it wants a token. Prefect uses it in the event loop in which it is opened here.
+    """
+    if FlowRunContext.get() is None:
+        yield
+        return
+    context = AsyncClientContext()
+    run_coro_as_sync(context.client.__aenter__())
+    try:
+        with context:
+            yield
+    finally:
+        with suppress(Exception):  # what the iterations raised counts
+            run_coro_as_sync(context.client.__aexit__())

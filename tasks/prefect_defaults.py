@@ -16,7 +16,18 @@ DEFAULTS = {
     "PREFECT_CLIENT_MAX_RETRIES": "2",
 }
 
-for name, value in DEFAULTS.items():
+TEMPORARY_SERVER = {
+    # task runs are written in batches: a transaction for each event took more CPU time than everything else it does
+    "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "100",
+    # the feed of events, its subscribers, and automations; runs and tasks are recorded without them, with their states
+    "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_ENABLED": "false",
+    "PREFECT_SERVER_EVENTS_STREAM_OUT_ENABLED": "false",
+    "PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED": "false",
+}
+"""Settings of the temporary server that Prefect starts without `PREFECT_API_URL`: it only records, and nobody looks at
+it while it runs. It inherits the environment, and other servers are not started from here."""
+
+for name, value in (DEFAULTS if os.environ.get("PREFECT_API_URL") else DEFAULTS | TEMPORARY_SERVER).items():
     os.environ.setdefault(name, value)
 
 logging.getLogger("EventsWorker").setLevel(logging.ERROR)  # it logs its remaining events when a process ends

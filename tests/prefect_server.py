@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tasks.prefect_defaults import TEMPORARY_SERVER
+
 START_S = 120.0
 
 
@@ -38,7 +40,8 @@ def prefect_api(folder: Path, port: int = 0) -> Iterator[str]:
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_LOGGING_LEVEL": "WARNING",
     }
-    environment.pop("PREFECT_API_URL", None)
+    for name in ("PREFECT_API_URL", *TEMPORARY_SERVER):  # as in a shell that never ran Ratchet
+        environment.pop(name, None)
     command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
     with (folder / "server.log").open("w") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
