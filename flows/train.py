@@ -84,8 +84,12 @@ def _shared_client() -> Iterator[None]:
     if FlowRunContext.get() is None:
         yield
         return
-    context = AsyncClientContext()
-    run_coro_as_sync(context.client.__aenter__())
+    try:
+        context = AsyncClientContext()
+        run_coro_as_sync(context.client.__aenter__())
+    except Exception:  # an iteration then makes its own client, and says so if Prefect does not record
+        yield
+        return
     try:
         with context:
             yield
