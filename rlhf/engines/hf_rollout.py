@@ -63,10 +63,12 @@ class HFRollout(RolloutEngine):
             dtype: type of the computation.
             tokenizer: only needed for stop texts.
         """
+        from rlhf.engines import kv_cache
+
         self.model = model
         self.tokenizer = tokenizer
         self.dtype = dtype
-        self.shares_prompts = prefix_sharing.adopt(model)
+        self.shares_prompts = prefix_sharing.adopt(model) and kv_cache.fits(model)
         self.eos = torch.tensor(eos_token_ids, device=model.device)
         self.device = model.device
         self._joined = 0

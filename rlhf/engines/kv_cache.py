@@ -13,9 +13,12 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from rlhf.engines import prefix_sharing
+
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
     from torch import Tensor
+    from transformers import PreTrainedModel
 
 ROOM = 64
 """Smallest number of positions by which a buffer grows; a large one grows by half."""
@@ -157,3 +160,38 @@ class CachedPrompts:
         n = self.members.shape[1]
         by_member = prompts.view(*prompts.shape[:2], n, -1, prompts.shape[-1]).transpose(1, 2)
         return by_member.flatten(0, 1)[self.place]
+
+
+@torch.no_grad()
+def fits(model: PreTrainedModel) -> bool:
+    """Try on a few tokens whether a model computes the same with `CachedPrompts`.
+
+    Some architectures change keys and values between their cache and their attention.
+
+    Args:
+        model: must have adopted shared prompts.
+
+    Returns:
+        Whether it does.
+    """
+    prompt, new = torch.arange(3, device=model.device)[None], torch.arange(3, 5, device=model.device)[:, None]
+    base, was_training = model.base_model, model.training
+    model.eval()  # gradient checkpointing turns caches off in training
+    try:
+        alone = base(input_ids=torch.cat([prompt.expand(2, 3), new], dim=1), use_cache=False).last_hidden_state[:, 3:]
+        cache = DynamicCache(config=model.config)
+        base(input_ids=prompt, past_key_values=cache, use_cache=True)
+        prompts = CachedPrompts.of(cache, None, torch.zeros(2, dtype=torch.long, device=model.device))
+        together = base(
+            input_ids=new,
+            position_ids=torch.full_like(new, 3),
+            past_key_values=in_place(len(cache.layers)),
+            use_cache=True,
+            **prefix_sharing.inputs(prompts),
+        ).last_hidden_state
+    except RuntimeError:  # the cache's tensors have other shapes than those that attention is given
+        return False
+    finally:
+        model.train(was_training)
+    size = max(1.0, float(alone.abs().max()))
+    return torch.allclose(together.float(), alone.float(), rtol=0, atol=1e-3 * size)

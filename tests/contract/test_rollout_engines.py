@@ -24,7 +24,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    DiffLlamaConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedConfig,
+)
 
 from rlhf.batch import TrajectoryBatch
 from rlhf.config import ModelConfig
@@ -576,7 +585,47 @@ def test_a_sliding_window_is_the_models_own_mask(tmp_path: Path) -> None:
             initializer_range=0.3,
         )
         MistralForCausalLM(config).save_pretrained(tmp_path)
-    rollout, trainer = hf_rollout(tmp_path), TorchEngine(load_actor(ModelConfig(path=str(tmp_path))), "policy")
+    assert_as_trained(tmp_path)
+
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 78,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "initializer_range": 0.3,
+}
+EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [DeepseekV3Config(**SHAPE, **EXPERTS), DiffLlamaConfig(**SHAPE)],
+    ids=["compressed", "other values"],
+)
+def test_attention_may_be_given_something_else_than_the_cache(config: PreTrainedConfig, tmp_path: Path) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    assert_as_trained(tmp_path)
+
+
+def assert_as_trained(folder: Path) -> None:
+    """The log-probs of generated tokens are those of the train engine."""
+    rollout, trainer = hf_rollout(folder), TorchEngine(load_actor(ModelConfig(path=str(folder))), "policy")
     generations = rollout.generate(requests(20), SAMPLING)
     batch = TrajectoryBatch.of(
         {
