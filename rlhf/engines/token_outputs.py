@@ -59,7 +59,7 @@ class TokenOutputs(torch.nn.Module):
         """Whether all ranks must call the head equally often, because each call gathers its weights."""
         self.shares_prompts = share_prompts and team is None and prefix_sharing.adopt(model)
         """Whether the model computes a row of shared prompts."""
-        self._check(packing and not self.shares_prompts)
+        self._check(packing)
 
     def forward(
         self,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedModel
 
 from rlhf.engines.token_outputs import TokenOutputs
 from rlhf.errors import UserError
@@ -77,3 +77,22 @@ def test_a_model_that_does_not_tell_packed_sequences_apart_is_refused(kind: str,
     else:
         with pytest.raises(UserError, match="BloomForCausalLM does not tell packed sequences apart"):
             TokenOutputs(loaded, "policy", packing=True)
+
+
+def test_packing_is_checked_though_prompts_are_shared() -> None:
+    """Rows that stay together are packed whole. OPT counts positions from its mask, so it computes only shared ones."""
+    config = OPTConfig(
+        vocab_size=50,
+        hidden_size=16,
+        ffn_dim=32,
+        word_embed_proj_dim=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        init_std=0.3,
+        dropout=0.0,
+    )
+    loaded = OPTForCausalLM(config).eval()
+    assert TokenOutputs(loaded, "policy", share_prompts=True).shares_prompts
+    with pytest.raises(UserError, match="OPTForCausalLM does not tell packed sequences apart"):
+        TokenOutputs(loaded, "policy", packing=True, share_prompts=True)
