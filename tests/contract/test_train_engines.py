@@ -26,10 +26,11 @@ from rlhf.algorithms.objectives import ActorObjective, CriticObjective, Objectiv
 from rlhf.algorithms.policy_losses import ClipCov, KLCov, SelectingLoss
 from rlhf.batch import TrajectoryBatch, ragged
 from rlhf.config import LoRAConfig, ModelConfig
-from rlhf.engines import token_outputs
+from rlhf.engines import ranks, token_outputs
 from rlhf.engines.base import OptimizerPlan, TrainEngine
 from rlhf.engines.deepspeed_engine import DeepSpeedEngine, ZeroStage
 from rlhf.engines.fsdp_engine import FSDPEngine
+from rlhf.engines.micro_batches import MicroBatch
 from rlhf.engines.optimizers import AdamW
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.errors import NotFinite
@@ -235,6 +236,69 @@ def test_how_it_is_computed_changes_nothing(kind: Kind, batch: TrajectoryBatch, 
     engine.update(batch, kind.objective, PLAN)
     other.update(batch, kind.objective, PLAN)
     assert_same_update(other, engine)
+
+
+def sequences(prompts: list[int], responses: list[int]) -> TrajectoryBatch:
+    """A batch with the given prompts, of ten tokens each, and lengths of responses."""
+    return TrajectoryBatch.of(
+        {
+            "prompt_ids": [[3 + prompt] * 10 for prompt in prompts],
+            "response_ids": [[5] * response for response in responses],
+        }
+    )
+
+
+def cut(engine: TrainEngine, batch: TrajectoryBatch, budget: int) -> list[tuple[list[int], MicroBatch]]:
+    assert isinstance(engine, TorchEngine)
+    return [(rows.tolist(), micro) for rows, micro in engine._micro_batches(batch, budget)]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "responses", "options", "tokens"),
+    [
+        ([0, 0, 0, 0], [5, 5, 5, 5], {}, 10 + 4 * 4),
+        ([0, 1, 0, 1], [5, 5, 5, 5], {}, 2 * 10 + 4 * 4),
+        ([0, 0, 0, 0], [5, 5, 5, 5], {"share_prompts": False}, None),
+        ([0, 1, 2, 3], [5, 5, 5, 5], {}, None),
+        ([0, 1, 2, 3], [5, 5, 5, 7], {}, 4 * 10 + 3 * 4 + 6),  # of 64, with padding
+        ([0, 1, 2, 3], [5, 5, 5, 5], {"packing": True}, 4 * 10 + 4 * 4),
+    ],
+    ids=["one prompt", "two prompts", "off", "no prompt twice", "uneven", "packing"],
+)
+def test_prompts_are_shared_where_that_saves_work(
+    prompts: list[int], responses: list[int], options: dict[str, bool], tokens: int | None, policy_folder: Path
+) -> None:
+    [(rows, micro)] = cut(torch_engine(policy_folder, "policy", **options), sequences(prompts, responses), 100)
+    assert sorted(rows) == [0, 1, 2, 3]
+    assert (micro.shared is not None) == (tokens is not None)
+    assert micro.input_ids.numel() == (tokens or 4 * (10 + 4))
+
+
+def test_micro_batches_of_shared_prompts_are_full(policy_folder: Path) -> None:
+    """A prompt counts once towards the budget; what exceeds it is divided."""
+    same = sequences([0] * 8, [5] * 8)
+    sizes = [micro.input_ids.numel() for _, micro in cut(torch_engine(policy_folder, "policy"), same, 26)]
+    assert sizes == [26, 26]
+    different = sequences([0, 0, 1, 1, 2, 2], [9, 9, 2, 2, 2, 2])  # 26, 12 and 12 tokens
+    sizes = [micro.input_ids.numel() for _, micro in cut(torch_engine(policy_folder, "policy"), different, 50)]
+    assert sizes == [50]
+
+
+def test_the_responses_to_one_prompt_are_divided_among_the_ranks(
+    policy_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though all of them are within the budget of one rank."""
+    batch = sequences([0] * 8, [41] * 8)
+    engine = torch_engine(policy_folder, "policy")
+    monkeypatch.setattr(ranks, "count", lambda: 2)
+    shares: list[list[int]] = []
+    for rank in range(2):
+        monkeypatch.setattr(ranks, "rank", lambda rank=rank: rank)
+        pieces = cut(engine, batch, 1000)
+        assert all(micro.shared is not None for _, micro in pieces)
+        shares.append([row for rows, _ in pieces for row in rows])
+    assert sorted(shares[0] + shares[1]) == list(range(8))
+    assert [len(rows) for rows in shares] == [4, 4]
 
 
 @pytest.mark.parametrize("engine", ENGINES)

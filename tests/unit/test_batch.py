@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf.batch import TrajectoryBatch, ragged, unpadded
-from rlhf.engines.micro_batches import Layout, MicroBatch, by_prompt, by_token_budget
+from rlhf.engines.micro_batches import Layout, MicroBatch, by_prompt, by_token_budget, prompt_numbers
 from rlhf.schema import TRAJECTORY
 from tests.padded import properties
 
@@ -100,6 +100,11 @@ def test_micro_batch_knows_what_predicts_each_response_token(
     assert micro.padded(micro.targets).tolist() == [[32, 33, 34], [11, 12, 0], [23, 0, 0]]
 
 
+def test_equal_prompts_have_the_same_number() -> None:
+    prompts = [[5, 6], [7], [6, 5], [5, 6], [5], [7]]
+    assert prompt_numbers(TrajectoryBatch.of({"prompt_ids": prompts})).tolist() == [0, 1, 2, 0, 3, 1]
+
+
 def test_a_shared_prompt_is_in_the_micro_batch_once() -> None:
     batch = TrajectoryBatch.of({"prompt_ids": [[5, 6], [7], [5, 6]], "response_ids": [[1, 2, 3], [4], [8, 9]]})
     micro = MicroBatch.of(batch, [0, 1, 2], "shared")
@@ -120,8 +125,9 @@ def test_every_row_is_in_one_group_of_its_prompt_that_fits(rows: list[tuple[int,
         assert len(set(prompt_of[group])) == 1
         assert size == prompts[group[0]] + responses[group].sum()
         assert size <= limit or len(group) == 1
-    if limit > prompts.max() + responses.sum():
-        assert len(groups) == len(set(prompt_of.tolist()))
+    for (group, size), after in pairwise(zip(groups, sizes, strict=True)):
+        new = after[0][0]
+        assert prompt_of[new] != prompt_of[group[0]] or size + responses[new] > limit, "groups are full"
 
 
 @properties

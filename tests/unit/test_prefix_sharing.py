@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import DynamicCache
+from transformers import DynamicCache, GraniteConfig, GraniteForCausalLM
 
 from rlhf.config import ModelConfig
 from rlhf.engines import prefix_sharing
@@ -57,14 +57,14 @@ def test_attention_is_that_over_whole_sequences(groups: list[Group], key_heads: 
         return torch.randn((1, heads, tokens, DIM), generator=random, dtype=torch.float64, requires_grad=True)
 
     query, key, value = inputs = (draw(HEADS), draw(key_heads), draw(key_heads))
-    attended, _ = prefix_sharing._attention(torch.nn.Module(), query, key, value, None, shared=shared)
+    attended, _ = prefix_sharing._attention(torch.nn.Module(), query, key, value, None, shared=shared, scaling=0.3)
     assert attended.shape == (1, tokens, HEADS, DIM)
     weights = torch.randn(attended.shape, generator=random, dtype=torch.float64)
     expected_sum = torch.zeros((), dtype=torch.float64)
     seen: set[int] = set()
     for sequence in sequences:
         whole = scaled_dot_product_attention(
-            *(heads[:, :, sequence] for heads in inputs), is_causal=True, enable_gqa=True
+            *(heads[:, :, sequence] for heads in inputs), is_causal=True, scale=0.3, enable_gqa=True
         ).transpose(1, 2)
         torch.testing.assert_close(attended[:, sequence], whole, rtol=0, atol=1e-10)
         new = [place for place, token in enumerate(sequence) if token not in seen]  # a prompt's tokens count once
@@ -83,6 +83,10 @@ def test_padding_at_most_doubles_a_length(groups: list[Group]) -> None:
     for block in shared.blocks:
         real = [len(set(indices.tolist()) - {0}) for indices in block.queries]
         assert all(2 * (length + 1) >= block.queries.shape[1] for length in real)
+        if block.visible is None:
+            continue
+        before = block.visible[:, 0, 0, : block.keys.shape[1] - block.queries.shape[1]].sum(1)
+        assert all(2 * int(length) >= block.keys.shape[1] - block.queries.shape[1] for length in before)
 
 
 def test_a_model_without_shared_prompts_is_unchanged(tmp_path: Path) -> None:
@@ -97,6 +101,45 @@ def test_a_model_without_shared_prompts_is_unchanged(tmp_path: Path) -> None:
         assert torch.equal(model(ids, attention_mask=padding).logits[padding.bool()], before[1])
         generated = model.generate(ids, max_new_tokens=8, do_sample=False)
         assert generated.shape == (2, 14)
+
+
+def test_a_model_without_shared_prompts_keeps_its_scale() -> None:
+    """Granite's is not that of its heads."""
+    config = GraniteConfig(
+        vocab_size=78,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attention_multiplier=3.0,
+        initializer_range=0.3,
+    )
+    model = GraniteForCausalLM(config).eval()
+    ids = torch.arange(3, 15).view(2, 6)
+    with torch.no_grad():
+        before = model(ids).logits
+        assert prefix_sharing.adopt(model)
+        assert torch.equal(model(ids).logits, before)
+
+
+@pytest.mark.parametrize("attention", ["eager", "flex_attention"])
+def test_another_attention_stays(tmp_path: Path, attention: str) -> None:
+    model = load_actor(ModelConfig(path=str(model_folder(tmp_path))))
+    model.set_attn_implementation(attention)
+    assert not prefix_sharing.adopt(model)
+    assert model.config._attn_implementation == attention
+
+
+def test_a_model_that_reads_more_than_its_attention_is_refused(tmp_path: Path) -> None:
+    """Here each token's embedding is added to that of the token before, in the row."""
+    model = load_actor(ModelConfig(path=str(model_folder(tmp_path))))
+
+    def mixed(module: torch.nn.Module, inputs: object, embeddings: torch.Tensor) -> torch.Tensor:
+        return embeddings + embeddings.roll(1, dims=1)
+
+    model.get_input_embeddings().register_forward_hook(mixed)
+    assert not prefix_sharing.adopt(model)
 
 
 @pytest.mark.parametrize(
