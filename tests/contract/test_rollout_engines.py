@@ -624,15 +624,27 @@ def test_attention_may_be_given_something_else_than_the_cache(config: PreTrained
 
 
 def assert_as_trained(folder: Path) -> None:
-    """The log-probs of generated tokens are those of the train engine."""
+    """The log-probs of generated tokens are those of the train engine, also where two responses have the same prompt
+    and end at different times."""
     rollout, trainer = hf_rollout(folder), TorchEngine(load_actor(ModelConfig(path=str(folder))), "policy")
-    generations = rollout.generate(requests(20), SAMPLING)
+    asked = [replace(one, trajectory_id=f"{one.trajectory_id[:-1]}{n}") for one in requests(20) for n in range(2)]
+    generations = rollout.generate(asked, SAMPLING)
+    assert len({len(generation.response_ids) for generation in generations}) > 3
     batch = TrajectoryBatch.of(
         {
-            "prompt_ids": [request.prompt_ids for request in requests(20)],
+            "prompt_ids": [request.prompt_ids for request in asked],
             "response_ids": [generation.response_ids for generation in generations],
         }
     )
     forced = trainer.infer(batch, ("log_probs",), temperature=SAMPLING.temperature, micro_batch_tokens=4096)
     for generation, log_probs in zip(generations, forced["log_probs"].to_pylist(), strict=True):
         assert generation.log_probs == pytest.approx(log_probs, abs=CLOSE)
+
+
+def test_a_prompt_is_read_once_for_all_its_responses(policy_folder: Path) -> None:
+    rollout = HFRollout(load_actor(ModelConfig(path=str(policy_folder))), eos_token_ids=EOS)
+    assert rollout.shares_prompts
+    shapes: list[tuple[int, ...]] = []
+    rollout.model.get_input_embeddings().register_forward_hook(lambda module, inputs, _: shapes.append(inputs[0].shape))
+    rollout.generate(same_prompt(4, length=30), replace(SAMPLING, max_tokens=3, ignore_eos=True))
+    assert shapes == [(1, 30), (4, 1), (4, 1)]

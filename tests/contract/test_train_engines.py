@@ -284,21 +284,22 @@ def test_micro_batches_of_shared_prompts_are_full(policy_folder: Path) -> None:
     assert sizes == [50]
 
 
+@pytest.mark.parametrize("sharing", [1, 2])
 def test_the_responses_to_one_prompt_are_divided_among_the_ranks(
-    policy_folder: Path, monkeypatch: pytest.MonkeyPatch
+    policy_folder: Path, monkeypatch: pytest.MonkeyPatch, sharing: int
 ) -> None:
-    """Though all of them are within the budget of one rank."""
-    batch = sequences([0] * 8, [41] * 8)
+    """Though all of them are within the budget of one rank; and the prompt is computed once by each."""
     engine = torch_engine(policy_folder, "policy")
-    monkeypatch.setattr(ranks, "count", lambda: 2)
-    shares: list[list[int]] = []
-    for rank in range(2):
+    monkeypatch.setattr(engine, "sharing", sharing)
+    monkeypatch.setattr(ranks, "count", lambda: 2 * sharing)
+    found: list[list[int]] = []
+    for rank in range(2 * sharing):
         monkeypatch.setattr(ranks, "rank", lambda rank=rank: rank)
-        pieces = cut(engine, batch, 1000)
-        assert all(micro.shared is not None for _, micro in pieces)
-        shares.append([row for rows, _ in pieces for row in rows])
-    assert sorted(shares[0] + shares[1]) == list(range(8))
-    assert [len(rows) for rows in shares] == [4, 4]
+        [(rows, micro)] = cut(engine, sequences([0] * 8, [41] * 8), 1000)
+        assert micro.shared is not None
+        assert micro.input_ids.numel() == 10 + 4 * 40
+        found.append(rows)
+    assert sorted(row for rows in found for row in rows) == sorted(list(range(8)) * sharing)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
