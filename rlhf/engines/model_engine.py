@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 
 Dtype = Literal["float32", "bfloat16"]
 WORTH_SHARING = 0.95
-"""Prompts are shared if that leaves at most this share of the tokens, padding included."""
+"""Prompts are shared if the size of the micro-batches is then at most this share of their size with padding."""
+KEYS_PER_TOKEN = 8
+"""Tokens whose keys and values in attention take the memory of one token in all layers, roughly."""
 
 
 class ModelEngine(ABC):
@@ -261,12 +263,18 @@ class ModelEngine(ABC):
         sizes = lengths.sum(1) if self.packing else together * lengths.max(1)
         groups = list(np.arange(len(batch)).reshape(-1, together))
         if self.module.shares_prompts and together == 1:
-            # a group that is larger than a rank's share of the tokens would leave the other ranks idle
-            fair = -(-int(lengths.sum()) * self.sharing // ranks.count())
-            by_prompt_groups, shared_sizes = by_prompt(prompt_numbers(batch), prompts, responses, min(budget, fair))
+            prompt_of = prompt_numbers(batch)
+            read = responses + prompts // KEYS_PER_TOKEN  # attention copies a prompt's keys for each response
+            shared = by_prompt(prompt_of, prompts, read, budget)
+            if ranks.count() > self.sharing:  # a group larger than a rank's share would leave other ranks idle
+                fair = int(shared[1].sum()) * self.sharing // ranks.count() + int(prompts.max(initial=0))
+                shared = by_prompt(prompt_of, prompts, read, min(budget, fair))
             padded = sum(len(rows) * sizes[rows].max() for rows in by_token_budget(sizes, budget))
-            if self.packing or shared_sizes.sum() <= WORTH_SHARING * padded:
-                layout, groups, sizes = "shared", by_prompt_groups, shared_sizes
+            repeats = len(np.unique(prompt_of)) < len(batch)
+            # on a GPU, whole sequences without padding would need a mask, and so a slower kernel
+            may_share = repeats or self.packing or self.device.type == "cpu"
+            if may_share and (self.packing or shared[1].sum() <= WORTH_SHARING * padded):
+                layout, (groups, sizes) = "shared", shared
         for chosen in ranks.pieces(sizes, budget, packed=layout != "padded", sharing=self.sharing):
             rows = np.concatenate([groups[number] for number in chosen]) if len(chosen) else np.arange(0)
             yield rows, MicroBatch.of(batch, rows if len(rows) else groups[0], layout)

@@ -260,7 +260,7 @@ def cut(engine: TrainEngine, batch: TrajectoryBatch, budget: int) -> list[tuple[
         ([0, 1, 0, 1], [5, 5, 5, 5], {}, 2 * 10 + 4 * 4),
         ([0, 0, 0, 0], [5, 5, 5, 5], {"share_prompts": False}, None),
         ([0, 1, 2, 3], [5, 5, 5, 5], {}, None),
-        ([0, 1, 2, 3], [5, 5, 5, 7], {}, 4 * 10 + 3 * 4 + 6),  # of 64, with padding
+        ([0, 1, 2, 3], [5, 5, 5, 11], {}, 4 * 10 + 3 * 4 + 10),  # of 80, with padding
         ([0, 1, 2, 3], [5, 5, 5, 5], {"packing": True}, 4 * 10 + 4 * 4),
     ],
     ids=["one prompt", "two prompts", "off", "no prompt twice", "uneven", "packing"],
@@ -275,13 +275,23 @@ def test_prompts_are_shared_where_that_saves_work(
 
 
 def test_micro_batches_of_shared_prompts_are_full(policy_folder: Path) -> None:
-    """A prompt counts once towards the budget; what exceeds it is divided."""
+    """A prompt counts once towards the budget, and each response's copy of its keys an eighth; what exceeds the budget
+    is divided."""
     same = sequences([0] * 8, [5] * 8)
-    sizes = [micro.input_ids.numel() for _, micro in cut(torch_engine(policy_folder, "policy"), same, 26)]
+    sizes = [micro.input_ids.numel() for _, micro in cut(torch_engine(policy_folder, "policy"), same, 30)]
     assert sizes == [26, 26]
     different = sequences([0, 0, 1, 1, 2, 2], [9, 9, 2, 2, 2, 2])  # 26, 12 and 12 tokens
-    sizes = [micro.input_ids.numel() for _, micro in cut(torch_engine(policy_folder, "policy"), different, 50)]
+    sizes = [micro.input_ids.numel() for _, micro in cut(torch_engine(policy_folder, "policy"), different, 56)]
     assert sizes == [50]
+
+
+def test_the_budget_bounds_the_keys_of_short_responses_to_a_long_prompt(policy_folder: Path) -> None:
+    batch = TrajectoryBatch.of({"prompt_ids": [[3] * 800] * 64, "response_ids": [[5] * 3] * 64})
+    micro_batches = [micro for _, micro in cut(torch_engine(policy_folder, "policy"), batch, 1600)]
+    assert len(micro_batches) > 1
+    for micro in micro_batches:
+        assert micro.shared is not None
+        assert sum(block.keys.numel() for block in micro.shared.blocks) < 8 * 1600
 
 
 @pytest.mark.parametrize("sharing", [1, 2])
