@@ -78,8 +78,8 @@ def _iteration(config: RunConfig, k: int) -> dict[str, float]:
 def _shared_client() -> Iterator[None]:
     """Let the iterations inside use one client of Prefect, if Prefect runs them.
 
-    Each would make its own to create its flow run, which loads all certificates of the machine (20 ms) and asks the
-    server whether it wants a token. Prefect uses it in the event loop in which it is opened here.
+    Each would make its own to create its flow run, which loads all root certificates (20 ms) and asks the server for a
+    token. Prefect uses a client only in the event loop in which it was opened, which is that of `run_coro_as_sync`.
     """
     if FlowRunContext.get() is None:
         yield
