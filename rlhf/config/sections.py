@@ -347,10 +347,12 @@ class TrainerConfig(Section):
     share_prompts: bool = Field(
         True,
         description="compute a prompt once for all its trajectories in a micro-batch, and concatenate sequences "
-        "instead of padding them, where that saves work (models with full attention by sdpa)",
+        "instead of padding them, where that saves work; needs full attention by sdpa",
     )
     packing: bool = Field(
-        False, description="always concatenate sequences instead of padding them, for a flash or flex attention"
+        False,
+        description="always concatenate sequences instead of padding them; fast only with shared prompts, or a flash or "
+        "flex attention",
     )
     sequence_parallel: int = Field(
         1, gt=0, description="processes that split each sequence between them (Ulysses), for long sequences"

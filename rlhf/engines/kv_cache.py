@@ -25,7 +25,7 @@ ROOM = 64
 
 
 class InPlaceLayer(DynamicLayer):  # type: ignore[misc]
-    """Keys and values of a layer: `keys` and `values` are the used parts of larger buffers."""
+    """Keys and values of a layer: `keys` and `values` are views of the used parts of larger buffers."""
 
     keys: Tensor
     values: Tensor
@@ -83,7 +83,7 @@ class CachedPrompts:
     """One tensor per layer; prompts are padded on the left."""
     values: tuple[Float[Tensor, "prompts key_heads prompt dim"], ...]
     visible: Bool[Tensor, "prompts prompt"] | None
-    """Whether a position is no padding; None: there is no padding."""
+    """Whether a position is not padding; None: there is no padding."""
     prompt_of: Int[Tensor, " rows"]
     """Number of each response's prompt."""
     members: Int[Tensor, "prompts n"]
@@ -97,7 +97,7 @@ class CachedPrompts:
 
         Args:
             cache: filled by a forward pass over the prompts.
-            visible: whether a position is no padding, shape (prompts, prompt); None: there is no padding.
+            visible: whether a position is not padding, shape (prompts, prompt); None: there is no padding.
             prompt_of: number of each response's prompt, shape (rows,).
         """
         keys, values = zip(*((layer.keys, layer.values) for layer in cache.layers), strict=True)

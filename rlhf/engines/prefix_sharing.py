@@ -101,7 +101,7 @@ def _similar(*lengths: np.ndarray) -> list[np.ndarray]:
 
 
 def _indices(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Index the tokens of pieces, shape (pieces, longest), padded with index 0; and tell which are no padding."""
+    """Index the tokens of pieces, shape (pieces, longest), padded with index 0; and tell which are not padding."""
     at = np.arange(int(lengths.max()))
     real = at[None, :] < lengths[:, None]
     return np.where(real, starts[:, None] + at, 0), real
@@ -109,10 +109,10 @@ def _indices(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.nd
 
 @torch.no_grad()
 def adopt(model: PreTrainedModel) -> bool:
-    """Make a model's attention follow the `SharedPrompts` or `CachedPrompts` that it is given, if the model can.
+    """Make a model's attention follow the `SharedPrompts` or `CachedPrompts` that it is given, if it supports that.
 
     Without any, the model stays as it is. All its layers must attend to all earlier tokens, by PyTorch's own attention;
-    that nothing else depends on other tokens is tried on a few tokens.
+    a trial on a few tokens checks that nothing else depends on other tokens.
 
     Args:
         model: changed in place.
