@@ -351,8 +351,8 @@ class TrainerConfig(Section):
     )
     packing: bool = Field(
         False,
-        description="always concatenate sequences instead of padding them; fast only with shared prompts, or a flash or "
-        "flex attention",
+        description="always concatenate sequences instead of padding them; fast only with shared prompts, or a flash "
+        "or flex attention",
     )
     sequence_parallel: int = Field(
         1, gt=0, description="processes that split each sequence between them (Ulysses), for long sequences"
