@@ -48,7 +48,7 @@ class Fault:
     """A signal that the process sends itself, or a delay, or an error, at an operation whose key matches."""
 
     operation: str
-    """`put` or `create` of the store's backend; `step` of the optimizer; `state`: Prefect is told a flow run's."""
+    """`put` or `create` of the store's backend; `step` of the optimizer; `state`: a flow run reports to Prefect."""
     match: str = ""
     """A pattern in the key, or in the data if it starts with `{`."""
     when: str = "after"

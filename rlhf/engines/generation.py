@@ -304,7 +304,7 @@ class Generator:
                 if engine is self.engine and self._gate.is_set():  # the first to notice
                     self._gate.clear()
                     self._end(dialogue, error)
-                running.is_past_gate = False  # new weights do not wait for it, which cannot go on without an engine
+                running.is_past_gate = False  # it waits for an engine: new weights do not wait
             finally:
                 running.turn = None
                 await self._tell_idle()

@@ -107,6 +107,13 @@ def _indices(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.nd
     return np.where(real, starts[:, None] + at, 0), real
 
 
+def attention_kinds(model: PreTrainedModel) -> set[str]:
+    """The kinds of attention of a model's layers, by transformers' names, such as `full_attention`."""
+    config = model.config.get_text_config()
+    window = "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
+    return set(getattr(config, "layer_types", None) or [window])
+
+
 @torch.no_grad()
 def adopt(model: PreTrainedModel) -> bool:
     """Make a model's attention follow the `SharedPrompts` or `CachedPrompts` that it is given, if it supports that.
@@ -123,10 +130,8 @@ def adopt(model: PreTrainedModel) -> bool:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    config = model.config.get_text_config()
-    window = "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
-    kinds = set(getattr(config, "layer_types", None) or [window])
-    if kinds != {"full_attention"} or config._attn_implementation not in ("sdpa", NAME):
+    implementation = model.config.get_text_config()._attn_implementation
+    if attention_kinds(model) != {"full_attention"} or implementation not in ("sdpa", NAME):
         return False
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
@@ -137,8 +142,13 @@ def adopt(model: PreTrainedModel) -> bool:
     row, positions = torch.cat([prompt, responses.flatten()])[None], torch.tensor([[0, 1, 2, 3, 4, 3, 4]])
     model.set_attn_implementation(NAME)
     together = _hidden(model, row, position_ids=positions.to(model.device), **inputs(shared))[0, 3:]
-    size = max(1.0, float(alone.abs().max()))
-    return torch.allclose(together.float(), alone.float(), rtol=0, atol=1e-3 * size)
+    return agree(together, alone)
+
+
+def agree(actual: Tensor, expected: Tensor) -> bool:
+    """Whether outputs of a model, computed in two ways, differ by at most a thousandth of the largest."""
+    size = max(1.0, float(expected.abs().max()))
+    return torch.allclose(actual.float(), expected.float(), rtol=0, atol=1e-3 * size)
 
 
 def _hidden(model: PreTrainedModel, input_ids: Tensor, **options: Any) -> Tensor:

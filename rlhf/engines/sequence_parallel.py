@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhf.engines.prefix_sharing import attention_kinds
 from rlhf.errors import UserError
 
 if TYPE_CHECKING:
@@ -59,8 +60,7 @@ class Team:
                 f"sequence_parallel is {self.size}, which does not divide the model's {config.num_attention_heads} "
                 "attention heads"
             )
-        window = "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
-        kinds = set(getattr(config, "layer_types", None) or [window])
+        kinds = attention_kinds(model)
         if kinds != {"full_attention"}:
             raise UserError(f"sequence_parallel needs full attention in every layer, but the model has {sorted(kinds)}")
         AttentionInterface.register(NAME, _attention)

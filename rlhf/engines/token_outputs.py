@@ -12,6 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from rlhf.engines import prefix_sharing, ranks
+from rlhf.engines.prefix_sharing import agree
 from rlhf.engines.sequence_parallel import Team, visible
 from rlhf.errors import UserError
 
@@ -161,7 +162,7 @@ class TokenOutputs(torch.nn.Module):
             self.model.set_attn_implementation("sdpa")
         ids = torch.arange(4 * (self.team.size if self.team is not None else 1), device=self.model.device)[None]
         alone = self._hidden(ids)
-        if self.head == "policy" and _differ(self._logits(alone), self.model(input_ids=ids, use_cache=False).logits):
+        if self.head == "policy" and not agree(self._logits(alone), self.model(input_ids=ids, use_cache=False).logits):
             raise UserError(
                 f"{name} changes the logits of its head in an unsupported way, so its log-probs would be wrong: "
                 "choose a model of another architecture"
@@ -171,25 +172,20 @@ class TokenOutputs(torch.nn.Module):
         if packing:
             positions = torch.arange(ids.shape[1], device=ids.device)[None]
             twice = self._hidden(ids.repeat(1, 2), position_ids=positions.repeat(1, 2))
-            if _differ(twice[:, ids.shape[1] :], alone):
+            if not agree(twice[:, ids.shape[1] :], alone):
                 raise UserError(f"{name} does not tell packed sequences apart: leave packing out")
         if self.team is not None:
             self.team.adopt(self.model)
             positions = torch.arange(ids.shape[1], device=ids.device)[None]
             share = [self.team.share(tensor) for tensor in (ids, positions)]
             hidden = self._hidden(share[0], position_ids=share[1], team=self.team, visible=None)
-            if ranks.largest(int(_differ(hidden, self.team.share(alone)))):
+            if ranks.largest(int(not agree(hidden, self.team.share(alone)))):
                 raise UserError(f"{name} does not attend over shares of a sequence: leave sequence_parallel out")
         elif not plain:
             self.model.set_attn_implementation(attention)
 
     def _hidden(self, input_ids: Tensor, **inputs: Any) -> Tensor:
         return self.model.base_model(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state  # type: ignore[no-any-return]
-
-
-def _differ(actual: Tensor, expected: Tensor) -> bool:
-    size = max(1.0, float(expected.abs().max()))
-    return not torch.allclose(actual.float(), expected.float(), rtol=0, atol=1e-3 * size)
 
 
 def log_probs_and_entropy(

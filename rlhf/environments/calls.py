@@ -51,7 +51,7 @@ class EnvironmentCalls:
 
     @property
     def replayable(self) -> bool:
-        """Whether a new environment gets into the same state if it is told the same turns."""
+        """Whether a new environment that is given the same turns reaches the same state."""
         return bool(getattr(self._make, "replayable", False))
 
     async def of(self, dialogue: Dialogue, tokenizer: PreTrainedTokenizerBase) -> Environment:

@@ -293,7 +293,7 @@ def test_rescore_compares_new_scores_with_the_old(ratchet: Ratchet, parent: Hist
 def test_rescore_can_learn_from_old_generations(
     ratchet: Ratchet, parent: History, config: RunConfig, processes: Processes
 ) -> None:
-    """Killed and resumed, it goes on with the parent's generations; weights are those of a run left alone."""
+    """Killed and resumed, it uses the parent's generations; the weights are those of an undisturbed run."""
     store = ("--store", config.run.store)
     reward = ("--reward", "tests.rewards:digits", "--train")
     assert ratchet("rescore", "parent", *reward, "--run", "whole", *store)[0] == 0

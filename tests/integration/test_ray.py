@@ -131,7 +131,7 @@ def test_drivers_and_workers_that_are_killed_leave_no_trace(runs: Runs) -> None:
     assert history.results == expected.results
     assert history.stages == expected.stages
 
-    # a worker dies: its group begins anew, from what is committed
+    # a worker dies: its group restarts from what is committed
     config = runs.config("worker")
     child = runs.train(config, Fault("put", "manifests/iteration=000001/generate", "before", delay_s=10.0))
     until(lambda: "waiting at" in child.text)

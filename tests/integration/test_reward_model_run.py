@@ -76,9 +76,9 @@ def test_from_preferences_to_ppo(workspace: Path, preferences: Path, processes: 
     assert "was started with different settings (lr 0.01 -> 0.02)" in other.text
     resumed = fit(processes, workspace, preferences, "killed")
     assert resumed.wait(240) == 0, resumed.text
-    whole, mended = (load_file(processes.folder / name / "model.safetensors") for name in ("judge", "killed"))
-    assert whole.keys() == mended.keys()
-    assert all(torch.equal(whole[name], mended[name]) for name in whole)
+    whole, resumed = (load_file(processes.folder / name / "model.safetensors") for name in ("judge", "killed"))
+    assert whole.keys() == resumed.keys()
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
     seen = pd.read_parquet(processes.folder / "runs" / "killed" / "metrics")
     assert sorted(seen["step"]) == [4, 8, 12, 16, 18], "what the dead driver wrote and never committed is gone"
     state = open_run(f"file://{processes.folder}/runs/killed").state

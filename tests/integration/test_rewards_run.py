@@ -108,8 +108,8 @@ def test_a_reward_that_cannot_score_the_prompts_is_found_before_anything_starts(
     noted = train(processes, kinder)
     assert noted.wait(240) == 0, noted.text
     assert "reward.function countdown cannot score an answer" in noted.text
-    mended = train(processes, config.with_values({"run.name": "mended", "reward.function": "gsm8k"}))
-    assert mended.wait(240) == 0, "what the message says to do works"
+    fixed = train(processes, config.with_values({"run.name": "fixed", "reward.function": "gsm8k"}))
+    assert fixed.wait(240) == 0, "what the message says to do works"
 
 
 def test_a_failed_reward_is_recorded_and_the_policy_decides(workspace: Path, processes: Processes) -> None:

@@ -1,4 +1,4 @@
-"""Runs that earlier states of this project wrote, kept as they were: they are read and gone on with, or refused."""
+"""Runs that older versions of this project wrote: they are read and resumed, or refused."""
 
 from __future__ import annotations
 

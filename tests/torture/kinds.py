@@ -62,7 +62,7 @@ class Kind:
         return self.name == "on Ray"
 
     def command(self, folder: Path, store: str) -> tuple[object, ...]:
-        """The arguments of `ratchet` that start the run `run`, or go on with it."""
+        """The arguments of `ratchet` that start or resume the run `run`."""
         if self.is_fit:
             return self._fit(folder, store)
         path = folder / "config.yaml"
