@@ -14,7 +14,7 @@ from rlhf.config import RunConfig, stored_config
 from rlhf.errors import UserError
 from tasks.generate import GenerateSummary
 from tasks.pipeline import names_of, stage_named
-from tasks.stage import Stage
+from tasks.stage import ROUNDING, Stage, UpdateStage
 
 UNVERSIONED = {"reward"}
 """Roles whose model is not part of a run: a digest identifies it, like a reward's code, and a fork may change it."""
@@ -53,6 +53,8 @@ def fingerprint_of(driver: Driver, stage: Stage, iteration: int, inputs: Mapping
         The fingerprint.
     """
     parts: dict[str, Any] = {"stage": stage.name, "version": stage.version, "iteration": iteration}
+    if isinstance(stage, UpdateStage):
+        parts["rounding"] = ROUNDING
     parts |= {f"input.{name}": handle.manifest().digest for name, handle in inputs.items()}
     if stage.role is not None and stage.role not in UNVERSIONED:
         parts[f"weights.{WEIGHTS_OF.get(stage.role, stage.role)}"] = _digests_of_weights(driver, stage, iteration)

@@ -17,7 +17,7 @@ from infra.workers.groups import WorkerGroup
 from infra.workers.worker import WEIGHTS_OF, Worker
 from rlhf.errors import NotFinite
 from tasks.pipeline import update_of
-from tasks.stage import UpdateStage
+from tasks.stage import ROUNDING, UpdateStage
 
 
 class ReplayMismatch(Corrupt):
@@ -145,13 +145,19 @@ def _report_mismatch(
             )
         )
     policy = driver.config.checkpoint.on_replay_mismatch
-    then, now = manifest.fingerprint.parts.get("version"), stage.version
-    reason = "with the same engine, processes and threads, the cause is a bug or a changed package"
-    if then != now:
-        reason = f"an older release committed {committed.stage} and computed it differently"
-    if policy == "stop" or (policy == "auto" and replayed.device == "cpu"):
+    then = manifest.fingerprint.parts
+    expected = replayed.device != "cpu"
+    if then.get("version") != stage.version:
+        reason = "an older release computed it differently"
+    elif then.get("rounding") != ROUNDING:
+        expected, reason = True, "an older release rounded differently"
+    elif expected:
+        reason = f"updates on {replayed.device} need not give the same bits twice"
+    else:
+        reason = "with the same engine, processes and threads, the cause is a bug or a changed package"
+    happened = f"replaying {committed.stage} of iteration {committed.iteration} gave different weights"
+    if policy == "stop" or (policy == "auto" and not expected):
         raise ReplayMismatch(
-            f"replaying {committed.stage} of iteration {committed.iteration} gave different weights: "
-            f"{reason}; checkpoint.on_replay_mismatch=continue accepts the replayed weights"
+            f"{happened}: {reason}; checkpoint.on_replay_mismatch=continue accepts the replayed weights"
         )
-    note(f"replaying {committed.stage} of iteration {committed.iteration} gave different weights; continuing")
+    note(f"{happened}: {reason}; continuing")

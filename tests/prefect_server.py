@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tasks.prefect_defaults import TEMPORARY_SERVER
+from tests.ports import free_port
 
 START_S = 120.0
 
@@ -27,13 +27,10 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def prefect_api(folder: Path, port: int = 0) -> Iterator[str]:
+def prefect_api(folder: Path, port: int | None = None) -> Iterator[str]:
     """The URL of a server's API, on a free port unless one is given; its database lies in `folder`. It ends with the
     block, and with Ctrl-C or a time-out of the whole test run, since it is of the same process group."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(("127.0.0.1", port))
-        port = probe.getsockname()[1]
+    port = port or free_port()
     environment = os.environ | {
         "PREFECT_HOME": str(folder / "home"),
         "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{folder}/prefect.db",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,15 +13,15 @@ from pathlib import Path
 
 import httpx
 
+from tests.ports import free_port
+
 _running: list[subprocess.Popen[bytes]] = []
 
 
 def serving(folder: Path, options: Mapping[str, object] | None = None, **environment: str) -> str:
     """The URL of a server of a model, which ends with `end_servers` or with this process; started in a session of its
     own, so that all its processes end. `options` are of its command line, over those that a run asks for."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     options = {
         "logprobs-mode": "processed_logprobs",
         "generation-config": "vllm",

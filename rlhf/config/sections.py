@@ -393,7 +393,9 @@ class CheckpointConfig(Section):
     )
     keep: KeepConfig = Field(KeepConfig(), description="which snapshots are kept")
     on_replay_mismatch: Literal["auto", "stop", "continue"] = Field(
-        "auto", description="a replayed update gives other weights: stop, continue, or auto (stop on CPU only)"
+        "auto",
+        description="a replayed update gives other weights: stop, continue, or auto: stop on a CPU, unless an older "
+        "release rounded differently",
     )
 
 

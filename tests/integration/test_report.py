@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -29,6 +28,7 @@ from rlhf.errors import UserError
 from tasks.plan import fork_run
 from tests import tiny
 from tests.integration.test_cli import Ratchet
+from tests.ports import free_port
 
 HOSTILE = '</script><img src=x onerror="hacked=1"><script>hacked=1</script>'
 QT_BROWSER = """
@@ -67,9 +67,7 @@ class Chromium:
 
     def _start(self, command: list[str]) -> str | None:
         """Start a browser; the URL by which its page is driven, or None if it does not come up."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         environment = os.environ | {
             "QT_QPA_PLATFORM": "offscreen",
             "QTWEBENGINE_DISABLE_SANDBOX": "1",  # it does not start for root otherwise; the page is our own

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from infra.runs import open_run
+from infra.store.records import Diverged
 from tests import tiny
 from tests.history import History
 from tests.processes import Processes
@@ -81,7 +83,8 @@ def test_what_was_stored_without_messages_no_reward_model_can_read(stored: Path,
     [
         (
             "schema-3",
-            {"generate", "reward_model", "score", "old_log_probs", "ref_log_probs", "values", "advantages"},
+            {"generate", "reward_model", "score", "old_log_probs", "ref_log_probs", "values", "advantages"}
+            | {"update_critic"},
             set(),
         ),
         ("schema-3-dapo", {"generate", "score", "select"}, {"old_log_probs", "ref_log_probs", "advantages"}),
@@ -101,12 +104,28 @@ def test_what_was_committed_is_not_computed_again(
         "resume", "stored", "--store", f"file://{stored.parent}", setup=partial(os.chdir, Path.cwd())
     )
     assert resumed.wait(600) == 0, resumed.text
+    replayed = "replaying update_critic of iteration 1 gave different weights: an older release rounded differently"
+    assert (replayed in resumed.text) == ("update_critic" in committed), resumed.text
     assert {stage for stage, iteration, _ in resumed.computed_shards if iteration == 1} == computed
     history = History.of(open_run(f"file://{stored}").config)
     history.check_sound()
     assert history.state.iteration == 3
     assert history.run.trajectories([0, 1], ["trajectory_id", "response", "score"]).equals(before)
     assert "stored is intact" in verified(stored, processes)
+
+
+@pytest.mark.parametrize("stored", ["schema-3"], indirect=True)
+def test_updates_that_an_older_release_rounded_differently_can_stop_a_run(stored: Path, processes: Processes) -> None:
+    config = Path("run.yaml")
+    config.write_text(yaml.safe_dump(open_run(f"file://{stored}").config.model_dump(mode="json")))
+    setting, here = "checkpoint.on_replay_mismatch=", partial(os.chdir, Path.cwd())
+    stopped = processes.cli("train", config, f"{setting}stop", setup=here)
+    assert stopped.wait(600) == 1, stopped.text
+    assert "an older release rounded differently; checkpoint.on_replay_mismatch=continue accepts" in stopped.text
+    (diverged,) = History.of(open_run(f"file://{stored}").config).commits(Diverged)
+    assert (diverged.role, diverged.iteration) == ("critic", 1)
+    accepted = processes.cli("train", config, f"{setting}continue", setup=here)
+    assert accepted.wait(600) == 0, accepted.text
 
 
 def verified(stored: Path, processes: Processes) -> str:

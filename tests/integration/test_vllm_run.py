@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import psutil
 import pytest
 import yaml
 
+from infra.store.log import Corrupt
 from rlhf.config import RunConfig
 from tests import tiny
 from tests.history import History
@@ -84,6 +86,30 @@ def generating(child: Child) -> psutil.Process | None:
     return None
 
 
+def newest_ahead(history: History) -> int | None:
+    """The version of the actor, if the open iteration is to be trained and vLLM draws tokens of a later one with it."""
+    state = history.state
+    if "generate" not in state.stages or "update_actor" in state.stages:
+        return None
+    newest = state.weights["actor"].version
+    for journal in (ahead.journals.get("generate") for ahead in state.ahead.values()):
+        for ref in () if journal is None else journal.parts:
+            with suppress(Corrupt):  # a newer journal has replaced it
+                if any(row["versions"][-1:] == [newest] for row in history.run.store.read_shard(ref).to_pylist()):
+                    return newest
+    return None
+
+
+@contextmanager
+def stopped(process: psutil.Process) -> Iterator[None]:
+    """A process does not run meanwhile."""
+    process.suspend()
+    try:
+        yield
+    finally:
+        process.resume()
+
+
 def until(true: Any, seconds: float = 300.0) -> Any:
     deadline = time.monotonic() + seconds
     while not (found := true()):
@@ -118,19 +144,28 @@ def test_new_weights_come_in_the_middle_of_responses(config: RunConfig, processe
             "rollout.mode": "async",
             "rollout.max_staleness": 2,
             "rollout.partial": True,
-            "rollout.max_response_tokens": 240,  # so that generating takes longer than training, and is interrupted
+            "rollout.max_response_tokens": 240,
             "rollout.vllm.max_model_len": 440,
+            "rollout.journal_s": 0.05,
             "rollout.ignore_eos": True,
             "rollout.prompts_per_shard": 4,
-            "train.iterations": 6,
+            "train.iterations": 12,
         }
     )
     child = train(processes, config)
+    path = Path(config.run.store.removeprefix("file://")) / config.run.name / "log"
+    while child.process.is_alive():
+        if path.exists() and newest_ahead(History.of(config)) is not None:
+            with stopped(until(lambda: generating(child))):
+                newest = newest_ahead(History.of(config))
+                if newest is not None:  # the open iteration is trained while its successor's responses wait
+                    until(lambda before=newest: History.of(config).state.weights["actor"].version > before)
+        time.sleep(0.02)
     assert child.wait(300) == 0, child.text
     history = History.of(config)
     history.check_sound()
     store, frame = history.run.store, history.run.trajectories()
-    overlaps = [store.manifests(k + 1)["generate"].began < store.manifests(k)["update_actor"].ended for k in range(5)]
+    overlaps = [store.manifests(k + 1)["generate"].began < store.manifests(k)["update_actor"].ended for k in range(11)]
     assert any(overlaps)
     spans = frame["token_versions"].notna()
     assert spans.any(), "some responses span new weights"
