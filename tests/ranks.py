@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -64,5 +65,15 @@ def one_rank_fails(context: Any) -> Any:
 
     if ranks.rank() == 1:
         raise StoreUnavailable("the store does not answer rank 1")
+    ranks.gathered("rank 0 waits here for rank 1")
+    raise AssertionError("they never meet")
+
+
+def one_rank_never_answers(context: Any) -> Any:
+    """A stage in which one rank waits for another for ever."""
+    from rlhf.engines import ranks
+
+    if ranks.rank() == 1:
+        threading.Event().wait()
     ranks.gathered("rank 0 waits here for rank 1")
     raise AssertionError("they never meet")

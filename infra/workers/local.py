@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from typing import Concatenate, ParamSpec, TypeVar
 
 from infra.workers.worker import Worker
+from rlhf.engines.device_errors import out_of_memory
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -19,8 +20,13 @@ class LocalGroup:
         self.worker = worker
 
     def call(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """The method's result."""
-        return method(self.worker, *args, **kwargs)
+        """The method's result. Raises the worker's error."""
+        try:
+            return method(self.worker, *args, **kwargs)
+        except RuntimeError as error:
+            if (too_large := out_of_memory(error)) is not None:
+                raise too_large from error
+            raise
 
     def submit(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Run the method now, since there is no other process to run it; the future is complete."""

@@ -27,7 +27,8 @@ from infra.store.records import sha256_of
 from infra.store.run_store import RunStore
 from infra.workers.worker import Worker, WrongPolicyVersion
 from rlhf.config import PoolConfig, RunConfig
-from rlhf.errors import RatchetError, UserError
+from rlhf.engines.device_errors import is_lost, out_of_memory
+from rlhf.errors import RatchetError, UserError, in_one_line
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -37,6 +38,10 @@ PATIENCE_S = 60.0
 GRACE_S = 10.0
 """Seconds for the other processes of a group to answer after one has failed."""
 START_S = 600.0
+Location = tuple[str, tuple[int, ...]]
+"""A machine, by Ray's id, and the numbers of GPUs on it."""
+TYPED = 0.001
+"""The amount of a GPU type's resource that asks Ray for a machine with that type: Ray gives each machine 1 of it."""
 OPERATIONAL = {"train", "checkpoint", "validation", "tracking"}
 """Sections of the config that loaded models do not depend on."""
 
@@ -49,14 +54,14 @@ class RayWorker:
     """One process of a pool."""
 
     def __init__(
-        self, config: RunConfig, url: str, roles: Sequence[str], rank: int, threads: int, identity: str
+        self, config: RunConfig, url: str, roles: Sequence[str], threads: int, identity: str
     ) -> None:
         import torch
 
         torch.set_num_threads(threads)
         os.environ["LOCAL_RANK"] = "0"  # Ray shows each process only its own devices
-        self.config, self.rank, self.identity = config, rank, identity
-        self.ranks = 0
+        self.config, self.identity = config, identity
+        self.rank, self.ranks = 0, 0
         self.worker = Worker(config, RunStore(ObjectStore(url)), roles)
         self.busy = 0
         self.last = time.monotonic()
@@ -75,17 +80,23 @@ class RayWorker:
             probe.bind((host, 0))
             return f"tcp://{host}:{probe.getsockname()[1]}"
 
-    def join(self, count: int, meeting: str) -> None:
-        """Join the group of `count` ranks at the rendezvous."""
+    def location(self) -> Location:
+        """This machine, and the numbers of this process's GPUs on it."""
+        import ray
+
+        return ray.get_runtime_context().get_node_id(), tuple(sorted(int(gpu) for gpu in ray.get_gpu_ids()))
+
+    def join(self, rank: int, count: int, meeting: str, timeout_s: float) -> None:
+        """Join the group of `count` ranks at the rendezvous, as this rank; see `ranks.join`."""
         from rlhf.engines import ranks
 
         if count > 1:
-            ranks.join(self.rank, count, meeting)
-        self.ranks = ranks.count()
+            ranks.join(rank, count, meeting, timeout_s)
+        self.rank, self.ranks = rank, ranks.count()
 
-    def serves(self) -> tuple[str, int]:
-        """The identity of models, code and data, and the number of ranks (0 before they have joined)."""
-        return self.identity, self.ranks
+    def serves(self) -> tuple[str, int, int]:
+        """The identity of models, code and data, the number of ranks (0 before they have joined), and this rank."""
+        return self.identity, self.ranks, self.rank
 
     def do(self, term: int, call: partial[Any]) -> tuple[bool, Any]:
         """Run a call for a driver's term. Returns True and its result, or False and an error for the driver."""
@@ -96,6 +107,12 @@ class RayWorker:
             return True, call.func(self.worker, *call.args, **call.keywords)
         except (RatchetError, WrongPolicyVersion) as error:
             return False, error
+        except RuntimeError as error:
+            if (too_large := out_of_memory(error)) is not None:
+                return False, too_large
+            if is_lost(error):
+                return False, GroupLost(f"rank {self.rank} failed: {in_one_line(error)}")
+            raise
         finally:
             self.busy -= 1
             self.last = time.monotonic()
@@ -217,6 +234,8 @@ class RayGroup:
             raise GroupLost(f"a process of pool {self.name} died during {method.__name__}: it restarts") from error
         for succeeded, answer in answers:
             if not succeeded:
+                if isinstance(answer, GroupLost):
+                    self._end_those(actors)
                 raise answer
         results: list[R] = [answer for _, answer in answers]
         if method in (Worker.has_weights, Worker.is_saved):  # one rank's no counts for all
@@ -284,15 +303,14 @@ class RayGroup:
         actors = []
         with suppress(ValueError, AssertionError):  # an actor that is ending loses its class before its name
             actors = [ray.get_actor(name, namespace=NAMESPACE) for name in sorted(self._named())]
-        try:
-            is_usable = len(actors) == self.pool.workers and all(
-                tuple(serves) == (self.identity, self.pool.workers)
-                for serves in ray.get([actor.serves.remote() for actor in actors], timeout=PATIENCE_S)
-            )
-        except ray.exceptions.RayError:
-            is_usable = False
-        if is_usable:
-            return actors
+        by_rank: dict[int, Any] = {}
+        with suppress(ray.exceptions.RayError):
+            answers = ray.get([actor.serves.remote() for actor in actors], timeout=PATIENCE_S)
+            for actor, (identity, count, rank) in zip(actors, answers, strict=True):
+                if (identity, count) == (self.identity, self.pool.workers):
+                    by_rank[rank] = actor
+        if by_rank.keys() == set(range(self.pool.workers)):
+            return [by_rank[rank] for rank in range(self.pool.workers)]
         self.end()
         return []
 
@@ -303,7 +321,8 @@ class RayGroup:
         lifetime = None if _started_here else "detached"
         pool = self.pool
         need = {"CPU": pool.cpus_per_worker, "GPU": pool.gpus_per_worker}
-        bundle = {name: amount for name, amount in need.items() if amount}
+        typed = {} if pool.accelerator_type is None else {f"accelerator_type:{pool.accelerator_type}": TYPED}
+        bundle = {name: amount for name, amount in need.items() if amount} | typed
         note(f"starting pool {self.name}: {pool.workers} x {bundle} for {', '.join(self.roles)}")
         placement = ray.util.placement_group(
             [bundle] * pool.workers, strategy="PACK", lifetime=lifetime, name=self._place
@@ -323,16 +342,22 @@ class RayGroup:
             remote.options(
                 num_cpus=pool.cpus_per_worker,
                 num_gpus=pool.gpus_per_worker,
-                name=self._actor_name(rank),
+                resources=typed,
+                name=self._actor_name(number),
                 namespace=NAMESPACE,
                 lifetime=lifetime,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=rank),
-            ).remote(self.config, self.url, self.roles, rank, self.threads, self.identity)
-            for rank in range(pool.workers)
+                scheduling_strategy=PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=number),
+            ).remote(self.config, self.url, self.roles, self.threads, self.identity)
+            for number in range(pool.workers)
         ]
         try:
+            locations = ray.get([actor.location.remote() for actor in actors], timeout=START_S)
+            actors = [actors[number] for number in in_order(locations)]
             meeting = ray.get(actors[0].meeting_point.remote(), timeout=START_S)
-            ray.get([actor.join.remote(pool.workers, meeting) for actor in actors], timeout=START_S)
+            joins = [
+                actor.join.remote(rank, pool.workers, meeting, pool.timeout_s) for rank, actor in enumerate(actors)
+            ]
+            ray.get(joins, timeout=START_S)
         except ray.exceptions.RayActorError as error:
             self.end()
             raise GroupLost(f"a process of pool {self.name} died while the pool was started: it restarts") from error
@@ -343,15 +368,30 @@ class RayGroup:
         """The placement group's name, unique to the run and the pool."""
         return f"{hashlib.sha256(self.url.encode()).hexdigest()[:16]}/{self.name}"
 
-    def _actor_name(self, rank: int) -> str:
-        return f"{self._place}/{rank:06}"
+    def _actor_name(self, number: int) -> str:
+        return f"{self._place}/{number:06}"
 
     def _named(self) -> set[str]:
         """The names of the pool's existing processes."""
         import ray
 
         existing = {actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)}
-        return existing & {self._actor_name(rank) for rank in range(self.pool.workers)}
+        return existing & {self._actor_name(number) for number in range(self.pool.workers)}
+
+
+def in_order(locations: Sequence[Location]) -> list[int]:
+    """Order processes by machine, and by GPU on a machine.
+
+    Ranks that split matrices or sequences are adjacent, and talk in every layer: they should share a machine. Ray
+    places bundles in any order.
+
+    Args:
+        locations: where each process runs.
+
+    Returns:
+        The number of the process of each rank, in order of rank.
+    """
+    return sorted(range(len(locations)), key=lambda number: locations[number])
 
 
 def _fits(bundle: dict[str, float], workers: int) -> bool:
@@ -382,7 +422,7 @@ def _with_health(cls: type[RayWorker]) -> type[RayWorker]:
             return True, self.worker.is_saved(role)
 
         @ray.method(concurrency_group="health")  # type: ignore[untyped-decorator]
-        def serves(self) -> tuple[str, int]:
+        def serves(self) -> tuple[str, int, int]:
             return super().serves()  # type: ignore[no-any-return]
 
     return Process

@@ -429,7 +429,13 @@ class PoolConfig(Section):
 
     workers: int = Field(1, gt=0, description="number of worker processes")
     gpus_per_worker: float = Field(0, ge=0, description="GPUs per worker")
+    accelerator_type: str | None = Field(
+        None, description="type of the GPUs, by Ray's name (A100, H100, H200, ...); null: any"
+    )
     cpus_per_worker: float = Field(1, gt=0, description="CPU cores per worker")
+    timeout_s: float = Field(
+        1800, gt=0, description="seconds after which workers that wait for another worker's part fail, and all restart"
+    )
     idle_minutes: float = Field(30, gt=0, description="minutes without a call after which the workers end")
 
 

@@ -6,6 +6,7 @@ called, so that this module is cheap to import.
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,17 +31,19 @@ def count() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def join(rank: int, count: int, meeting: str) -> None:
+def join(rank: int, count: int, meeting: str, timeout_s: float = 1800.0) -> None:
     """Join a group of ranks; blocks until all have joined.
 
     Args:
         rank: this process's rank, from 0.
         count: number of ranks.
         meeting: rendezvous address: ``tcp://host:port``, where rank 0 listens, or ``file://path``.
+        timeout_s: a collective operation fails if another rank does not take part for so long, in seconds.
     """
     import torch.distributed as dist
 
-    dist.init_process_group(_backend(), rank=rank, world_size=count, init_method=meeting)
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(_backend(), rank=rank, world_size=count, init_method=meeting, timeout=timeout)
 
 
 def initialized() -> None:

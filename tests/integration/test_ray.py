@@ -27,7 +27,7 @@ from rlhf.stage_config import StageConfig
 from tests import tiny
 from tests.history import History
 from tests.processes import Child, Fault, Processes
-from tests.ranks import one_rank_fails
+from tests.ranks import one_rank_fails, one_rank_never_answers
 
 
 @pytest.fixture(scope="module")
@@ -182,6 +182,9 @@ def test_a_pool_that_does_not_fit_is_refused(runs: Runs) -> None:
     refused = child.wait(120)
     assert refused == 2, child.text
     assert "pools.train asks for 1 x {'CPU': 1.0, 'GPU': 64.0}, and Ray has {'CPU': 2.0}" in child.text
+    typed = runs.train(runs.config("typed", pools={"train": {"accelerator_type": "H100"}}))
+    assert typed.wait(120) == 2, typed.text
+    assert "asks for 1 x {'CPU': 1.0, 'accelerator_type:H100': 0.001}, and Ray has {'CPU': 2.0}" in typed.text
 
 
 def test_a_group_whose_ranks_part_begins_anew(runs: Runs, tmp_path: Path) -> None:
@@ -203,6 +206,24 @@ def test_a_group_whose_ranks_part_begins_anew(runs: Runs, tmp_path: Path) -> Non
         group.term = 2
         with pytest.raises(Fenced, match="serves term 3"):
             group.call(Worker.has_weights, "actor", weights)
+    finally:
+        group.end()
+        ray.shutdown()
+
+
+def test_ranks_that_wait_in_vain_are_replaced(runs: Runs, tmp_path: Path) -> None:
+    import ray
+
+    config = runs.config("waits", pools={"train": {"workers": 2, "timeout_s": 2}})
+    asked = RowsCall(Call(1, "generate", 0, StageConfig()), one_rank_never_answers, ())
+    group = RayGroup(config, f"file://{tmp_path}/runs/waits", "train", threads=1, identity="")
+    group.term = 1
+    weights = Weights(version=0, digest="first")
+    try:
+        group.call(Worker.load, "actor", weights, None)
+        with pytest.raises(GroupLost, match="rank 0 failed: .*gloo.*[Tt]imed out"):
+            group.call(Worker.rows, asked)
+        assert not group.call(Worker.has_weights, "actor", weights), "new processes hold nothing"
     finally:
         group.end()
         ray.shutdown()
