@@ -134,7 +134,8 @@ def _report_mismatch(
     driver: Driver, stage: UpdateStage[C], committed: StageCommit, manifest: Manifest, replayed: Updated
 ) -> None:
     assert manifest.weights is not None
-    if driver.term:  # term 0: the driver has not claimed the run and must not write
+    is_comparable = replayed.weights.is_comparable(manifest.weights)
+    if driver.term and is_comparable:  # term 0: the driver has not claimed the run and must not write
         driver.store.commit(
             Diverged(
                 iteration=committed.iteration,
@@ -146,8 +147,11 @@ def _report_mismatch(
         )
     policy = driver.config.checkpoint.on_replay_mismatch
     then = manifest.fingerprint.parts
-    expected = replayed.device != "cpu"
-    if then.get("version") != stage.version:
+    happened, expected = "gave different weights", replayed.device != "cpu"
+    if not is_comparable:
+        happened, expected = "may have given different weights", True
+        reason = "an older release computed digests in another way"
+    elif then.get("version") != stage.version:
         reason = "an older release computed it differently"
     elif then.get("rounding") != ROUNDING:
         expected, reason = True, "an older release rounded differently"
@@ -155,9 +159,7 @@ def _report_mismatch(
         reason = f"updates on {replayed.device} need not give the same bits twice"
     else:
         reason = "with the same engine, processes and threads, the cause is a bug or a changed package"
-    happened = f"replaying {committed.stage} of iteration {committed.iteration} gave different weights"
+    message = f"replaying {committed.stage} of iteration {committed.iteration} {happened}: {reason}"
     if policy == "stop" or (policy == "auto" and not expected):
-        raise ReplayMismatch(
-            f"{happened}: {reason}; checkpoint.on_replay_mismatch=continue accepts the replayed weights"
-        )
-    note(f"{happened}: {reason}; continuing")
+        raise ReplayMismatch(f"{message}; checkpoint.on_replay_mismatch=continue accepts the replayed weights")
+    note(f"{message}; continuing")

@@ -53,9 +53,7 @@ class GroupLost(RatchetError):
 class RayWorker:
     """One process of a pool."""
 
-    def __init__(
-        self, config: RunConfig, url: str, roles: Sequence[str], threads: int, identity: str
-    ) -> None:
+    def __init__(self, config: RunConfig, url: str, roles: Sequence[str], threads: int, identity: str) -> None:
         import torch
 
         torch.set_num_threads(threads)

@@ -231,7 +231,7 @@ class TrainEngine(InferenceEngine, Protocol):
         ...
 
     def digest(self) -> str:
-        """Hash weights and optimizer state as logical tensors, independently of their layout; returns hex SHA-256."""
+        """Compute the digest of weights and optimizer state as logical tensors, whatever their layout."""
         ...
 
     def state(self) -> dict[str, bytes]:

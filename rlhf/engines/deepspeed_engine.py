@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,6 +14,7 @@ import torch
 from rlhf.engines import ranks
 from rlhf.engines.base import OptimizerPlan
 from rlhf.engines.model_engine import ModelEngine, not_finite
+from rlhf.engines.state_digest import Part
 from rlhf.engines.token_outputs import Head
 
 if TYPE_CHECKING:
@@ -145,6 +147,33 @@ class DeepSpeedEngine(ModelEngine):
             with GatheredParameters([parameter]):
                 tensor = parameter.detach().float().clone()
         return tensor
+
+    def parts(self, kind: str, name: str) -> Iterator[Part]:
+        """Yield what this rank holds of a tensor; see `ModelEngine.parts`."""
+        from deepspeed import utils
+
+        parameter: Any = self.parameters[name]
+        if self.stage == 0:
+            yield from Part.of_rank(self.get(kind, name))
+        elif self.stage < 3:
+            if (mapping := parameter._hp_mapping) is not None:
+                fragment = mapping.get_hp_fragment(None if kind == "model" else kind)
+                yield Part.flat(fragment, mapping.lp_fragment_address.start)
+        else:
+            if kind != "model":
+                fragment = utils.safe_get_local_optimizer_state(parameter, kind)
+            elif self.trainable:
+                fragment = utils.safe_get_local_fp32_param(parameter)
+            else:
+                fragment = parameter.ds_tensor.float()
+            start = ranks.rank() * parameter.ds_tensor.numel()
+            if (count := min(fragment.numel(), parameter.ds_numel - start)) > 0:  # the rest is padding
+                yield Part.flat(fragment.flatten()[:count], start)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a whole parameter."""
+        parameter: Any = self.parameters[name]
+        return tuple(parameter.ds_shape if self.stage == 3 else parameter.shape)
 
     def set(self, kind: str, name: str, value: Tensor) -> None:
         """Replace a parameter or its optimizer state; see `ModelEngine.set`."""

@@ -9,6 +9,7 @@ FSDP then shards each part over the teams.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from rlhf.engines import ranks
+from rlhf.engines.state_digest import Part
 from rlhf.engines.token_outputs import Head
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.errors import UserError
@@ -130,6 +133,16 @@ class FSDPEngine(TorchEngine):
                 if parameter.grad is not None:
                     _local(parameter.grad).mul_(limit / norm)
         return norm
+
+    def parts(self, kind: str, name: str) -> Iterator[Part]:
+        """Yield what this rank holds of a tensor; see `ModelEngine.parts`."""
+        tensor = self._held(kind, name)
+        assert isinstance(tensor, DTensor)
+        block = tensor.to_local()
+        is_copy = not _is_cut(tensor) and ranks.rank() % self.team > 0  # the team's first member has the same
+        if block.numel() and not is_copy:
+            _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+            yield Part.block(block, tensor.shape, offsets)
 
     def _gathered(self, tensor: Tensor) -> Tensor:
         assert isinstance(tensor, DTensor)

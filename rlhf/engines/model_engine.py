@@ -21,11 +21,12 @@ from safetensors.torch import save as save_safetensors
 
 from rlhf.algorithms.masked import LossNormalizers
 from rlhf.batch import TrajectoryBatch, ragged
-from rlhf.engines import ranks
+from rlhf.engines import ranks, state_digest
 from rlhf.engines.base import OptimizerPlan
 from rlhf.engines.micro_batches import Layout, MicroBatch, by_prompt, by_token_budget, prompt_numbers
 from rlhf.engines.optimizers import AdamW, Optimizer
 from rlhf.engines.sequence_parallel import Team
+from rlhf.engines.state_digest import Part
 from rlhf.engines.token_outputs import Head, TokenOutputs
 from rlhf.errors import NotFinite
 from rlhf.models import config_json, lora
@@ -152,6 +153,19 @@ class ModelEngine(ABC):
             name: name of the parameter.
             value: the whole tensor, float32.
         """
+
+    @abstractmethod
+    def parts(self, kind: str, name: str) -> Iterator[Part]:
+        """Yield what this rank holds of a parameter or its optimizer state; no element is yielded by two ranks.
+
+        Args:
+            kind: `model`, or the name of an optimizer state (`Optimizer.state`).
+            name: name of the parameter.
+        """
+
+    @abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a whole parameter."""
 
     @abstractmethod
     def _reset_optimizer(self) -> None:
@@ -300,14 +314,12 @@ class ModelEngine(ABC):
     # State as whole, logical tensors, whatever the layout. Each tensor has an owner rank, which hashes and writes it.
 
     def digest(self) -> str:
-        """Hash weights and optimizer state, independently of their layout; returns hex SHA-256."""
-        owned = {}
-        for name, tensor, is_owner in self._tensors():
-            if is_owner:
-                data = tensor.contiguous().view(-1).view(torch.uint8).numpy()
-                owned[name] = f"{tensor.dtype} {tuple(tensor.shape)} {hashlib.sha256(data.data).hexdigest()}"
-        digests = {name: digest for part in ranks.gathered(owned) for name, digest in part.items()}
-        return hashlib.sha256(json.dumps([self.steps, digests], sort_keys=True).encode()).hexdigest()
+        """Compute the digest of weights and optimizer state, which does not depend on their layout."""
+        tensors = [(kind, name) for kind in self._kinds() for name in self.names()]
+        parts = {f"{kind}.{name}": self.parts(kind, name) for kind, name in tensors}
+        shapes = {f"{kind}.{name}": self.shape(name) for kind, name in tensors}
+        buffers = {name: _sha256(buffer) for name, buffer in self._buffers().items()}
+        return state_digest.of_parts(parts, shapes, json.dumps([self.steps, buffers], sort_keys=True))
 
     def state(self) -> dict[str, bytes]:
         """Return this rank's files by name: its share of the tensors, in the layout that `from_pretrained` reads.
@@ -375,8 +387,7 @@ class ModelEngine(ABC):
 
     def _tensors(self) -> Iterator[tuple[str, Tensor, bool]]:
         """Yield every logical tensor with its name and whether this rank is its owner; owners get it on the CPU."""
-        kinds = ["model", *(self.optimizer_type.state if self.trainable and self.steps else ())]
-        whole = [(kind, name) for kind in kinds for name in self.names()]
+        whole = [(kind, name) for kind in self._kinds() for name in self.names()]
         for number, (kind, name) in enumerate(whole):
             owner = 0 if kind == "model" and lora.has(self.model) else number % ranks.count()
             is_owner = owner == ranks.rank()
@@ -384,6 +395,10 @@ class ModelEngine(ABC):
             yield f"{kind}.{name}", tensor.cpu() if is_owner else tensor, is_owner
         for name, buffer in self._buffers().items():
             yield f"model.{name}", buffer.detach().cpu(), ranks.rank() == 0
+
+    def _kinds(self) -> tuple[str, ...]:
+        """The kinds of tensors that the state has."""
+        return ("model", *(self.optimizer_type.state if self.trainable and self.steps else ()))
 
     def _buffers(self) -> dict[str, Tensor]:
         """Return the buffers that a checkpoint contains (not derived ones, such as rotary frequencies)."""
@@ -446,6 +461,11 @@ def copy_weights(weights: Iterable[tuple[str, Tensor]], model: PreTrainedModel) 
 def _merged(files: Mapping[str, bytes], which: tuple[str, ...]) -> dict[str, Tensor]:
     parts = [data for name, data in files.items() if name.startswith(which) and name.endswith(".safetensors")]
     return {name: tensor for part in parts for name, tensor in load_safetensors(part).items()}
+
+
+def _sha256(tensor: Tensor) -> str:
+    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return f"{tensor.dtype} {tuple(tensor.shape)} {hashlib.sha256(data.data).hexdigest()}"
 
 
 def not_finite(norm: float) -> NotFinite:

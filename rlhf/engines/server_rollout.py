@@ -26,7 +26,7 @@ from rlhf.batch import TrajectoryBatch
 from rlhf.engines import event_loop, ranks
 from rlhf.engines.base import Chunk, Generation, Request, RolloutEngine, Sampling, joined, limit_of, seed_of
 from rlhf.engines.weight_files import write_weights
-from rlhf.errors import EngineLost, UserError
+from rlhf.errors import EngineLost, RatchetError, UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -466,9 +466,27 @@ class ServerRollout(RolloutEngine):
         return {server.url: answer for server, answer in zip(self.servers, answers, strict=True)}
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes | None = None) -> None:
-        """Replace the weights of all servers; see `RolloutEngine.load_weights`."""
-        assert self.weights_folder is not None, "a run that trains has one"
+        """Replace the weights of all servers; see `RolloutEngine.load_weights`.
+
+        Rank 0 writes them and tells the servers; the other ranks help to gather them, and wait until the servers have
+        loaded them.
+        """
         assert adapter_config is None, "the config refuses adapters"
+        problem: RatchetError | None = None
+        if ranks.rank() == 0:
+            try:
+                self._load(weights)
+            except RatchetError as error:
+                problem = error
+        else:
+            for _ in weights:
+                pass
+        problem = ranks.gathered(problem)[0]
+        if problem is not None:
+            raise problem
+
+    def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        assert self.weights_folder is not None, "a run that trains has one"
         self._loads += 1
         folder = self.weights_folder / f"weights-{self._loads}"
         shutil.rmtree(folder, ignore_errors=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from rlhf.engines import ranks
 from rlhf.engines.base import OptimizerPlan
 from rlhf.engines.model_engine import ModelEngine, not_finite
+from rlhf.engines.state_digest import Part
 from rlhf.engines.token_outputs import Head
 
 if TYPE_CHECKING:
@@ -63,14 +65,24 @@ class TorchEngine(ModelEngine):
 
     def get(self, kind: str, name: str) -> Tensor:
         """Gather a parameter or its optimizer state; see `ModelEngine.get`."""
+        return self._gathered(self._held(kind, name))
+
+    def parts(self, kind: str, name: str) -> Iterator[Part]:
+        """Yield what this rank holds of a tensor; see `ModelEngine.parts`."""
+        return Part.of_rank(self._held(kind, name))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a whole parameter."""
+        return tuple(self.parameters[name].shape)
+
+    def _held(self, kind: str, name: str) -> Tensor:
+        """A parameter or its optimizer state, sharded as the engine does it."""
         parameter = self.parameters[name]
         if kind == "model":
-            return self._gathered(parameter.data)
+            return parameter.data
         assert self.optimizer is not None
         moment: Tensor | None = self.optimizer.state.get(parameter, {}).get(kind)
-        if moment is None:  # the parameter has never had a gradient
-            return torch.zeros(parameter.shape, device=self.device)
-        return self._gathered(moment)
+        return torch.zeros_like(parameter) if moment is None else moment  # None: it has never had a gradient
 
     def set(self, kind: str, name: str, value: Tensor) -> None:
         """Replace a parameter or its optimizer state; see `ModelEngine.set`."""

@@ -20,7 +20,7 @@ from infra.store.log import Fenced
 from infra.store.object_store import StoreUnavailable
 from infra.store.records import Weights
 from infra.workers.calls import Call, RowsCall
-from infra.workers.ray_group import RayGroup
+from infra.workers.ray_group import GroupLost, RayGroup
 from infra.workers.worker import Worker
 from rlhf.config import RunConfig
 from rlhf.stage_config import StageConfig
@@ -28,6 +28,7 @@ from tests import tiny
 from tests.history import History
 from tests.processes import Child, Fault, Processes
 from tests.ranks import one_rank_fails, one_rank_never_answers
+from tests.vllm_server import end_servers, serving
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +176,25 @@ def test_a_rollout_in_a_pool_of_its_own_has_the_newest_weights(runs: Runs, tmp_p
     assert moved[frame["iteration"] == 2].max() > 1e-2, "and it has moved"
 
 
+@pytest.mark.skipif(
+    not os.environ.get("RATCHET_VLLM") and find_spec("vllm") is None, reason="vLLM is not installed: `make vllm`"
+)
+def test_a_server_gets_the_weights_of_an_actor_on_two_ranks(runs: Runs, tmp_path: Path) -> None:
+    model = tiny.model_folder(tmp_path / "model", hidden=64, heads=2, key_value_heads=1)
+    try:
+        url, weights = serving(model), tmp_path / "weights"
+        config = runs.config(
+            "served",
+            model__path=str(model),
+            rollout__engine="server",
+            rollout__server={"urls": [url], "weights_folder": str(weights)},
+        )
+        assert gap(runs.finish(config)) < 1e-3
+        assert not list(weights.iterdir()), "nothing is left behind"
+    finally:
+        end_servers()
+
+
 def test_a_pool_that_does_not_fit_is_refused(runs: Runs) -> None:
     config = runs.config("large", pools={"train": {"workers": 1, "gpus_per_worker": 64}})
     child = runs.train(config)
@@ -221,7 +241,7 @@ def test_ranks_that_wait_in_vain_are_replaced(runs: Runs, tmp_path: Path) -> Non
     weights = Weights(version=0, digest="first")
     try:
         group.call(Worker.load, "actor", weights, None)
-        with pytest.raises(GroupLost, match="rank 0 failed: .*gloo.*[Tt]imed out"):
+        with pytest.raises(GroupLost, match=r"rank 0 failed: .*gloo.*[Tt]imed out"):
             group.call(Worker.rows, asked)
         assert not group.call(Worker.has_weights, "actor", weights), "new processes hold nothing"
     finally:

@@ -104,7 +104,7 @@ def test_what_was_committed_is_not_computed_again(
         "resume", "stored", "--store", f"file://{stored.parent}", setup=partial(os.chdir, Path.cwd())
     )
     assert resumed.wait(600) == 0, resumed.text
-    replayed = "replaying update_critic of iteration 1 gave different weights: an older release rounded differently"
+    replayed = "update_critic of iteration 1 may have given different weights: an older release computed digests in"
     assert (replayed in resumed.text) == ("update_critic" in committed), resumed.text
     assert {stage for stage, iteration, _ in resumed.computed_shards if iteration == 1} == computed
     history = History.of(open_run(f"file://{stored}").config)
@@ -115,15 +115,14 @@ def test_what_was_committed_is_not_computed_again(
 
 
 @pytest.mark.parametrize("stored", ["schema-3"], indirect=True)
-def test_updates_that_an_older_release_rounded_differently_can_stop_a_run(stored: Path, processes: Processes) -> None:
+def test_updates_of_an_older_release_that_cannot_be_checked_may_stop_a_run(stored: Path, processes: Processes) -> None:
     config = Path("run.yaml")
     config.write_text(yaml.safe_dump(open_run(f"file://{stored}").config.model_dump(mode="json")))
     setting, here = "checkpoint.on_replay_mismatch=", partial(os.chdir, Path.cwd())
     stopped = processes.cli("train", config, f"{setting}stop", setup=here)
     assert stopped.wait(600) == 1, stopped.text
-    assert "an older release rounded differently; checkpoint.on_replay_mismatch=continue accepts" in stopped.text
-    (diverged,) = History.of(open_run(f"file://{stored}").config).commits(Diverged)
-    assert (diverged.role, diverged.iteration) == ("critic", 1)
+    assert "in another way; checkpoint.on_replay_mismatch=continue accepts the replayed weights" in stopped.text
+    assert not History.of(open_run(f"file://{stored}").config).commits(Diverged), "nobody knows"
     accepted = processes.cli("train", config, f"{setting}continue", setup=here)
     assert accepted.wait(600) == 0, accepted.text
 
