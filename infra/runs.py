@@ -242,7 +242,8 @@ class Run:
         if role not in self.state.snapshots[version]:
             roles = ", ".join(self.state.snapshots[version])
             raise UserError(f"snapshot {version} has no {role}; it has: {roles}")
-        from rlhf.engines.model_engine import copy_weights, weights_of
+        from rlhf.engines.model_engine import copy_weights
+        from rlhf.engines.stored_state import StoredState
         from rlhf.models import (
             TOKENIZER,
             initial_digest,
@@ -267,7 +268,7 @@ class Run:
             if initial_digest(base, seed) != self.state.initial[role].digest:
                 raise UserError(f"{base.path} is not the base model of the run's adapters: restore its files")
             model = load_actor(self.config.model, seed) if is_actor else load_critic(self.config.critic_model, seed)
-            copy_weights(weights_of(files), model)
+            copy_weights(StoredState.of(files).tensors(), model)
             save(model, target)
         else:
             for name, data in files.items():

@@ -16,6 +16,7 @@ from infra.store.manifest import Checkpoint
 from infra.store.object_store import ObjectStore
 from infra.store.records import Expire, Snapshot, Weights
 from infra.store.run_store import RunStore
+from infra.workers.checkpoints import stored_state
 from rlhf.config import FitConfig, differences, validated
 from rlhf.config.fitting import MAY_CHANGE
 from rlhf.data import files
@@ -42,7 +43,7 @@ class Fitting:
         snapshots = self.store.state.snapshots
         if snapshots:
             checkpoint = self.store.checkpoint(snapshots[max(snapshots)][self.role])
-            engine.load_state(self.store.read_checkpoint(checkpoint))
+            engine.load_state(stored_state(self.store, checkpoint))
 
     def commit(self, engine: ModelEngine, metrics: dict[str, float]) -> None:
         """Commit a round's metrics and state in one record, which also expires the previous state."""

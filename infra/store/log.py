@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 
@@ -463,11 +463,36 @@ def read_verified(objects: ObjectStore, ref: ObjectRef) -> bytes:
         StoreUnavailable: the store does not answer.
     """
     holder = objects.of_run(ref.run)
+    return _verified(holder, ref, ref.sha256, lambda: holder.get(ref.key))
+
+
+def read_range(objects: ObjectStore, ref: ObjectRef, first: int, last: int, sha256: str) -> bytes:
+    """Read a part of an object and check it.
+
+    Args:
+        objects: this run's folder.
+        ref: the object, perhaps of another run.
+        first: offset of the first byte.
+        last: offset after the last byte.
+        sha256: the digest of these bytes.
+
+    Returns:
+        The bytes.
+
+    Raises:
+        Corrupt: the object is missing or damaged; the message names it.
+        StoreUnavailable: the store does not answer.
+    """
+    holder = objects.of_run(ref.run)
+    return _verified(holder, ref, sha256, lambda: holder.read(ref.key, first, last))
+
+
+def _verified(holder: ObjectStore, ref: ObjectRef, sha256: str, read: Callable[[], bytes]) -> bytes:
     try:
-        data = holder.get(ref.key)
+        data = read()
     except FileNotFoundError:
         raise Corrupt(f"{holder.url}/{ref.key} is gone, though a record commits it: restore it from a backup") from None
-    if sha256_of(data) != ref.sha256:
+    if sha256_of(data) != sha256:
         raise Corrupt(f"{holder.url}/{ref.key} is damaged (its sha256 is not the committed one): restore it")
     return data
 

@@ -54,10 +54,17 @@ class Manifest(Frozen):
         return sha256_of(json.dumps(content).encode())
 
 
+BLOCK = 2**24
+"""Bytes in a block of a checkpoint's file."""
+
+
 class File(ObjectRef):
     """One file of a checkpoint."""
 
     bytes: int
+    blocks: tuple[str, ...] = ()
+    """SHA-256 of each block of `BLOCK` bytes, so that a range can be verified; empty in checkpoints of older releases,
+    and if there is only one block."""
 
 
 class Checkpoint(Frozen):

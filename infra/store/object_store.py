@@ -444,6 +444,10 @@ class ObjectStore:
         """Read a whole object; see `Backend.get`."""
         return self.retry(f"read {key}", lambda: self.backend.get(key))
 
+    def read(self, key: str, start: int, end: int) -> bytes:
+        """Read a part of an object; see `Backend.read`."""
+        return self.retry(f"read {key}", lambda: self.backend.read(key, start, end))
+
     def parts(self, key: str, size: int) -> Iterator[bytes]:
         """Read an object in parts.
 

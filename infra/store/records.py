@@ -488,7 +488,7 @@ def seen_from_fork(run: str, document: M) -> M:
     return visit(document)  # type: ignore[no-any-return]
 
 
-def sha256_of(data: bytes) -> str:
+def sha256_of(data: bytes | memoryview) -> str:
     """Compute a sha256.
 
     Args:

@@ -10,14 +10,15 @@ import io
 import re
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from infra.store.log import Corrupt, Fenced, RunLog, read_model, read_verified
-from infra.store.manifest import Checkpoint, File, Manifest, Registration
+from infra.store.log import Corrupt, Fenced, RunLog, read_model, read_range, read_verified
+from infra.store.manifest import BLOCK, Checkpoint, File, Manifest, Registration
 from infra.store.object_store import ObjectStore, StoreUnavailable
 from infra.store.records import (
     PAGE,
@@ -39,6 +40,8 @@ from infra.store.records import (
 )
 from rlhf.schema import TRAJECTORY
 
+KEPT_BLOCKS = 4
+"""Blocks of a checkpoint that a reader keeps in memory."""
 CLOSE = "close"
 JOURNAL = "journal"
 VALIDATE = "validate"
@@ -426,7 +429,11 @@ class RunStore:
         written = {}
         for name, data in files.items():
             ref = self._write(f"{folder}/{name}", data)
-            written[name] = File(key=ref.key, bytes=len(data), sha256=ref.sha256)
+            view = memoryview(data)
+            blocks = [sha256_of(view[first : first + BLOCK]) for first in range(0, len(data), BLOCK)]
+            written[name] = File(
+                key=ref.key, bytes=len(data), sha256=ref.sha256, blocks=tuple(blocks) if len(blocks) > 1 else ()
+            )
         return written
 
     def write_checkpoint_manifest(self, folder: str, checkpoint: Checkpoint) -> ObjectRef:
@@ -451,6 +458,36 @@ class RunStore:
             The manifest.
         """
         return read_model(self.objects, ref, Checkpoint)
+
+    def ranges(self, checkpoint: Checkpoint) -> Callable[[str, int, int], bytes]:
+        """Open a checkpoint to read parts of its files, checked against their digests.
+
+        Blocks are read as they are needed; the last few are kept, for reads that follow each other.
+
+        Args:
+            checkpoint: the checkpoint's manifest.
+
+        Returns:
+            A function that reads a range of a file: its name, the first byte, and the byte after the last one. It
+            raises `Corrupt` if the file is missing or damaged.
+        """
+
+        @lru_cache(maxsize=KEPT_BLOCKS)
+        def block(name: str, number: int) -> bytes:
+            file, first = checkpoint.files[name], number * BLOCK
+            if not file.blocks:
+                return read_verified(self.objects, file)
+            return read_range(self.objects, file, first, min(first + BLOCK, file.bytes), file.blocks[number])
+
+        def read(name: str, start: int, end: int) -> bytes:
+            size = BLOCK if checkpoint.files[name].blocks else max(checkpoint.files[name].bytes, 1)
+            data = []
+            for number in range(start // size, -(-end // size)):
+                first = number * size
+                data.append(memoryview(block(name, number))[max(start - first, 0) : end - first])
+            return b"".join(data)
+
+        return read
 
     def read_checkpoint(self, checkpoint: Checkpoint, names: Iterable[str] | None = None) -> dict[str, bytes]:
         """Read files of a checkpoint, checked against their digests.

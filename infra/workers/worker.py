@@ -34,6 +34,7 @@ from infra.workers.calls import (
     UpdateCall,
     Updated,
 )
+from infra.workers.checkpoints import stored_state
 from infra.workers.engines import Engines
 from infra.workers.resources import Resources
 from infra.workers.rollouts import Generated, Rollouts, newest
@@ -396,7 +397,7 @@ class Worker:
             return
         self._weights[role] = None
         if stored is not None:
-            self.engines.model(role, learns=True).load_state(self.store.read_checkpoint(stored))
+            self.engines.model(role, learns=True).load_state(stored_state(self.store, stored))
         elif role != "reference" or not self._reference_is_actor():
             self.engines.forget(role)
             self.engines.model(role)
@@ -407,23 +408,21 @@ class Worker:
 
     def _load_rollout(self, checkpoint: Checkpoint | None) -> None:
         """Load only the actor's weights, for a rollout in a different process from the actor."""
-        from rlhf.engines.model_engine import copy_weights, is_weights, weights_of
+        from rlhf.engines.model_engine import copy_weights
 
-        uses_server, adapter_config = self.config.rollout.engine == "server", "adapter_config.json"
-        files: dict[str, bytes] = {}
-        if checkpoint is not None:
-            names = [name for name in checkpoint.files if is_weights(name) or name == adapter_config]
-            files = self.store.read_checkpoint(checkpoint, names)
+        uses_server = self.config.rollout.engine == "server"
+        stored = None if checkpoint is None else stored_state(self.store, checkpoint)
         if uses_server and not self._server_checked:  # this pool holds no actor to compare with, so load one
             from rlhf.engines.torch_engine import TorchEngine
 
             rollout, model = self.engines.rollout(), load_actor(self.config.model, self.config.run.seed)
-            copy_weights(weights_of(files), model)
+            if stored is not None:
+                copy_weights(stored.tensors(), model)
             rollout.load_weights(model.named_parameters())
             actor = TorchEngine(model, "policy", dtype=self.config.model.dtype, trainable=False)
             self._check_server(rollout, actor)
-        elif checkpoint is not None:
-            self.engines.rollout().load_weights(weights_of(files), files.get(adapter_config))
+        elif stored is not None:
+            self.engines.rollout().load_weights(stored.tensors(), stored.file("adapter_config.json"))
         elif uses_server:  # the server may hold other weights
             model = load_actor(self.config.model, self.config.run.seed)
             self.engines.rollout().load_weights(model.named_parameters())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from rlhf.algorithms.objectives import Objective
     from rlhf.batch import TrajectoryBatch
+    from rlhf.engines.stored_state import StoredState
 
 
 @dataclass(frozen=True)
@@ -238,7 +239,7 @@ class TrainEngine(InferenceEngine, Protocol):
         """Return this rank's files of the full state by name: safetensors and JSON, loadable in any layout."""
         ...
 
-    def load_state(self, files: Mapping[str, bytes]) -> None:
+    def load_state(self, stored: StoredState) -> None:
         """Load the state from the files of all ranks that wrote it."""
         ...
 

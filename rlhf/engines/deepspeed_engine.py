@@ -14,7 +14,8 @@ import torch
 from rlhf.engines import ranks
 from rlhf.engines.base import OptimizerPlan
 from rlhf.engines.model_engine import ModelEngine, not_finite
-from rlhf.engines.state_digest import Part
+from rlhf.engines.parts import Part
+from rlhf.engines.stored_state import StoredTensor
 from rlhf.engines.token_outputs import Head
 
 if TYPE_CHECKING:
@@ -175,33 +176,37 @@ class DeepSpeedEngine(ModelEngine):
         parameter: Any = self.parameters[name]
         return tuple(parameter.ds_shape if self.stage == 3 else parameter.shape)
 
-    def set(self, kind: str, name: str, value: Tensor) -> None:
-        """Replace a parameter or its optimizer state; see `ModelEngine.set`."""
+    def _load(self, kind: str, name: str, stored: StoredTensor) -> None:
         from deepspeed import utils
         from deepspeed.runtime.zero import GatheredParameters
 
-        parameter, value = self.parameters[name], value.to(self.device)
+        parameter: Any = self.parameters[name]
         if kind != "model":
             self._make_state()
         if self.stage == 0:
-            (parameter.data if kind == "model" else self._plain_state(parameter)[kind]).copy_(value)
-        elif self.stage < 3 and kind == "model":
+            (parameter.data if kind == "model" else self._plain_state(parameter)[kind]).copy_(stored.whole())
+        elif self.stage < 3 and kind == "model":  # each rank computes with the whole parameter
+            value = stored.whole().to(self.device)
             utils.safe_set_full_fp32_param(parameter, value)
             parameter.data.copy_(value)
         elif self.stage < 3:
-            utils.safe_set_full_optimizer_state(parameter, value, kind)
+            for part in self.parts(kind, name):
+                part.fill(stored)
         elif kind == "model":
-            utils.safe_set_local_fp32_param(parameter, self._part(parameter, value))
+            utils.safe_set_local_fp32_param(parameter, self._share(parameter, stored))
             with GatheredParameters([parameter], modifier_rank=0):
-                parameter.data.copy_(value)
+                if ranks.rank() == 0:
+                    parameter.data.copy_(stored.whole())
         else:
-            utils.safe_set_local_optimizer_state(parameter, self._part(parameter, value), kind)
+            utils.safe_set_local_optimizer_state(parameter, self._share(parameter, stored), kind)
 
-    def _part(self, parameter: Any, value: Tensor) -> Tensor:
-        """Return this rank's share in stage 3, padded; `safe_set_full_…` fail if a share is nothing but padding."""
+    def _share(self, parameter: Any, stored: StoredTensor) -> Tensor:
+        """Read this rank's share in stage 3, padded; `safe_set_full_…` fail if a share is nothing but padding."""
         size, first = parameter.ds_tensor.numel(), ranks.rank() * parameter.ds_tensor.numel()
-        padded = torch.nn.functional.pad(value.flatten(), (0, size * ranks.count() - value.numel()))
-        return padded[first : first + size]
+        share = torch.zeros(size)
+        if (last := min(first + size, parameter.ds_numel)) > first:
+            share[: last - first] = stored.flat(first, last)
+        return share.to(self.device)
 
     def _plain_state(self, parameter: Tensor) -> dict[str, Tensor]:
         assert self.optimizer is not None

@@ -17,12 +17,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from rlhf.engines import ranks
-from rlhf.engines.state_digest import Part
+from rlhf.engines.parts import Part
+from rlhf.engines.stored_state import StoredTensor
 from rlhf.engines.token_outputs import Head
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.errors import UserError
@@ -137,31 +138,30 @@ class FSDPEngine(TorchEngine):
     def parts(self, kind: str, name: str) -> Iterator[Part]:
         """Yield what this rank holds of a tensor; see `ModelEngine.parts`."""
         tensor = self._held(kind, name)
-        assert isinstance(tensor, DTensor)
-        block = tensor.to_local()
-        is_copy = not _is_cut(tensor) and ranks.rank() % self.team > 0  # the team's first member has the same
-        if block.numel() and not is_copy:
-            _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-            yield Part.block(block, tensor.shape, offsets)
+        if _is_cut(tensor) or ranks.rank() % self.team == 0:  # otherwise the team's first member has the same
+            yield from _blocks(tensor)
+
+    def _fill(self, tensor: Tensor, stored: StoredTensor) -> None:
+        for block in _blocks(tensor):
+            block.fill(stored)
 
     def _gathered(self, tensor: Tensor) -> Tensor:
         assert isinstance(tensor, DTensor)
         return tensor.to(self.device).full_tensor()  # type: ignore[no-any-return, attr-defined]
 
-    def _share(self, parameter: Tensor, whole: Tensor) -> Tensor:
-        assert isinstance(parameter, DTensor)
-        mesh, placements, device = parameter.device_mesh, parameter.placements, parameter.to_local().device
-        if mesh.ndim == 1:
-            return distribute_tensor(whole, mesh, placements).to(device)
-        part, cut = whole, placements[1]
-        if isinstance(cut, Shard):
-            part = whole.chunk(self.team, cut.dim)[ranks.rank() % self.team].contiguous()
-        shard = distribute_tensor(part, mesh["teams"], [Shard(0)]).to_local().to(device)
-        return DTensor.from_local(shard, mesh, placements, shape=parameter.shape, stride=parameter.stride())
+
+def _blocks(tensor: Tensor) -> Iterator[Part]:
+    """Yield this rank's block of a tensor, unless it is empty."""
+    assert isinstance(tensor, DTensor)
+    block = tensor.to_local()
+    if block.numel():
+        _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        yield Part.block(block, tensor.shape, offsets)
 
 
-def _is_cut(tensor: DTensor) -> bool:
+def _is_cut(tensor: Tensor) -> bool:
     """Tell whether a tensor is split over the team."""
+    assert isinstance(tensor, DTensor)
     return tensor.device_mesh.ndim == 2 and isinstance(tensor.placements[1], Shard)
 
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import torch
-from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 
 from rlhf.algorithms.masked import LossNormalizers
@@ -25,8 +24,9 @@ from rlhf.engines import ranks, state_digest
 from rlhf.engines.base import OptimizerPlan
 from rlhf.engines.micro_batches import Layout, MicroBatch, by_prompt, by_token_budget, prompt_numbers
 from rlhf.engines.optimizers import AdamW, Optimizer
+from rlhf.engines.parts import Part
 from rlhf.engines.sequence_parallel import Team
-from rlhf.engines.state_digest import Part
+from rlhf.engines.stored_state import StoredState, StoredTensor
 from rlhf.engines.token_outputs import Head, TokenOutputs
 from rlhf.errors import NotFinite
 from rlhf.models import config_json, lora
@@ -145,16 +145,6 @@ class ModelEngine(ABC):
         """
 
     @abstractmethod
-    def set(self, kind: str, name: str, value: Tensor) -> None:
-        """Replace a parameter or its optimizer state; all ranks must make the same call.
-
-        Args:
-            kind: `model`, or the name of an optimizer state (`Optimizer.state`).
-            name: name of the parameter.
-            value: the whole tensor, float32.
-        """
-
-    @abstractmethod
     def parts(self, kind: str, name: str) -> Iterator[Part]:
         """Yield what this rank holds of a parameter or its optimizer state; no element is yielded by two ranks.
 
@@ -166,6 +156,16 @@ class ModelEngine(ABC):
     @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a whole parameter."""
+
+    @abstractmethod
+    def _load(self, kind: str, name: str, stored: StoredTensor) -> None:
+        """Replace a parameter or its optimizer state; all ranks must make the same call.
+
+        Args:
+            kind: `model`, or the name of an optimizer state (`Optimizer.state`).
+            name: name of the parameter.
+            stored: the whole tensor, float32.
+        """
 
     @abstractmethod
     def _reset_optimizer(self) -> None:
@@ -349,27 +349,30 @@ class ModelEngine(ABC):
                 files["model.safetensors.index.json"] = json.dumps(index, indent=1).encode()
         return files
 
-    def load_state(self, files: Mapping[str, bytes]) -> None:
-        """Load the state.
+    def load_state(self, stored: StoredState) -> None:
+        """Load the state; each rank reads what it holds.
 
         Args:
-            files: the files of all ranks that wrote the state, by name; their number may differ from the ranks now.
+            stored: the files of all ranks that wrote the state; their number may differ from the ranks now.
         """
-        model = _merged(files, WEIGHTS)
         names, buffers = self.names(), self._buffers()
         expected = {self._stored(name) for name in (*names, *buffers)}
-        assert model.keys() == expected, f"not a checkpoint of this model: {model.keys() ^ expected}"
+        found = stored.weights
+        assert found.keys() == expected, f"not a checkpoint of this model: {found.keys() ^ expected}"
+        state = stored.file("state.json")
+        assert state is not None
         self._reset_optimizer()
         with torch.no_grad():
             for name in names:
-                self.set("model", name, model[self._stored(name)])
+                self._load("model", name, found[self._stored(name)])
             for name, buffer in buffers.items():
-                buffer.copy_(model[name])
-            self.steps = json.loads(files["state.json"])["steps"]
-            moments = _merged(files, ("optimizer",))
-            for kind in self.optimizer_type.state if self.steps else ():
-                for name in names:
-                    self.set(kind, name, moments[f"{kind}.{name}"])
+                buffer.copy_(found[name].whole())
+            self.steps = json.loads(state)["steps"]
+            if self.steps:
+                moments = stored.moments
+                for kind in self.optimizer_type.state:
+                    for name in names:
+                        self._load(kind, name, moments[f"{kind}.{name}"])
 
     def _stored(self, name: str) -> str:
         return lora.stored_name(name) if lora.has(self.model) else name
@@ -423,26 +426,6 @@ class WithoutAdapters:
             return self.actor.infer(batch, outputs, temperature=temperature, micro_batch_tokens=micro_batch_tokens)
 
 
-WEIGHTS = ("model", "adapter_model")
-
-
-def is_weights(file: str) -> bool:
-    """Tell whether a file of a checkpoint, given by name, contains weights of the model or its adapters."""
-    return file.startswith(WEIGHTS) and file.endswith(".safetensors")
-
-
-def weights_of(files: Mapping[str, bytes]) -> Iterable[tuple[str, Tensor]]:
-    """Read the weights of a checkpoint.
-
-    Args:
-        files: the files of all ranks, by name.
-
-    Returns:
-        Tensors by name.
-    """
-    return _merged(files, WEIGHTS).items()
-
-
 def copy_weights(weights: Iterable[tuple[str, Tensor]], model: PreTrainedModel) -> None:
     """Copy weights into an unsharded model, in place.
 
@@ -456,11 +439,6 @@ def copy_weights(weights: Iterable[tuple[str, Tensor]], model: PreTrainedModel) 
     with torch.no_grad():
         for name, tensor in weights:
             targets[name].copy_(tensor)
-
-
-def _merged(files: Mapping[str, bytes], which: tuple[str, ...]) -> dict[str, Tensor]:
-    parts = [data for name, data in files.items() if name.startswith(which) and name.endswith(".safetensors")]
-    return {name: tensor for part in parts for name, tensor in load_safetensors(part).items()}
 
 
 def _sha256(tensor: Tensor) -> str:

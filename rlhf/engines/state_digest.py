@@ -13,16 +13,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from rlhf.engines import ranks
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from rlhf.engines.parts import Part
 
 KIND = "sum64"
 """How digests of this kind begin; those of older releases are a bare SHA-256 of gathered tensors."""
@@ -30,55 +26,6 @@ CHUNK = {"cpu": 2**15, "cuda": 2**24}
 """Elements that are hashed at once: on a CPU they stay in its cache."""
 MIX = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 """Odd 64-bit constants, as signed integers."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """Elements of a tensor that one rank holds: runs that are contiguous in the flattened whole tensor."""
-
-    values: Tensor
-    """float32, shape (runs, length of a run)."""
-    starts: Tensor
-    """Position of each run's first element in the flattened whole tensor, int64 on the CPU, shape (runs,)."""
-
-    @classmethod
-    def flat(cls, values: Tensor, start: int = 0) -> Part:
-        """A single run.
-
-        Args:
-            values: any shape.
-            start: position of the first element in the flattened whole tensor.
-        """
-        return cls(values.reshape(1, -1), torch.tensor([start]))
-
-    @classmethod
-    def of_rank(cls, whole: Tensor) -> Iterator[Part]:
-        """This rank's share of a tensor that all ranks hold."""
-        values, count = whole.reshape(-1), ranks.count()
-        first, last = (len(values) * number // count for number in (ranks.rank(), ranks.rank() + 1))
-        if last > first:
-            yield cls.flat(values[first:last], first)
-
-    @classmethod
-    def block(cls, values: Tensor, shape: Sequence[int], offsets: Sequence[int]) -> Part:
-        """A rectangular block.
-
-        Args:
-            values: the block.
-            shape: shape of the whole tensor.
-            offsets: index of the block's first element in each dimension of the whole tensor.
-        """
-        strides = [1] * len(shape)
-        for dim in reversed(range(len(shape) - 1)):
-            strides[dim] = strides[dim + 1] * shape[dim + 1]
-        contiguous = len(shape)  # from this dimension on, the block is contiguous in the whole
-        while contiguous > 0 and values.shape[contiguous:] == tuple(shape[contiguous:]):
-            contiguous -= 1
-        starts = torch.zeros(1, dtype=torch.int64)
-        for dim, stride in enumerate(strides):
-            count = values.shape[dim] if dim < contiguous else 1
-            starts = (starts[:, None] + (offsets[dim] + torch.arange(count)) * stride).flatten()
-        return cls(values.reshape(len(starts), -1), starts)
 
 
 def sums(part: Part, key: int) -> tuple[int, int]:

@@ -11,7 +11,8 @@ import torch
 from rlhf.engines import ranks
 from rlhf.engines.base import OptimizerPlan
 from rlhf.engines.model_engine import ModelEngine, not_finite
-from rlhf.engines.state_digest import Part
+from rlhf.engines.parts import Part
+from rlhf.engines.stored_state import StoredTensor
 from rlhf.engines.token_outputs import Head
 
 if TYPE_CHECKING:
@@ -84,25 +85,21 @@ class TorchEngine(ModelEngine):
         moment: Tensor | None = self.optimizer.state.get(parameter, {}).get(kind)
         return torch.zeros_like(parameter) if moment is None else moment  # None: it has never had a gradient
 
-    def set(self, kind: str, name: str, value: Tensor) -> None:
-        """Replace a parameter or its optimizer state; see `ModelEngine.set`."""
-        parameter = self.parameters[name]
-        share = self._share(parameter, value.to(self.device))
-        if kind == "model":
-            parameter.data.copy_(share)
-            return
-        assert self.optimizer is not None
-        state = self.optimizer.state[parameter]
-        state["step"] = torch.tensor(float(self.steps), device=self.device)
-        state[kind] = share
+    def _load(self, kind: str, name: str, stored: StoredTensor) -> None:
+        if kind != "model":
+            assert self.optimizer is not None
+            state = self.optimizer.state[self.parameters[name]]
+            state["step"] = torch.tensor(float(self.steps), device=self.device)
+            state[kind] = torch.zeros_like(self.parameters[name])
+        self._fill(self._held(kind, name), stored)
+
+    def _fill(self, tensor: Tensor, stored: StoredTensor) -> None:
+        """Read what this rank holds of a tensor."""
+        Part.flat(tensor).fill(stored)
 
     def _gathered(self, tensor: Tensor) -> Tensor:
         """Return the whole of a tensor that may be sharded over the ranks."""
         return tensor
-
-    def _share(self, parameter: Tensor, whole: Tensor) -> Tensor:
-        """Return this rank's part of a whole tensor, sharded like the parameter."""
-        return whole
 
     def _reset_optimizer(self) -> None:
         if self.optimizer is not None:

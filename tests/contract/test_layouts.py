@@ -27,6 +27,7 @@ from rlhf.batch import TrajectoryBatch
 from rlhf.config import RewardModelConfig
 from rlhf.engines.base import TrainEngine
 from rlhf.engines.reward_engine import RewardEngine
+from rlhf.engines.stored_state import StoredState
 from rlhf.errors import NotFinite, UserError
 from rlhf.models import load_reward_model, load_tokenizer
 from tests import tiny
@@ -75,7 +76,7 @@ def run(kind: Kind, batch: TrajectoryBatch, options: dict[str, Any], load: Files
     """Ask, update, and tell everything."""
     engine = kind.build(**options)
     if load is not None:
-        engine.load_state(load)
+        engine.load_state(StoredState.of(load))
     began = engine.digest()
     outputs = infer(engine, kind, batch)
     metrics = engine.update(batch, kind.objective, DEALT)
@@ -114,7 +115,7 @@ def run_spoiled(kind: Kind, batch: TrajectoryBatch) -> tuple[str, str]:
         gathered |= part
     with pytest.raises(NotFinite):
         engine.update(batch, kind.objective, DEALT)
-    engine.load_state(gathered)
+    engine.load_state(StoredState.of(gathered))
     return digest, engine.digest()
 
 
@@ -144,7 +145,7 @@ def test_two_processes_do_what_one_does(
     # two processes wrote it: one process, of another engine, goes on from it
     files = together(told)
     loaded = ENGINES["torch"](kind.folder, kind.head)
-    loaded.load_state(files)
+    loaded.load_state(StoredState.of(files))
     assert loaded.digest() == told[0]["digest"]
     assert_same_update(loaded, one)
 
@@ -170,7 +171,7 @@ def test_two_processes_go_on_where_one_stopped(
     assert_close(told[0]["outputs"], outputs)
     one.update(batch, kind.objective, DEALT)
     loaded = ENGINES["torch"](kind.folder, kind.head)
-    loaded.load_state(together(told))
+    loaded.load_state(StoredState.of(together(told)))
     assert_same_update(loaded, one)
 
 
@@ -205,7 +206,7 @@ def test_two_processes_share_each_sequence(
     assert_close(told[0]["outputs"], infer(one, kind, batch))
     assert told[0]["metrics"] == pytest.approx(one.update(batch, kind.objective, DEALT), rel=2e-3, abs=1e-4)
     loaded = ENGINES["torch"](kind.folder, kind.head)
-    loaded.load_state(together(told))
+    loaded.load_state(StoredState.of(together(told)))
     assert loaded.digest() == told[0]["digest"] == told[1]["digest"]
     assert_same_update(loaded, one)
 
@@ -246,7 +247,7 @@ def test_matrices_of_other_models_are_shared(name: str, batch: TrajectoryBatch, 
     assert told[0]["metrics"] == pytest.approx(one.update(batch, kind.objective, DEALT), rel=2e-3, abs=1e-4)
     files = together(told)
     loaded = ENGINES["torch"](folder, "policy")
-    loaded.load_state(files)
+    loaded.load_state(StoredState.of(files))
     assert_same_update(loaded, one)
     assert ranks(run, kind, batch, {"tensor_parallel": 2}, files)[1]["began"] == loaded.digest()
 
@@ -271,7 +272,7 @@ def test_two_processes_share_each_matrix(
     assert told[0]["metrics"] == pytest.approx(one.update(batch, kind.objective, DEALT), rel=2e-3, abs=1e-4)
     files = together(told)
     loaded = ENGINES["torch"](kind.folder, kind.head)
-    loaded.load_state(files)
+    loaded.load_state(StoredState.of(files))
     assert loaded.digest() == told[0]["digest"] == told[1]["digest"]
     assert_same_update(loaded, one)
     assert ranks(run, kind, batch, {"tensor_parallel": 2, **options}, files)[1]["began"] == loaded.digest()
@@ -319,7 +320,7 @@ def test_four_processes_in_teams_of_two(policy_folder: Path, batch: TrajectoryBa
             assert told[3]["metrics"] == pytest.approx(metrics, rel=2e-3, abs=1e-4)
             files = together(told)
             loaded = ENGINES["torch"](kind.folder, kind.head)
-            loaded.load_state(files)
+            loaded.load_state(StoredState.of(files))
             assert loaded.digest() == told[3]["digest"]
             assert_same_update(loaded, one)
             assert four(run, kind, batch, team, files)[3]["began"] == loaded.digest()
@@ -346,7 +347,7 @@ def test_bfloat16_by_two_processes(engine: str, policy_folder: Path, batch: Traj
     assert told[0]["outputs"] != infer(alone, kind, batch)
     assert_close(told[0]["outputs"], infer(alone, kind, batch), atol=0.3)
     loaded = ENGINES["torch"](kind.folder, kind.head)
-    loaded.load_state(together(told))
+    loaded.load_state(StoredState.of(together(told)))
     assert loaded.digest() == told[0]["digest"]
 
 

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from rlhf.batch import TrajectoryBatch
 from rlhf.config import LoRAConfig, ModelConfig
-from rlhf.engines.model_engine import ModelEngine, WithoutAdapters, copy_weights, weights_of
+from rlhf.engines.model_engine import ModelEngine, WithoutAdapters, copy_weights
+from rlhf.engines.stored_state import StoredState
 from rlhf.errors import UserError
 from rlhf.models import load_actor, load_critic, save
 from tests.contract.test_layouts import DEALT, Files, ranks
@@ -70,7 +71,7 @@ def test_adapters_learn_and_the_base_stays(kind: Kind, batch: TrajectoryBatch, t
     base_model = AUTO[kind.head].from_pretrained(kind.folder, dtype=torch.float32)
     peft = PeftModel.from_pretrained(base_model, folder_of(files, tmp_path))
     plain = LOAD[kind.head](ModelConfig(path=str(kind.folder), lora=LORA))
-    copy_weights(weights_of(files), plain)
+    copy_weights(StoredState.of(files).tensors(), plain)
     torch.testing.assert_close(logits_of(peft), logits_of(plain), rtol=0, atol=1e-6)
 
     # merged, it is a plain model folder: W + alpha/r B A rounds once more than W x + alpha/r B A x
@@ -87,7 +88,7 @@ def test_adapters_round_trip_bit_by_bit(kind: Kind, batch: TrajectoryBatch) -> N
         other = adapted(kind)
         other.update(batch, kind.objective, DEALT)
         engine.update(batch, kind.objective, PLAN)
-        other.load_state(files)
+        other.load_state(StoredState.of(files))
         assert other.digest() == digest
         other.update(batch, kind.objective, PLAN)
         assert other.digest() == engine.digest()
@@ -96,7 +97,7 @@ def test_adapters_round_trip_bit_by_bit(kind: Kind, batch: TrajectoryBatch) -> N
 def run_adapted(kind: Kind, batch: TrajectoryBatch, load: Files | None = None, **options: Any) -> dict[str, Any]:
     engine: ModelEngine = adapted(kind, **options)
     if load is not None:
-        engine.load_state(load)
+        engine.load_state(StoredState.of(load))
     began, metrics = engine.digest(), engine.update(batch, kind.objective, DEALT)
     return {"began": began, "metrics": metrics, "digest": engine.digest(), "files": engine.state()}
 
@@ -111,7 +112,7 @@ def test_adapters_by_two_processes(kind: Kind, batch: TrajectoryBatch, ranks: Ra
     files = {name: data for rank in told for name, data in rank["files"].items()}
     assert [sum(name.startswith("optimizer") for name in rank["files"]) for rank in told] == [1, 1]
     loaded = adapted(kind, "torch")
-    loaded.load_state(files)
+    loaded.load_state(StoredState.of(files))
     assert loaded.digest() == told[0]["digest"] == told[1]["digest"]
     assert ranks(run_adapted, kind, batch, files)[0]["began"] == loaded.digest()
 

@@ -32,6 +32,7 @@ from rlhf.engines.deepspeed_engine import DeepSpeedEngine, ZeroStage
 from rlhf.engines.fsdp_engine import FSDPEngine
 from rlhf.engines.micro_batches import MicroBatch
 from rlhf.engines.optimizers import AdamW
+from rlhf.engines.stored_state import StoredState
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.errors import NotFinite
 from rlhf.models import load_actor, load_critic
@@ -393,7 +394,7 @@ def test_state_round_trips_bit_by_bit(kind: Kind, batch: TrajectoryBatch) -> Non
         other.update(batch, kind.objective, replace(PLAN, lr=0.1))
         engine.update(batch, kind.objective, PLAN)
         for loaded in (fresh, other):
-            loaded.load_state(files)
+            loaded.load_state(StoredState.of(files))
             assert loaded.digest() == digest, steps
             loaded.update(batch, kind.objective, PLAN)
             assert loaded.digest() == engine.digest()
@@ -425,7 +426,7 @@ def test_nan_is_refused_and_the_engine_can_be_loaded_anew(kind: Kind, batch: Tra
     before = engine.state()
     with pytest.raises(NotFinite, match=r"norm is (nan|inf)"):
         engine.update(spoiled, kind.objective, PLAN)
-    engine.load_state(before)
+    engine.load_state(StoredState.of(before))
     assert engine.digest() == healthy.digest()
     assert engine.update(batch, kind.objective, PLAN) == healthy.update(batch, kind.objective, PLAN)
     assert engine.digest() == healthy.digest()
@@ -438,7 +439,7 @@ def test_an_aborted_update_leaves_no_gradients_behind(kind: Kind, batch: Traject
         before = engine.state()
         with pytest.raises(KeyboardInterrupt):
             engine.update(batch, Aborts(kind.objective), replace(PLAN, mini_batches=(ALL,), micro_batch_tokens=15))
-        engine.load_state(before)
+        engine.load_state(StoredState.of(before))
         assert engine.digest() == healthy.digest(), steps
         assert engine.update(batch, kind.objective, PLAN) == healthy.update(batch, kind.objective, PLAN)
         assert engine.digest() == healthy.digest()

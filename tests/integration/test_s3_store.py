@@ -14,7 +14,7 @@ import pytest
 
 from infra.runs import open_run
 from infra.store.log import Fenced
-from infra.store.manifest import Checkpoint, Fingerprint, Manifest
+from infra.store.manifest import BLOCK, Checkpoint, Fingerprint, Manifest
 from infra.store.records import Claim, ShardCommit, ShardRef, StageCommit, Weights
 from infra.store.run_store import RunStore
 from rlhf.errors import UserError
@@ -147,6 +147,8 @@ def test_a_checkpoint_of_many_parts(s3: str) -> None:
     checkpoint = store.checkpoint(ref)
     assert checkpoint.files["model.safetensors"].bytes == len(large)
     assert store.read_checkpoint(checkpoint)["model.safetensors"] == large
+    read, start = store.ranges(checkpoint), 5 * BLOCK - 7
+    assert read("model.safetensors", start, start + BLOCK) == large[start : start + BLOCK]
     [key] = [key for key in store.objects.list("checkpoints/") if key.endswith(".safetensors")]
     info = store.objects.backend.fs.info(f"{s3.removeprefix('s3://')}/{store.url.rpartition('/')[2]}/{key}")  # type: ignore[attr-defined]
     assert info["ETag"].strip('"').endswith("-3"), "three parts"

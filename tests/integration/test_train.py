@@ -312,8 +312,8 @@ def _loads_something_else() -> None:
 
     original = TorchEngine.load_state
 
-    def load_state(self: TorchEngine, files: Any) -> None:
-        original(self, files)
+    def load_state(self: TorchEngine, stored: Any) -> None:
+        original(self, stored)
         if self.head == "policy":
             with torch.no_grad():
                 next(iter(self.parameters.values()))[0, 0] += 1e-3
@@ -324,7 +324,7 @@ def _loads_something_else() -> None:
 def _rounds_as_an_older_release() -> None:
     import tasks.changes
 
-    tasks.changes.ROUNDING -= 1
+    tasks.changes.ROUNDING -= 1  # type: ignore[attr-defined]
 
 
 def test_a_replay_that_differs(ratchet: Ratchet) -> None:

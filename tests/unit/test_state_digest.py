@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlhf.engines.state_digest import CHUNK, KIND, Part, of_parts, sums
+from rlhf.engines.parts import Part
+from rlhf.engines.state_digest import CHUNK, KIND, of_parts, sums
 from tests.padded import properties
 
 KEY = -1234567890123456789

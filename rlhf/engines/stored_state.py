@@ -1,0 +1,105 @@
+"""A stored state: the files of a checkpoint, of which an engine reads only what it holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+WEIGHTS = ("model", "adapter_model")
+MOMENTS = ("optimizer",)
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""PyTorch's types by their names in safetensors files."""
+
+Read = Callable[[str, int, int], bytes]
+"""Reads a file: its name, the first byte, and the byte after the last one."""
+
+
+def is_weights(file: str) -> bool:
+    """Tell whether a file of a checkpoint, given by name, contains weights of the model or its adapters."""
+    return file.startswith(WEIGHTS) and file.endswith(".safetensors")
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a safetensors file."""
+
+    read: Read
+    file: str
+    start: int
+    """Offset of its first byte in the file."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def flat(self, first: int, last: int) -> Tensor:
+        """Read elements of the flattened tensor, from `first` up to, but without, `last`."""
+        size = self.dtype.itemsize
+        data = self.read(self.file, self.start + first * size, self.start + last * size)
+        return torch.frombuffer(bytearray(data), dtype=self.dtype) if data else torch.empty(0, dtype=self.dtype)
+
+    def whole(self) -> Tensor:
+        """Read the whole tensor."""
+        return self.flat(0, torch.Size(self.shape).numel()).reshape(self.shape)
+
+
+class StoredState:
+    """The files of a checkpoint, whose tensors are read by range."""
+
+    def __init__(self, sizes: Mapping[str, int], read: Read) -> None:
+        """Read the headers of the safetensors files.
+
+        Args:
+            sizes: bytes of each file, by name.
+            read: reads a range of a file.
+        """
+        self._sizes, self._read = sizes, read
+        self.weights = self._tensors(WEIGHTS)
+        """The model's tensors, or those of its adapters, by name."""
+
+    @classmethod
+    def of(cls, files: Mapping[str, bytes]) -> StoredState:
+        """The state in files that are in memory."""
+        return cls({name: len(data) for name, data in files.items()}, lambda name, start, end: files[name][start:end])
+
+    @property
+    def moments(self) -> dict[str, StoredTensor]:
+        """The optimizer's tensors, by kind and name of the parameter: ``exp_avg.lm_head.weight``."""
+        return self._tensors(MOMENTS)
+
+    def file(self, name: str) -> bytes | None:
+        """Read a whole file; None if there is none of this name."""
+        return self._read(name, 0, self._sizes[name]) if name in self._sizes else None
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Read the weights, one tensor at a time."""
+        return ((name, stored.whole()) for name, stored in self.weights.items())
+
+    def _tensors(self, which: tuple[str, ...]) -> dict[str, StoredTensor]:
+        tensors: dict[str, StoredTensor] = {}
+        for file in self._sizes:
+            if file.startswith(which) and file.endswith(".safetensors"):
+                first = 8 + int.from_bytes(self._read(file, 0, 8), "little")
+                header = json.loads(self._read(file, 8, first))
+                header.pop("__metadata__", None)
+                for name, about in header.items():
+                    start = first + about["data_offsets"][0]
+                    shape, dtype = tuple(about["shape"]), DTYPES[about["dtype"]]
+                    tensors[name] = StoredTensor(self._read, file, start, shape, dtype)
+        return tensors
