@@ -598,8 +598,8 @@ def _drive(config: RunConfig, take_over: bool) -> None:
 
     def stop(*_: object) -> None:
         """Handle a signal before the driver starts or after it ends. An `Exception` would be lost while a package is
-        imported that catches it."""
-        print("error: stopped as asked: repeat the command to continue", file=sys.stderr, flush=True)
+        imported that catches it; `sys.stderr` refuses to print while it is interrupted."""
+        os.write(2, b"error: stopped as asked: repeat the command to continue\n")
         raise SystemExit(1)
 
     with on_signals(stop), progress(console, config.train.iterations):

@@ -70,7 +70,7 @@ class Child:
     output: Path
     counts: Path
 
-    def wait(self, timeout: float = 120.0) -> int:
+    def wait(self, timeout: float = 300.0) -> int:
         """The exit code; a signal's number is negative."""
         self.process.join(timeout)
         if self.process.exitcode is None:

@@ -228,12 +228,11 @@ def driving(
             yield active
         return
     driver = _open(config, dependencies, take_over, check)
-    with beating(driver.store.log, driver.stopping):
+    with driver.stopping.watching(), beating(driver.store.log, driver.stopping):
         token = _open_drivers.set((*drivers, driver))
         try:
-            with on_signals(driver.stopping.request):
-                yield driver
-                driver.snapshots.settle(wait=True)
+            yield driver
+            driver.snapshots.settle(wait=True)
         except Corrupt:
             driver.store.log.check_claim()  # after a takeover the new driver may have deleted the snapshot
             raise
@@ -243,7 +242,6 @@ def driving(
             if driver.rollout.replicas is not None:
                 driver.rollout.replicas.close()
             driver.groups.close()
-            driver.stopping.forget()
 
 
 def check_inputs(config: RunConfig) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from infra.execution.claims import begin, claim, run_url
 from infra.execution.driver import say_attention
 from infra.execution.heartbeat import beating
-from infra.execution.stopping import Stopping, on_signals
+from infra.execution.stopping import Stopping
 from infra.store.log import Corrupt
 from infra.store.manifest import Checkpoint
 from infra.store.object_store import ObjectStore
@@ -76,15 +76,12 @@ def fitting(config: FitConfig, role: str, take_over: bool) -> Iterator[Fitting]:
     claim(store, config, initial={role: weights})
     store.sweep(())
     stopping = Stopping("the same command")
-    with beating(store.log, stopping):
+    with stopping.watching(), beating(store.log, stopping):
         try:
-            with on_signals(stopping.request):
-                yield Fitting(store, role, stopping)
+            yield Fitting(store, role, stopping)
         except Corrupt:
             store.log.check_claim()  # after a takeover the new driver may have deleted the state
             raise
-        finally:
-            stopping.forget()
 
 
 def _check_same(config: FitConfig, committed: dict[str, Any], same_start: bool) -> None:

@@ -6,10 +6,12 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from queue import Empty, SimpleQueue
 from types import FrameType
-from typing import Any
+from typing import Literal
 
 from infra.progress import note
 from rlhf.errors import RatchetError
@@ -33,21 +35,18 @@ class Stopping:
     def __init__(self, resume_command: str) -> None:
         """`resume_command` tells the user how to resume."""
         self._why: RatchetError = Stopped.as_asked(resume_command)
-        self._asked = threading.Event()
-        self._grace: threading.Timer | None = None
+        self._asked = False
+        self._requests = SimpleQueue[Literal["soon", "at once", "ended"]]()
 
-    def request(self, signum: int | None = None, _: Any = None) -> None:
+    def request(self, signum: int | None = None, _: FrameType | None = None) -> None:
         """Stop at the next `check`. Abandon running, uncommitted work after `GRACE_S`; on Ctrl-C at once, because the
-        terminal also interrupts the temporary Prefect server."""
-        if signum == signal.SIGINT:
-            self._abandon()
-        if self._asked.is_set():
-            return
-        self._asked.set()
-        note(f"stopping: finishing the current work (at most {GRACE_S:.0f} s)")
-        self._grace = threading.Timer(GRACE_S, self._abandon)
-        self._grace.daemon = True
-        self._grace.start()
+        terminal also interrupts the temporary Prefect server.
+
+        A signal handler may interrupt any line of the main thread, even an import or one that holds a lock. This method
+        therefore only queues what `watching` does, in another thread.
+        """
+        self._asked = True
+        self._requests.put("at once" if signum == signal.SIGINT else "soon")
 
     def fail(self, error: RatchetError) -> None:
         """Stop as if requested, but raise `error`."""
@@ -56,17 +55,38 @@ class Stopping:
 
     def check(self) -> None:
         """Raise `Stopped`, or the error given to `fail`, if a stop was requested."""
-        if self._asked.is_set():
+        if self._asked:
             raise self._why
 
-    def forget(self) -> None:
-        """Cancel the timer: the driver has ended, but its process may continue with other work."""
-        if self._grace is not None:
-            self._grace.cancel()
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Handle SIGTERM and Ctrl-C, and requests of other threads, during the `with` statement."""
+        watcher = threading.Thread(target=self._watch, name="stopping", daemon=True)
+        watcher.start()
+        try:
+            with on_signals(self.request):
+                yield
+        finally:
+            self._requests.put("ended")
+            watcher.join()
+
+    def _watch(self) -> None:
+        deadline: float | None = None
+        while True:
+            try:
+                asked = self._requests.get(timeout=None if deadline is None else max(deadline - time.monotonic(), 0.0))
+            except Empty:
+                asked = "at once"
+            if asked == "ended":
+                return
+            if asked == "at once":
+                self._abandon()
+            if deadline is None:
+                note(f"stopping: finishing the current work (at most {GRACE_S:.0f} s)")
+                deadline = time.monotonic() + GRACE_S
 
     def _abandon(self) -> None:
-        print(f"{self._why} (uncommitted work is abandoned)", file=sys.stderr)
-        sys.stderr.flush()
+        print(f"{self._why} (uncommitted work is abandoned)", file=sys.stderr, flush=True)
         os._exit(1)
 
 

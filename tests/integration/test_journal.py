@@ -6,8 +6,9 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,8 +19,9 @@ import yaml
 
 from infra.store.records import Journal
 from rlhf.config import RunConfig
-from rlhf.engines.server_rollout import PROBE_TOKENS
+from rlhf.engines.server_rollout import PROBE_TOKENS, STREAM_INTERVAL
 from tests import tiny
+from tests.gate import Gate, gate
 from tests.history import History
 from tests.processes import Child, Fault, Processes
 from tests.vllm_server import end_servers, serving
@@ -62,14 +64,20 @@ def server(folder: Path) -> Iterator[Server]:
     end_servers()
 
 
-def long_responses(folder: Path, processes: Processes, server: Server) -> RunConfig:
+@pytest.fixture
+def answers(server: Server) -> Iterator[Gate]:
+    with gate(server.url) as answers:
+        yield answers
+
+
+def long_responses(folder: Path, processes: Processes, answers: Gate) -> RunConfig:
     """A run of one iteration; each response has `LENGTH` tokens."""
     return tiny.config(
         folder,
         run__store=f"file://{processes.folder}/runs",
         data__prompts_per_iteration=PROMPTS,
         rollout__engine="server",
-        rollout__server={"urls": [server.url], "weights_folder": str(folder / "weights")},
+        rollout__server={"urls": [answers.url], "weights_folder": str(folder / "weights")},
         rollout__n=SAMPLES,
         rollout__max_response_tokens=LENGTH,
         rollout__ignore_eos=True,
@@ -102,16 +110,38 @@ def durable_tokens(history: History) -> dict[str, list[int]]:
     return tokens
 
 
-def signal_at(child: Child, number: int, server: Server, tokens: int) -> None:
-    """Send a signal to a driver once the server has generated so many tokens."""
-    while server.metric("generation_tokens_total") < tokens:
+def killed_at_its_second_journal(start: Callable[[], Child], config: RunConfig, answers: Gate, events: int) -> Child:
+    """A driver that dies at its second journal, as `start` says, and is let get as many events for each of the two."""
+    before = journals(config)
+    answers.let(events)
+    child = start()
+    while child.process.is_alive() and journals(config) == before:
+        time.sleep(0.02)
+    answers.let(events)
+    assert child.wait() == -9, child.text
+    return child
+
+
+def journals(config: RunConfig) -> int:
+    """The number of journals of a run."""
+    log = Path(config.run.store.removeprefix("file://")) / config.run.name / "log"
+    return len(History.of(config).commits(Journal)) if log.exists() else 0
+
+
+def signal_at(child: Child, number: int, answers: Gate, events: int) -> None:
+    """Let a driver get so many events, and no more; send it a signal then."""
+    so_far = answers.passed
+    answers.let(events)
+    while answers.passed < so_far + events:
         assert child.process.is_alive(), child.text
         time.sleep(0.02)
     child.signal(number)
 
 
-def test_no_journaled_token_is_generated_twice(folder: Path, processes: Processes, server: Server) -> None:
-    config, draw = long_responses(folder, processes, server), random.Random(0)
+def test_no_journaled_token_is_generated_twice(
+    folder: Path, processes: Processes, server: Server, answers: Gate
+) -> None:
+    config, draw = long_responses(folder, processes, answers), random.Random(0)
     total = PROMPTS * SAMPLES * LENGTH
     faults = [
         Fault("put", "journals/", "before", count=2),
@@ -122,14 +152,12 @@ def test_no_journaled_token_is_generated_twice(folder: Path, processes: Processe
     ]
     durable: dict[str, list[int]] = {}
     for fault in faults:
-        left = total - sum(map(len, durable.values()))
+        left = (total - sum(map(len, durable.values()))) // STREAM_INTERVAL  # in events
         if fault is not None:
-            child = processes.train(config, fault)
-            assert child.wait() == -9, child.text
+            killed_at_its_second_journal(partial(processes.train, config, fault), config, answers, left // 8)
         else:
-            before = server.metric("generation_tokens_total")
             child = processes.train(config)
-            signal_at(child, signal.SIGKILL, server, before + PROBE_TOKENS + draw.randrange(left // 4, left // 2))
+            signal_at(child, signal.SIGKILL, answers, draw.randrange(left // 4, left // 2))
             assert child.wait() == -9
         server.tokens_once_idle()
         history = History.of(config)
@@ -141,6 +169,7 @@ def test_no_journaled_token_is_generated_twice(folder: Path, processes: Processe
     assert any(0 < len(tokens) < LENGTH for tokens in durable.values()), "a response was interrupted"
 
     before = server.tokens_once_idle()
+    answers.let(total)
     child = processes.train(config)
     assert child.wait() == 0, child.text
     history = History.of(config)
@@ -157,23 +186,23 @@ def test_no_journaled_token_is_generated_twice(folder: Path, processes: Processe
 
 
 def test_a_journal_of_another_config_or_with_damage_is_left_out(
-    folder: Path, processes: Processes, server: Server
+    folder: Path, processes: Processes, server: Server, answers: Gate
 ) -> None:
     # one shard, which is not complete before the end: what is committed under another config would be refused
-    config = long_responses(folder, processes, server).with_values({"rollout.prompts_per_shard": PROMPTS})
-    killed = Fault("create", '{"kind":"journal"', "after", count=2)
-    child = processes.train(config, killed)
-    assert child.wait() == -9, child.text
+    config = long_responses(folder, processes, answers).with_values({"rollout.prompts_per_shard": PROMPTS})
+    killed, some = Fault("create", '{"kind":"journal"', "after", count=2), 2 * PROMPTS * SAMPLES
+    killed_at_its_second_journal(partial(processes.train, config, killed), config, answers, some)
     history = History.of(config)
     [part] = history.state.journals["generate"].parts
     path = history.folder / part.key
     path.write_bytes(path.read_bytes()[:-40])
-    child = processes.cli("train", written(config, processes.folder), faults=(killed,))
-    assert child.wait() == -9, child.text
+    again = partial(processes.cli, "train", written(config, processes.folder), faults=(killed,))
+    child = killed_at_its_second_journal(again, config, answers, some)
     assert "generation restarts without a journal" in child.text
 
     server.tokens_once_idle()
     before = server.metric("generation_tokens_total")
+    answers.let(PROMPTS * SAMPLES * LENGTH)
     cooler = config.with_values({"rollout.temperature": 0.5})
     child = processes.cli("train", written(cooler, processes.folder))
     assert child.wait() == 0, child.text
@@ -185,11 +214,12 @@ def test_a_journal_of_another_config_or_with_damage_is_left_out(
     assert not list(history.folder.glob("journals/*/*"))
 
 
-def test_a_stop_writes_a_journal_and_vacuum_keeps_it(folder: Path, processes: Processes, server: Server) -> None:
-    config = long_responses(folder, processes, server).with_values({"rollout.journal_s": 1e6})
-    some = server.tokens_once_idle() + PROBE_TOKENS + 20 * PROMPTS * SAMPLES
+def test_a_stop_writes_a_journal_and_vacuum_keeps_it(
+    folder: Path, processes: Processes, server: Server, answers: Gate
+) -> None:
+    config = long_responses(folder, processes, answers).with_values({"rollout.journal_s": 1e6})
     child = processes.train(config)
-    signal_at(child, signal.SIGTERM, server, some)
+    signal_at(child, signal.SIGTERM, answers, 2 * PROMPTS * SAMPLES)
     assert child.wait() == 1, child.text
     before = server.tokens_once_idle()
     history = History.of(config)
@@ -200,6 +230,7 @@ def test_a_stop_writes_a_journal_and_vacuum_keeps_it(folder: Path, processes: Pr
     assert vacuum.wait() == 0, vacuum.text
     assert durable_tokens(History.of(config)) == tokens
 
+    answers.let(PROMPTS * SAMPLES * LENGTH)
     child = processes.train(config)
     assert child.wait() == 0, child.text
     generated = server.tokens_once_idle() - before

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pandas as pd
@@ -681,7 +682,7 @@ class Watched(Stopping):
         super().__init__("it")
         self.asked = threading.Event()
 
-    def request(self, signum: int | None = None, _: Any = None) -> None:
+    def request(self, signum: int | None = None, _: FrameType | None = None) -> None:
         self.asked.set()
 
 
