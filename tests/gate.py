@@ -4,12 +4,16 @@ pace."""
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 EVENT = b"data: {"
+EVENT_STARTS = re.compile(b"(?=data: {)")
+PARTIAL = re.compile(b"(d|da|dat|data|data:|data: )$")
+"""What may be the first half of an event's start, the other half of which is not here yet."""
 
 
 class Gate:
@@ -18,6 +22,8 @@ class Gate:
     def __init__(self, upstream: str) -> None:
         self.passed = 0
         """Number of events that have passed."""
+        self.connections = 0
+        """Number of connections of clients; a dead one's would still take events."""
         self.url = ""
         self._port, self._allowed = urlsplit(upstream).port, 0
         self._more, self._closed = asyncio.Event(), asyncio.Event()
@@ -39,6 +45,7 @@ class Gate:
             await self._closed.wait()
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
         from_server, to_server = await asyncio.open_connection("127.0.0.1", self._port)
         pumps = {
             asyncio.create_task(self._pump(reader, to_server, gated=False)),
@@ -52,18 +59,28 @@ class Gate:
             await asyncio.gather(*pumps, return_exceptions=True)
             to_server.close()
             writer.close()
+            self.connections -= 1
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, gated: bool) -> None:
-        end = b""
+        rest = b""
         while data := await reader.read(1 << 16):
-            events = (end + data).count(EVENT) if gated else 0
-            end = (end + data)[1 - len(EVENT) :]
-            while events and self.passed >= self._allowed:
+            *whole, rest = EVENT_STARTS.split(rest + data) if gated else (data, b"")
+            for part in whole:
+                await self._pass(part, writer)
+            if not PARTIAL.search(rest):
+                await self._pass(rest, writer)
+                rest = b""
+        await self._pass(rest, writer)
+
+    async def _pass(self, data: bytes, writer: asyncio.StreamWriter) -> None:
+        if data.startswith(EVENT):
+            while self.passed >= self._allowed:
                 self._more.clear()
                 await self._more.wait()
-            self.passed += events
-            writer.write(data)
-            await writer.drain()
+            self.passed += 1
+        writer.write(data)
+        await writer.drain()
+        await asyncio.sleep(0)  # the other connections' turn
 
 
 @contextmanager

@@ -70,7 +70,7 @@ class Child:
     output: Path
     counts: Path
 
-    def wait(self, timeout: float = 300.0) -> int:
+    def wait(self, timeout: float = 900.0) -> int:
         """The exit code; a signal's number is negative."""
         self.process.join(timeout)
         if self.process.exitcode is None:
@@ -165,6 +165,13 @@ def _child(
     run(argument)
 
 
+def grace(seconds: float) -> None:
+    """The `setup` of a child that abandons its work so long after it was asked to stop."""
+    import infra.execution.stopping
+
+    infra.execution.stopping.GRACE_S = seconds
+
+
 def _train(config: RunConfig) -> None:
     from flows.train import train
 
@@ -233,7 +240,7 @@ def _install(fault: Fault) -> None:
 
 
 def _await_record(log: Path, text: str) -> None:
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + 900
     while not any(text in path.read_text() for path in log.glob("[0-9]*.json")):
         assert time.monotonic() < deadline, f"no record says {text}"
         time.sleep(0.02)

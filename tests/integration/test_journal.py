@@ -23,7 +23,7 @@ from rlhf.engines.server_rollout import PROBE_TOKENS, STREAM_INTERVAL
 from tests import tiny
 from tests.gate import Gate, gate
 from tests.history import History
-from tests.processes import Child, Fault, Processes
+from tests.processes import Child, Fault, Processes, grace
 from tests.vllm_server import end_servers, serving
 
 pytestmark = pytest.mark.skipif(
@@ -110,16 +110,23 @@ def durable_tokens(history: History) -> dict[str, list[int]]:
     return tokens
 
 
-def killed_at_its_second_journal(start: Callable[[], Child], config: RunConfig, answers: Gate, events: int) -> Child:
-    """A driver that dies at its second journal, as `start` says, and is let get as many events for each of the two."""
-    before = journals(config)
+def journaled_twice(start: Callable[[], Child], config: RunConfig, answers: Gate, events: int) -> Child:
+    """A driver that gets so many events before its first journal, and as many between that one and the second."""
+    until(lambda: not answers.connections, "the connections of the last driver end with it")
+    written = journals(config)
     answers.let(events)
     child = start()
-    while child.process.is_alive() and journals(config) == before:
-        time.sleep(0.02)
+    until(lambda: not child.process.is_alive() or journals(config) > written, "a journal")
     answers.let(events)
-    assert child.wait() == -9, child.text
+    until(lambda: not child.process.is_alive() or journals(config) > written + 1, "another journal")
     return child
+
+
+def until(happens: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 300
+    while not happens():
+        assert time.monotonic() < deadline, f"not seen: {what}"
+        time.sleep(0.02)
 
 
 def journals(config: RunConfig) -> int:
@@ -132,9 +139,7 @@ def signal_at(child: Child, number: int, answers: Gate, events: int) -> None:
     """Let a driver get so many events, and no more; send it a signal then."""
     so_far = answers.passed
     answers.let(events)
-    while answers.passed < so_far + events:
-        assert child.process.is_alive(), child.text
-        time.sleep(0.02)
+    until(lambda: answers.passed >= so_far + events or not child.process.is_alive(), "what the driver gets")
     child.signal(number)
 
 
@@ -143,22 +148,21 @@ def test_no_journaled_token_is_generated_twice(
 ) -> None:
     config, draw = long_responses(folder, processes, answers), random.Random(0)
     total = PROMPTS * SAMPLES * LENGTH
-    faults = [
-        Fault("put", "journals/", "before", count=2),
-        Fault("put", "journals/", "after", count=2),
-        Fault("create", '{"kind":"journal"', "after", count=2),
-        None,
-        None,
+    kills = [
+        [Fault("put", "journals/", "before", count=2)],
+        [Fault("put", "journals/", "after", count=2)],
+        [Fault("create", '{"kind":"journal"', "after", count=2)],
+        [],
+        [],
     ]
     durable: dict[str, list[int]] = {}
-    for fault in faults:
+    for faults in kills:
         left = (total - sum(map(len, durable.values()))) // STREAM_INTERVAL  # in events
-        if fault is not None:
-            killed_at_its_second_journal(partial(processes.train, config, fault), config, answers, left // 8)
-        else:
-            child = processes.train(config)
-            signal_at(child, signal.SIGKILL, answers, draw.randrange(left // 4, left // 2))
-            assert child.wait() == -9
+        start = partial(processes.train, config, *faults)
+        child = journaled_twice(start, config, answers, draw.randrange(left // 8, left // 4))
+        if not faults:
+            child.signal(signal.SIGKILL)
+        assert child.wait() == -9, child.text
         server.tokens_once_idle()
         history = History.of(config)
         now = durable_tokens(history)
@@ -191,13 +195,14 @@ def test_a_journal_of_another_config_or_with_damage_is_left_out(
     # one shard, which is not complete before the end: what is committed under another config would be refused
     config = long_responses(folder, processes, answers).with_values({"rollout.prompts_per_shard": PROMPTS})
     killed, some = Fault("create", '{"kind":"journal"', "after", count=2), 2 * PROMPTS * SAMPLES
-    killed_at_its_second_journal(partial(processes.train, config, killed), config, answers, some)
+    assert journaled_twice(partial(processes.train, config, killed), config, answers, some).wait() == -9
     history = History.of(config)
     [part] = history.state.journals["generate"].parts
     path = history.folder / part.key
     path.write_bytes(path.read_bytes()[:-40])
     again = partial(processes.cli, "train", written(config, processes.folder), faults=(killed,))
-    child = killed_at_its_second_journal(again, config, answers, some)
+    child = journaled_twice(again, config, answers, some)
+    assert child.wait() == -9, child.text
     assert "generation restarts without a journal" in child.text
 
     server.tokens_once_idle()
@@ -218,7 +223,7 @@ def test_a_stop_writes_a_journal_and_vacuum_keeps_it(
     folder: Path, processes: Processes, server: Server, answers: Gate
 ) -> None:
     config = long_responses(folder, processes, answers).with_values({"rollout.journal_s": 1e6})
-    child = processes.train(config)
+    child = processes.train(config, setup=partial(grace, 120.0))
     signal_at(child, signal.SIGTERM, answers, 2 * PROMPTS * SAMPLES)
     assert child.wait() == 1, child.text
     before = server.tokens_once_idle()

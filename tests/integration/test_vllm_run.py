@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ import psutil
 import pytest
 import yaml
 
-from infra.store.log import Corrupt
 from rlhf.config import RunConfig
+from rlhf.engines.base import Chunk, Request, Sampling
 from tests import tiny
 from tests.history import History
 from tests.processes import Child, Processes
@@ -25,6 +26,7 @@ from tests.processes import Child, Processes
 pytestmark = pytest.mark.skipif(
     not os.environ.get("RATCHET_VLLM") and find_spec("vllm") is None, reason="vLLM is not installed: `make vllm`"
 )
+INTERRUPTED_AT = 20
 
 
 @pytest.fixture
@@ -64,10 +66,10 @@ def test_vllm_takes_turns(config: RunConfig, processes: Processes, workspace: Pa
     assert max((np.diff(mask) == -1).sum() for mask in frame["response_mask"]) > 1
 
 
-def train(processes: Processes, config: RunConfig) -> Child:
+def train(processes: Processes, config: RunConfig, setup: Callable[[], None] | None = None) -> Child:
     path = processes.folder / f"{config.run.name}.yaml"
     path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    return processes.cli("train", path)
+    return processes.cli("train", path, setup=setup)
 
 
 def gap(history: History) -> dict[int, float]:
@@ -86,28 +88,30 @@ def generating(child: Child) -> psutil.Process | None:
     return None
 
 
-def newest_ahead(history: History) -> int | None:
-    """The version of the actor, if the open iteration is to be trained and vLLM draws tokens of a later one with it."""
-    state = history.state
-    if "generate" not in state.stages or "update_actor" in state.stages:
-        return None
-    newest = state.weights["actor"].version
-    for journal in (ahead.journals.get("generate") for ahead in state.ahead.values()):
-        for ref in () if journal is None else journal.parts:
-            with suppress(Corrupt):  # a newer journal has replaced it
-                if any(row["versions"][-1:] == [newest] for row in history.run.store.read_shard(ref).to_pylist()):
-                    return newest
-    return None
+def responses_ahead_wait() -> None:
+    """In the driver: a response of an iteration that is not open stays at `INTERRUPTED_AT` tokens until new weights
+    interrupt it, whatever the paces of vLLM and the trainer."""
+    from infra.store.object_store import LocalBackend
+    from rlhf.engines.vllm_rollout import VLLMRollout
 
+    create, stream = LocalBackend.create, VLLMRollout.stream
+    updates = 0
 
-@contextmanager
-def stopped(process: psutil.Process) -> Iterator[None]:
-    """A process does not run meanwhile."""
-    process.suspend()
-    try:
-        yield
-    finally:
-        process.resume()
+    def counted(self: LocalBackend, key: str, data: bytes) -> None:
+        nonlocal updates
+        create(self, key, data)
+        updates += b'"stage":"update_actor"' in data
+
+    async def held(self: VLLMRollout, request: Request, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
+        is_ahead, tokens = int(request.trajectory_id[2:].split("-")[0]) > updates, 0
+        async with aclosing(stream(self, request, sampling)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+                tokens += len(chunk.response_ids)
+                if is_ahead and not request.generated_tokens and tokens >= INTERRUPTED_AT:
+                    await asyncio.Event().wait()
+
+    LocalBackend.create, VLLMRollout.stream = counted, held  # type: ignore[method-assign]
 
 
 def until(true: Any, seconds: float = 300.0) -> Any:
@@ -146,29 +150,20 @@ def test_new_weights_come_in_the_middle_of_responses(config: RunConfig, processe
             "rollout.partial": True,
             "rollout.max_response_tokens": 240,
             "rollout.vllm.max_model_len": 440,
-            "rollout.journal_s": 0.05,
             "rollout.ignore_eos": True,
             "rollout.prompts_per_shard": 4,
-            "train.iterations": 12,
+            "train.iterations": 6,
         }
     )
-    child = train(processes, config)
-    path = Path(config.run.store.removeprefix("file://")) / config.run.name / "log"
-    while child.process.is_alive():
-        if path.exists() and newest_ahead(History.of(config)) is not None:
-            with stopped(until(lambda: generating(child))):
-                newest = newest_ahead(History.of(config))
-                if newest is not None:  # the open iteration is trained while its successor's responses wait
-                    until(lambda before=newest: History.of(config).state.weights["actor"].version > before)
-        time.sleep(0.02)
+    child = train(processes, config, responses_ahead_wait)
     assert child.wait(300) == 0, child.text
     history = History.of(config)
     history.check_sound()
     store, frame = history.run.store, history.run.trajectories()
-    overlaps = [store.manifests(k + 1)["generate"].began < store.manifests(k)["update_actor"].ended for k in range(11)]
+    overlaps = [store.manifests(k + 1)["generate"].began < store.manifests(k)["update_actor"].ended for k in range(5)]
     assert any(overlaps)
     spans = frame["token_versions"].notna()
-    assert spans.any(), "some responses span new weights"
+    assert spans[frame["iteration"] > 0].all(), "they wait for new weights"
     fresh, stale = [], []
     for row in frame.itertuples():
         versions = np.full(240, row.policy_version) if row.token_versions is None else np.array(row.token_versions)
