@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import random
 import socket
 import tempfile
@@ -18,7 +19,7 @@ def free_port() -> int:
     It is below the ports that the kernel gives to outgoing connections, which could otherwise take it before its
     server binds it, or while its server restarts.
     """
-    folder = Path(tempfile.gettempdir()) / "ratchet-test-ports"
+    folder = Path(tempfile.gettempdir()) / f"ratchet-test-ports-{os.getuid()}"
     folder.mkdir(exist_ok=True)
     while True:
         port = random.SystemRandom().randrange(20_000, 32_000)

@@ -15,7 +15,7 @@ from pathlib import Path
 from tasks.prefect_defaults import TEMPORARY_SERVER
 from tests.ports import free_port
 
-START_S = 120.0
+START_S = 600.0
 
 
 @contextmanager

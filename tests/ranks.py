@@ -31,7 +31,7 @@ class Ranks:
         assert all(process.is_alive() for process in self.processes), "an earlier call got stuck"
         for pipe in self.pipes:
             pipe.send((function, arguments))
-        answers = [pipe.recv() if pipe.poll(240) else (False, "no answer in four minutes") for pipe in self.pipes]
+        answers = [pipe.recv() if pipe.poll(900) else (False, "no answer in 15 minutes") for pipe in self.pipes]
         bad = [f"rank {rank}: {answer}" for rank, (good, answer) in enumerate(answers) if not good]
         if bad:
             self.close()  # whoever has not failed may wait for the other for ever

@@ -51,7 +51,7 @@ def s3_server() -> Iterator[str]:
                 os.environ[name] = value
 
 
-def _wait_for(port: int, process: subprocess.Popen[bytes], limit_s: float = 60.0) -> None:
+def _wait_for(port: int, process: subprocess.Popen[bytes], limit_s: float = 600.0) -> None:
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         assert process.poll() is None, "moto did not start"

@@ -53,7 +53,7 @@ def serving(folder: Path, options: Mapping[str, object] | None = None, **environ
         )
     _running.append(process)
     url = f"http://127.0.0.1:{port}"
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 900
     while True:
         assert process.poll() is None, log.read_text()[-3000:]
         assert time.monotonic() < deadline, log.read_text()[-3000:]

@@ -30,7 +30,8 @@ def main() -> None:
     """
     pipe = Connection(int(sys.argv[1]))
     parent, scratch, options = pipe.recv()
-    threading.Thread(target=_end_with, args=(parent, scratch), daemon=True).start()
+    watcher = threading.Thread(target=_end_with, args=(parent, scratch), daemon=True)
+    watcher.start()
     try:
         engine = Engine(options)
         pipe.send(("answer", True, None))
@@ -42,6 +43,7 @@ def main() -> None:
             _serve(pipe, engine)
         except Exception as error:  # vLLM's state is now unknown: the parent starts a new process
             pipe.send(("answer", False, f"{type(error).__name__}: {error}"))
+    watcher.join()  # the parent has died, or is about to kill this process
 
 
 def _serve(pipe: Connection, engine: Engine) -> None:

@@ -17,7 +17,8 @@ from rlhf.rewards import RewardFunction, Score, load_reward, score
 
 def main() -> None:
     pipe, parent = Connection(int(sys.argv[1])), int(sys.argv[2])
-    threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
+    watcher = threading.Thread(target=_end_with_parent, args=(parent,), daemon=True)
+    watcher.start()
     try:
         task = json.loads(pipe.recv_bytes())
         sys.path[:] = task["path"]
@@ -36,8 +37,8 @@ def main() -> None:
                 if os.getpid() != own_pid:  # the reward forked, and its child returned here as well
                     os._exit(0)
                 pipe.send_bytes(json.dumps(answer).encode())
-    except (EOFError, OSError):  # the parent is gone
-        return
+    except (EOFError, OSError):  # the parent has died: what a reward has started ends, too
+        watcher.join()
 
 
 def _scored(functions: list[tuple[str, float, RewardFunction, Any]], row: list[Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from tests.history import History
 from tests.processes import Child, Fault, Processes
 
 
-def wait_until(condition: Callable[[], bool], timeout: float = 240.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout: float = 900.0) -> None:
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, "timed out"

@@ -17,7 +17,7 @@ from typing import Literal
 
 Action = Literal["503", "409", "slow", "never", "dropped before", "dropped after", "garbled", "racy"]
 SLOW_S, NEVER_S = 1.0, 6.0
-RACE_S = 1.0
+RACE_S = 10.0
 """For so long a "racy" store, which looks first whether an object is there and writes then, waits between the two for
 another writer of the same object."""
 ANSWERS = {"503": (503, "SlowDown"), "409": (409, "ConditionalRequestConflict")}

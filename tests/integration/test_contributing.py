@@ -99,22 +99,29 @@ def copy(tmp_path: Path) -> Copy:
     return Copy(tmp_path / "ratchet")
 
 
-def test_a_stage(copy: Copy, workspace: Path, tmp_path: Path, prefect_server: str) -> None:
+def test_a_stage(
+    copy: Copy, workspace: Path, tmp_path: Path, prefect_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One file and one line: it is trained with, killed, resumed, forked at, replayed, and shows its metrics."""
     store = ("--store", f"file://{tmp_path}/runs")
-    config = tiny.config(workspace, run__name="mine", run__store=store[1], reward__function="tests.rewards:letters")
+    reward = {"function": "tests.rewards:held_letters", "timeout_s": 600}
+    config = tiny.config(workspace, run__name="mine", run__store=store[1], reward=reward)
+    hold = tmp_path / "hold"  # no iteration ends as long as it exists
+    hold.touch()
+    monkeypatch.setenv("HOLD", str(hold))
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
     folder = tmp_path / "runs" / "mine"
 
     driver = copy.ratchet("train", path)
     deadline = time.monotonic() + 600
-    while not any('"iteration":1,"stage":"budget"' in record.read_text() for record in folder.glob("log/0*.json")):
+    while not any('"iteration":0,"stage":"budget"' in record.read_text() for record in folder.glob("log/0*.json")):
         assert driver.poll() is None, driver.communicate()[0]
         assert time.monotonic() < deadline, "the stage does not commit"
         time.sleep(0.02)
     os.killpg(driver.pid, signal.SIGKILL)
     driver.communicate()
+    hold.unlink()
 
     without_stage = start_ratchet(ROOT, "resume", "mine", *store)
     text, _ = without_stage.communicate(timeout=600)

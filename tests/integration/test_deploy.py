@@ -65,7 +65,7 @@ def worker(prefect_server: str, tmp_path: Path) -> Iterator[str]:
 def deploy(config: RunConfig, folder: Path, *options: str) -> None:
     path = folder / "deployed.yaml"
     path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    subprocess.run([*RATCHET, "deploy", str(path), *options], check=True, timeout=120)
+    subprocess.run([*RATCHET, "deploy", str(path), *options], check=True, timeout=900)
 
 
 def test_a_deployed_run_survives_its_process(
@@ -123,7 +123,7 @@ def automations(url: str) -> set[str]:
         return {str(found.id) for name in AUTOMATIONS for found in client.read_automations_by_name(name)}
 
 
-def wait(until: Any, seconds: float = 180.0) -> None:
+def wait(until: Any, seconds: float = 1200.0) -> None:
     deadline = time.monotonic() + seconds
     while not until():
         assert time.monotonic() < deadline, "it did not come to pass"

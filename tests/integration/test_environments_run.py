@@ -47,7 +47,7 @@ def start(workspace: Path, processes: Processes) -> Any:
 
 def test_what_the_environment_says_is_read_and_never_learned(start: Any, processes: Processes) -> None:
     config, child = start("quiet")
-    assert child.wait(240) == 0, child.text
+    assert child.wait() == 0, child.text
     history = History.of(config)
     history.check_sound()
     frame = history.run.trajectories()
@@ -74,12 +74,12 @@ def test_what_the_environment_says_is_read_and_never_learned(start: Any, process
     assert "written by the policy" in (processes.folder / "report.html").read_text()
     held_out = history.run.validation()
     assert held_out["response"].str.contains("XY").any()
-    assert processes.cli("replay", "quiet", "--store", config.run.store, "--iteration", 1).wait(240) == 0
+    assert processes.cli("replay", "quiet", "--store", config.run.store, "--iteration", 1).wait() == 0
 
     config, killed = start("killed", Fault("put", "trajectories/generate/iteration=000001/.*part-00001", "before"))
-    assert killed.wait(240) == -signal.SIGKILL, killed.text
+    assert killed.wait() == -signal.SIGKILL, killed.text
     _, resumed = start("killed")
-    assert resumed.wait(240) == 0, resumed.text
+    assert resumed.wait() == 0, resumed.text
     assert ("generate", 1, 0) not in resumed.computed_shards
     assert History.of(config).results == history.results
 
@@ -105,7 +105,7 @@ def test_tools_besides_a_rule_and_ahead_of_the_trainer(start: Any) -> None:
         rollout__environment="calculator",
         rollout__mode="one_step_off",
     )
-    assert child.wait(240) == 0, child.text
+    assert child.wait() == 0, child.text
     frame = History.of(config).run.trajectories()
     assert frame["response_mask"].map(min).min() == 1
     assert [sorted(parts) for parts in frame["reward_parts"]] == [["environment", "rule"]] * len(frame)
@@ -122,7 +122,7 @@ def test_a_policy_that_calls_the_calculator_reads_what_it_says(
         *("sft", "--model", workspace / "model", "--data", data, "--output", model, "--steps", 150),
         *("--batch-examples", 8, "--lr", 0.01, "--store", f"file://{processes.folder}/runs"),
     )
-    assert made.wait(240) == 0, made.text
+    assert made.wait() == 0, made.text
     config, child = start(
         "calls",
         model={"path": str(model), "dtype": "float32"},
@@ -132,7 +132,7 @@ def test_a_policy_that_calls_the_calculator_reads_what_it_says(
         validation={},
         train__iterations=1,
     )
-    assert child.wait(240) == 0, child.text
+    assert child.wait() == 0, child.text
     frame, tokenizer = History.of(config).run.trajectories(), AutoTokenizer.from_pretrained(model)
     called = frame[frame["response"].str.startswith("<tool>6*7</tool><result>42</result>")]
     assert len(called) > len(frame) / 2, "it was taught to"
@@ -148,16 +148,16 @@ def test_another_environment_is_another_run(start: Any, processes: Processes) ->
     settings = {"rollout__environment": {"name": f"{mine}:Chatty"}, "train__iterations": 1}
     died = Fault("put", "trajectories/generate/iteration=000000/.*part-00001", "before")
     _, killed = start("changed", died, **settings)
-    assert killed.wait(240) == -signal.SIGKILL, killed.text
+    assert killed.wait() == -signal.SIGKILL, killed.text
     text = mine.read_text()
     mine.write_text(text.replace("XY", "YX"))
     _, refused = start("changed", **settings)
-    assert refused.wait(240) == 2, refused.text
+    assert refused.wait() == 2, refused.text
     assert "generate of iteration 0 is committed, but what it depends on has changed" in refused.text
     assert "environment" in refused.text
     mine.write_text(text)
     _, resumed = start("changed", **settings)
-    assert resumed.wait(240) == 0, resumed.text
+    assert resumed.wait() == 0, resumed.text
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_another_environment_is_another_run(start: Any, processes: Processes) ->
 def test_an_environment_that_fails_stops_the_run(environment: str, says: str, start: Any) -> None:
     section = {"name": f"tests.environments:{environment}", "timeout_s": 2}
     _, child = start("broken", rollout__environment=section)
-    assert child.wait(120) == 1, child.text
+    assert child.wait() == 1, child.text
     assert says in child.text.splitlines()[-1]
 
 
@@ -214,7 +214,7 @@ def test_the_example(workspace: Path, processes: Processes) -> None:
         *("sft", "--model", workspace / "model", "--data", data / "sft.jsonl", "--output", processes.folder / "sft"),
         *("--steps", 60, "--batch-examples", 32, "--lr", 0.01, "--store", runs),
     )
-    assert made.wait(240) == 0, made.text
+    assert made.wait() == 0, made.text
     config = load_config(EXAMPLE / "guess.yaml").with_values(
         {
             "run.store": runs,
@@ -228,7 +228,7 @@ def test_the_example(workspace: Path, processes: Processes) -> None:
     path = processes.folder / "guess.yaml"
     path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
     child = processes.cli("train", path)
-    assert child.wait(240) == 0, child.text
+    assert child.wait() == 0, child.text
     frame = History.of(config).run.trajectories()
     assert 0 < frame["score"].mean() < 0.6, "some are lucky"
     assert set(frame["finish_reason"]) >= {"stop", "turns"}

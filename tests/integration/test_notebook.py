@@ -26,7 +26,7 @@ def test_inspect(workspace: Path, tmp_path: Path, prefect_server: str, monkeypat
     train(config)
     monkeypatch.setenv("RATCHET_RUN", f"file://{tmp_path}/runs/inspected")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    NotebookClient(notebook, timeout=900, startup_timeout=600, kernel_name="python3").execute()
     outputs = json.dumps([cell.get("outputs") for cell in notebook.cells])
     assert "image/png" in outputs, "the curve"
     assert "it000001-p00000" in outputs

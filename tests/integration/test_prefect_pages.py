@@ -39,7 +39,7 @@ def test_a_run_can_be_followed_on_the_server(workspace: Path, prefect_server: st
     environment = {key: value for key, value in os.environ.items() if key != "PREFECT_LOGGING_LEVEL"}
     environment["PREFECT_LOGGING_TO_API_ENABLED"] = "true"
     command = [sys.executable, "-c", "from flows.cli import main; main()", "train", str(path)]
-    done = subprocess.run(command, env=environment, check=True, timeout=180, capture_output=True, text=True)
+    done = subprocess.run(command, env=environment, check=True, timeout=900, capture_output=True, text=True)
     assert "generate" not in done.stderr, "logs go to the server, not over the terminal"
 
     with SyncPrefectClient(prefect_server) as client:

@@ -36,7 +36,7 @@ def ray_cluster() -> Iterator[str]:
     """The address of a Ray of two nodes, one CPU each; it outlives every driver."""
     from ray.cluster_utils import Cluster
 
-    options: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
+    options: dict[str, Any] = {"num_cpus": 1, "num_gpus": 0, "object_store_memory": 100 * 2**20}
     system = {"memory_monitor_refresh_ms": 0}  # the tests beside these may need the memory: Ray kills no worker for it
     head = {**options, "include_dashboard": False, "_system_config": system}
     cluster = Cluster(initialize_head=True, head_node_args=head)
@@ -71,7 +71,7 @@ class Runs:
 
     def finish(self, config: RunConfig, *faults: Fault) -> History:
         child = self.train(config, *faults)
-        assert child.wait(240) == 0, child.text
+        assert child.wait() == 0, child.text
         stopped = self.processes.cli("stop", config.run.name, "--store", config.run.store)
         assert stopped.wait() == 0, stopped.text
         assert "its workers on Ray have ended" in stopped.text
@@ -101,7 +101,7 @@ def gap(history: History) -> float:
     return float(gaps.max())
 
 
-def until(true: Any, seconds: float = 120.0) -> None:
+def until(true: Any, seconds: float = 600.0) -> None:
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline
@@ -118,12 +118,12 @@ def test_drivers_and_workers_that_are_killed_leave_no_trace(runs: Runs) -> None:
     # the driver dies: the next one finds the models where they are
     config = runs.config("driver", checkpoint__background=True)
     killed = runs.train(config, Fault("create", '{"kind":"stage","iteration":1,"stage":"update_critic"'))
-    assert killed.wait(240) == -signal.SIGKILL, killed.text
+    assert killed.wait() == -signal.SIGKILL, killed.text
     assert "starting pool train" in killed.text
     held = {process.pid for process in computing()}
     assert len(held) == 2
     resumed = runs.train(config)
-    assert resumed.wait(240) == 0, resumed.text
+    assert resumed.wait() == 0, resumed.text
     assert "starting pool" not in resumed.text
     assert "replaying" not in resumed.text, "the workers were where the log is"
     assert {process.pid for process in computing()} == held
@@ -137,7 +137,7 @@ def test_drivers_and_workers_that_are_killed_leave_no_trace(runs: Runs) -> None:
     child = runs.train(config, Fault("put", "manifests/iteration=000001/generate", "before", delay_s=10.0))
     until(lambda: "waiting at" in child.text)
     computing()[-1].kill()
-    assert child.wait(240) == 0, child.text
+    assert child.wait() == 0, child.text
     assert child.text.count("starting pool train") == 2
     history = runs.finish(config)
     assert history.results == expected.results
@@ -199,11 +199,11 @@ def test_a_pool_that_does_not_fit_is_refused(runs: Runs) -> None:
     config = runs.config("large", pools={"train": {"workers": 1, "gpus_per_worker": 64}})
     child = runs.train(config)
     child.process.join(1)
-    refused = child.wait(120)
+    refused = child.wait()
     assert refused == 2, child.text
     assert "pools.train asks for 1 x {'CPU': 1.0, 'GPU': 64.0}, and Ray has {'CPU': 2.0}" in child.text
     typed = runs.train(runs.config("typed", pools={"train": {"accelerator_type": "H100"}}))
-    assert typed.wait(120) == 2, typed.text
+    assert typed.wait() == 2, typed.text
     assert "asks for 1 x {'CPU': 1.0, 'accelerator_type:H100': 0.001}, and Ray has {'CPU': 2.0}" in typed.text
 
 
@@ -234,7 +234,7 @@ def test_a_group_whose_ranks_part_begins_anew(runs: Runs, tmp_path: Path) -> Non
 def test_ranks_that_wait_in_vain_are_replaced(runs: Runs, tmp_path: Path) -> None:
     import ray
 
-    config = runs.config("waits", pools={"train": {"workers": 2, "timeout_s": 2}})
+    config = runs.config("waits", pools={"train": {"workers": 2, "timeout_s": 30}})
     asked = RowsCall(Call(1, "generate", 0, StageConfig()), one_rank_never_answers, ())
     group = RayGroup(config, f"file://{tmp_path}/runs/waits", "train", threads=1, identity="")
     group.term = 1
@@ -251,7 +251,7 @@ def test_ranks_that_wait_in_vain_are_replaced(runs: Runs, tmp_path: Path) -> Non
 
 def test_doctor_tries_every_engine(runs: Runs) -> None:
     child = runs.processes.cli("doctor", "--engines")
-    assert child.wait(240) == 0, child.text
+    assert child.wait() == 0, child.text
     cells = [[cell.strip() for cell in line.split("│")[1:3]] for line in child.text.splitlines() if "│" in line]
     said = dict(cells)
     engines = ["torch", "fsdp", *(f"deepspeed, zero_stage {stage}" for stage in range(4))]

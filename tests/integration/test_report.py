@@ -78,7 +78,7 @@ class Chromium:
             command = [*command, f"--remote-debugging-port={port}"]
         with self.log.open("a") as log:
             self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while time.monotonic() < deadline and self.process.poll() is None:
             try:
                 with urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list", timeout=5) as answer:
@@ -104,7 +104,7 @@ class Chromium:
         self.calls += 1
         self.socket.send(json.dumps({"id": self.calls, "method": method, "params": parameters}))
         while True:
-            message = json.loads(self.socket.recv(timeout=60))
+            message = json.loads(self.socket.recv(timeout=300))
             if message.get("id") == self.calls:
                 assert "error" not in message, message
                 return dict(message["result"])
@@ -122,7 +122,7 @@ class Chromium:
         return answer["result"].get("value")
 
     def wait(self, condition: str) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not self(condition):
             assert time.monotonic() < deadline, f"this did not come about: {condition}"
             time.sleep(0.05)

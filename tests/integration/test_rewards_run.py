@@ -54,7 +54,7 @@ def test_gsm8k_from_its_own_files(workspace: Path, processes: Processes) -> None
         train__iterations=1,
     )
     child = train(processes, config)
-    assert child.wait(240) == 0, child.text
+    assert child.wait() == 0, child.text
     assert "of 300 prompts are longer than data.max_prompt_tokens: left out" in child.text
     frame = History.of(config).run.trajectories()
     assert frame["prompt"].str.startswith("You count.\n").all()
@@ -77,7 +77,7 @@ def test_gsm8k_from_its_own_files(workspace: Path, processes: Processes) -> None
     metrics = {"mean_score", "mean@2", "maj@2", "best@2"}
     assert {name.rpartition("/")[2] for name in found} == metrics, "of a sum of rewards, no score means solved"
     answered = processes.cli("evaluate", "gsm8k", "--store", config.run.store, "--data", out / "test.parquet", "--n", 2)
-    assert answered.wait(240) == 0, answered.text
+    assert answered.wait() == 0, answered.text
     assert "best@2" in answered.text
 
 
@@ -96,7 +96,7 @@ def test_a_reward_that_cannot_score_the_prompts_is_found_before_anything_starts(
         data__truncation="drop",
     )
     refused = train(processes, config)
-    assert refused.wait(240) == 2, refused.text
+    assert refused.wait() == 2, refused.text
     [line] = [line for line in refused.text.splitlines() if line.startswith("error: ")]
     assert f"{out}/train.parquet, row 1: reward.function countdown cannot score an answer to this prompt: " in line
     assert "ground_truth must be an object with target and numbers, not 72" in line
@@ -106,10 +106,10 @@ def test_a_reward_that_cannot_score_the_prompts_is_found_before_anything_starts(
 
     kinder = config.with_values({"reward.on_error": "zero", "train.iterations": 1})
     noted = train(processes, kinder)
-    assert noted.wait(240) == 0, noted.text
+    assert noted.wait() == 0, noted.text
     assert "reward.function countdown cannot score an answer" in noted.text
     fixed = train(processes, config.with_values({"run.name": "fixed", "reward.function": "gsm8k"}))
-    assert fixed.wait(240) == 0, "what the message says to do works"
+    assert fixed.wait() == 0, "what the message says to do works"
 
 
 def test_a_failed_reward_is_recorded_and_the_policy_decides(workspace: Path, processes: Processes) -> None:
@@ -123,7 +123,7 @@ def test_a_failed_reward_is_recorded_and_the_policy_decides(workspace: Path, pro
             train__iterations=2,
         )
         child = train(processes, config)
-        assert child.wait(240) == code, child.text
+        assert child.wait() == code, child.text
         if policy == "fail":
             assert "the reward raised ValueError: not this one" in child.text.splitlines()[-1]
             continue
@@ -150,7 +150,7 @@ def test_a_failed_reward_is_recorded_and_the_policy_decides(workspace: Path, pro
         kept = held_out if policy == "zero" else held_out[~failed]
         assert found["val/countdown/mean_score"] == pytest.approx(kept["score"].mean(), rel=1e-5)
         table = processes.cli("evaluate", policy, "--store", config.run.store, "--temperature", 1, "validation.n=1")
-        assert table.wait(240) == 0, table.text
+        assert table.wait() == 0, table.text
         counted = "count as 0" if policy == "zero" else "left out"
         assert re.search(rf"[0-9]+ rewards failed, and {counted}:", " ".join(table.text.split()))
 
@@ -169,7 +169,7 @@ def test_what_is_left_without_a_comparison_is_left_out(workspace: Path, processe
             train__iterations=1,
         )
         child = train(processes, config)
-        assert child.wait(240) == 0, child.text
+        assert child.wait() == 0, child.text
         history = History.of(config)
         history.check_sound()
         learned[estimator] = history.run.trajectories()
@@ -189,7 +189,7 @@ def test_what_is_left_without_a_comparison_is_left_out(workspace: Path, processe
 
     config = config.with_values({"run.name": "stops", "reward.on_error": "fail"})
     stopped = train(processes, config)
-    assert stopped.wait(240) == 1, stopped.text
+    assert stopped.wait() == 1, stopped.text
     assert "nothing of the shard is committed" in stopped.text
 
 
@@ -222,7 +222,7 @@ def test_functions_and_prompts_as_others_have_them(workspace: Path, processes: P
         train__iterations=1,
     )
     child = train(processes, config)
-    assert child.wait(240) == 0, child.text
+    assert child.wait() == 0, child.text
     frame = History.of(config).run.trajectories()
     assert frame["ground_truth_is_json"].all()
     assert frame["score"].tolist() == [2 * json.loads(truth)["target"] for truth in frame["ground_truth"]]
@@ -230,7 +230,7 @@ def test_functions_and_prompts_as_others_have_them(workspace: Path, processes: P
 
     path.write_text(path.read_text().replace('"ground_truth": {"target": 3,', '"truth": {"target": 3,'))
     refused = train(processes, config.with_values({"run.name": "missing", "reward.function": "countdown"}))
-    assert refused.wait(240) == 2, refused.text
+    assert refused.wait() == 2, refused.text
     assert "line 4: reward.function countdown needs reward_model.ground_truth, which is missing" in refused.text
 
 
@@ -242,11 +242,11 @@ def test_another_policy_begins_where_the_first_one_led(workspace: Path, processe
     never_scored = Fault("put", "trajectories/score/", "before", delay_s=600)
     died = Fault("create", '{"kind":"stage","iteration":0,"stage":"old_log_probs"')
     killed = train(processes, config, never_scored, died)
-    assert killed.wait(240) == -signal.SIGKILL, killed.text
+    assert killed.wait() == -signal.SIGKILL, killed.text
     records = History.of(config).records
     drops = config.with_values({"reward.on_error": "drop"})
     refused = train(processes, drops)
-    assert refused.wait(240) == 2, refused.text
+    assert refused.wait() == 2, refused.text
     assert (
         "old_log_probs of iteration 0 is committed, but what it depends on has changed (it would read" in refused.text
     )
@@ -255,9 +255,9 @@ def test_another_policy_begins_where_the_first_one_led(workspace: Path, processe
     assert History.of(config).records == records, "it is refused before it has done anything"
     point = ("--at", "0:old_log_probs", "--run", "other", "--store", store)
     forked = processes.cli("fork", "once", *point, "reward.on_error=drop")
-    assert forked.wait(240) == 0, forked.text
+    assert forked.wait() == 0, forked.text
     resumed = processes.cli("resume", "other", "--store", store)
-    assert resumed.wait(240) == 0, resumed.text
+    assert resumed.wait() == 0, resumed.text
     asked = (
         'select count(*) as n, max(t.group_spread) > 0 as some from trajectories t join "select" using (trajectory_id)'
     )
@@ -266,11 +266,11 @@ def test_another_policy_begins_where_the_first_one_led(workspace: Path, processe
     assert json.loads(answer.text) == {"n": 8, "some": True}
     back = ("--at", "0:score", "--run", "back", "--store", store)
     forked = processes.cli("fork", "other", *back, "reward.on_error=fail")
-    assert forked.wait(240) == 0, forked.text
+    assert forked.wait() == 0, forked.text
     resumed = processes.cli("resume", "back", "--store", store)
-    assert resumed.wait(240) == 0, resumed.text
+    assert resumed.wait() == 0, resumed.text
     finished = train(processes, config)
-    assert finished.wait(240) == 0, finished.text
+    assert finished.wait() == 0, finished.text
     once, again = (History.of(config.with_values({"run.name": name})).results for name in ("once", "back"))
     assert once["weights"] == again["weights"]
 

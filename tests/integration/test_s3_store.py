@@ -131,7 +131,7 @@ def test_pandas_in_another_process_needs_the_url_only(url: str) -> None:
         "print(pandas.read_parquet(sys.argv[1] + '/metrics').loss.tolist())\n"
     )
     shown = subprocess.run(
-        [sys.executable, "-c", script, url], env=os.environ, capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", script, url], env=os.environ, capture_output=True, text=True, check=True, timeout=600
     )
     assert shown.stdout.split() == ["2", "[0.5]"]
 

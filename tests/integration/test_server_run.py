@@ -66,7 +66,7 @@ def train(processes: Processes, config: RunConfig) -> Child:
 def test_a_server_generates_with_the_newest_weights(folder: Path, url: str, processes: Processes) -> None:
     run = config(folder, processes, "served", [url])
     child = train(processes, run)
-    assert child.wait(240) == 0, child.text
+    assert child.wait() == 0, child.text
     history = History.of(run)
     history.check_sound()
     assert max(gap(history).values()) < 1e-3
@@ -75,7 +75,7 @@ def test_a_server_generates_with_the_newest_weights(folder: Path, url: str, proc
     data = folder / "prompts.parquet"
     short = ["--max-response-tokens", "8"]
     answered = processes.cli("evaluate", folder / "model", "--data", data, "--server", url, *short)
-    assert answered.wait(240) == 0, answered.text
+    assert answered.wait() == 0, answered.text
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def test_log_probs_of_another_kind_are_found_before_anything_is_generated(
     folder, url = unprepared
     hot = config(folder, processes, "hot", [url]).with_values({"rollout.temperature": 0.7})
     child = train(processes, hot)
-    assert child.wait(240) == 2, child.text
+    assert child.wait() == 2, child.text
     assert f"the log-probs of {url} differ from the trainer's on the same 8 tokens" in child.text
     assert "start `vllm serve` with --logprobs-mode processed_logprobs" in child.text
     assert "Traceback" not in child.text
@@ -107,15 +107,15 @@ def test_log_probs_of_another_kind_are_found_before_anything_is_generated(
         {"rollout.temperature": 0.7, "train.iterations": 1}
     )
     child = train(processes, begun)
-    assert child.wait(240) == 0, child.text
+    assert child.wait() == 0, child.text
     child = train(processes, begun.with_values({"rollout.server.urls": [url], "train.iterations": 2}))
-    assert child.wait(240) == 2, child.text
+    assert child.wait() == 2, child.text
     assert f"the log-probs of {url} differ from the trainer's" in child.text
     assert not child.computed_shards
     # before top_p, and at temperature 1, that kind is the right one
     for name, changes in {"nucleus": {"rollout.top_p": 0.9}, "plain": {}}.items():
         child = train(processes, config(folder, processes, name, [url]).with_values({**changes, "train.iterations": 1}))
-        assert child.wait(240) == 0, child.text
+        assert child.wait() == 0, child.text
 
 
 def test_a_publishers_sampling_defaults_do_not_reach_the_policy(unprepared: tuple[Path, str]) -> None:
@@ -134,6 +134,6 @@ def test_what_a_server_cannot_do_is_said(folder: Path, url: str, processes: Proc
         ({"api": "sglang"}, 2, "/update_weights_from_disk answered 404"),
     ):
         child = train(processes, config(folder, processes, "cannot", [url], **changes))
-        assert child.wait(240) == code, child.text
+        assert child.wait() == code, child.text
         assert says in child.text
         assert "Traceback" not in child.text

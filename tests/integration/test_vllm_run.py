@@ -53,7 +53,7 @@ def test_vllm_takes_turns(config: RunConfig, processes: Processes, workspace: Pa
     }
     changed = config.with_values(changes)
     child = train(processes, changed)
-    assert child.wait(240) == 0, child.text
+    assert child.wait() == 0, child.text
     history = History.of(changed)
     frame = history.run.trajectories()
     assert frame["response"].str.contains("XY").any()
@@ -114,7 +114,7 @@ def responses_ahead_wait() -> None:
     LocalBackend.create, VLLMRollout.stream = counted, held  # type: ignore[method-assign]
 
 
-def until(true: Any, seconds: float = 300.0) -> Any:
+def until(true: Any, seconds: float = 900.0) -> Any:
     deadline = time.monotonic() + seconds
     while not (found := true()):
         assert time.monotonic() < deadline
@@ -128,7 +128,7 @@ def test_vllm_generates_with_the_newest_weights(
 ) -> None:
     config = config.with_values(changes)
     child = train(processes, config)
-    assert child.wait(300) == 0, child.text
+    assert child.wait() == 0, child.text
     history = History.of(config)
     history.check_sound()
     gaps = gap(history)
@@ -156,7 +156,7 @@ def test_new_weights_come_in_the_middle_of_responses(config: RunConfig, processe
         }
     )
     child = train(processes, config, responses_ahead_wait)
-    assert child.wait(300) == 0, child.text
+    assert child.wait() == 0, child.text
     history = History.of(config)
     history.check_sound()
     store, frame = history.run.store, history.run.trajectories()
@@ -179,7 +179,7 @@ def test_new_weights_come_in_the_middle_of_responses(config: RunConfig, processe
 
 
 def test_vllm_may_die_hang_and_outlives_no_driver(config: RunConfig, processes: Processes) -> None:
-    config = config.with_values({"train.iterations": 200, "rollout.vllm.timeout_s": 20})
+    config = config.with_values({"train.iterations": 200, "rollout.vllm.timeout_s": 45})
     child = train(processes, config)
     log = Path(config.run.store.removeprefix("file://")) / config.run.name / "log"
     until(lambda: log.exists() and History.of(config).state.iteration >= 1)
@@ -190,11 +190,11 @@ def test_vllm_may_die_hang_and_outlives_no_driver(config: RunConfig, processes: 
         until(lambda done=before + 2: History.of(config).state.iteration >= done)
         assert generating(child) != first
     assert "vLLM's process died: exit code -9" in child.text
-    assert "vLLM made no progress for 20 s" in child.text
+    assert "vLLM made no progress for 45 s" in child.text
 
     last = until(lambda: generating(child))
     child.signal(signal.SIGKILL)
-    until(lambda: not last.is_running() or last.status() == psutil.STATUS_ZOMBIE, 60)
+    until(lambda: not last.is_running() or last.status() == psutil.STATUS_ZOMBIE)
     assert not list(Path("/dev/shm").glob(f"ratchet-vllm-{child.process.pid}-*")), "nothing of it stays in memory"
     history = History.of(config)
     history.check_sound(killed=True)

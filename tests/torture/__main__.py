@@ -41,6 +41,8 @@ DEFAULTS = {
     "HF_HUB_OFFLINE": "1",
     "PREFECT_LOGGING_TO_API_ENABLED": "false",
     "PREFECT_LOGGING_LEVEL": "CRITICAL",
+    "PREFECT_API_REQUEST_TIMEOUT": "200",  # a slow machine records its runs, too
+    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "900",
 }
 
 
@@ -191,7 +193,7 @@ def _after_a_while(left: Callable[[], list[psutil.Process]], seconds: float = 30
 def _ray_cluster() -> Iterator[None]:
     from ray.cluster_utils import Cluster
 
-    options = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
+    options = {"num_cpus": 1, "num_gpus": 0, "object_store_memory": 100 * 2**20}
     cluster = Cluster(initialize_head=True, head_node_args={**options, "include_dashboard": False})
     cluster.add_node(**options)
     os.environ["RAY_ADDRESS"] = cluster.address

@@ -20,6 +20,8 @@ from rlhf.errors import UserError
 from rlhf.rewards import Score, check_rewards
 from rlhf.rewards.code import compute_score
 from rlhf.rewards.pool import RewardPool
+from tests.crash.test_two_drivers import wait_until
+from tests.unit.test_reward_pool import has_ended
 
 SUM = json.dumps({"inputs": ["1 2\n", "10 -3\n"], "outputs": ["3\n", "7"]})
 SANDBOXES = ["limits", *(["bubblewrap"] if shutil.which("bwrap") else [])]
@@ -198,4 +200,4 @@ def test_a_program_ends_with_the_process_that_waits_for_it(tmp_path: Path) -> No
         time.sleep(0.05)
     program_itself = psutil.Process(int(noted.read_text()))
     waits.kill()
-    program_itself.wait(60)
+    wait_until(lambda: has_ended(program_itself))

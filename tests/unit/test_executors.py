@@ -46,7 +46,7 @@ def test_a_stage_goes_on_as_soon_as_a_shard_is_there(executors: Executors) -> No
         for number in range(3):
             seen.append(f"wrote {number}")
             handle.show(dict.fromkeys(range(number + 1), SHARD))
-            assert read.acquire(timeout=10), "nobody reads while it writes"
+            assert read.acquire(timeout=60), "nobody reads while it writes"
         return manifest("one")
 
     def reads(handle: StageHandle) -> Manifest:
@@ -110,7 +110,7 @@ def test_an_error_of_the_driver_ends_the_stages_too(executors: Executors) -> Non
             time.sleep(0.01)
 
     def meanwhile() -> None:
-        if began.wait(10):
+        if began.wait(60):
             raise RatchetError("of the driver")
 
     executors.start("a", "endless", endless)
@@ -124,7 +124,7 @@ def test_an_error_of_the_driver_ends_the_stages_too(executors: Executors) -> Non
 def test_what_runs_ahead_is_waited_for_when_its_turn_comes(executors: Executors) -> None:
     go = threading.Event()
     executors.start("a", "ahead", fails(RatchetError("ahead")), ahead=True)
-    good = executors.start("b", "good", lambda handle: go.wait(10) and manifest("good"), ahead=True)
+    good = executors.start("b", "good", lambda handle: go.wait(60) and manifest("good"), ahead=True)
     executors.join()
     assert not go.is_set()
     go.set()

@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 from infra.workers.ray_group import in_order
 from rlhf.engines.device_errors import is_lost, out_of_memory
+from tests.padded import properties
 
 
+@properties
 @given(st.permutations([(machine, (gpu,)) for machine in ("b", "a", "c") for gpu in range(8)]))
 def test_adjacent_ranks_share_a_machine(locations: list[tuple[str, tuple[int, ...]]]) -> None:
     by_rank = [locations[number] for number in in_order(locations)]
