@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from pathlib import Path
 from typing import Any
 
 
@@ -19,13 +18,6 @@ def letters(data_source: str, solution_str: str, ground_truth: str, extra_info: 
 def slow_letters(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
     """A reward that takes its time."""
     time.sleep(0.3)
-    return letters(data_source, solution_str, ground_truth)
-
-
-def held_letters(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
-    """Answers once the file `HOLD` is gone; rewards are tried on the ground truth."""
-    while solution_str != ground_truth and Path(os.environ["HOLD"]).exists():
-        time.sleep(0.05)
     return letters(data_source, solution_str, ground_truth)
 
 

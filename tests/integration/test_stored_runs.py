@@ -1,4 +1,7 @@
-"""Runs that older versions of this project wrote: they are read and resumed, or refused."""
+"""Runs that older versions of this project wrote: they are read and resumed, or refused.
+
+Their rewards are functions of tests/rewards.py, and they hold its digest: a change to that file changes their rewards.
+"""
 
 from __future__ import annotations
 
