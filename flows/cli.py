@@ -102,10 +102,9 @@ def train(
     take_over: Annotated[bool, typer.Option("--take-over", help="continue even if another driver is alive")] = False,
 ) -> None:
     """Start a run, or resume it if it exists."""
-    changes = list(overrides or [])
-    changes += [f"run.name={run}"] if run else []
-    changes += [f"run.store={store}"] if store else []
-    _drive(load_config(config, changes), take_over)
+    given = {"run.name": run, "run.store": store}
+    values = {key: value for key, value in given.items() if value}
+    _drive(load_config(config, overrides or []).with_values(values), take_over)
 
 
 @app.command()
