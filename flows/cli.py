@@ -623,6 +623,7 @@ def _quiet() -> None:
     """Silence Prefect; call this before importing it. Errors are printed in one line here instead."""
     silent = "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL" if os.environ.get("PREFECT_API_URL") else "PREFECT_LOGGING_LEVEL"
     os.environ.setdefault(silent, "CRITICAL")
+    os.environ.setdefault("PREFECT_INTERNAL_LOGGING_LEVEL", "CRITICAL")  # a stop may end the server before its client
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
