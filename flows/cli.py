@@ -59,7 +59,7 @@ class Role(StrEnum):
 
 
 def main() -> None:
-    """Run a command. A `RatchetError` is printed in one line, and decides the exit code."""
+    """Run a command. A `RatchetError` is printed, a line per mistake, and decides the exit code."""
     sys.path.append(str(Path.cwd()))  # so that reward functions beside the config can be imported
     # transformers imports DeepSpeed when it saves a model, and DeepSpeed then warns that there is no GPU
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
@@ -67,7 +67,8 @@ def main() -> None:
     try:
         app()
     except RatchetError as error:
-        errors.print(f"error: {visible(str(error))}", highlight=False, markup=False)
+        for line in str(error).splitlines():
+            errors.print(f"error: {visible(line)}", highlight=False, markup=False)
         sys.exit(error.exit_code)
 
 
