@@ -59,7 +59,7 @@ class Role(StrEnum):
 
 
 def main() -> None:
-    """Run a command. A `RatchetError` is printed in one line, and decides the exit code."""
+    """Run a command. A `RatchetError` is printed, a line per mistake, and decides the exit code."""
     sys.path.append(str(Path.cwd()))  # so that reward functions beside the config can be imported
     # transformers imports DeepSpeed when it saves a model, and DeepSpeed then warns that there is no GPU
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
@@ -67,7 +67,8 @@ def main() -> None:
     try:
         app()
     except RatchetError as error:
-        errors.print(f"error: {visible(str(error))}", highlight=False, markup=False)
+        for line in str(error).splitlines():
+            errors.print(f"error: {visible(line)}", highlight=False, markup=False)
         sys.exit(error.exit_code)
 
 
@@ -102,10 +103,9 @@ def train(
     take_over: Annotated[bool, typer.Option("--take-over", help="continue even if another driver is alive")] = False,
 ) -> None:
     """Start a run, or resume it if it exists."""
-    changes = list(overrides or [])
-    changes += [f"run.name={run}"] if run else []
-    changes += [f"run.store={store}"] if store else []
-    _drive(load_config(config, changes), take_over)
+    given = {"run.name": run, "run.store": store}
+    values = {key: value for key, value in given.items() if value}
+    _drive(load_config(config, overrides or []).with_values(values), take_over)
 
 
 @app.command()
@@ -624,6 +624,7 @@ def _quiet() -> None:
     """Silence Prefect; call this before importing it. Errors are printed in one line here instead."""
     silent = "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL" if os.environ.get("PREFECT_API_URL") else "PREFECT_LOGGING_LEVEL"
     os.environ.setdefault(silent, "CRITICAL")
+    os.environ.setdefault("PREFECT_INTERNAL_LOGGING_LEVEL", "CRITICAL")  # a stop may end the server before its client
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 

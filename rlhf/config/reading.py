@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from rlhf.config.older import GONE, NEEDLESS, RENAMED, with_new_names
 from rlhf.errors import UserError
@@ -67,12 +68,15 @@ def validated(model: type[M], tree: Mapping[str, Any], where: str, context: obje
     """Validate a tree against a model.
 
     Raises:
-        UserError: one line about the first problem, which starts with `where`.
+        UserError: one line per wrong key, which starts with `where`.
     """
     try:
         return model.model_validate(tree, context=context)
     except ValidationError as error:
-        raise UserError(f"{where}: {_explain(error, tree, model)}") from None
+        problems: dict[str, str] = {}
+        for problem in error.errors():  # of a key that takes several types, each type has a problem: the first one's
+            problems.setdefault(_key(problem["loc"], tree), _explain(problem, tree, model))
+        raise UserError("\n".join(f"{where}: {text}" for text in problems.values())) from None
 
 
 def keys(model: type[BaseModel], prefix: str = "") -> list[tuple[str, str, str, str]]:
@@ -156,8 +160,7 @@ def _yaml(text: str) -> Any:
     return yaml.load(text, _Loader)
 
 
-def _explain(error: ValidationError, tree: Mapping[str, Any], model: type[BaseModel]) -> str:
-    problem = error.errors()[0]
+def _explain(problem: ErrorDetails, tree: Mapping[str, Any], model: type[BaseModel]) -> str:
     key = _key(problem["loc"], tree)
     message, given = problem["msg"], problem["input"]
     if problem["type"] == "union_tag_not_found":

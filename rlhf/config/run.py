@@ -206,7 +206,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     """Read a YAML file and apply ``a.b=c`` overrides (values in YAML syntax).
 
     Raises:
-        UserError: the config is invalid; one line names the key and the fix.
+        UserError: the config is invalid; a line per mistake names the key and the fix.
     """
     tree = renamed(read_yaml(path), str(path))
     return parse_config(overridden(tree, overrides), str(path))
@@ -216,7 +216,7 @@ def parse_config(tree: Mapping[str, Any], where: str) -> RunConfig:
     """Validate a tree of plain values.
 
     Raises:
-        UserError: one line about the first problem.
+        UserError: one line per mistake.
     """
     return validated(RunConfig, tree, where)
 

@@ -107,6 +107,15 @@ def test_a_run_from_training_to_export(ratchet: Ratchet, config_file: Path, tmp_
     assert len(pd.read_parquet(answers)) == 6
 
 
+def test_a_name_is_what_was_typed(ratchet: Ratchet, config_file: Path, tmp_path: Path) -> None:
+    """Not what YAML makes of it: here a date."""
+    elsewhere = f"file://{tmp_path}/elsewhere"
+    code, out, err = ratchet("train", config_file, "train.iterations=1", "--run", "2026-11-24", "--store", elsewhere)
+    assert code == 0, err
+    assert "run 2026-11-24 has its 1 iterations" in out
+    assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["2026-11-24"]
+
+
 def test_an_exported_model_gives_the_same_logits(ratchet: Ratchet, config_file: Path, tmp_path: Path) -> None:
     import torch
     from safetensors.torch import load

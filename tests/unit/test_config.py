@@ -121,6 +121,13 @@ def test_what_is_wrong_is_said_in_one_line(file: Path, override: str, says: str)
     assert refused.value.exit_code == 2
 
 
+def test_all_mistakes_are_said_at_once(file: Path) -> None:
+    with pytest.raises(UserError) as refused:
+        load_config(file, ["rollout.n=0", "actor.lrr=1", "actor.share_prompts=maybe", "data.train=3", "trainer=1"])
+    keys = [line.removeprefix(f"{file}: ").split()[0] for line in str(refused.value).splitlines()]
+    assert sorted(keys) == ["actor.lrr", "actor.share_prompts", "data.train", "rollout.n", "trainer"]
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
