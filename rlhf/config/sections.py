@@ -326,7 +326,9 @@ class TrainerConfig(Section):
         description="training engine: torch (every process holds the whole model), fsdp (FSDP2) or deepspeed (ZeRO)",
     )
     zero_stage: Literal[0, 1, 2, 3] = Field(
-        2, description="deepspeed: 1 shards the optimizer state, 2 also the gradients, 3 also the parameters"
+        2,
+        description="deepspeed: 1 shards the optimizer state (with bfloat16 also the gradients), 2 also the gradients, 3 "
+        "also the parameters",
     )
     offload: bool = Field(
         False, description="fsdp, deepspeed: keep the optimizer state, and sharded parameters, in host memory"
