@@ -327,8 +327,8 @@ class TrainerConfig(Section):
     )
     zero_stage: Literal[0, 1, 2, 3] = Field(
         2,
-        description="deepspeed: 1 shards the optimizer state (with bfloat16 also the gradients), 2 also the gradients, 3 "
-        "also the parameters",
+        description="deepspeed: 1 shards the optimizer state (with bfloat16 also the gradients), 2 also the gradients, "
+        "3 also the parameters",
     )
     offload: bool = Field(
         False, description="fsdp, deepspeed: keep the optimizer state, and sharded parameters, in host memory"
