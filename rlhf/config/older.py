@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
+from rlhf.config.rollouts import generates_stale, generates_with_other_rounding
+
 RENAMED = {
     "actor.by_turns": "actor.offload_when_idle",
     "critic.by_turns": "critic.offload_when_idle",
@@ -51,6 +53,10 @@ def as_of_today(tree: Mapping[str, Any]) -> dict[str, Any]:
     environment = (tree.get("rollout") or {}).get("environment")
     if isinstance(environment, dict) and "name" in environment:
         environment.setdefault("on_error", "fail")  # what a failure did before there was a choice
+    algorithm = tree.get("algorithm")
+    is_left_out = isinstance(algorithm, dict) and algorithm.get("rollout_correction") is None
+    if is_left_out and not generates_stale(tree) and generates_with_other_rounding(tree):
+        tree["algorithm"]["rollout_correction"] = {}  # it was off by default
     kl = dict(_kl(tree))
     if "estimator" not in kl:
         return tree

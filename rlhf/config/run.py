@@ -11,6 +11,7 @@ from pydantic import Field, ValidationInfo, model_validator
 from rlhf.config.incompatibilities import check_combinations
 from rlhf.config.older import RENAMED, as_of_today, with_new_names
 from rlhf.config.reading import overridden, read_yaml, renamed, set_value, validated
+from rlhf.config.rollouts import generates_stale, generates_with_other_rounding
 from rlhf.config.sections import (
     ActorConfig,
     AlgorithmConfig,
@@ -64,15 +65,15 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _stale_rollouts_are_corrected(cls, tree: Any, info: ValidationInfo) -> Any:
-        """Default to importance weights when the rollout may be stale; {} turns the correction off."""
+    def _another_policy_is_corrected(cls, tree: Any, info: ValidationInfo) -> Any:
+        """Default to truncated importance weights where the rollout's policy is not the trainer's; {} turns the
+        correction off."""
         if info.context == ALLOW_INCOMPATIBLE or not isinstance(tree, dict):
             return tree
-        if isinstance(rollout := tree.get("rollout"), dict):
-            algorithm = tree.get("algorithm") or {}
-            sync = rollout.get("mode", "sync") == "sync"
-            if not sync and isinstance(algorithm, dict) and algorithm.get("rollout_correction") is None:
-                return {**tree, "algorithm": {**algorithm, "rollout_correction": {"weights": {}}}}
+        algorithm = tree.get("algorithm") or {}
+        is_left_out = isinstance(algorithm, dict) and algorithm.get("rollout_correction") is None
+        if is_left_out and (generates_stale(tree) or generates_with_other_rounding(tree)):
+            return {**tree, "algorithm": {**algorithm, "rollout_correction": {"weights": {}}}}
         return tree
 
     @model_validator(mode="before")  # pydantic runs the last "before" validator first

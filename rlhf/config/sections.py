@@ -292,8 +292,8 @@ class AlgorithmConfig(Section):
     entropy_coef: float = Field(0.0, description="weight of the entropy bonus in the actor's loss")
     rollout_correction: RolloutCorrection | None = Field(
         None,
-        description="correct the difference between the rollout's and the trainer's log-probs; null: off with "
-        "rollout.mode sync, {weights: {}} with the other modes; {}: always off",
+        description="correct the difference between the rollout's and the trainer's log-probs; null: {weights: {}} if "
+        "rollout.mode is not sync, or if vllm or server generates in bfloat16 or quantized, otherwise off; {}: off",
     )
     dynamic_sampling: DynamicSamplingConfig | None = Field(
         None, description="draw prompts until enough have trajectories with different scores; null: off"
@@ -326,7 +326,9 @@ class TrainerConfig(Section):
         description="training engine: torch (every process holds the whole model), fsdp (FSDP2) or deepspeed (ZeRO)",
     )
     zero_stage: Literal[0, 1, 2, 3] = Field(
-        2, description="deepspeed: 1 shards the optimizer state, 2 also the gradients, 3 also the parameters"
+        2,
+        description="deepspeed: 1 shards the optimizer state (with bfloat16 also the gradients), 2 also the gradients, "
+        "3 also the parameters",
     )
     offload: bool = Field(
         False, description="fsdp, deepspeed: keep the optimizer state, and sharded parameters, in host memory"

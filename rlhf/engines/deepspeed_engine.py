@@ -28,8 +28,9 @@ ZeroStage = Literal[0, 1, 2, 3]
 class DeepSpeedEngine(ModelEngine):
     """A train engine that uses DeepSpeed.
 
-    With bfloat16 the model itself is in bfloat16, and the optimizer keeps float32 weights. In stage 0 the optimizer has
-    no weights of its own, so the model is in float32 and computes in bfloat16.
+    With bfloat16 the model itself is in bfloat16; the optimizer keeps float32 weights, and gradients are summed in
+    float32. Stage 1 then shards gradients as stage 2 does. In stage 0 the optimizer has no weights of its own, so the
+    model is in float32 and computes in bfloat16.
     """
 
     def __init__(
@@ -55,7 +56,11 @@ class DeepSpeedEngine(ModelEngine):
         # build waits forever; gloo works as well.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         # without an optimizer there are only parameters to shard, which is stage 3
-        self.stage = stage = stage if self.trainable or stage == 3 else 0
+        stage = stage if self.trainable or stage == 3 else 0
+        rounds = self.dtype == "bfloat16" and stage > 0
+        if rounds and stage == 1:  # whose optimizer for float32 sums of gradients cannot leave the device
+            stage = 2
+        self.stage = stage
         zero: dict[str, Any] = {"stage": stage}
         host = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
         if offload:
@@ -67,7 +72,8 @@ class DeepSpeedEngine(ModelEngine):
             "gradient_accumulation_steps": 1,
             "zero_optimization": zero,
             "zero_force_ds_cpu_optimizer": False,
-            "bf16": {"enabled": self.dtype == "bfloat16" and stage > 0},
+            "bf16": {"enabled": rounds},
+            "data_types": {"grad_accum_dtype": "fp32" if rounds else None},
             "gradient_clipping": 0.0,  # the default is 1; `_step` sets the limit of the plan
             "steps_per_print": 2**62,
         }

@@ -214,6 +214,36 @@ def test_which_stages_exist() -> None:
     assert (config.selects, config.max_prompts) == (False, 64)
 
 
+@pytest.mark.parametrize(
+    ("changes", "is_corrected"),
+    [
+        ({}, False),
+        ({"rollout.mode": "async"}, True),
+        ({"rollout.engine": "vllm"}, True),
+        ({"rollout.engine": "vllm", "model.dtype": "float32"}, False),
+        ({"rollout.engine": "vllm", "model.dtype": "float32", "rollout.quantization": "fp8"}, True),
+        ({"rollout.engine": "server", "rollout.server.urls": ["http://127.0.0.1:1"]}, True),
+        ({"rollout.engine": "vllm", "algorithm.rollout_correction": {}}, False),
+    ],
+)
+def test_another_policy_than_the_trainers_is_corrected_by_default(changes: dict[str, Any], is_corrected: bool) -> None:
+    config = parse_config(MINIMAL, "here").with_values(changes)
+    correction = config.algorithm.rollout_correction
+    assert (correction is not None and correction.weights is not None) == is_corrected
+    assert config.needs_old_log_probs or not is_corrected
+    again = stored_config(config.model_dump(mode="json"), "a claim")
+    assert again.algorithm.rollout_correction == correction, "what is stored means the same ever after"
+
+
+def test_runs_of_older_releases_stay_uncorrected() -> None:
+    config = parse_config(MINIMAL, "here").with_values({"rollout.engine": "vllm"})
+    stored = config.model_dump(mode="json")
+    stored["algorithm"]["rollout_correction"] = None  # vllm in bfloat16 was not corrected then
+    resumed = stored_config(stored, "a claim").with_values({"train.iterations": 9})
+    assert resumed.algorithm.rollout_correction is not None
+    assert resumed.algorithm.rollout_correction.weights is None
+
+
 def test_every_key_is_documented_and_every_default_is_yaml() -> None:
     for key, kind, default, meaning in keys(RunConfig):
         assert meaning, key

@@ -1,0 +1,24 @@
+"""What a config's tree of plain values, validated or not, says of the policy that generates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def generates_stale(tree: Mapping[str, Any]) -> bool:
+    """Tell whether a config lets trajectories be older than the weights that they train."""
+    mode = _section(tree, "rollout").get("mode", "sync")
+    return bool(mode != "sync")
+
+
+def generates_with_other_rounding(tree: Mapping[str, Any]) -> bool:
+    """Tell whether a config generates with another program than the trainer's, in less than float32."""
+    rollout, model = _section(tree, "rollout"), _section(tree, "model")
+    is_rounded = model.get("dtype") != "float32" or rollout.get("quantization") is not None
+    return rollout.get("engine") in ("vllm", "server") and is_rounded
+
+
+def _section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = tree.get(name)
+    return section if isinstance(section, Mapping) else {}
