@@ -56,7 +56,6 @@ WORKS = (
     Work("GRPO, reference, bfloat16", "grpo", 4, ("--reference",), dtype="bfloat16"),
     Work("GRPO, reference, n 8, prompts of 128", "grpo", 8, ("--reference",), prompt_tokens=128),
     Work("PPO, reward model", "ppo", 1, ("--reward-model",)),
-    Work("PPO, reward model, snapshots", "ppo", 1, ("--reward-model", "--snapshots")),
     Work("PPO, reward model, bfloat16", "ppo", 1, ("--reward-model",), dtype="bfloat16"),
 )
 
