@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -37,6 +37,20 @@ def is_weights(file: str) -> bool:
     return file.startswith(WEIGHTS) and file.endswith(".safetensors")
 
 
+class Stored(Protocol):
+    """A whole tensor that is read by range."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The tensor's shape."""
+
+    def flat(self, first: int, last: int) -> Tensor:
+        """Read elements of the flattened tensor, from `first` up to, but without, `last`."""
+
+    def whole(self) -> Tensor:
+        """Read the whole tensor."""
+
+
 @dataclass(frozen=True)
 class StoredTensor:
     """A tensor in a safetensors file."""
@@ -57,6 +71,26 @@ class StoredTensor:
     def whole(self) -> Tensor:
         """Read the whole tensor."""
         return self.flat(0, torch.Size(self.shape).numel()).reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor in memory."""
+
+    tensor: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The tensor's shape."""
+        return tuple(self.tensor.shape)
+
+    def flat(self, first: int, last: int) -> Tensor:
+        """Return elements of the flattened tensor, from `first` up to, but without, `last`."""
+        return self.tensor.reshape(-1)[first:last]
+
+    def whole(self) -> Tensor:
+        """Return the tensor."""
+        return self.tensor
 
 
 class StoredState:
