@@ -15,6 +15,7 @@ from rlhf.engines import prefix_sharing, ranks
 from rlhf.engines.prefix_sharing import agree
 from rlhf.engines.sequence_parallel import Team, visible
 from rlhf.errors import UserError
+from rlhf.models.truncated import truncated
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -43,7 +44,7 @@ class TokenOutputs(torch.nn.Module):
         """Wrap a model and check that it computes correct results.
 
         Args:
-            model: the model, on its device.
+            model: the model; it may be on the meta device. The check computes with a small one of its architecture.
             head: outputs of the model: `policy` (log-probs and entropy), `value` (values) or `reward` (scores).
             team: the processes that split each sequence; None: sequences are not split.
             packing: whether sequences are packed.
@@ -53,14 +54,23 @@ class TokenOutputs(torch.nn.Module):
             UserError: the log-probs would be wrong, or the model does not support `team`, `packing` or the head.
         """
         super().__init__()
-        self.model = model
+        attention = model.config._attn_implementation
+        # these work on any device, and in float32
+        is_plain = attention in ("sdpa", "eager", prefix_sharing.NAME)
+        tried = truncated(
+            model, attention=attention if is_plain else "sdpa", teams_of=1 if team is None else team.size
+        )
+        self.model = tried.to(ranks.device())
         self.head = head
         self.team = team
         self.in_step = False
         """Whether all ranks must call the head equally often, because each call gathers its weights."""
-        self.shares_prompts = share_prompts and team is None and prefix_sharing.adopt(model)
+        self.shares_prompts = share_prompts and team is None and is_plain and prefix_sharing.adopt(tried)
         """Whether the model computes a row of shared prompts."""
         self._check(packing)
+        self.model = model
+        if self.shares_prompts or team is not None:
+            model.set_attn_implementation(tried.config._attn_implementation)
 
     def forward(
         self,
@@ -156,10 +166,7 @@ class TokenOutputs(torch.nn.Module):
     @torch.no_grad()
     def _check(self, packing: bool) -> None:
         """Check on a few tokens that this architecture computes what the engine assumes."""
-        name, attention = type(self.model).__name__, self.model.config._attn_implementation
-        plain = attention in ("sdpa", "eager", prefix_sharing.NAME)  # these work on any device, and in float32
-        if not plain:
-            self.model.set_attn_implementation("sdpa")
+        name = type(self.model).__name__
         ids = torch.arange(4 * (self.team.size if self.team is not None else 1), device=self.model.device)[None]
         alone = self._hidden(ids)
         if self.head == "policy" and not agree(self._logits(alone), self.model(input_ids=ids, use_cache=False).logits):
@@ -181,8 +188,6 @@ class TokenOutputs(torch.nn.Module):
             hidden = self._hidden(share[0], position_ids=share[1], team=self.team, visible=None)
             if ranks.largest(int(not agree(hidden, self.team.share(alone)))):
                 raise UserError(f"{name} does not attend over shares of a sequence: leave sequence_parallel out")
-        elif not plain:
-            self.model.set_attn_implementation(attention)
 
     def _hidden(self, input_ids: Tensor, **inputs: Any) -> Tensor:
         return self.model.base_model(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state  # type: ignore[no-any-return]
