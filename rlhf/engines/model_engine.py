@@ -26,10 +26,11 @@ from rlhf.engines.micro_batches import Layout, MicroBatch, by_prompt, by_token_b
 from rlhf.engines.optimizers import AdamW, Optimizer
 from rlhf.engines.parts import Part
 from rlhf.engines.sequence_parallel import Team
-from rlhf.engines.stored_state import StoredState, StoredTensor
+from rlhf.engines.stored_state import Stored, StoredState
 from rlhf.engines.token_outputs import Head, TokenOutputs
 from rlhf.errors import NotFinite
 from rlhf.models import config_json, lora
+from rlhf.models.skeleton import Skeleton
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,11 +46,15 @@ KEYS_PER_TOKEN = 8
 
 
 class ModelEngine(ABC):
-    """A model with its optimizer. Weights and optimizer state are float32; bfloat16 is only used for computation."""
+    """A model with its optimizer.
+
+    Weights and optimizer state are float32; bfloat16 is only used for computation. The weights of a model that is not
+    trained may have the type of the computation.
+    """
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | Skeleton,
         head: Head,
         *,
         dtype: Dtype = "float32",
@@ -64,7 +69,7 @@ class ModelEngine(ABC):
         """Wrap a model.
 
         Args:
-            model: the model, with float32 weights.
+            model: the model with float32 weights, or its skeleton, of which each rank reads what it holds.
             head: outputs of the model: `policy` (log-probs and entropy), `value` (values) or `reward` (scores).
             dtype: type of the computation.
             trainable: whether the model is trained; False for a reference.
@@ -80,6 +85,9 @@ class ModelEngine(ABC):
             UserError: the model does not support `packing`, `sequence_parallel`, or its log-probs would be wrong.
         """
         team = Team.of(sequence_parallel) if sequence_parallel > 1 else None
+        skeleton = Skeleton.of(model)
+        model, self._sources = skeleton.model, skeleton.sources
+        skeleton.read_buffers()
         self.module = TokenOutputs(model, head, team=team, packing=packing, share_prompts=share_prompts)
         self.model = model
         """The model inside `module`; in engines that shard it, its tensors are not whole."""
@@ -97,6 +105,8 @@ class ModelEngine(ABC):
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if not trainable:
             model.requires_grad_(False)
+        self.is_cast = not trainable and model.dtype == torch.bfloat16
+        """Whether the weights have the type of the computation."""
 
     # Defined by each engine.
 
@@ -128,6 +138,18 @@ class ModelEngine(ABC):
         named = self.model.named_parameters()
         return {name: parameter for name, parameter in named if parameter.requires_grad or not self.trainable}
 
+    def _read(self) -> None:
+        """Read the weights of a skeleton. Call this after the engine has sharded the module and given it memory."""
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                if name in self._sources:
+                    self._fill(parameter, self._sources[name])
+        self._sources = {}
+
+    @abstractmethod
+    def _fill(self, parameter: torch.nn.Parameter, stored: Stored) -> None:
+        """Read what this rank holds of a parameter."""
+
     def names(self) -> list[str]:
         """Return the sorted names of `parameters`, which are the same on every rank."""
         return sorted(self.parameters)
@@ -158,7 +180,7 @@ class ModelEngine(ABC):
         """Return the shape of a whole parameter."""
 
     @abstractmethod
-    def _load(self, kind: str, name: str, stored: StoredTensor) -> None:
+    def _load(self, kind: str, name: str, stored: Stored) -> None:
         """Replace a parameter or its optimizer state; all ranks must make the same call.
 
         Args:
@@ -301,7 +323,7 @@ class ModelEngine(ABC):
         return self._call(input_ids, positions, at, targets, temperature, tuple(outputs), shared)
 
     def _autocast(self) -> AbstractContextManager[None]:
-        if self.dtype == "float32":
+        if self.dtype == "float32" or self.is_cast:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
 

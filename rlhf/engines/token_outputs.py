@@ -57,9 +57,7 @@ class TokenOutputs(torch.nn.Module):
         attention = model.config._attn_implementation
         # these work on any device, and in float32
         is_plain = attention in ("sdpa", "eager", prefix_sharing.NAME)
-        tried = truncated(
-            model, attention=attention if is_plain else "sdpa", teams_of=1 if team is None else team.size
-        )
+        tried = truncated(model, attention=attention if is_plain else "sdpa", teams_of=1 if team is None else team.size)
         self.model = tried.to(ranks.device())
         self.head = head
         self.team = team

@@ -82,22 +82,32 @@ def without_memory() -> Iterator[None]:
         torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def materialize(module: torch.nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> None:
-    """Give memory to the parameters that are on the meta device, and move buffers; parameters that are tied stay tied.
+def materialize(
+    module: torch.nn.Module,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    then: Callable[[torch.nn.Parameter], None] | None = None,
+) -> None:
+    """Give memory to the parameters that are on the meta device, and move the rest; parameters that are tied stay tied.
 
     Args:
         module: changed in place.
-        device: the device of the parameters and buffers.
+        device: the device of all parameters and buffers.
         dtype: type of the parameters that get memory; None: the type that they have.
+        then: called with each of these parameters before the next one gets memory.
     """
-
-    def real(parameter: torch.nn.Parameter) -> Tensor:
-        if not parameter.is_meta:
-            return parameter.detach()
-        return torch.zeros(parameter.shape, dtype=dtype or parameter.dtype, device=device)
-
-    _replace(module, real)
-    module.to(device)
+    real: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    for child in module.modules():
+        for name, parameter in list(child.named_parameters(recurse=False, remove_duplicate=False)):
+            if parameter.is_meta:
+                if parameter not in real:
+                    memory = torch.zeros(parameter.shape, dtype=dtype or parameter.dtype, device=device)
+                    real[parameter] = torch.nn.Parameter(memory, parameter.requires_grad)
+                    if then is not None:
+                        then(real[parameter])
+                child.register_parameter(name, real[parameter])
+    if then is None:
+        module.to(device)
 
 
 def folder_state(folder: Path) -> StoredState:

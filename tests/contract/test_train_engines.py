@@ -35,25 +35,26 @@ from rlhf.engines.optimizers import AdamW
 from rlhf.engines.stored_state import StoredState
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.errors import NotFinite
-from rlhf.models import load_actor, load_critic
+from rlhf.models import actor_skeleton, critic_skeleton, load_actor, load_critic
 
 Head = Literal["policy", "value"]
 LOAD = {"policy": load_actor, "value": load_critic}
+SKELETON = {"policy": actor_skeleton, "value": critic_skeleton}
 CLOSE = 1e-5
 
 
 def torch_engine(folder: Path, head: Head, lora: LoRAConfig | None = None, **options: Any) -> TrainEngine:
-    return TorchEngine(LOAD[head](ModelConfig(path=str(folder), lora=lora)), head, **options)
+    return TorchEngine(SKELETON[head](ModelConfig(path=str(folder), lora=lora)), head, **options)
 
 
 def fsdp_engine(folder: Path, head: Head, lora: LoRAConfig | None = None, **options: Any) -> TrainEngine:
-    return FSDPEngine(LOAD[head](ModelConfig(path=str(folder), lora=lora)), head, **options)
+    return FSDPEngine(SKELETON[head](ModelConfig(path=str(folder), lora=lora)), head, **options)
 
 
 def deepspeed_engine(
     folder: Path, head: Head, stage: ZeroStage, lora: LoRAConfig | None = None, **options: Any
 ) -> TrainEngine:
-    return DeepSpeedEngine(LOAD[head](ModelConfig(path=str(folder), lora=lora)), head, stage=stage, **options)
+    return DeepSpeedEngine(SKELETON[head](ModelConfig(path=str(folder), lora=lora)), head, stage=stage, **options)
 
 
 ENGINES: dict[str, Callable[..., TrainEngine]] = {
