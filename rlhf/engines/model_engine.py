@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import pyarrow as pa
 import torch
-from safetensors.torch import save as save_safetensors
 
 from rlhf.algorithms.masked import LossNormalizers
 from rlhf.batch import TrajectoryBatch, ragged
@@ -26,7 +25,7 @@ from rlhf.engines.micro_batches import Layout, MicroBatch, by_prompt, by_token_b
 from rlhf.engines.optimizers import AdamW, Optimizer
 from rlhf.engines.parts import Part
 from rlhf.engines.sequence_parallel import Team
-from rlhf.engines.stored_state import Stored, StoredState
+from rlhf.engines.stored_state import Stored, StoredState, TensorFile
 from rlhf.engines.token_outputs import Head, TokenOutputs
 from rlhf.errors import NotFinite
 from rlhf.models import config_json, lora
@@ -334,7 +333,7 @@ class ModelEngine(ABC):
             return values
         return ranks.summed(torch.from_numpy(values).to(self.device)).cpu().numpy()
 
-    # State as whole, logical tensors, whatever the layout. Each tensor has an owner rank, which hashes and writes it.
+    # State as whole, logical tensors, whatever the layout. Each tensor has an owner rank, which writes it.
 
     def digest(self) -> str:
         """Compute the digest of weights and optimizer state, which does not depend on their layout."""
@@ -352,23 +351,32 @@ class ModelEngine(ABC):
         adapted, count = lora.has(self.model), ranks.count()
         part = "" if count == 1 else f"-{ranks.rank() + 1:05d}-of-{count:05d}"
         weights_file = "adapter_model.safetensors" if adapted else f"model{part}.safetensors"
-        weights: dict[str, Tensor] = {}
-        moments: dict[str, Tensor] = {}
-        for name, tensor, is_owner in self._tensors():
-            if is_owner:
-                kind, _, parameter = name.partition(".")
-                share, key = (weights, self._stored(parameter)) if kind == "model" else (moments, name)
-                share[key] = tensor.contiguous()
-        files = {f"optimizer{part}.safetensors": save_safetensors(moments)}
-        if weights or not adapted:
-            files[weights_file] = save_safetensors(weights, metadata={"format": "pt"})
-        owners = ranks.gathered(dict.fromkeys(weights, weights_file))
+        owners = self._owners()
+        own = [tensor for tensor, owner in owners.items() if owner == ranks.rank()]
+        own_buffers = self._buffers() if ranks.rank() == 0 else {}
+        shapes = {self._stored(name): (torch.float32, self.shape(name)) for kind, name in own if kind == "model"}
+        shapes |= {name: (buffer.dtype, tuple(buffer.shape)) for name, buffer in own_buffers.items()}
+        weights = TensorFile(shapes)
+        moments = TensorFile(
+            {f"{kind}.{name}": (torch.float32, self.shape(name)) for kind, name in own if kind != "model"}
+        )
+        for (kind, name), owner in owners.items():
+            whole = self.get(kind, name)
+            if owner == ranks.rank():
+                (weights if kind == "model" else moments).write(whole)
+            del whole  # before the next one is gathered
+        for buffer in own_buffers.values():
+            weights.write(buffer)
+        files = {f"optimizer{part}.safetensors": moments.content()}
+        if shapes or not adapted:
+            files[weights_file] = weights.content()
+        files_of = ranks.gathered(dict.fromkeys(shapes, weights_file))
         if ranks.rank() == 0:
             name = "adapter_config.json" if adapted else "config.json"
             files[name] = lora.config_json(self.model) if adapted else config_json(self.model)
             files["state.json"] = json.dumps({"format": 2, "head": self.head, "steps": self.steps}).encode()
             if count > 1 and not adapted:
-                index = {"metadata": {}, "weight_map": {name: file for part in owners for name, file in part.items()}}
+                index = {"metadata": {}, "weight_map": {name: file for part in files_of for name, file in part.items()}}
                 files["model.safetensors.index.json"] = json.dumps(index, indent=1).encode()
         return files
 
@@ -415,16 +423,17 @@ class ModelEngine(ABC):
         """PEFT's config as JSON; None if the model has no adapters."""
         return lora.config_json(self.model) if lora.has(self.model) else None
 
-    def _tensors(self) -> Iterator[tuple[str, Tensor, bool]]:
-        """Yield every logical tensor with its name and whether this rank is its owner; owners get it on the CPU."""
-        whole = [(kind, name) for kind in self._kinds() for name in self.names()]
-        for number, (kind, name) in enumerate(whole):
-            owner = 0 if kind == "model" and lora.has(self.model) else number % ranks.count()
-            is_owner = owner == ranks.rank()
-            tensor = self.get(kind, name).detach()
-            yield f"{kind}.{name}", tensor.cpu() if is_owner else tensor, is_owner
-        for name, buffer in self._buffers().items():
-            yield f"model.{name}", buffer.detach().cpu(), ranks.rank() == 0
+    def _owners(self) -> dict[tuple[str, str], int]:
+        """The rank that writes each tensor, by kind and name; all ranks write about the same number of elements."""
+        written = [0] * ranks.count()
+        owners: dict[tuple[str, str], int] = {}
+        sizes = {name: torch.Size(self.shape(name)).numel() for name in self.names()}
+        for kind in self._kinds():
+            for name in sorted(sizes, key=lambda name: -sizes[name]):
+                owner = 0 if kind == "model" and lora.has(self.model) else written.index(min(written))
+                written[owner] += sizes[name]
+                owners[kind, name] = owner
+        return owners
 
     def _kinds(self) -> tuple[str, ...]:
         """The kinds of tensors that the state has."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from io import BytesIO
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -137,3 +138,34 @@ class StoredState:
                     shape, dtype = tuple(about["shape"]), DTYPES[about["dtype"]]
                     tensors[name] = StoredTensor(self._read, file, start, shape, dtype)
         return tensors
+
+
+class TensorFile:
+    """A safetensors file in memory, to which tensors are written one after the other: it needs no copy of them all."""
+
+    def __init__(self, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
+        """Write the header.
+
+        Args:
+            tensors: type and shape of each tensor by name, in the order in which they will be written.
+        """
+        names = {dtype: name for name, dtype in DTYPES.items()}
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name, (dtype, shape) in tensors.items():
+            start, end = end, end + torch.Size(shape).numel() * dtype.itemsize
+            header[name] = {"dtype": names[dtype], "shape": shape, "data_offsets": [start, end]}
+        encoded = json.dumps(header).encode()
+        encoded += b" " * (-len(encoded) % 8)  # so that tensors are aligned
+        self._data = BytesIO()
+        self._data.write(len(encoded).to_bytes(8, "little") + encoded)
+        self._size = self._data.tell() + end
+
+    def write(self, tensor: Tensor) -> None:
+        """Append the next tensor."""
+        self._data.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+
+    def content(self) -> bytes:
+        """Return the file, which is complete."""
+        assert self._data.tell() == self._size, "all tensors are written"
+        return self._data.getvalue()

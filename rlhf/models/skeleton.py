@@ -68,12 +68,12 @@ def without_memory() -> Iterator[None]:
     register = torch.nn.Module.register_parameter
     on_meta: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
 
-    def register_on_meta(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
-            if parameter not in on_meta:
-                on_meta[parameter] = torch.nn.Parameter(parameter.data.to("meta"), parameter.requires_grad)
-            parameter = on_meta[parameter]
-        register(module, name, parameter)
+    def register_on_meta(self: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            if param not in on_meta:
+                on_meta[param] = torch.nn.Parameter(param.data.to("meta"), param.requires_grad)
+            param = on_meta[param]
+        register(self, name, param)
 
     torch.nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
     try:
