@@ -409,6 +409,7 @@ class Worker:
     def _load_rollout(self, checkpoint: Checkpoint | None) -> None:
         """Load only the actor's weights, for a rollout in a different process from the actor."""
         from rlhf.engines.model_engine import copy_weights
+        from rlhf.models.hub_layout import hub_weights
 
         uses_server = self.config.rollout.engine == "server"
         stored = None if checkpoint is None else stored_state(self.store, checkpoint)
@@ -418,14 +419,14 @@ class Worker:
             rollout, model = self.engines.rollout(), load_actor(self.config.model, self.config.run.seed)
             if stored is not None:
                 copy_weights(stored.tensors(), model)
-            rollout.load_weights(model.named_parameters())
+            rollout.load_weights(hub_weights(model))
             actor = TorchEngine(model, "policy", dtype=self.config.model.dtype, trainable=False)
             self._check_server(rollout, actor)
         elif stored is not None:
             self.engines.rollout().load_weights(stored.tensors(), stored.file("adapter_config.json"))
         elif uses_server:  # the server may hold other weights
             model = load_actor(self.config.model, self.config.run.seed)
-            self.engines.rollout().load_weights(model.named_parameters())
+            self.engines.rollout().load_weights(hub_weights(model))
         else:
             self._end_rollout()
 

@@ -30,6 +30,7 @@ from rlhf.engines.stored_state import StoredState, StoredTensor
 from rlhf.engines.token_outputs import Head, TokenOutputs
 from rlhf.errors import NotFinite
 from rlhf.models import config_json, lora
+from rlhf.models.hub_layout import hub_layout, hub_weights, split
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,6 +80,8 @@ class ModelEngine(ABC):
         Raises:
             UserError: the model does not support `packing`, `sequence_parallel`, or its log-probs would be wrong.
         """
+        self.layout = hub_layout(model)
+        """The tensors in a checkpoint, by parameter or buffer; see `hub_layout`."""
         team = Team.of(sequence_parallel) if sequence_parallel > 1 else None
         self.module = TokenOutputs(model, head, team=team, packing=packing, share_prompts=share_prompts)
         self.model = model
@@ -334,8 +337,10 @@ class ModelEngine(ABC):
         for name, tensor, is_owner in self._tensors():
             if is_owner:
                 kind, _, parameter = name.partition(".")
-                share, key = (weights, self._stored(parameter)) if kind == "model" else (moments, name)
-                share[key] = tensor.contiguous()
+                if kind == "model":
+                    weights.update(split(tensor.contiguous(), self.layout[parameter]))
+                else:
+                    moments[name] = tensor.contiguous()
         files = {f"optimizer{part}.safetensors": save_safetensors(moments)}
         if weights or not adapted:
             files[weights_file] = save_safetensors(weights, metadata={"format": "pt"})
@@ -356,17 +361,15 @@ class ModelEngine(ABC):
             stored: the files of all ranks that wrote the state; their number may differ from the ranks now.
         """
         names, buffers = self.names(), self._buffers()
-        expected = {self._stored(name) for name in (*names, *buffers)}
-        found = stored.weights
-        assert found.keys() == expected, f"not a checkpoint of this model: {found.keys() ^ expected}"
+        weights = self._stored(stored)
         state = stored.file("state.json")
         assert state is not None
         self._reset_optimizer()
         with torch.no_grad():
             for name in names:
-                self._load("model", name, found[self._stored(name)])
+                self._load("model", name, weights[name])
             for name, buffer in buffers.items():
-                buffer.copy_(found[name].whole())
+                buffer.copy_(weights[name].whole())
             self.steps = json.loads(state)["steps"]
             if self.steps:
                 moments = stored.moments
@@ -374,14 +377,26 @@ class ModelEngine(ABC):
                     for name in names:
                         self._load(kind, name, moments[f"{kind}.{name}"])
 
-    def _stored(self, name: str) -> str:
-        return lora.stored_name(name) if lora.has(self.model) else name
+    def _stored(self, stored: StoredState) -> dict[str, StoredTensor]:
+        """The stored parameters and buffers, by their names in the model."""
+        shapes = {name: self.shape(name) for name in self.names()}
+        shapes |= {name: tuple(buffer.shape) for name, buffer in self._buffers().items()}
+        unread, weights = dict(stored.weights), {}
+        for name, shape in shapes.items():
+            keys = [tensor.name for tensor in self.layout[name]]
+            if not unread.keys() >= set(keys):
+                keys = [name]  # older releases wrote the model's own names and shapes
+            assert unread.keys() >= set(keys), f"not a checkpoint of this model: it lacks {keys[0]}"
+            weights[name] = StoredTensor.joined([unread.pop(key) for key in keys], shape)
+        assert not unread, f"not a checkpoint of this model: it has {', '.join(unread)}"
+        return weights
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the model's tensors under their names in a checkpoint, whole, on every rank; all ranks must iterate."""
         for name in self.names():
-            yield self._stored(name), self.get("model", name).detach()
-        yield from self._buffers().items()
+            yield from split(self.get("model", name).detach(), self.layout[name])
+        for name, buffer in self._buffers().items():
+            yield from split(buffer, self.layout[name])
 
     @property
     def adapter_config(self) -> bytes | None:
@@ -433,9 +448,7 @@ def copy_weights(weights: Iterable[tuple[str, Tensor]], model: PreTrainedModel) 
         weights: tensors, named as in a checkpoint.
         model: the model; it must already have its adapters, if any.
     """
-    targets = dict(model.named_parameters()) | dict(model.named_buffers())
-    if lora.has(model):
-        targets = {lora.stored_name(name): tensor for name, tensor in targets.items()}
+    targets = dict(model.named_parameters()) | dict(model.named_buffers()) | dict(hub_weights(model))
     with torch.no_grad():
         for name, tensor in weights:
             targets[name].copy_(tensor)

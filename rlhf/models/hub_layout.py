@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rlhf.errors import UserError
+from rlhf.models import lora
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -47,7 +48,8 @@ def hub_layout(model: PreTrainedModel) -> dict[str, tuple[HubTensor, ...]]:
     of the same name.
 
     Args:
-        model: the model, without adapters and before an engine shards it; it may be on the meta device.
+        model: the model, before an engine shards it; it may be on the meta device. If it has adapters, the names are
+            PEFT's.
 
     Returns:
         The hub tensors of each parameter and each buffer that a checkpoint contains, by its name in the model.
@@ -57,13 +59,15 @@ def hub_layout(model: PreTrainedModel) -> dict[str, tuple[HubTensor, ...]]:
     """
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
+    shapes = _shapes(model)
+    if lora.has(model):
+        return {name: (HubTensor(lora.stored_name(name), shape),) for name, shape in shapes.items()}
     reversals = [transform.reverse_transform() for transform in reversed(_conversions(model))]
     renamings = [transform for transform in reversals if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in reversals if isinstance(transform, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     orders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     layout: dict[str, tuple[HubTensor, ...]] = {}
-    shapes = _shapes(model)
     for name in sorted(shapes, key=dot_natural_key):
         renamed, pattern = rename_source_key(name, renamings, converters, reverse=True)
         shape = shapes[name]
@@ -92,6 +96,13 @@ def split(parameter: Tensor, hub: Sequence[HubTensor]) -> Iterator[tuple[str, Te
     values = torch.split(parameter.reshape(-1), [tensor.elements for tensor in hub])
     for tensor, part in zip(hub, values, strict=True):
         yield tensor.name, part.view(tensor.shape)
+
+
+def hub_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of a model that is not sharded, named as in its files; they share the model's memory."""
+    held = dict(model.named_parameters()) | dict(model.named_buffers())
+    for name, hub in hub_layout(model).items():
+        yield from split(held[name].detach(), hub)
 
 
 @dataclass(frozen=True)
