@@ -25,6 +25,7 @@ from rlhf.engines.base import OptimizerPlan
 from rlhf.engines.micro_batches import Layout, MicroBatch, by_prompt, by_token_budget, prompt_numbers
 from rlhf.engines.optimizers import AdamW, Optimizer
 from rlhf.engines.parts import Part
+from rlhf.engines.router_loss import NAME as ROUTER_LOSS
 from rlhf.engines.sequence_parallel import Team
 from rlhf.engines.stored_state import StoredState, StoredTensor
 from rlhf.engines.token_outputs import Head, TokenOutputs
@@ -231,13 +232,19 @@ class ModelEngine(ABC):
         if objective.selection is not None:
             whole = self._whole(micro_batches, objective, plan, normalizers)
             columns["selected"] = objective.selection(whole, columns)
+        router = self.module.router_loss
+        tokens = int((mini_batch.lengths("prompt_ids") + np.maximum(mini_batch.lengths("response_ids") - 1, 0)).sum())
         sums: dict[str, Tensor] = {}
         for number, (rows, micro) in enumerate(micro_batches, 1):
             part = {name: column[micro.rows, : micro.horizon] for name, column in columns.items()}
-            outputs = self._forward(micro, objective.outputs, plan.temperature)
+            outputs = self._forward(micro, objective.outputs, plan.temperature, with_router=router is not None)
+            balance = outputs.pop(ROUTER_LOSS, None)
             loss, metrics = objective(
                 {name: micro.padded(values) for name, values in outputs.items()}, part, normalizers
             )
+            if router is not None and balance is not None:
+                balance = balance * (int(micro.copies.sum()) / tokens)
+                loss, metrics = loss + router.coefficient * balance, {**metrics, f"actor/{ROUTER_LOSS}": balance}
             self._backward(loss if len(rows) else 0 * loss, last=number == len(micro_batches))
             for name, value in metrics.items():
                 sums.setdefault(name, torch.zeros((), device=self.device)).add_(
@@ -296,12 +303,18 @@ class ModelEngine(ABC):
             rows = np.concatenate([groups[number] for number in chosen]) if len(chosen) else np.arange(0)
             yield rows, MicroBatch.of(batch, rows if len(rows) else groups[0], layout)
 
-    def _forward(self, micro: MicroBatch, outputs: Iterable[str], temperature: float) -> dict[str, Tensor]:
-        """Compute outputs by name, shape (response tokens of the micro-batch,)."""
+    def _forward(
+        self, micro: MicroBatch, outputs: Iterable[str], temperature: float, *, with_router: bool = False
+    ) -> dict[str, Tensor]:
+        """Compute outputs by name, shape (response tokens of the micro-batch,).
+
+        They include the scalar `router_aux_loss` if it is asked for by `with_router`.
+        """
         positions = None if micro.position_ids is None else micro.position_ids.to(self.device)
         input_ids, at, targets = (tensor.to(self.device) for tensor in (micro.input_ids, micro.at, micro.targets))
         shared = None if micro.shared is None else micro.shared.to(self.device)
-        return self._call(input_ids, positions, at, targets, temperature, tuple(outputs), shared)
+        copies = micro.copies.to(self.device) if with_router else None
+        return self._call(input_ids, positions, at, targets, temperature, tuple(outputs), shared, copies)
 
     def _autocast(self) -> AbstractContextManager[None]:
         if self.dtype == "float32":
