@@ -53,12 +53,13 @@ def model_folder(
     return folder
 
 
-def moe_folder(folder: Path, kind: str, **changes: Any) -> Path:
+def moe_folder(folder: Path, kind: str, *, scale: float = 10, **changes: Any) -> Path:
     """A mixture of experts on the same tokens, whose router is sure of itself; `changes` are of its config.
 
     Args:
         folder: where.
         kind: its type in transformers: `qwen3_moe` or `mixtral`.
+        scale: how much larger than usual its matrices are.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -79,7 +80,7 @@ def moe_folder(folder: Path, kind: str, **changes: Any) -> Path:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter *= 10
+                parameter *= scale
     model.save_pretrained(folder)
     return folder
 
