@@ -24,11 +24,13 @@ from rlhf.engines.base import OptimizerPlan
 from rlhf.engines.micro_batches import Layout, MicroBatch, by_prompt, by_token_budget, prompt_numbers
 from rlhf.engines.optimizers import AdamW, Optimizer
 from rlhf.engines.parts import Part
+from rlhf.engines.router_loss import NAME as ROUTER_LOSS
 from rlhf.engines.sequence_parallel import Team
-from rlhf.engines.stored_state import Stored, StoredState, TensorFile
+from rlhf.engines.stored_state import Stored, StoredState, StoredTensor, TensorFile
 from rlhf.engines.token_outputs import Head, TokenOutputs
 from rlhf.errors import NotFinite
 from rlhf.models import config_json, lora
+from rlhf.models.hub_layout import hub_layout, hub_weights, split
 from rlhf.models.skeleton import Skeleton
 
 if TYPE_CHECKING:
@@ -83,10 +85,12 @@ class ModelEngine(ABC):
         Raises:
             UserError: the model does not support `packing`, `sequence_parallel`, or its log-probs would be wrong.
         """
-        team = Team.of(sequence_parallel) if sequence_parallel > 1 else None
         skeleton = Skeleton.of(model)
         model, self._sources = skeleton.model, skeleton.sources
         skeleton.read_buffers()
+        self.layout = hub_layout(model)
+        """The tensors in a checkpoint, by parameter or buffer; see `hub_layout`."""
+        team = Team.of(sequence_parallel) if sequence_parallel > 1 else None
         self.module = TokenOutputs(model, head, team=team, packing=packing, share_prompts=share_prompts)
         self.model = model
         """The model inside `module`; in engines that shard it, its tensors are not whole."""
@@ -250,13 +254,19 @@ class ModelEngine(ABC):
         if objective.selection is not None:
             whole = self._whole(micro_batches, objective, plan, normalizers)
             columns["selected"] = objective.selection(whole, columns)
+        router = self.module.router_loss
+        tokens = int((mini_batch.lengths("prompt_ids") + np.maximum(mini_batch.lengths("response_ids") - 1, 0)).sum())
         sums: dict[str, Tensor] = {}
         for number, (rows, micro) in enumerate(micro_batches, 1):
             part = {name: column[micro.rows, : micro.horizon] for name, column in columns.items()}
-            outputs = self._forward(micro, objective.outputs, plan.temperature)
+            outputs = self._forward(micro, objective.outputs, plan.temperature, with_router=router is not None)
+            balance = outputs.pop(ROUTER_LOSS, None)
             loss, metrics = objective(
                 {name: micro.padded(values) for name, values in outputs.items()}, part, normalizers
             )
+            if router is not None and balance is not None:
+                balance = balance * (int(micro.copies.sum()) / tokens)
+                loss, metrics = loss + router.coefficient * balance, {**metrics, f"actor/{ROUTER_LOSS}": balance}
             self._backward(loss if len(rows) else 0 * loss, last=number == len(micro_batches))
             for name, value in metrics.items():
                 sums.setdefault(name, torch.zeros((), device=self.device)).add_(
@@ -315,12 +325,18 @@ class ModelEngine(ABC):
             rows = np.concatenate([groups[number] for number in chosen]) if len(chosen) else np.arange(0)
             yield rows, MicroBatch.of(batch, rows if len(rows) else groups[0], layout)
 
-    def _forward(self, micro: MicroBatch, outputs: Iterable[str], temperature: float) -> dict[str, Tensor]:
-        """Compute outputs by name, shape (response tokens of the micro-batch,)."""
+    def _forward(
+        self, micro: MicroBatch, outputs: Iterable[str], temperature: float, *, with_router: bool = False
+    ) -> dict[str, Tensor]:
+        """Compute outputs by name, shape (response tokens of the micro-batch,).
+
+        They include the scalar `router_aux_loss` if it is asked for by `with_router`.
+        """
         positions = None if micro.position_ids is None else micro.position_ids.to(self.device)
         input_ids, at, targets = (tensor.to(self.device) for tensor in (micro.input_ids, micro.at, micro.targets))
         shared = None if micro.shared is None else micro.shared.to(self.device)
-        return self._call(input_ids, positions, at, targets, temperature, tuple(outputs), shared)
+        copies = micro.copies.to(self.device) if with_router else None
+        return self._call(input_ids, positions, at, targets, temperature, tuple(outputs), shared, copies)
 
     def _autocast(self) -> AbstractContextManager[None]:
         if self.dtype == "float32" or self.is_cast:
@@ -354,8 +370,9 @@ class ModelEngine(ABC):
         owners = self._owners()
         own = [tensor for tensor, owner in owners.items() if owner == ranks.rank()]
         own_buffers = self._buffers() if ranks.rank() == 0 else {}
-        shapes = {self._stored(name): (torch.float32, self.shape(name)) for kind, name in own if kind == "model"}
-        shapes |= {name: (buffer.dtype, tuple(buffer.shape)) for name, buffer in own_buffers.items()}
+        types = {name: torch.float32 for kind, name in own if kind == "model"}
+        types |= {name: buffer.dtype for name, buffer in own_buffers.items()}
+        shapes = {tensor.name: (dtype, tensor.shape) for name, dtype in types.items() for tensor in self.layout[name]}
         weights = TensorFile(shapes)
         moments = TensorFile(
             {f"{kind}.{name}": (torch.float32, self.shape(name)) for kind, name in own if kind != "model"}
@@ -387,17 +404,15 @@ class ModelEngine(ABC):
             stored: the files of all ranks that wrote the state; their number may differ from the ranks now.
         """
         names, buffers = self.names(), self._buffers()
-        expected = {self._stored(name) for name in (*names, *buffers)}
-        found = stored.weights
-        assert found.keys() == expected, f"not a checkpoint of this model: {found.keys() ^ expected}"
+        weights = self._stored(stored)
         state = stored.file("state.json")
         assert state is not None
         self._reset_optimizer()
         with torch.no_grad():
             for name in names:
-                self._load("model", name, found[self._stored(name)])
+                self._load("model", name, weights[name])
             for name, buffer in buffers.items():
-                buffer.copy_(found[name].whole())
+                buffer.copy_(weights[name].whole())
             self.steps = json.loads(state)["steps"]
             if self.steps:
                 moments = stored.moments
@@ -405,8 +420,19 @@ class ModelEngine(ABC):
                     for name in names:
                         self._load(kind, name, moments[f"{kind}.{name}"])
 
-    def _stored(self, name: str) -> str:
-        return lora.stored_name(name) if lora.has(self.model) else name
+    def _stored(self, stored: StoredState) -> dict[str, StoredTensor]:
+        """The stored parameters and buffers, by their names in the model."""
+        shapes = {name: self.shape(name) for name in self.names()}
+        shapes |= {name: tuple(buffer.shape) for name, buffer in self._buffers().items()}
+        unread, weights = dict(stored.weights), {}
+        for name, shape in shapes.items():
+            keys = [tensor.name for tensor in self.layout[name]]
+            if not unread.keys() >= set(keys):
+                keys = [name]  # older releases wrote the model's own names and shapes
+            assert unread.keys() >= set(keys), f"not a checkpoint of this model: it lacks {keys[0]}"
+            weights[name] = StoredTensor.joined([unread.pop(key) for key in keys], shape)
+        assert not unread, f"not a checkpoint of this model: it has {', '.join(unread)}"
+        return weights
 
     def weights(self, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, Tensor]]:
         """Yield the model's tensors under their names in a checkpoint, whole, on every rank; all ranks must iterate.
@@ -415,8 +441,9 @@ class ModelEngine(ABC):
             dtype: type of the parameters.
         """
         for name in self.names():
-            yield self._stored(name), self.get("model", name, dtype).detach()
-        yield from self._buffers().items()
+            yield from split(self.get("model", name, dtype).detach(), self.layout[name])
+        for name, buffer in self._buffers().items():
+            yield from split(buffer, self.layout[name])
 
     @property
     def adapter_config(self) -> bytes | None:
@@ -472,9 +499,7 @@ def copy_weights(weights: Iterable[tuple[str, Tensor]], model: PreTrainedModel) 
     Returns:
         Bytes that were copied.
     """
-    targets = dict(model.named_parameters()) | dict(model.named_buffers())
-    if lora.has(model):
-        targets = {lora.stored_name(name): tensor for name, tensor in targets.items()}
+    targets = dict(model.named_parameters()) | dict(model.named_buffers()) | dict(hub_weights(model))
     copied = 0
     with torch.no_grad():
         for name, tensor in weights:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
+from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -62,6 +64,33 @@ class StoredTensor:
     """Offset of its first byte in the file."""
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Size in the file."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    @classmethod
+    def joined(cls, tensors: Sequence[StoredTensor], shape: tuple[int, ...]) -> StoredTensor:
+        """One tensor that consists of the elements of several, one after the other.
+
+        Args:
+            tensors: tensors of one type.
+            shape: shape of the whole.
+        """
+        ends = list(accumulate(tensor.bytes for tensor in tensors))
+
+        def read(_file: str, start: int, end: int) -> bytes:
+            data = b""
+            number = bisect_right(ends, start)
+            while start < end:
+                tensor, until = tensors[number], min(end, ends[number])
+                shift = tensor.start + tensor.bytes - ends[number]
+                data += tensor.read(tensor.file, start + shift, until + shift)
+                start, number = until, number + 1
+            return data
+
+        return tensors[0] if len(tensors) == 1 else cls(read, tensors[0].file, 0, shape, tensors[0].dtype)
 
     def flat(self, first: int, last: int) -> Tensor:
         """Read elements of the flattened tensor, from `first` up to, but without, `last`."""

@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from rlhf.engines import prefix_sharing, ranks
 from rlhf.engines.prefix_sharing import agree
+from rlhf.engines.router_loss import NAME as ROUTER_LOSS
+from rlhf.engines.router_loss import RouterLoss
 from rlhf.engines.sequence_parallel import Team, visible
 from rlhf.errors import UserError
 from rlhf.models.truncated import truncated
@@ -61,6 +63,8 @@ class TokenOutputs(torch.nn.Module):
         self.model = tried.to(ranks.device())
         self.head = head
         self.team = team
+        self.router_loss = RouterLoss.of(model) if head == "policy" else None
+        """The auxiliary loss of a mixture of experts; None if the model has none or its config does not ask for it."""
         self.in_step = False
         """Whether all ranks must call the head equally often, because each call gathers its weights."""
         self.shares_prompts = share_prompts and team is None and is_plain and prefix_sharing.adopt(tried)
@@ -79,7 +83,8 @@ class TokenOutputs(torch.nn.Module):
         temperature: float,
         outputs: tuple[str, ...],
         shared: SharedPrompts | None = None,
-    ) -> dict[str, Float[Tensor, " tokens"]]:
+        copies: Int[Tensor, "sequences time"] | None = None,
+    ) -> dict[str, Tensor]:
         """Compute outputs at selected positions.
 
         Args:
@@ -90,23 +95,28 @@ class TokenOutputs(torch.nn.Module):
             temperature: divisor of the logits.
             outputs: names of the outputs; only `entropy` is optional.
             shared: how the tokens of a row of shared prompts attend to each other; None: sequences are whole.
+            copies: number of sequences that each token is part of, shape (sequences, time); None: the router's
+                auxiliary loss is not computed.
 
         Returns:
-            Outputs by name, float32, shape (tokens,): `log_probs` and `entropy` in nats, `values`, or `scores`.
+            Outputs by name, float32, shape (tokens,): `log_probs` and `entropy` in nats, `values`, or `scores`; and the
+            scalar `router_aux_loss` if `copies` is given.
         """
         if self.team is None:
             attend_to = {} if shared is None else prefix_sharing.inputs(shared)
-            return self._of_tokens(input_ids, position_ids, at, targets, temperature, outputs, **attend_to)
+            return self._of_tokens(input_ids, position_ids, at, targets, temperature, outputs, copies, **attend_to)
         team = self.team
         before = input_ids.shape[1]
         input_ids, positions = team.padded(input_ids, position_ids)
         time = input_ids.shape[1]
         is_local, local_at = team.mine(at // before * time + at % before, time)
         attend = {"team": team, "visible": visible(positions)}
-        local = self._of_tokens(
-            team.share(input_ids), team.share(positions), local_at, targets[is_local], temperature, outputs, **attend
-        )
-        return {name: team.whole(values, is_local) for name, values in local.items()}
+        if copies is not None:
+            copies = team.share(torch.nn.functional.pad(copies, (0, time - before)))
+        shares = (team.share(input_ids), team.share(positions), local_at, targets[is_local])
+        local = self._of_tokens(*shares, temperature, outputs, copies, **attend)
+        router = {ROUTER_LOSS: local.pop(ROUTER_LOSS)} if copies is not None else {}
+        return {name: team.whole(values, is_local) for name, values in local.items()} | router
 
     def _of_tokens(
         self,
@@ -116,16 +126,24 @@ class TokenOutputs(torch.nn.Module):
         targets: Tensor,
         temperature: float,
         outputs: tuple[str, ...],
+        copies: Tensor | None,
         **attend: Any,
     ) -> dict[str, Tensor]:
         inputs = {"input_ids": input_ids, "position_ids": position_ids, **attend}
         if self.head == "value":
             values = self.model(**inputs, use_cache=False).logits
             return {"values": values.flatten().index_select(0, at).float()}
-        hidden = self._hidden(**inputs).flatten(0, 1).index_select(0, at)
+        if self.router_loss is not None:
+            inputs["output_router_logits"] = copies is not None
+        computed = self.model.base_model(**inputs, use_cache=False)
+        hidden = computed.last_hidden_state.flatten(0, 1).index_select(0, at)
         if self.head == "reward":
             return {"scores": self.model.score(hidden)[:, 0].float()}
-        return self._of_policy(hidden, targets, temperature, outputs)
+        policy = self._of_policy(hidden, targets, temperature, outputs)
+        if self.router_loss is None or copies is None:
+            return policy
+        summed = (lambda local: local) if self.team is None else self.team.summed
+        return policy | {ROUTER_LOSS: self.router_loss(computed.router_logits, copies.flatten(), summed)}
 
     def _of_policy(
         self, hidden: Tensor, targets: Tensor, temperature: float, outputs: tuple[str, ...]

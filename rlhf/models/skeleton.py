@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from rlhf.engines.parts import Part
-from rlhf.engines.stored_state import Held, StoredState
+from rlhf.engines.stored_state import Held, StoredState, StoredTensor
+from rlhf.errors import UserError
+from rlhf.models.hub_layout import hub_layout
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -144,7 +146,7 @@ def folder_state(folder: Path) -> StoredState:
         raise Unreadable(f"it has weights of type {error.args[0]}") from None
 
 
-def sources(model: PreTrainedModel, stored: Mapping[str, Stored]) -> dict[str, Stored]:
+def sources(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> dict[str, Stored]:
     """Find the stored tensor of each parameter and buffer. Names in files are changed as transformers changes them.
 
     Args:
@@ -155,7 +157,7 @@ def sources(model: PreTrainedModel, stored: Mapping[str, Stored]) -> dict[str, S
         The stored tensors by name of the parameter or buffer; those that the files lack are left out.
 
     Raises:
-        Unreadable: a parameter is computed from stored tensors.
+        Unreadable: a parameter does not consist of stored tensors, one after the other.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -165,18 +167,36 @@ def sources(model: PreTrainedModel, stored: Mapping[str, Stored]) -> dict[str, S
     converters = [change for change in mapping if isinstance(change, WeightConverter)]
     state = model.state_dict()
     found: dict[str, Stored] = {}
+    converted: set[str] = set()
     for key in sorted(stored, key=dot_natural_key):
         name, converter = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
         if name not in state and key in state:
             name, converter = rename_source_key(key, [], [], model.base_model_prefix, state)
-        if name not in state:
-            continue
-        if converter is not None:
-            raise Unreadable(f"{name} is computed from {key}")
-        found[name] = stored[key]
+        if name in state and converter is None:
+            found[name] = stored[key]
+        elif name in state:
+            converted.add(name)
     model._weight_conversions = [change for change in mapping if change.was_used()]  # as from_pretrained does
+    if converted:
+        found |= _joined(model, stored, converted)
     _settle_ties(model, found)
     return found
+
+
+def _joined(model: PreTrainedModel, stored: Mapping[str, StoredTensor], names: Iterable[str]) -> dict[str, Stored]:
+    """Find the stored tensors of which parameters consist, such as the matrices of experts."""
+    try:
+        layout = hub_layout(model)
+    except UserError as error:
+        raise Unreadable(str(error)) from None
+    state = model.state_dict()
+    joined: dict[str, Stored] = {}
+    for name in names:
+        keys = [tensor.name for tensor in layout[name]]
+        if not stored.keys() >= set(keys):
+            raise Unreadable(f"transformers computes {name} from other tensors than it writes")
+        joined[name] = StoredTensor.joined([stored[key] for key in keys], tuple(state[name].shape))
+    return joined
 
 
 def _settle_ties(model: PreTrainedModel, found: dict[str, Stored]) -> None:
