@@ -53,6 +53,38 @@ def model_folder(
     return folder
 
 
+def moe_folder(folder: Path, kind: str, *, scale: float = 10, **changes: Any) -> Path:
+    """A mixture of experts on the same tokens, whose router is sure of itself; `changes` are of its config.
+
+    Args:
+        folder: where.
+        kind: its type in transformers: `qwen3_moe` or `mixtral`.
+        scale: how much larger than usual its matrices are.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model_folder(folder)
+    shape = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    experts = {
+        "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 16, "head_dim": 8, "intermediate_size": 64},
+        "mixtral": {"num_local_experts": 4, "intermediate_size": 16},
+    }[kind]
+    tokens = {"vocab_size": 3 + len(LETTERS), "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}
+    config = AutoConfig.for_model(
+        kind, **tokens | shape | experts | {"num_experts_per_tok": 2, "max_position_embeddings": 512} | changes
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter *= scale
+    model.save_pretrained(folder)
+    return folder
+
+
 def reward_model_folder(folder: Path, base: Path, *, process: bool = False, labels: int = 1, **changes: Any) -> Path:
     """A classifier on the same tokens, with random weights; `changes` are of its config."""
     import torch

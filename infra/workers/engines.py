@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
 
 from rlhf.config import RunConfig
-from rlhf.models import load_actor, load_critic, load_reward_model, load_tokenizer
+from rlhf.models import actor_skeleton, critic_skeleton, load_reward_model, load_tokenizer
 
 if TYPE_CHECKING:
     from rlhf.engines.base import InferenceEngine, RolloutEngine
@@ -123,7 +123,8 @@ class Engines:
         if role == "critic":
             assert config.critic is not None
             chosen = config.critic_model
-            return train_engine(config.critic, load_critic(chosen, seed), "value", dtype=chosen.dtype)
+            return train_engine(config.critic, critic_skeleton(chosen, seed), "value", dtype=chosen.dtype)
         chosen = config.model if role == "actor" else config.reference_model
         trainable = role == "actor"
-        return train_engine(config.actor, load_actor(chosen, seed), "policy", dtype=chosen.dtype, trainable=trainable)
+        skeleton = actor_skeleton(chosen, seed, trainable=trainable)
+        return train_engine(config.actor, skeleton, "policy", dtype=chosen.dtype, trainable=trainable)

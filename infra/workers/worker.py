@@ -511,8 +511,9 @@ class Worker:
             if stored is not None:
                 self._load_rollout(stored.tensors(), stored.file("adapter_config.json"))
             elif self.config.rollout.engine == "server":  # the server may hold other weights
-                model = load_actor(self.config.model, self.config.run.seed)
-                self._load_rollout(model.named_parameters(), None)
+                from rlhf.models.hub_layout import hub_weights
+
+                self._load_rollout(hub_weights(load_actor(self.config.model, self.config.run.seed)), None)
             else:
                 self._end_rollout()
             self._rollout_has = weights
@@ -537,11 +538,12 @@ class Worker:
             return
         from rlhf.engines.model_engine import copy_weights
         from rlhf.engines.torch_engine import TorchEngine
+        from rlhf.models.hub_layout import hub_weights
 
         # there is no actor here to compare the server's log-probs with, so load one
         model = load_actor(self.config.model, self.config.run.seed)
         copy_weights(tensors, model)
-        rollout.load_weights(model.named_parameters())
+        rollout.load_weights(hub_weights(model))
         actor = TorchEngine(model, "policy", dtype=self.config.model.dtype, trainable=False)
         self._check_server(rollout, actor)
 

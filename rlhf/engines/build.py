@@ -16,16 +16,17 @@ if TYPE_CHECKING:
     from rlhf.engines.base import RolloutEngine
     from rlhf.engines.server_rollout import ServerRollout
     from rlhf.engines.vllm_rollout import VLLMRollout
+    from rlhf.models.skeleton import Skeleton
 
 
 def train_engine(
-    trainer: TrainerConfig, model: PreTrainedModel, head: Head, *, dtype: Dtype, trainable: bool = True
+    trainer: TrainerConfig, model: PreTrainedModel | Skeleton, head: Head, *, dtype: Dtype, trainable: bool = True
 ) -> ModelEngine:
     """Build the train engine of a model.
 
     Args:
         trainer: the trainer's section of the config.
-        model: the model, with float32 weights.
+        model: the model with float32 weights, or its skeleton.
         head: outputs of the model.
         dtype: type of the computation.
         trainable: whether the model is trained; False for a reference.
@@ -77,7 +78,9 @@ def rollout_engine(config: RunConfig, actor: PreTrainedModel | None) -> RolloutE
         return server_rollout(config, tokenizer)
     from rlhf.engines.hf_rollout import HFRollout
 
-    model = actor if actor is not None else load_actor(config.model, config.run.seed).to(ranks.device())
+    model = (
+        actor if actor is not None else load_actor(config.model, config.run.seed, trainable=False).to(ranks.device())
+    )
     eos = eos_token_ids(model.generation_config, tokenizer)
     return HFRollout(model, eos_token_ids=eos, dtype=config.model.dtype, tokenizer=tokenizer)
 

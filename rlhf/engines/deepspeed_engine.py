@@ -15,12 +15,15 @@ from rlhf.engines import ranks
 from rlhf.engines.base import OptimizerPlan
 from rlhf.engines.model_engine import ModelEngine, not_finite
 from rlhf.engines.parts import Part
-from rlhf.engines.stored_state import StoredTensor
+from rlhf.engines.stored_state import Stored
 from rlhf.engines.token_outputs import Head
+from rlhf.models.skeleton import materialize
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
+
+    from rlhf.models.skeleton import Skeleton
 
 ZeroStage = Literal[0, 1, 2, 3]
 
@@ -34,12 +37,18 @@ class DeepSpeedEngine(ModelEngine):
     """
 
     def __init__(
-        self, model: PreTrainedModel, head: Head, *, stage: ZeroStage = 2, offload: bool = False, **options: Any
+        self,
+        model: PreTrainedModel | Skeleton,
+        head: Head,
+        *,
+        stage: ZeroStage = 2,
+        offload: bool = False,
+        **options: Any,
     ) -> None:
         """Wrap a model.
 
         Args:
-            model: the model, with float32 weights.
+            model: the model with float32 weights, or its skeleton.
             head: outputs of the model.
             stage: ZeRO stage: from 1 the optimizer state is sharded, from 2 also gradients, in 3 also parameters.
             offload: whether optimizer state (and in stage 3 parameters) are kept in host memory.
@@ -57,7 +66,7 @@ class DeepSpeedEngine(ModelEngine):
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         # without an optimizer there are only parameters to shard, which is stage 3
         stage = stage if self.trainable or stage == 3 else 0
-        rounds = self.dtype == "bfloat16" and stage > 0
+        rounds = self.dtype == "bfloat16" and (stage > 0 or self.is_cast)
         if rounds and stage == 1:  # whose optimizer for float32 sums of gradients cannot leave the device
             stage = 2
         self.stage = stage
@@ -77,6 +86,10 @@ class DeepSpeedEngine(ModelEngine):
             "gradient_clipping": 0.0,  # the default is 1; `_step` sets the limit of the plan
             "steps_per_print": 2**62,
         }
+        if self._sources and stage == 3:
+            self._partition(config, torch.bfloat16 if rounds else torch.float32)
+        elif self._sources:  # in the type of the computation at once; the optimizer's weights are read afterwards
+            materialize(self.module, self.device, torch.bfloat16 if rounds else torch.float32)
         self.parameters = self._parameters()
         optimizer = self.optimizer_type.build(self.parameters.values()) if self.trainable else None
         self.engine, self.wrapper, _, _ = deepspeed.initialize(model=self.module, optimizer=optimizer, config=config)
@@ -85,6 +98,24 @@ class DeepSpeedEngine(ModelEngine):
         self._placed = (True, True)
         self._accumulates = False
         """Whether there are gradients that no step has consumed."""
+        self._read()
+
+    def _partition(self, config: dict[str, Any], dtype: torch.dtype) -> None:
+        """Give memory to a parameter and keep this rank's share, before the next one: no rank has the whole model."""
+        from deepspeed.runtime.zero import Init
+
+        partitioned: list[Any] = []
+
+        def keep_share(parameter: torch.nn.Parameter) -> None:
+            if partitioned:
+                partitioned[0].convert_to_zero_parameters([parameter])
+            else:
+                Init(module=torch.nn.ParameterList([parameter]), config_dict_or_path=config)
+                partitioned.append(parameter)
+
+        materialize(self.module, self.device, dtype, keep_share)
+        for buffer in self.module.buffers():
+            buffer.data = buffer.to(self.device)
 
     def _call(self, *inputs: Any) -> dict[str, Tensor]:
         with self._autocast() if self.stage == 0 else nullcontext():
@@ -183,31 +214,40 @@ class DeepSpeedEngine(ModelEngine):
         parameter: Any = self.parameters[name]
         return tuple(parameter.ds_shape if self.stage == 3 else parameter.shape)
 
-    def _load(self, kind: str, name: str, stored: StoredTensor) -> None:
+    def _load(self, kind: str, name: str, stored: Stored) -> None:
         from deepspeed import utils
-        from deepspeed.runtime.zero import GatheredParameters
 
         parameter: Any = self.parameters[name]
-        if kind != "model":
-            self._make_state()
+        if kind == "model":
+            self._fill(parameter, stored)
+            return
+        self._make_state()
         if self.stage == 0:
-            (parameter.data if kind == "model" else self._plain_state(parameter)[kind]).copy_(stored.whole())
-        elif self.stage < 3 and kind == "model":  # each rank computes with the whole parameter
-            value = stored.whole().to(self.device)
-            utils.safe_set_full_fp32_param(parameter, value)
-            parameter.data.copy_(value)
+            Part.flat(self._plain_state(parameter)[kind]).fill(stored)
         elif self.stage < 3:
             for part in self.parts(kind, name):
                 part.fill(stored)
-        elif kind == "model":
-            utils.safe_set_local_fp32_param(parameter, self._share(parameter, stored))
-            with GatheredParameters([parameter], modifier_rank=0):
-                if ranks.rank() == 0:
-                    parameter.data.copy_(stored.whole())
         else:
             utils.safe_set_local_optimizer_state(parameter, self._share(parameter, stored), kind)
 
-    def _share(self, parameter: Any, stored: StoredTensor) -> Tensor:
+    def _fill(self, parameter: Any, stored: Stored) -> None:
+        """Read what this rank holds of a parameter; see `ModelEngine._fill`."""
+        from deepspeed import utils
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+        if self.stage < 3:  # each rank computes with the whole parameter, and may own a part of the optimizer's
+            Part.flat(parameter.data).fill(stored)
+            if (mapping := getattr(parameter, "_hp_mapping", None)) is not None:
+                Part.flat(mapping.get_hp_fragment(None), mapping.lp_fragment_address.start).fill(stored)
+            return
+        share = self._share(parameter, stored)
+        if self.trainable:
+            utils.safe_set_local_fp32_param(parameter, share)
+        parameter.ds_tensor.data.copy_(share)
+        if parameter.ds_status == ZeroParamStatus.AVAILABLE:  # a small one, of which every rank keeps the whole, too
+            Part.flat(parameter.data).fill(stored)
+
+    def _share(self, parameter: Any, stored: Stored) -> Tensor:
         """Read this rank's share in stage 3, padded; `safe_set_full_…` fail if a share is nothing but padding."""
         size, first = parameter.ds_tensor.numel(), ranks.rank() * parameter.ds_tensor.numel()
         share = torch.zeros(size)

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from rlhf.engines import ranks
 from rlhf.engines.parts import Part
-from rlhf.engines.stored_state import StoredTensor
+from rlhf.engines.stored_state import Stored
 from rlhf.engines.token_outputs import Head
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.errors import UserError
@@ -31,6 +31,8 @@ from rlhf.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
+
+    from rlhf.models.skeleton import Skeleton
 
 STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 WHOLE = "embedding_rowwise"
@@ -43,12 +45,18 @@ class FSDPEngine(TorchEngine):
     """A train engine that uses FSDP2, optionally with tensor parallelism."""
 
     def __init__(
-        self, model: PreTrainedModel, head: Head, *, offload: bool = False, tensor_parallel: int = 1, **options: Any
+        self,
+        model: PreTrainedModel | Skeleton,
+        head: Head,
+        *,
+        offload: bool = False,
+        tensor_parallel: int = 1,
+        **options: Any,
     ) -> None:
         """Wrap and shard a model.
 
         Args:
-            model: the model, with float32 weights.
+            model: the model with float32 weights, or its skeleton.
             head: outputs of the model.
             offload: whether parameters and optimizer state are kept in host memory.
             tensor_parallel: number of adjacent ranks that split each matrix.
@@ -67,7 +75,7 @@ class FSDPEngine(TorchEngine):
 
     def _place(self) -> None:
         ranks.initialized()
-        if not self.offload:
+        if not self.offload and self.model.device.type != "meta":
             self.module.to(self.device)
         on_gpu = self.device.type == "cuda"
         compute = torch.bfloat16 if self.dtype == "bfloat16" else torch.float32
@@ -91,6 +99,11 @@ class FSDPEngine(TorchEngine):
             if any(fnmatch(name, f"{pattern}.*") for pattern, style in plan.items() if style == SUMMED)
         ]
         self.members = mesh.get_group("team")
+        if self._sources:  # the shards, which are all that this rank will hold, get memory
+            device = torch.device("cpu") if self.offload else self.device
+            self.module._apply(
+                lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor  # type: ignore[no-untyped-call]
+            )
 
     def _cut(self, team: DeviceMesh) -> dict[str, str]:
         """Split the model over the team; returns the model's plan: styles by pattern of module names."""
@@ -141,8 +154,8 @@ class FSDPEngine(TorchEngine):
         if _is_cut(tensor) or ranks.rank() % self.team == 0:  # otherwise the team's first member has the same
             yield from _blocks(tensor)
 
-    def _fill(self, tensor: Tensor, stored: StoredTensor) -> None:
-        for block in _blocks(tensor):
+    def _fill(self, parameter: Tensor, stored: Stored) -> None:
+        for block in _blocks(parameter.detach()):
             block.fill(stored)
 
     def _gathered(self, tensor: Tensor) -> Tensor:

@@ -197,6 +197,8 @@ class HFRollout(RolloutEngine):
         positions = (torch.arange(longest, device=device)[None, :] - padding[:, None]).clamp(min=0)
         inputs: dict[str, Any] = {"attention_mask": is_real[:, :longest] if padding.any() else None}
         cached: CachedPrompts | None = None
+        balanced = getattr(self.model.config, "output_router_logits", False)
+        no_loss = {"output_router_logits": False} if balanced else {}  # which takes other masks than a cache has
 
         emitted = [0] * len(rows)
         for step in range(sampling.max_tokens):
@@ -207,6 +209,7 @@ class HFRollout(RolloutEngine):
                 use_cache=True,
                 logits_to_keep=1,
                 **inputs,
+                **no_loss,
             ).logits[:, -1]
             if step == 0:  # the prompts were computed; from here on, each response has its own row
                 logits, positions = logits[prompt_of], positions[prompt_of]

@@ -106,6 +106,8 @@ class MicroBatch:
     """The response tokens, row after row."""
     response_lengths: np.ndarray
     """Number of response tokens of each row."""
+    copies: Int[Tensor, "sequences time"]
+    """Number of sequences that each token is part of: 0 for padding, several for a shared prompt."""
     shared: SharedPrompts | None = None
     """How the tokens attend to each other, in the layout `shared`."""
 
@@ -139,6 +141,7 @@ class MicroBatch:
             unique, once = prompts[first], part.take(first).flat("prompt_ids")
             shared = SharedPrompts.of(unique, read, numbers)
             input_ids = np.concatenate([once, response_ids[is_read]])[None]
+            copies = np.concatenate([np.repeat(np.bincount(numbers), unique), np.ones(int(read.sum()), np.int64)])[None]
             positions = np.concatenate([_within(unique), _within(read) + np.repeat(prompts, read)])[None]
             ends, starts = np.cumsum(unique)[numbers], len(once) + np.cumsum(read) - read
             at = np.where(within == 0, np.repeat(ends, responses), np.repeat(starts, responses) + within) - 1
@@ -152,8 +155,9 @@ class MicroBatch:
             input_ids[real & ~is_prompt] = response_ids[is_read]
             starts = np.cumsum(total) - total if layout == "packed" else np.arange(len(part)) * width
             at = np.repeat(starts + prompts - 1, responses) + within
+            copies = real.astype(np.int64)
             if layout == "packed":
-                input_ids = input_ids[real][None]
+                input_ids, copies = input_ids[real][None], copies[real][None]
                 positions = np.broadcast_to(time, real.shape)[real][None]
         return cls(
             rows=np.asarray(rows),
@@ -162,6 +166,7 @@ class MicroBatch:
             at=torch.from_numpy(at),
             targets=torch.from_numpy(response_ids),
             response_lengths=responses,
+            copies=torch.from_numpy(copies),
             shared=shared,
         )
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import pyarrow as pa
 import torch
-from safetensors.torch import save as save_safetensors
 
 from rlhf.algorithms.masked import LossNormalizers
 from rlhf.batch import TrajectoryBatch, ragged
@@ -25,11 +24,14 @@ from rlhf.engines.base import OptimizerPlan
 from rlhf.engines.micro_batches import Layout, MicroBatch, by_prompt, by_token_budget, prompt_numbers
 from rlhf.engines.optimizers import AdamW, Optimizer
 from rlhf.engines.parts import Part
+from rlhf.engines.router_loss import NAME as ROUTER_LOSS
 from rlhf.engines.sequence_parallel import Team
-from rlhf.engines.stored_state import StoredState, StoredTensor
+from rlhf.engines.stored_state import Stored, StoredState, StoredTensor, TensorFile
 from rlhf.engines.token_outputs import Head, TokenOutputs
 from rlhf.errors import NotFinite
 from rlhf.models import config_json, lora
+from rlhf.models.hub_layout import hub_layout, hub_weights, split
+from rlhf.models.skeleton import Skeleton
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,11 +47,15 @@ KEYS_PER_TOKEN = 8
 
 
 class ModelEngine(ABC):
-    """A model with its optimizer. Weights and optimizer state are float32; bfloat16 is only used for computation."""
+    """A model with its optimizer.
+
+    Weights and optimizer state are float32; bfloat16 is only used for computation. The weights of a model that is not
+    trained may have the type of the computation.
+    """
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | Skeleton,
         head: Head,
         *,
         dtype: Dtype = "float32",
@@ -64,7 +70,7 @@ class ModelEngine(ABC):
         """Wrap a model.
 
         Args:
-            model: the model, with float32 weights.
+            model: the model with float32 weights, or its skeleton, of which each rank reads what it holds.
             head: outputs of the model: `policy` (log-probs and entropy), `value` (values) or `reward` (scores).
             dtype: type of the computation.
             trainable: whether the model is trained; False for a reference.
@@ -79,6 +85,11 @@ class ModelEngine(ABC):
         Raises:
             UserError: the model does not support `packing`, `sequence_parallel`, or its log-probs would be wrong.
         """
+        skeleton = Skeleton.of(model)
+        model, self._sources = skeleton.model, skeleton.sources
+        skeleton.read_buffers()
+        self.layout = hub_layout(model)
+        """The tensors in a checkpoint, by parameter or buffer; see `hub_layout`."""
         team = Team.of(sequence_parallel) if sequence_parallel > 1 else None
         self.module = TokenOutputs(model, head, team=team, packing=packing, share_prompts=share_prompts)
         self.model = model
@@ -97,6 +108,8 @@ class ModelEngine(ABC):
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if not trainable:
             model.requires_grad_(False)
+        self.is_cast = not trainable and model.dtype == torch.bfloat16
+        """Whether the weights have the type of the computation."""
 
     # Defined by each engine.
 
@@ -127,6 +140,18 @@ class ModelEngine(ABC):
         """
         named = self.model.named_parameters()
         return {name: parameter for name, parameter in named if parameter.requires_grad or not self.trainable}
+
+    def _read(self) -> None:
+        """Read the weights of a skeleton. Call this after the engine has sharded the module and given it memory."""
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                if name in self._sources:
+                    self._fill(parameter, self._sources[name])
+        self._sources = {}
+
+    @abstractmethod
+    def _fill(self, parameter: torch.nn.Parameter, stored: Stored) -> None:
+        """Read what this rank holds of a parameter."""
 
     def names(self) -> list[str]:
         """Return the sorted names of `parameters`, which are the same on every rank."""
@@ -159,7 +184,7 @@ class ModelEngine(ABC):
         """Return the shape of a whole parameter."""
 
     @abstractmethod
-    def _load(self, kind: str, name: str, stored: StoredTensor) -> None:
+    def _load(self, kind: str, name: str, stored: Stored) -> None:
         """Replace a parameter or its optimizer state; all ranks must make the same call.
 
         Args:
@@ -229,13 +254,19 @@ class ModelEngine(ABC):
         if objective.selection is not None:
             whole = self._whole(micro_batches, objective, plan, normalizers)
             columns["selected"] = objective.selection(whole, columns)
+        router = self.module.router_loss
+        tokens = int((mini_batch.lengths("prompt_ids") + np.maximum(mini_batch.lengths("response_ids") - 1, 0)).sum())
         sums: dict[str, Tensor] = {}
         for number, (rows, micro) in enumerate(micro_batches, 1):
             part = {name: column[micro.rows, : micro.horizon] for name, column in columns.items()}
-            outputs = self._forward(micro, objective.outputs, plan.temperature)
+            outputs = self._forward(micro, objective.outputs, plan.temperature, with_router=router is not None)
+            balance = outputs.pop(ROUTER_LOSS, None)
             loss, metrics = objective(
                 {name: micro.padded(values) for name, values in outputs.items()}, part, normalizers
             )
+            if router is not None and balance is not None:
+                balance = balance * (int(micro.copies.sum()) / tokens)
+                loss, metrics = loss + router.coefficient * balance, {**metrics, f"actor/{ROUTER_LOSS}": balance}
             self._backward(loss if len(rows) else 0 * loss, last=number == len(micro_batches))
             for name, value in metrics.items():
                 sums.setdefault(name, torch.zeros((), device=self.device)).add_(
@@ -294,15 +325,21 @@ class ModelEngine(ABC):
             rows = np.concatenate([groups[number] for number in chosen]) if len(chosen) else np.arange(0)
             yield rows, MicroBatch.of(batch, rows if len(rows) else groups[0], layout)
 
-    def _forward(self, micro: MicroBatch, outputs: Iterable[str], temperature: float) -> dict[str, Tensor]:
-        """Compute outputs by name, shape (response tokens of the micro-batch,)."""
+    def _forward(
+        self, micro: MicroBatch, outputs: Iterable[str], temperature: float, *, with_router: bool = False
+    ) -> dict[str, Tensor]:
+        """Compute outputs by name, shape (response tokens of the micro-batch,).
+
+        They include the scalar `router_aux_loss` if it is asked for by `with_router`.
+        """
         positions = None if micro.position_ids is None else micro.position_ids.to(self.device)
         input_ids, at, targets = (tensor.to(self.device) for tensor in (micro.input_ids, micro.at, micro.targets))
         shared = None if micro.shared is None else micro.shared.to(self.device)
-        return self._call(input_ids, positions, at, targets, temperature, tuple(outputs), shared)
+        copies = micro.copies.to(self.device) if with_router else None
+        return self._call(input_ids, positions, at, targets, temperature, tuple(outputs), shared, copies)
 
     def _autocast(self) -> AbstractContextManager[None]:
-        if self.dtype == "float32":
+        if self.dtype == "float32" or self.is_cast:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
@@ -312,7 +349,7 @@ class ModelEngine(ABC):
             return values
         return ranks.summed(torch.from_numpy(values).to(self.device)).cpu().numpy()
 
-    # State as whole, logical tensors, whatever the layout. Each tensor has an owner rank, which hashes and writes it.
+    # State as whole, logical tensors, whatever the layout. Each tensor has an owner rank, which writes it.
 
     def digest(self) -> str:
         """Compute the digest of weights and optimizer state, which does not depend on their layout."""
@@ -330,23 +367,33 @@ class ModelEngine(ABC):
         adapted, count = lora.has(self.model), ranks.count()
         part = "" if count == 1 else f"-{ranks.rank() + 1:05d}-of-{count:05d}"
         weights_file = "adapter_model.safetensors" if adapted else f"model{part}.safetensors"
-        weights: dict[str, Tensor] = {}
-        moments: dict[str, Tensor] = {}
-        for name, tensor, is_owner in self._tensors():
-            if is_owner:
-                kind, _, parameter = name.partition(".")
-                share, key = (weights, self._stored(parameter)) if kind == "model" else (moments, name)
-                share[key] = tensor.contiguous()
-        files = {f"optimizer{part}.safetensors": save_safetensors(moments)}
-        if weights or not adapted:
-            files[weights_file] = save_safetensors(weights, metadata={"format": "pt"})
-        owners = ranks.gathered(dict.fromkeys(weights, weights_file))
+        owners = self._owners()
+        own = [tensor for tensor, owner in owners.items() if owner == ranks.rank()]
+        own_buffers = self._buffers() if ranks.rank() == 0 else {}
+        types = {name: torch.float32 for kind, name in own if kind == "model"}
+        types |= {name: buffer.dtype for name, buffer in own_buffers.items()}
+        shapes = {tensor.name: (dtype, tensor.shape) for name, dtype in types.items() for tensor in self.layout[name]}
+        weights = TensorFile(shapes)
+        moments = TensorFile(
+            {f"{kind}.{name}": (torch.float32, self.shape(name)) for kind, name in own if kind != "model"}
+        )
+        for (kind, name), owner in owners.items():
+            whole = self.get(kind, name)
+            if owner == ranks.rank():
+                (weights if kind == "model" else moments).write(whole)
+            del whole  # before the next one is gathered
+        for buffer in own_buffers.values():
+            weights.write(buffer)
+        files = {f"optimizer{part}.safetensors": moments.content()}
+        if shapes or not adapted:
+            files[weights_file] = weights.content()
+        files_of = ranks.gathered(dict.fromkeys(shapes, weights_file))
         if ranks.rank() == 0:
             name = "adapter_config.json" if adapted else "config.json"
             files[name] = lora.config_json(self.model) if adapted else config_json(self.model)
             files["state.json"] = json.dumps({"format": 2, "head": self.head, "steps": self.steps}).encode()
             if count > 1 and not adapted:
-                index = {"metadata": {}, "weight_map": {name: file for part in owners for name, file in part.items()}}
+                index = {"metadata": {}, "weight_map": {name: file for part in files_of for name, file in part.items()}}
                 files["model.safetensors.index.json"] = json.dumps(index, indent=1).encode()
         return files
 
@@ -357,17 +404,15 @@ class ModelEngine(ABC):
             stored: the files of all ranks that wrote the state; their number may differ from the ranks now.
         """
         names, buffers = self.names(), self._buffers()
-        expected = {self._stored(name) for name in (*names, *buffers)}
-        found = stored.weights
-        assert found.keys() == expected, f"not a checkpoint of this model: {found.keys() ^ expected}"
+        weights = self._stored(stored)
         state = stored.file("state.json")
         assert state is not None
         self._reset_optimizer()
         with torch.no_grad():
             for name in names:
-                self._load("model", name, found[self._stored(name)])
+                self._load("model", name, weights[name])
             for name, buffer in buffers.items():
-                buffer.copy_(found[name].whole())
+                buffer.copy_(weights[name].whole())
             self.steps = json.loads(state)["steps"]
             if self.steps:
                 moments = stored.moments
@@ -375,8 +420,19 @@ class ModelEngine(ABC):
                     for name in names:
                         self._load(kind, name, moments[f"{kind}.{name}"])
 
-    def _stored(self, name: str) -> str:
-        return lora.stored_name(name) if lora.has(self.model) else name
+    def _stored(self, stored: StoredState) -> dict[str, StoredTensor]:
+        """The stored parameters and buffers, by their names in the model."""
+        shapes = {name: self.shape(name) for name in self.names()}
+        shapes |= {name: tuple(buffer.shape) for name, buffer in self._buffers().items()}
+        unread, weights = dict(stored.weights), {}
+        for name, shape in shapes.items():
+            keys = [tensor.name for tensor in self.layout[name]]
+            if not unread.keys() >= set(keys):
+                keys = [name]  # older releases wrote the model's own names and shapes
+            assert unread.keys() >= set(keys), f"not a checkpoint of this model: it lacks {keys[0]}"
+            weights[name] = StoredTensor.joined([unread.pop(key) for key in keys], shape)
+        assert not unread, f"not a checkpoint of this model: it has {', '.join(unread)}"
+        return weights
 
     def weights(self, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, Tensor]]:
         """Yield the model's tensors under their names in a checkpoint, whole, on every rank; all ranks must iterate.
@@ -385,24 +441,26 @@ class ModelEngine(ABC):
             dtype: type of the parameters.
         """
         for name in self.names():
-            yield self._stored(name), self.get("model", name, dtype).detach()
-        yield from self._buffers().items()
+            yield from split(self.get("model", name, dtype).detach(), self.layout[name])
+        for name, buffer in self._buffers().items():
+            yield from split(buffer, self.layout[name])
 
     @property
     def adapter_config(self) -> bytes | None:
         """PEFT's config as JSON; None if the model has no adapters."""
         return lora.config_json(self.model) if lora.has(self.model) else None
 
-    def _tensors(self) -> Iterator[tuple[str, Tensor, bool]]:
-        """Yield every logical tensor with its name and whether this rank is its owner; owners get it on the CPU."""
-        whole = [(kind, name) for kind in self._kinds() for name in self.names()]
-        for number, (kind, name) in enumerate(whole):
-            owner = 0 if kind == "model" and lora.has(self.model) else number % ranks.count()
-            is_owner = owner == ranks.rank()
-            tensor = self.get(kind, name).detach()
-            yield f"{kind}.{name}", tensor.cpu() if is_owner else tensor, is_owner
-        for name, buffer in self._buffers().items():
-            yield f"model.{name}", buffer.detach().cpu(), ranks.rank() == 0
+    def _owners(self) -> dict[tuple[str, str], int]:
+        """The rank that writes each tensor, by kind and name; all ranks write about the same number of elements."""
+        written = [0] * ranks.count()
+        owners: dict[tuple[str, str], int] = {}
+        sizes = {name: torch.Size(self.shape(name)).numel() for name in self.names()}
+        for kind in self._kinds():
+            for name in sorted(sizes, key=lambda name: -sizes[name]):
+                owner = 0 if kind == "model" and lora.has(self.model) else written.index(min(written))
+                written[owner] += sizes[name]
+                owners[kind, name] = owner
+        return owners
 
     def _kinds(self) -> tuple[str, ...]:
         """The kinds of tensors that the state has."""
@@ -441,9 +499,7 @@ def copy_weights(weights: Iterable[tuple[str, Tensor]], model: PreTrainedModel) 
     Returns:
         Bytes that were copied.
     """
-    targets = dict(model.named_parameters()) | dict(model.named_buffers())
-    if lora.has(model):
-        targets = {lora.stored_name(name): tensor for name, tensor in targets.items()}
+    targets = dict(model.named_parameters()) | dict(model.named_buffers()) | dict(hub_weights(model))
     copied = 0
     with torch.no_grad():
         for name, tensor in weights:

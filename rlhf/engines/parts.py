@@ -13,7 +13,7 @@ from rlhf.engines import ranks
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rlhf.engines.stored_state import StoredTensor
+    from rlhf.engines.stored_state import Stored
 
 AT_ONCE = 2**22
 """Elements that are read at once: 16 MiB."""
@@ -67,7 +67,7 @@ class Part:
             starts = (starts[:, None] + (offsets[dim] + torch.arange(count)) * stride).flatten()
         return cls(values.view(len(starts), -1), starts)
 
-    def fill(self, stored: StoredTensor) -> None:
+    def fill(self, stored: Stored) -> None:
         """Read the elements of a stored whole tensor into `values`, which share memory with the engine's tensor."""
         runs, length = self.values.shape
         widest = int(self.starts.diff().max()) if runs > 1 else length
@@ -78,5 +78,6 @@ class Part:
             for first in range(0, length, AT_ONCE if at_once == 1 else length):
                 last = min(first + AT_ONCE, length) if at_once == 1 else length
                 read = stored.flat(begin + first, int(starts[-1]) + last)
-                columns = torch.arange(last - first)
-                self.values[run : run + at_once, first:last].copy_(read[(starts - begin)[:, None] + columns])
+                if len(starts) > 1:
+                    read = read[(starts - begin)[:, None] + torch.arange(last - first)]
+                self.values[run : run + at_once, first:last].copy_(read.view(len(starts), -1))

@@ -112,10 +112,13 @@ class Team:
         Returns:
             The values of all tokens, shape (tokens,).
         """
-        spread = values.new_zeros(is_mine.shape).masked_scatter(is_mine, values)
-        total = spread.detach().clone()
+        return self.summed(values.new_zeros(is_mine.shape).masked_scatter(is_mine, values))
+
+    def summed(self, local: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+        """Sum a tensor over the members; gradients flow only to this process's share."""
+        total = local.detach().clone()
         dist.all_reduce(total, group=self.group)
-        return spread + (total - spread.detach())
+        return local + (total - local.detach())
 
     def _width(self, whole: Tensor) -> int:
         return whole.shape[1] // self.size

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from io import BytesIO
+from itertools import accumulate
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -37,6 +40,20 @@ def is_weights(file: str) -> bool:
     return file.startswith(WEIGHTS) and file.endswith(".safetensors")
 
 
+class Stored(Protocol):
+    """A whole tensor that is read by range."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The tensor's shape."""
+
+    def flat(self, first: int, last: int) -> Tensor:
+        """Read elements of the flattened tensor, from `first` up to, but without, `last`."""
+
+    def whole(self) -> Tensor:
+        """Read the whole tensor."""
+
+
 @dataclass(frozen=True)
 class StoredTensor:
     """A tensor in a safetensors file."""
@@ -48,6 +65,33 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def bytes(self) -> int:
+        """Size in the file."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    @classmethod
+    def joined(cls, tensors: Sequence[StoredTensor], shape: tuple[int, ...]) -> StoredTensor:
+        """One tensor that consists of the elements of several, one after the other.
+
+        Args:
+            tensors: tensors of one type.
+            shape: shape of the whole.
+        """
+        ends = list(accumulate(tensor.bytes for tensor in tensors))
+
+        def read(_file: str, start: int, end: int) -> bytes:
+            data = b""
+            number = bisect_right(ends, start)
+            while start < end:
+                tensor, until = tensors[number], min(end, ends[number])
+                shift = tensor.start + tensor.bytes - ends[number]
+                data += tensor.read(tensor.file, start + shift, until + shift)
+                start, number = until, number + 1
+            return data
+
+        return tensors[0] if len(tensors) == 1 else cls(read, tensors[0].file, 0, shape, tensors[0].dtype)
+
     def flat(self, first: int, last: int) -> Tensor:
         """Read elements of the flattened tensor, from `first` up to, but without, `last`."""
         size = self.dtype.itemsize
@@ -57,6 +101,26 @@ class StoredTensor:
     def whole(self) -> Tensor:
         """Read the whole tensor."""
         return self.flat(0, torch.Size(self.shape).numel()).reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor in memory."""
+
+    tensor: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The tensor's shape."""
+        return tuple(self.tensor.shape)
+
+    def flat(self, first: int, last: int) -> Tensor:
+        """Return elements of the flattened tensor, from `first` up to, but without, `last`."""
+        return self.tensor.reshape(-1)[first:last]
+
+    def whole(self) -> Tensor:
+        """Return the tensor."""
+        return self.tensor
 
 
 class StoredState:
@@ -103,3 +167,34 @@ class StoredState:
                     shape, dtype = tuple(about["shape"]), DTYPES[about["dtype"]]
                     tensors[name] = StoredTensor(self._read, file, start, shape, dtype)
         return tensors
+
+
+class TensorFile:
+    """A safetensors file in memory, to which tensors are written one after the other: it needs no copy of them all."""
+
+    def __init__(self, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
+        """Write the header.
+
+        Args:
+            tensors: type and shape of each tensor by name, in the order in which they will be written.
+        """
+        names = {dtype: name for name, dtype in DTYPES.items()}
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name, (dtype, shape) in tensors.items():
+            start, end = end, end + torch.Size(shape).numel() * dtype.itemsize
+            header[name] = {"dtype": names[dtype], "shape": shape, "data_offsets": [start, end]}
+        encoded = json.dumps(header).encode()
+        encoded += b" " * (-len(encoded) % 8)  # so that tensors are aligned
+        self._data = BytesIO()
+        self._data.write(len(encoded).to_bytes(8, "little") + encoded)
+        self._size = self._data.tell() + end
+
+    def write(self, tensor: Tensor) -> None:
+        """Append the next tensor."""
+        self._data.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+
+    def content(self) -> bytes:
+        """Return the file, which is complete."""
+        assert self._data.tell() == self._size, "all tensors are written"
+        return self._data.getvalue()

@@ -13,8 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 from rlhf.engines import prefix_sharing, ranks
 from rlhf.engines.prefix_sharing import agree
+from rlhf.engines.router_loss import NAME as ROUTER_LOSS
+from rlhf.engines.router_loss import RouterLoss
 from rlhf.engines.sequence_parallel import Team, visible
 from rlhf.errors import UserError
+from rlhf.models.truncated import truncated
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -43,7 +46,7 @@ class TokenOutputs(torch.nn.Module):
         """Wrap a model and check that it computes correct results.
 
         Args:
-            model: the model, on its device.
+            model: the model; it may be on the meta device. The check computes with a small one of its architecture.
             head: outputs of the model: `policy` (log-probs and entropy), `value` (values) or `reward` (scores).
             team: the processes that split each sequence; None: sequences are not split.
             packing: whether sequences are packed.
@@ -53,14 +56,23 @@ class TokenOutputs(torch.nn.Module):
             UserError: the log-probs would be wrong, or the model does not support `team`, `packing` or the head.
         """
         super().__init__()
-        self.model = model
+        attention = model.config._attn_implementation
+        # these work on any device, and in float32
+        is_plain = attention in ("sdpa", "eager", prefix_sharing.NAME)
+        tried = truncated(model, attention=attention if is_plain else "sdpa", teams_of=1 if team is None else team.size)
+        self.model = tried.to(ranks.device())
         self.head = head
         self.team = team
+        self.router_loss = RouterLoss.of(model) if head == "policy" else None
+        """The auxiliary loss of a mixture of experts; None if the model has none or its config does not ask for it."""
         self.in_step = False
         """Whether all ranks must call the head equally often, because each call gathers its weights."""
-        self.shares_prompts = share_prompts and team is None and prefix_sharing.adopt(model)
+        self.shares_prompts = share_prompts and team is None and is_plain and prefix_sharing.adopt(tried)
         """Whether the model computes a row of shared prompts."""
         self._check(packing)
+        self.model = model
+        if self.shares_prompts or team is not None:
+            model.set_attn_implementation(tried.config._attn_implementation)
 
     def forward(
         self,
@@ -71,7 +83,8 @@ class TokenOutputs(torch.nn.Module):
         temperature: float,
         outputs: tuple[str, ...],
         shared: SharedPrompts | None = None,
-    ) -> dict[str, Float[Tensor, " tokens"]]:
+        copies: Int[Tensor, "sequences time"] | None = None,
+    ) -> dict[str, Tensor]:
         """Compute outputs at selected positions.
 
         Args:
@@ -82,23 +95,28 @@ class TokenOutputs(torch.nn.Module):
             temperature: divisor of the logits.
             outputs: names of the outputs; only `entropy` is optional.
             shared: how the tokens of a row of shared prompts attend to each other; None: sequences are whole.
+            copies: number of sequences that each token is part of, shape (sequences, time); None: the router's
+                auxiliary loss is not computed.
 
         Returns:
-            Outputs by name, float32, shape (tokens,): `log_probs` and `entropy` in nats, `values`, or `scores`.
+            Outputs by name, float32, shape (tokens,): `log_probs` and `entropy` in nats, `values`, or `scores`; and the
+            scalar `router_aux_loss` if `copies` is given.
         """
         if self.team is None:
             attend_to = {} if shared is None else prefix_sharing.inputs(shared)
-            return self._of_tokens(input_ids, position_ids, at, targets, temperature, outputs, **attend_to)
+            return self._of_tokens(input_ids, position_ids, at, targets, temperature, outputs, copies, **attend_to)
         team = self.team
         before = input_ids.shape[1]
         input_ids, positions = team.padded(input_ids, position_ids)
         time = input_ids.shape[1]
         is_local, local_at = team.mine(at // before * time + at % before, time)
         attend = {"team": team, "visible": visible(positions)}
-        local = self._of_tokens(
-            team.share(input_ids), team.share(positions), local_at, targets[is_local], temperature, outputs, **attend
-        )
-        return {name: team.whole(values, is_local) for name, values in local.items()}
+        if copies is not None:
+            copies = team.share(torch.nn.functional.pad(copies, (0, time - before)))
+        shares = (team.share(input_ids), team.share(positions), local_at, targets[is_local])
+        local = self._of_tokens(*shares, temperature, outputs, copies, **attend)
+        router = {ROUTER_LOSS: local.pop(ROUTER_LOSS)} if copies is not None else {}
+        return {name: team.whole(values, is_local) for name, values in local.items()} | router
 
     def _of_tokens(
         self,
@@ -108,16 +126,24 @@ class TokenOutputs(torch.nn.Module):
         targets: Tensor,
         temperature: float,
         outputs: tuple[str, ...],
+        copies: Tensor | None,
         **attend: Any,
     ) -> dict[str, Tensor]:
         inputs = {"input_ids": input_ids, "position_ids": position_ids, **attend}
         if self.head == "value":
             values = self.model(**inputs, use_cache=False).logits
             return {"values": values.flatten().index_select(0, at).float()}
-        hidden = self._hidden(**inputs).flatten(0, 1).index_select(0, at)
+        if self.router_loss is not None:
+            inputs["output_router_logits"] = copies is not None
+        computed = self.model.base_model(**inputs, use_cache=False)
+        hidden = computed.last_hidden_state.flatten(0, 1).index_select(0, at)
         if self.head == "reward":
             return {"scores": self.model.score(hidden)[:, 0].float()}
-        return self._of_policy(hidden, targets, temperature, outputs)
+        policy = self._of_policy(hidden, targets, temperature, outputs)
+        if self.router_loss is None or copies is None:
+            return policy
+        summed = (lambda local: local) if self.team is None else self.team.summed
+        return policy | {ROUTER_LOSS: self.router_loss(computed.router_logits, copies.flatten(), summed)}
 
     def _of_policy(
         self, hidden: Tensor, targets: Tensor, temperature: float, outputs: tuple[str, ...]
@@ -156,10 +182,7 @@ class TokenOutputs(torch.nn.Module):
     @torch.no_grad()
     def _check(self, packing: bool) -> None:
         """Check on a few tokens that this architecture computes what the engine assumes."""
-        name, attention = type(self.model).__name__, self.model.config._attn_implementation
-        plain = attention in ("sdpa", "eager", prefix_sharing.NAME)  # these work on any device, and in float32
-        if not plain:
-            self.model.set_attn_implementation("sdpa")
+        name = type(self.model).__name__
         ids = torch.arange(4 * (self.team.size if self.team is not None else 1), device=self.model.device)[None]
         alone = self._hidden(ids)
         if self.head == "policy" and not agree(self._logits(alone), self.model(input_ids=ids, use_cache=False).logits):
@@ -181,8 +204,6 @@ class TokenOutputs(torch.nn.Module):
             hidden = self._hidden(share[0], position_ids=share[1], team=self.team, visible=None)
             if ranks.largest(int(not agree(hidden, self.team.share(alone)))):
                 raise UserError(f"{name} does not attend over shares of a sequence: leave sequence_parallel out")
-        elif not plain:
-            self.model.set_attn_implementation(attention)
 
     def _hidden(self, input_ids: Tensor, **inputs: Any) -> Tensor:
         return self.model.base_model(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state  # type: ignore[no-any-return]

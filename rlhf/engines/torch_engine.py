@@ -12,27 +12,31 @@ from rlhf.engines import ranks
 from rlhf.engines.base import OptimizerPlan
 from rlhf.engines.model_engine import ModelEngine, not_finite
 from rlhf.engines.parts import Part
-from rlhf.engines.stored_state import StoredTensor
+from rlhf.engines.stored_state import Stored
 from rlhf.engines.token_outputs import Head
+from rlhf.models.skeleton import materialize
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from rlhf.models.skeleton import Skeleton
+
 
 class TorchEngine(ModelEngine):
     """A train engine that uses plain PyTorch."""
 
-    def __init__(self, model: PreTrainedModel, head: Head, **options: Any) -> None:
+    def __init__(self, model: PreTrainedModel | Skeleton, head: Head, **options: Any) -> None:
         """Wrap a model.
 
         Args:
-            model: the model, with float32 weights.
+            model: the model with float32 weights, or its skeleton.
             head: outputs of the model.
             options: see `ModelEngine`.
         """
         super().__init__(model, head, **options)
         self._place()
+        self._read()
         self.parameters = self._parameters()
         self.optimizer = self._build_optimizer() if self.trainable else None
 
@@ -40,7 +44,7 @@ class TorchEngine(ModelEngine):
         return self.optimizer_type.build(self.parameters.values(), fused=True)
 
     def _place(self) -> None:
-        self.module.to(self.device)
+        materialize(self.module, self.device)
 
     def _backward(self, loss: Tensor, last: bool) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
@@ -85,7 +89,7 @@ class TorchEngine(ModelEngine):
         moment: Tensor | None = self.optimizer.state.get(parameter, {}).get(kind)
         return torch.zeros_like(parameter) if moment is None else moment  # None: it has never had a gradient
 
-    def _load(self, kind: str, name: str, stored: StoredTensor) -> None:
+    def _load(self, kind: str, name: str, stored: Stored) -> None:
         if kind != "model":
             assert self.optimizer is not None
             state = self.optimizer.state[self.parameters[name]]
@@ -93,9 +97,9 @@ class TorchEngine(ModelEngine):
             state[kind] = torch.zeros_like(self.parameters[name])
         self._fill(self._held(kind, name), stored)
 
-    def _fill(self, tensor: Tensor, stored: StoredTensor) -> None:
-        """Read what this rank holds of a tensor."""
-        Part.flat(tensor).fill(stored)
+    def _fill(self, parameter: Tensor, stored: Stored) -> None:
+        """Read what this rank holds of a parameter or its optimizer state; see `ModelEngine._fill`."""
+        Part.flat(parameter.detach()).fill(stored)
 
     def _gathered(self, tensor: Tensor) -> Tensor:
         """Return the whole of a tensor that may be sharded over the ranks."""

@@ -8,7 +8,7 @@ the backend, in each worker process because it is named as the workers' extensio
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -19,6 +19,9 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from rlhf.engines.vllm_rollout import HOST_MEMORY
 from rlhf.engines.weight_transfer import Packed, mapped
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass
@@ -52,6 +55,8 @@ class HostMemoryEngine(WeightTransferEngine):  # type: ignore[misc]
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         initialize_layerwise_reload(self.model)
+        if self.device.type == "cpu":
+            _pack_experts_again(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load a bucket. vLLM's own method also waits for a GPU, which may not exist."""
@@ -76,6 +81,17 @@ class HostMemoryEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """There is nothing to release."""
+
+
+def _pack_experts_again(model: torch.nn.Module) -> None:
+    """Make layers with experts pack their new weights for the CPU's kernel, as they packed the first ones.
+
+    vLLM 0.32 packs them only when it builds the kernel, and would copy new weights over the packed ones as they are.
+    """
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None  # so that it is built again
 
 
 class Extension:

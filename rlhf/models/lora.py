@@ -90,6 +90,11 @@ def stored_name(name: str) -> str:
     return f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"
 
 
+def base_name(name: str) -> str:
+    """The name that a parameter has in the model without adapters."""
+    return name.replace(".base_layer.", ".")
+
+
 def config_json(model: PreTrainedModel) -> bytes:
     """The content of PEFT's adapter_config.json."""
     config = model.peft_config[ADAPTER].to_dict() | {"inference_mode": True}
@@ -106,4 +111,4 @@ def merged(model: PreTrainedModel) -> dict[str, Tensor]:
         if isinstance(module, LoraLayer):
             key = f"{name}.base_layer.weight"
             weights[key] = weights[key] + module.get_delta_weight(ADAPTER)
-    return {name.replace(".base_layer.", "."): tensor.contiguous() for name, tensor in weights.items()}
+    return {base_name(name): tensor.contiguous() for name, tensor in weights.items()}

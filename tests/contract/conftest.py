@@ -11,7 +11,7 @@ import torch
 from rlhf.batch import TrajectoryBatch
 from rlhf.config import ModelConfig
 from rlhf.models import load_actor, load_critic
-from tests.tiny import model_folder
+from tests.tiny import model_folder, moe_folder
 
 
 @pytest.fixture(scope="session")
@@ -25,6 +25,12 @@ def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 parameter *= 10
     model.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def mixtures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Tiny mixtures of experts by their type in transformers."""
+    return {kind: moe_folder(tmp_path_factory.mktemp(kind), kind) for kind in ("qwen3_moe", "mixtral")}
 
 
 @pytest.fixture(scope="session")

@@ -63,6 +63,12 @@ def kind(request: pytest.FixtureRequest, policy_folder: Path, critic_folder: Pat
     return kind_of(engine, head, policy_folder, critic_folder)
 
 
+@pytest.fixture(params=[(engine, mixture) for engine in ENGINES for mixture in ("qwen3_moe", "mixtral")], ids="-".join)
+def mixture(request: pytest.FixtureRequest, mixtures: dict[str, Path]) -> Kind:
+    engine, name = request.param
+    return kind_of(engine, "policy", mixtures[name], mixtures[name])
+
+
 @pytest.fixture
 def one(kind: Kind) -> TrainEngine:
     """Plain PyTorch in one process."""
@@ -133,6 +139,25 @@ def together(told: list[dict[str, Any]]) -> Files:
 def test_two_processes_do_what_one_does(
     kind: Kind, one: TrainEngine, batch: TrajectoryBatch, ranks: Ranks, tmp_path: Path
 ) -> None:
+    assert_two_do_what_one_does(kind, one, batch, ranks, tmp_path)
+
+
+def test_two_processes_train_a_mixture_of_experts(
+    mixture: Kind, batch: TrajectoryBatch, ranks: Ranks, tmp_path: Path
+) -> None:
+    one = ENGINES["torch"](mixture.folder, "policy")
+    files = assert_two_do_what_one_does(mixture, one, batch, ranks, tmp_path)
+    experts = {name for name in StoredState.of(files).weights if ".experts." in name}
+    assert len(experts) == 2 * 4 * 3, "each matrix of each expert of each layer is a tensor"
+    loaded = ENGINES["torch"](mixture.folder, "policy")
+    loaded.load_state(StoredState.of(files))
+    assert ranks(run, mixture, batch, {}, files)[0]["began"] == loaded.digest(), "two go on from it, too"
+
+
+def assert_two_do_what_one_does(
+    kind: Kind, one: TrainEngine, batch: TrajectoryBatch, ranks: Ranks, folder: Path
+) -> Files:
+    """Returns the files that the two have written."""
     told = ranks(run, kind, batch, {})
     assert told[0]["outputs"] == told[1]["outputs"]
     assert told[0]["metrics"] == told[1]["metrics"]
@@ -151,7 +176,7 @@ def test_two_processes_do_what_one_does(
 
     # and it is a model folder
     auto = AutoModelForTokenClassification if kind.head == "value" else AutoModelForCausalLM
-    exported = auto.from_pretrained(folder_of(files, tmp_path), dtype=torch.float32)
+    exported = auto.from_pretrained(folder_of(files, folder), dtype=torch.float32)
     trained = dict(loaded.model.named_parameters())  # type: ignore[attr-defined]
     assert exported.state_dict().keys() >= trained.keys()
     assert all(torch.equal(exported.get_parameter(name), parameter) for name, parameter in trained.items())
@@ -159,6 +184,7 @@ def test_two_processes_do_what_one_does(
     with torch.no_grad():  # a product with a vector adds in an order that depends on where the weights lie in memory
         found, expected = exported(tokens).logits, loaded.model(tokens).logits  # type: ignore[attr-defined]
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    return files
 
 
 def test_two_processes_go_on_where_one_stopped(

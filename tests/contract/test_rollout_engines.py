@@ -35,20 +35,22 @@ from transformers import (
     PreTrainedConfig,
 )
 
+from rlhf.algorithms.objectives import SupervisedObjective
 from rlhf.batch import TrajectoryBatch
 from rlhf.config import ModelConfig
 from rlhf.engines import event_loop
-from rlhf.engines.base import Chunk, Generation, Request, RolloutEngine, Sampling, joined
+from rlhf.engines.base import Chunk, Generation, OptimizerPlan, Request, RolloutEngine, Sampling, joined
 from rlhf.engines.generation import Generator, Rules
 from rlhf.engines.hf_rollout import HFRollout
 from rlhf.engines.model_engine import copy_weights
+from rlhf.engines.optimizers import AdamW
 from rlhf.engines.server_rollout import ServerRollout
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.engines.vllm_rollout import VLLMRollout
 from rlhf.environments.dialogues import Dialogue
 from rlhf.errors import EngineLost
 from rlhf.models import load_actor, load_tokenizer
-from tests.tiny import model_folder
+from tests.tiny import model_folder, moe_folder
 from tests.vllm_server import end_servers, serving
 
 CLOSE = 1e-5
@@ -350,14 +352,51 @@ def test_new_weights_are_taken_over_in_place(kind: Kind, policy_folder: Path) ->
     assert moved == sum(parameter.nbytes for parameter in trainer.parameters.values()), "each byte once, in float32"
     second = engine.generate(requests(), kind.sampling)
     assert tokens(second) != tokens(first)
-    columns = {"prompt_ids": [request.prompt_ids for request in requests()], "response_ids": tokens(second)}
-    temperature = kind.sampling.temperature
-    found = trainer.infer(TrajectoryBatch.of(columns), ["log_probs"], temperature=temperature, micro_batch_tokens=200)
-    for generation, log_probs in zip(second, found["log_probs"].to_pylist(), strict=True):
-        np.testing.assert_allclose(generation.log_probs, log_probs, rtol=0, atol=kind.close)
+    assert_log_probs(trainer, second, kind)
     engine.load_weights(before)
     for one, other in zip(engine.generate(requests(), kind.sampling), first, strict=True):
         kind.assert_agree(one, other)
+
+
+@pytest.mark.parametrize("mixture", ["qwen3_moe", "mixtral"])
+def test_experts_are_taken_over(own: Kind, mixture: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The trainer holds the experts of a layer in one tensor, vLLM's files in many."""
+    size = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 64, "moe_intermediate_size": 64}
+    folder = moe_folder(tmp_path_factory.mktemp(mixture), mixture, scale=4, **size)
+    engine, trainer = own.build(folder), TorchEngine(load_actor(ModelConfig(path=str(folder))), "policy")
+    first = engine.generate(requests(), own.sampling)
+    assert_log_probs(trainer, first, own)
+    batch = TrajectoryBatch.of(
+        {
+            "prompt_ids": [request.prompt_ids for request in requests()],
+            "response_ids": tokens(first),
+            "loss_mask": [[1] * len(generation.response_ids) for generation in first],
+        }
+    )
+    trainer.update(batch, SupervisedObjective(), replace(STEP, mini_batches=(tuple(range(len(batch))),)))
+    engine.load_weights(trainer.weights())
+    second = engine.generate(requests(), own.sampling)
+    assert tokens(second) != tokens(first)
+    assert_log_probs(trainer, second, own)
+
+
+STEP = OptimizerPlan(
+    lr=1e-2,
+    optimizer=AdamW(betas=(0.9, 0.95), weight_decay=0.0),
+    grad_clip=None,
+    micro_batch_tokens=400,
+    mini_batches=(),
+    temperature=1.0,
+)
+
+
+def assert_log_probs(trainer: TorchEngine, found: Sequence[Generation], kind: Kind) -> None:
+    """The answers to `requests()` have the log-probs that the trainer computes."""
+    columns = {"prompt_ids": [request.prompt_ids for request in requests()], "response_ids": tokens(found)}
+    batch, temperature = TrajectoryBatch.of(columns), kind.sampling.temperature
+    expected = trainer.infer(batch, ["log_probs"], temperature=temperature, micro_batch_tokens=200)["log_probs"]
+    for generation, log_probs in zip(found, expected.to_pylist(), strict=True):
+        np.testing.assert_allclose(generation.log_probs, log_probs, rtol=0, atol=kind.close)
 
 
 LONG = 200

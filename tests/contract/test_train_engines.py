@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load as load_safetensors
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from rlhf.algorithms import PPOClip
 from rlhf.algorithms.masked import LossNormalizers
@@ -31,29 +32,31 @@ from rlhf.engines.base import OptimizerPlan, TrainEngine
 from rlhf.engines.deepspeed_engine import DeepSpeedEngine, ZeroStage
 from rlhf.engines.fsdp_engine import FSDPEngine
 from rlhf.engines.micro_batches import MicroBatch
+from rlhf.engines.model_engine import ModelEngine
 from rlhf.engines.optimizers import AdamW
 from rlhf.engines.stored_state import StoredState
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.errors import NotFinite
-from rlhf.models import load_actor, load_critic
+from rlhf.models import actor_skeleton, critic_skeleton, load_actor, load_critic
 
 Head = Literal["policy", "value"]
 LOAD = {"policy": load_actor, "value": load_critic}
+SKELETON = {"policy": actor_skeleton, "value": critic_skeleton}
 CLOSE = 1e-5
 
 
 def torch_engine(folder: Path, head: Head, lora: LoRAConfig | None = None, **options: Any) -> TrainEngine:
-    return TorchEngine(LOAD[head](ModelConfig(path=str(folder), lora=lora)), head, **options)
+    return TorchEngine(SKELETON[head](ModelConfig(path=str(folder), lora=lora)), head, **options)
 
 
 def fsdp_engine(folder: Path, head: Head, lora: LoRAConfig | None = None, **options: Any) -> TrainEngine:
-    return FSDPEngine(LOAD[head](ModelConfig(path=str(folder), lora=lora)), head, **options)
+    return FSDPEngine(SKELETON[head](ModelConfig(path=str(folder), lora=lora)), head, **options)
 
 
 def deepspeed_engine(
     folder: Path, head: Head, stage: ZeroStage, lora: LoRAConfig | None = None, **options: Any
 ) -> TrainEngine:
-    return DeepSpeedEngine(LOAD[head](ModelConfig(path=str(folder), lora=lora)), head, stage=stage, **options)
+    return DeepSpeedEngine(SKELETON[head](ModelConfig(path=str(folder), lora=lora)), head, stage=stage, **options)
 
 
 ENGINES: dict[str, Callable[..., TrainEngine]] = {
@@ -89,9 +92,15 @@ def kind_of(engine: str, head: Head, policy_folder: Path, critic_folder: Path) -
     return Kind(engine, head, policy_folder, objective, ("log_probs", "entropy"), "advantages")
 
 
-@pytest.fixture(params=[(engine, head) for engine in ENGINES for head in LOAD], ids="-".join)
-def kind(request: pytest.FixtureRequest, policy_folder: Path, critic_folder: Path) -> Kind:
+MIXTURES = [("torch", "qwen3_moe"), ("torch", "mixtral"), ("fsdp", "qwen3_moe")]
+"""Engines and mixtures of experts; tests/contract/test_layouts.py has the others, by two processes."""
+
+
+@pytest.fixture(params=[*((engine, head) for engine in ENGINES for head in LOAD), *MIXTURES], ids="-".join)
+def kind(request: pytest.FixtureRequest, policy_folder: Path, critic_folder: Path, mixtures: dict[str, Path]) -> Kind:
     engine, head = request.param
+    if head in mixtures:
+        return kind_of(engine, "policy", mixtures[head], mixtures[head])
     return kind_of(engine, head, policy_folder, critic_folder)
 
 
@@ -121,6 +130,14 @@ def assert_close(found: Rows, expected: Rows, atol: float = CLOSE) -> None:
             np.testing.assert_allclose(row, values, rtol=0, atol=atol, err_msg=name)
 
 
+def doubled(kind: Kind) -> PreTrainedModel:
+    """The model in float64, which the fast product of experts does not take."""
+    model = LOAD[kind.head](ModelConfig(path=str(kind.folder))).double()
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")
+    return model
+
+
 def naive(model: torch.nn.Module, head: Head, batch: TrajectoryBatch, temperature: float) -> dict[str, list[Tensor]]:
     found: dict[str, list[Tensor]] = {"values": []} if head == "value" else {"log_probs": [], "entropy": []}
     for prompt, response in zip(batch.list("prompt_ids"), batch.list("response_ids"), strict=True):
@@ -135,9 +152,15 @@ def naive(model: torch.nn.Module, head: Head, batch: TrajectoryBatch, temperatur
 
 
 def tensors(engine: TrainEngine) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Weights and optimizer state."""
+    """Weights and optimizer state, by names of parameters."""
+    assert isinstance(engine, ModelEngine)
     files = engine.state()
-    return load_safetensors(files["model.safetensors"]), load_safetensors(files["optimizer.safetensors"])
+    stored = load_safetensors(files["model.safetensors"])
+    weights = {
+        name: torch.cat([stored[tensor.name].flatten() for tensor in engine.layout[name]]).view(engine.shape(name))
+        for name in engine.names()
+    }
+    return weights, load_safetensors(files["optimizer.safetensors"])
 
 
 def folder_of(files: dict[str, bytes], folder: Path) -> Path:
@@ -148,7 +171,7 @@ def folder_of(files: dict[str, bytes], folder: Path) -> Path:
 
 def test_outputs_are_those_of_a_naive_pass(kind: Kind, batch: TrajectoryBatch) -> None:
     with torch.no_grad():
-        expected = naive(LOAD[kind.head](ModelConfig(path=str(kind.folder))).double(), kind.head, batch, 0.7)
+        expected = naive(doubled(kind), kind.head, batch, 0.7)
     engine = kind.build()
     before = engine.digest()
     assert_close(infer(engine, kind, batch), {name: [row.tolist() for row in rows] for name, rows in expected.items()})
@@ -171,7 +194,7 @@ def test_a_step_is_that_of_the_whole_mini_batch(kind: Kind, batch: TrajectoryBat
     engine = kind.build()
     metrics = engine.update(batch, kind.objective, replace(PLAN, mini_batches=(ALL,), grad_clip=grad_clip))
 
-    model = LOAD[kind.head](ModelConfig(path=str(kind.folder))).double()
+    model = doubled(kind)
     outputs = {
         name: torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         for name, rows in naive(model, kind.head, batch, PLAN.temperature).items()

@@ -1,0 +1,268 @@
+"""A skeleton: a model that has no weights yet, and the places where they are stored.
+
+A whole model may fit neither on a device nor, once per process, in host memory. So it is built without memory for its
+parameters, an engine shards it, and each rank then reads only the elements that it holds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from rlhf.engines.parts import Part
+from rlhf.engines.stored_state import Held, StoredState, StoredTensor
+from rlhf.errors import UserError
+from rlhf.models.hub_layout import hub_layout
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from rlhf.engines.stored_state import Stored
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """A model, and where its weights are stored."""
+
+    model: PreTrainedModel
+    """Its parameters are on the meta device; buffers that are not stored, such as rotary frequencies, are real."""
+    sources: Mapping[str, Stored]
+    """Where each parameter and stored buffer is read from, by name. Empty: the model has its weights already."""
+
+    @classmethod
+    def of(cls, model: PreTrainedModel | Skeleton) -> Skeleton:
+        """Wrap a model that has its weights already; a skeleton stays as it is."""
+        return model if isinstance(model, Skeleton) else cls(model, {})
+
+    def load(self) -> PreTrainedModel:
+        """Read all weights into host memory; returns the model, which is complete."""
+        if self.sources:
+            materialize(self.model, torch.device("cpu"))
+            self.read_buffers()
+            with torch.no_grad():
+                for name, parameter in self.model.named_parameters():
+                    Part.flat(parameter.data).fill(self.sources[name])
+        return self.model
+
+    def read_buffers(self) -> None:
+        """Read the buffers that are stored."""
+        for name, buffer in self.model.named_buffers():
+            if name in self.sources:
+                buffer.copy_(self.sources[name].whole())
+
+
+class Unreadable(Exception):
+    """The files of a model cannot be read by range: transformers computes its weights from them."""
+
+
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """Build models whose parameters are on the meta device; buffers are real, because they may be derived."""
+    register = torch.nn.Module.register_parameter
+    on_meta: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+
+    def register_on_meta(self: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            if param not in on_meta:
+                on_meta[param] = torch.nn.Parameter(param.data.to("meta"), param.requires_grad)
+            param = on_meta[param]
+        register(self, name, param)
+
+    torch.nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def materialize(
+    module: torch.nn.Module,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    then: Callable[[torch.nn.Parameter], None] | None = None,
+) -> None:
+    """Give memory to the parameters that are on the meta device, and move the rest; parameters that are tied stay tied.
+
+    Args:
+        module: changed in place.
+        device: the device of all parameters and buffers.
+        dtype: type of the parameters that get memory; None: the type that they have.
+        then: called with each of these parameters before the next one gets memory.
+    """
+    real: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    for child in module.modules():
+        for name, parameter in list(child.named_parameters(recurse=False, remove_duplicate=False)):
+            if parameter.is_meta:
+                if parameter not in real:
+                    memory = torch.zeros(parameter.shape, dtype=dtype or parameter.dtype, device=device)
+                    real[parameter] = torch.nn.Parameter(memory, parameter.requires_grad)
+                    if then is not None:
+                        then(real[parameter])
+                child.register_parameter(name, real[parameter])
+    if then is None:
+        module.to(device)
+
+
+def folder_state(folder: Path) -> StoredState:
+    """Open the safetensors files of a model folder, which are then read by range.
+
+    Args:
+        folder: the folder.
+
+    Returns:
+        The stored tensors, by their names in the files.
+
+    Raises:
+        Unreadable: the folder has no safetensors under their usual names, or they are quantized.
+    """
+    index = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").is_file():
+        names = {"model.safetensors"}
+    elif index.is_file():
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    else:
+        raise Unreadable("its files are not called model.safetensors")
+    if not all(name.startswith("model") for name in names):
+        raise Unreadable("its files are not called model-*.safetensors")
+    if "quantization_config" in json.loads((folder / "config.json").read_text()):
+        raise Unreadable("its weights are quantized")
+
+    def read(name: str, first: int, last: int) -> bytes:
+        with (folder / name).open("rb", buffering=0) as file:
+            return os.pread(file.fileno(), last - first, first)
+
+    try:
+        return StoredState({name: (folder / name).stat().st_size for name in sorted(names)}, read)
+    except KeyError as error:
+        raise Unreadable(f"it has weights of type {error.args[0]}") from None
+
+
+def sources(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> dict[str, Stored]:
+    """Find the stored tensor of each parameter and buffer. Names in files are changed as transformers changes them.
+
+    Args:
+        model: the model; parameters that it ties are untied if the files have different weights for them.
+        stored: the tensors in the model's files, by name.
+
+    Returns:
+        The stored tensors by name of the parameter or buffer; those that the files lack are left out.
+
+    Raises:
+        Unreadable: a parameter does not consist of stored tensors, one after the other.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    mapping = get_model_conversion_mapping(model)
+    renamings = [change for change in mapping if isinstance(change, WeightRenaming)]
+    converters = [change for change in mapping if isinstance(change, WeightConverter)]
+    state = model.state_dict()
+    found: dict[str, Stored] = {}
+    converted: set[str] = set()
+    for key in sorted(stored, key=dot_natural_key):
+        name, converter = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+        if name not in state and key in state:
+            name, converter = rename_source_key(key, [], [], model.base_model_prefix, state)
+        if name in state and converter is None:
+            found[name] = stored[key]
+        elif name in state:
+            converted.add(name)
+    model._weight_conversions = [change for change in mapping if change.was_used()]  # as from_pretrained does
+    if converted:
+        found |= _joined(model, stored, converted)
+    _settle_ties(model, found)
+    return found
+
+
+def _joined(model: PreTrainedModel, stored: Mapping[str, StoredTensor], names: Iterable[str]) -> dict[str, Stored]:
+    """Find the stored tensors of which parameters consist, such as the matrices of experts."""
+    try:
+        layout = hub_layout(model)
+    except UserError as error:
+        raise Unreadable(str(error)) from None
+    state = model.state_dict()
+    joined: dict[str, Stored] = {}
+    for name in names:
+        keys = [tensor.name for tensor in layout[name]]
+        if not stored.keys() >= set(keys):
+            raise Unreadable(f"transformers computes {name} from other tensors than it writes")
+        joined[name] = StoredTensor.joined([stored[key] for key in keys], tuple(state[name].shape))
+    return joined
+
+
+def _settle_ties(model: PreTrainedModel, found: dict[str, Stored]) -> None:
+    """Leave one name of each tied parameter in `found`. If both are stored, and differ, the model unties them."""
+    first_names: dict[torch.nn.Parameter, str] = {}
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        first = first_names.setdefault(parameter, name)
+        if name == first or name not in found:
+            continue
+        if first not in found:
+            found[first] = found.pop(name)
+        elif _equal(found[first], found[name]):
+            del found[name]
+        else:
+            owner, _, attribute = name.rpartition(".")
+            untied = torch.nn.Parameter(torch.empty_like(parameter), parameter.requires_grad)
+            model.get_submodule(owner).register_parameter(attribute, untied)
+            for tied in (name, first):
+                model.all_tied_weights_keys.pop(tied, None)
+
+
+def _equal(first: Stored, second: Stored, at_once: int = 2**22) -> bool:
+    if first.shape != second.shape:
+        return False
+    count = torch.Size(first.shape).numel()
+    bounds = ((start, min(start + at_once, count)) for start in range(0, count, at_once))
+    return all(torch.equal(first.flat(*bound), second.flat(*bound)) for bound in bounds)
+
+
+def extended(
+    skeleton: Skeleton, extend: Callable[[PreTrainedModel], None], name_in_base: Callable[[str], str]
+) -> Skeleton:
+    """Add parameters to a skeleton, such as adapters. Their values are kept in memory.
+
+    Args:
+        skeleton: the skeleton; its model is changed in place.
+        extend: adds the parameters to the model, whose parameters are then on the CPU, but take no memory.
+        name_in_base: returns the name that a parameter had before.
+
+    Returns:
+        The skeleton with the new parameters.
+    """
+    model = skeleton.model
+    # one element, repeated: new parameters get the device and type of those that are there
+    _replace(model, lambda old: torch.zeros((), dtype=old.dtype).expand(old.shape))
+    extend(model)
+    complete: dict[str, Stored] = {
+        name: skeleton.sources[name] for name, _ in model.named_buffers() if name in skeleton.sources
+    }
+    for name, parameter in model.named_parameters():
+        base = name_in_base(name)
+        complete[name] = skeleton.sources[base] if base in skeleton.sources else Held(parameter.detach())
+    _replace(model, lambda old: old.detach().to("meta"))
+    return Skeleton(model, complete)
+
+
+def _replace(module: torch.nn.Module, new: Callable[[torch.nn.Parameter], Tensor]) -> None:
+    """Replace all parameters; those that are tied stay tied."""
+    replaced: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    for child in module.modules():
+        for name, old in list(child.named_parameters(recurse=False, remove_duplicate=False)):
+            if old not in replaced:
+                replaced[old] = torch.nn.Parameter(new(old), old.requires_grad)
+            child.register_parameter(name, replaced[old])
+
+
+def say_whole(path: str, reason: Unreadable) -> None:
+    """Warn that every process loads a whole model."""
+    warnings.warn(f"{path} is loaded whole by every process: {reason}", stacklevel=2)
