@@ -80,6 +80,9 @@ class FSDPEngine(TorchEngine):
         # multi-tensor kernels cannot mix tensors of two meshes
         return self.optimizer_type.build(self.parameters.values(), foreach=self.team == 1)
 
+    def _round(self) -> None:
+        """FSDP rounds the weights when it gathers them."""
+
     def _place(self) -> None:
         ranks.initialized()
         if not self.offload:

@@ -6,11 +6,11 @@ SPMD: each rank gets the whole batch, computes its share, and returns the whole 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -45,7 +45,8 @@ KEYS_PER_TOKEN = 8
 
 
 class ModelEngine(ABC):
-    """A model with its optimizer. Weights and optimizer state are float32; bfloat16 is only used for computation."""
+    """A model with its optimizer. The optimizer's weights and state, which are saved, are float32; with bfloat16 the
+    model computes with rounded weights."""
 
     def __init__(
         self,
@@ -172,8 +173,7 @@ class ModelEngine(ABC):
         """Clear the optimizer state, and the gradients that an aborted update may have left."""
 
     def _call(self, *inputs: Any) -> dict[str, Tensor]:
-        with self._autocast():
-            return self.module(*inputs)  # type: ignore[no-any-return]
+        return self.module(*inputs)  # type: ignore[no-any-return]
 
     def place(self, *, model: bool, optimizer: bool) -> None:
         """Move state to the device or to host memory, to make room for another model.
@@ -299,11 +299,6 @@ class ModelEngine(ABC):
         input_ids, at, targets = (tensor.to(self.device) for tensor in (micro.input_ids, micro.at, micro.targets))
         shared = None if micro.shared is None else micro.shared.to(self.device)
         return self._call(input_ids, positions, at, targets, temperature, tuple(outputs), shared)
-
-    def _autocast(self) -> AbstractContextManager[None]:
-        if self.dtype == "float32":
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
     def _from_all(self, values: np.ndarray) -> np.ndarray:
         """Combine the values of all ranks; each rank has filled in its own rows and left the others 0."""
@@ -439,6 +434,13 @@ def copy_weights(weights: Iterable[tuple[str, Tensor]], model: PreTrainedModel) 
     with torch.no_grad():
         for name, tensor in weights:
             targets[name].copy_(tensor)
+
+
+def float32_model(engine: ModelEngine) -> PreTrainedModel:
+    """Copy the model of an engine that does not shard it, with the float32 weights that the optimizer keeps."""
+    model = copy.deepcopy(engine.model).float()
+    copy_weights(engine.weights(), model)
+    return model
 
 
 def _sha256(tensor: Tensor) -> str:

@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load as load_safetensors
 from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from rlhf.algorithms import PPOClip
 from rlhf.algorithms.masked import LossNormalizers
@@ -31,6 +32,7 @@ from rlhf.engines.base import OptimizerPlan, TrainEngine
 from rlhf.engines.deepspeed_engine import DeepSpeedEngine, ZeroStage
 from rlhf.engines.fsdp_engine import FSDPEngine
 from rlhf.engines.micro_batches import MicroBatch
+from rlhf.engines.model_engine import float32_model
 from rlhf.engines.optimizers import AdamW
 from rlhf.engines.stored_state import StoredState
 from rlhf.engines.torch_engine import TorchEngine
@@ -492,6 +494,25 @@ def test_bfloat16_is_close_to_float32_and_not_the_same(kind: Kind, batch: Trajec
     moments, rounded_moments = (tensors(one)[1] for one in (engine, rounded))
     for name in (name for name in moments if name.startswith("exp_avg.")):
         assert torch.cosine_similarity(moments[name].flatten(), rounded_moments[name].flatten(), dim=0) > 0.97, name
+
+
+@pytest.mark.parametrize("head", LOAD)
+def test_bfloat16_is_used_throughout(
+    head: Head, policy_folder: Path, critic_folder: Path, batch: TrajectoryBatch
+) -> None:
+    """What goes into each layer, and into attention, is bfloat16; what is exported is float32."""
+    kind = kind_of("torch", head, policy_folder, critic_folder)
+    engine: Any = kind.build(dtype="bfloat16")
+    seen: set[torch.dtype] = set()
+    for module in engine.model.modules():
+        if isinstance(module, torch.nn.Linear | LlamaRMSNorm):
+            module.register_forward_hook(lambda module, inputs, output: seen.update({inputs[0].dtype, output.dtype}))
+    engine.update(batch, kind.objective, PLAN)
+    assert seen == {torch.bfloat16}
+    exported = dict(float32_model(engine).named_parameters())
+    for name, weight in tensors(engine)[0].items():
+        assert torch.equal(exported[name], weight)
+        assert torch.equal(engine.model.get_parameter(name), weight.bfloat16())
 
 
 def test_micro_batches_are_summed_in_float32(kind: Kind, batch: TrajectoryBatch) -> None:
