@@ -351,10 +351,11 @@ class TrainerConfig(Section):
         description="compute a prompt once for all its trajectories in a micro-batch, and concatenate sequences "
         "instead of padding them, where that saves work; needs full attention by sdpa",
     )
-    packing: bool = Field(
-        False,
-        description="always concatenate sequences instead of padding them; fast only with shared prompts, or a flash "
-        "or flex attention",
+    packing: bool | None = Field(
+        None,
+        description="concatenate sequences instead of padding them; null: on a GPU with bfloat16, attention sdpa and "
+        "full attention in every layer, where PyTorch has a kernel for it; elsewhere it is fast only with shared "
+        "prompts, or a flash or flex attention",
     )
     sequence_parallel: int = Field(
         1, gt=0, description="processes that split each sequence between them (Ulysses), for long sequences"

@@ -20,7 +20,7 @@ from safetensors.torch import save as save_safetensors
 
 from rlhf.algorithms.masked import LossNormalizers
 from rlhf.batch import TrajectoryBatch, ragged
-from rlhf.engines import ranks, state_digest
+from rlhf.engines import prefix_sharing, ranks, state_digest
 from rlhf.engines.base import OptimizerPlan
 from rlhf.engines.micro_batches import Layout, MicroBatch, by_prompt, by_token_budget, prompt_numbers
 from rlhf.engines.optimizers import AdamW, Optimizer
@@ -56,7 +56,7 @@ class ModelEngine(ABC):
         dtype: Dtype = "float32",
         trainable: bool = True,
         gradient_checkpointing: bool = False,
-        packing: bool = False,
+        packing: bool | None = None,
         share_prompts: bool = True,
         sequence_parallel: int = 1,
         tensor_parallel: int = 1,
@@ -70,7 +70,8 @@ class ModelEngine(ABC):
             dtype: type of the computation.
             trainable: whether the model is trained; False for a reference.
             gradient_checkpointing: whether to recompute activations in the backward pass to save memory.
-            packing: whether to pack sequences one after the other instead of padding them.
+            packing: whether to pack sequences one after the other instead of padding them; None: where attention has
+                a kernel for it (in bfloat16 on a GPU).
             share_prompts: whether to compute a prompt once for all its responses in a micro-batch, where the model
                 supports it.
             sequence_parallel: number of adjacent ranks that split each sequence.
@@ -81,10 +82,14 @@ class ModelEngine(ABC):
             UserError: the model does not support `packing`, `sequence_parallel`, or its log-probs would be wrong.
         """
         team = Team.of(sequence_parallel) if sequence_parallel > 1 else None
-        self.module = TokenOutputs(model, head, team=team, packing=packing, share_prompts=share_prompts)
+        varlen = prefix_sharing.has_kernel(model, ranks.device(), getattr(torch, dtype))
+        self.module = TokenOutputs(
+            model, head, team=team, packing=bool(packing), share_prompts=share_prompts, varlen=varlen
+        )
         self.model = model
         """The model inside `module`; in engines that shard it, its tensors are not whole."""
-        self.head, self.dtype, self.trainable, self.packing = head, dtype, trainable, packing
+        self.head, self.dtype, self.trainable = head, dtype, trainable
+        self.packing = self.module.varlen if packing is None else packing
         self.sharing = sequence_parallel * tensor_parallel
         """Number of adjacent ranks that compute the same trajectories; only the first contributes results."""
         self.counts = ranks.rank() % self.sharing == 0
@@ -285,13 +290,18 @@ class ModelEngine(ABC):
                 shared = by_prompt(prompt_of, prompts, read, min(budget, fair))
             padded = sum(len(rows) * sizes[rows].max() for rows in by_token_budget(sizes, budget))
             repeats = len(np.unique(prompt_of)) < len(batch)
-            # on a GPU, whole sequences without padding would need a mask, and so a slower kernel
-            may_share = repeats or self.packing or self.device.type == "cpu"
-            if may_share and (self.packing or shared[1].sum() <= WORTH_SHARING * padded):
+            if self.module.varlen:  # then packing needs no shared prompts
+                is_shared = repeats and shared[1].sum() <= WORTH_SHARING * (sizes.sum() if self.packing else padded)
+            else:
+                # on a GPU, whole sequences without padding would need a mask, and so a slower kernel
+                may_share = repeats or self.packing or self.device.type == "cpu"
+                is_shared = may_share and (self.packing or shared[1].sum() <= WORTH_SHARING * padded)
+            if is_shared:
                 layout, (groups, sizes) = "shared", shared
         for chosen in ranks.pieces(sizes, budget, packed=layout != "padded", sharing=self.sharing):
             rows = np.concatenate([groups[number] for number in chosen]) if len(chosen) else np.arange(0)
-            yield rows, MicroBatch.of(batch, rows if len(rows) else groups[0], layout)
+            chosen_rows = rows if len(rows) else groups[0]
+            yield rows, MicroBatch.of(batch, chosen_rows, layout, varlen=self.module.varlen)
 
     def _forward(self, micro: MicroBatch, outputs: Iterable[str], temperature: float) -> dict[str, Tensor]:
         """Compute outputs by name, shape (response tokens of the micro-batch,)."""

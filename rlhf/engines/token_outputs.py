@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from rlhf.engines.prefix_sharing import SharedPrompts
+    from rlhf.engines.prefix_sharing import Segments, SharedPrompts
 
 Head = Literal["policy", "value", "reward"]
 LOGITS_BYTES = 2**28
@@ -52,6 +52,7 @@ class TokenOutputs(torch.nn.Module):
         team: Team | None = None,
         packing: bool = False,
         share_prompts: bool = False,
+        varlen: bool = False,
     ) -> None:
         """Wrap a model and check that it computes correct results.
 
@@ -61,6 +62,7 @@ class TokenOutputs(torch.nn.Module):
             team: the processes that split each sequence; None: sequences are not split.
             packing: whether sequences are packed.
             share_prompts: whether responses share their prompts, if the model supports it.
+            varlen: whether a row of several sequences is computed as `Segments`, if the model supports it.
 
         Raises:
             UserError: the log-probs would be wrong, or the model does not support `team`, `packing` or the head.
@@ -73,8 +75,11 @@ class TokenOutputs(torch.nn.Module):
         """Whether all ranks must call the head equally often, because each call gathers its weights."""
         self.vocabulary: VocabularyShare | None = None
         """The part of the head that this process has; None: it has the whole head."""
-        self.shares_prompts = share_prompts and team is None and prefix_sharing.adopt(model)
+        is_adopted = (share_prompts or varlen) and team is None and prefix_sharing.adopt(model)
+        self.shares_prompts = share_prompts and is_adopted
         """Whether the model computes a row of shared prompts."""
+        self.varlen = varlen and is_adopted
+        """Whether rows of several sequences are described by `Segments`."""
         self._check(packing)
 
     def forward(
@@ -85,7 +90,7 @@ class TokenOutputs(torch.nn.Module):
         targets: Int[Tensor, " tokens"],
         temperature: float,
         outputs: tuple[str, ...],
-        shared: SharedPrompts | None = None,
+        shared: SharedPrompts | Segments | None = None,
     ) -> dict[str, Float[Tensor, " tokens"]]:
         """Compute outputs at selected positions.
 
@@ -96,7 +101,7 @@ class TokenOutputs(torch.nn.Module):
             targets: the tokens to predict, shape (tokens,).
             temperature: divisor of the logits.
             outputs: names of the outputs; only `entropy` is optional.
-            shared: how the tokens of a row of shared prompts attend to each other; None: sequences are whole.
+            shared: how the tokens of a row attend to each other; None: causally, to those of their own sequence.
 
         Returns:
             Outputs by name, float32, shape (tokens,): `log_probs` and `entropy` in nats, `values`, or `scores`.

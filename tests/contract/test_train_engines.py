@@ -27,13 +27,14 @@ from rlhf.algorithms.objectives import ActorObjective, CriticObjective, Objectiv
 from rlhf.algorithms.policy_losses import ClipCov, KLCov, SelectingLoss
 from rlhf.batch import TrajectoryBatch, ragged
 from rlhf.config import LoRAConfig, ModelConfig
-from rlhf.engines import ranks, token_outputs
+from rlhf.engines import prefix_sharing, ranks, token_outputs
 from rlhf.engines.base import OptimizerPlan, TrainEngine
 from rlhf.engines.deepspeed_engine import DeepSpeedEngine, ZeroStage
 from rlhf.engines.fsdp_engine import FSDPEngine
 from rlhf.engines.micro_batches import MicroBatch
 from rlhf.engines.model_engine import float32_model
 from rlhf.engines.optimizers import AdamW
+from rlhf.engines.prefix_sharing import Segments
 from rlhf.engines.stored_state import StoredState
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.errors import NotFinite
@@ -275,6 +276,31 @@ def test_prompts_are_shared_where_that_saves_work(
     assert sorted(rows) == [0, 1, 2, 3]
     assert (micro.shared is not None) == (tokens is not None)
     assert micro.input_ids.numel() == (tokens or 4 * (10 + 4))
+
+
+@pytest.mark.parametrize("engine", ["torch", "fsdp"])
+@pytest.mark.parametrize("options", [{}, {"share_prompts": False}, {"packing": False}], ids=str)
+def test_a_kernel_for_pieces_of_any_length_changes_nothing(
+    engine: str, options: dict[str, bool], policy_folder: Path, batch: TrajectoryBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU; here a loop over the pieces takes the kernel's place. Sequences are then packed by default."""
+    kind = kind_of(engine, "policy", policy_folder, policy_folder)
+    plain = kind.build()
+    monkeypatch.setattr(prefix_sharing, "has_kernel", lambda model, device, dtype: True)
+    varlen = kind.build(**options)
+    for repeated, rows in ((False, [0, 1, 2, 7]), (True, [3, 5, 3, 5])):
+        [(_, micro)] = cut(varlen, batch.take(rows), 100)
+        is_packed = options.get("packing") is None
+        is_shared = repeated and options.get("share_prompts") is None
+        assert (micro.input_ids.shape[0] == 1) == isinstance(micro.shared, Segments) == (is_packed or is_shared)
+        if is_packed and not is_shared:
+            assert micro.input_ids.numel() == sum(len(batch.list("prompt_ids")[row]) for row in rows) + sum(
+                len(batch.list("response_ids")[row]) - 1 for row in rows
+            )
+    assert_close(infer(varlen, kind, batch), infer(plain, kind, batch))
+    plain.update(batch, kind.objective, PLAN)
+    varlen.update(batch, kind.objective, PLAN)
+    assert_same_update(varlen, plain)
 
 
 def test_micro_batches_of_shared_prompts_are_full(policy_folder: Path) -> None:
