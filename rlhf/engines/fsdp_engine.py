@@ -77,8 +77,10 @@ class FSDPEngine(TorchEngine):
         super().__init__(model, head, tensor_parallel=tensor_parallel, **options)
 
     def _build_optimizer(self) -> torch.optim.Optimizer:
-        # multi-tensor kernels cannot mix tensors of two meshes
-        return self.optimizer_type.build(self.parameters.values(), foreach=self.team == 1)
+        groups: dict[bool, list[torch.nn.Parameter]] = {}  # a kernel cannot mix tensors of two meshes
+        for parameter in self.parameters.values():
+            groups.setdefault(_is_cut(parameter), []).append(parameter)
+        return self.optimizer_type.build(*groups.values())
 
     def _round(self) -> None:
         """FSDP rounds the weights when it gathers them."""

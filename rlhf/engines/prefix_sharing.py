@@ -186,11 +186,12 @@ class Segments:
     def _attend_one_by_one(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         """Compute what the kernel computes where there is none, a call per piece."""
         pieces = []
-        lengths = (self.query_ends.diff().tolist(), self.key_ends.diff().tolist())
-        for q, k, v in zip(query.split(lengths[0]), key.split(lengths[1]), value.split(lengths[1]), strict=True):
+        q_sizes, k_sizes = self.query_ends.diff().tolist(), self.key_ends.diff().tolist()
+        of_pieces = (torch.split(heads, sizes) for heads, sizes in ((query, q_sizes), (key, k_sizes), (value, k_sizes)))
+        for q, k, v in zip(*of_pieces, strict=True):
             visible = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(len(k) - len(q))
-            heads = (tokens.transpose(0, 1)[None] for tokens in (q, k, v))
-            attended = scaled_dot_product_attention(*heads, attn_mask=visible, scale=scale, enable_gqa=True)
+            q, k, v = (tokens.transpose(0, 1)[None] for tokens in (q, k, v))
+            attended = scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=True)
             pieces.append(attended[0].transpose(0, 1))
         return torch.cat(pieces)
 

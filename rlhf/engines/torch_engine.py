@@ -46,7 +46,7 @@ class TorchEngine(ModelEngine):
         self.optimizer = self._build_optimizer() if self.trainable else None
 
     def _build_optimizer(self) -> torch.optim.Optimizer:
-        return self.optimizer_type.build(self.parameters.values(), fused=True)
+        return self.optimizer_type.build(self.parameters.values())
 
     def _place(self) -> None:
         self.module.to(self.device)
@@ -116,7 +116,7 @@ class TorchEngine(ModelEngine):
         if kind != "model":
             assert self.optimizer is not None
             state = self.optimizer.state[self.parameters[name]]
-            state["step"] = torch.tensor(float(self.steps), device=self.device)
+            state["step"] = torch.tensor(float(self.steps), device=self.parameters[name].device)
             state[kind] = torch.zeros_like(self.parameters[name])
         self._fill(self._held(kind, name), stored)
         if kind == "model" and name in self._rounded:

@@ -91,7 +91,9 @@ def test_the_kernel_for_pieces_of_any_length() -> None:
         shape = [(4, 64), (2, 64), (2, 64)]
         inputs = [torch.randn(169, *heads, device="cuda", dtype=torch.bfloat16, requires_grad=True) for heads in shape]
         exact = [heads.detach().cpu().float().requires_grad_() for heads in inputs]
-        found, expected = segments.to(torch.device("cuda")).attend(*inputs, None), segments.attend(*exact, None)
+        (q, k, v), (exact_q, exact_k, exact_v) = inputs, exact
+        found = segments.to(torch.device("cuda")).attend(q, k, v, None)
+        expected = segments.attend(exact_q, exact_k, exact_v, None)
         weights = torch.randn(expected.shape)
         torch.testing.assert_close(found.cpu().float(), expected, rtol=0, atol=0.03)
         gradients = torch.autograd.grad((found.float() * weights.cuda()).sum(), inputs)
