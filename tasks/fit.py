@@ -16,7 +16,7 @@ from rlhf.batch import TrajectoryBatch
 from rlhf.config import FitConfig, LRScheduleConfig
 from rlhf.engines.base import OptimizerPlan
 from rlhf.engines.learning_rate import learning_rate
-from rlhf.engines.model_engine import ModelEngine
+from rlhf.engines.model_engine import ModelEngine, float32_model
 from rlhf.engines.optimizers import AdamW
 from rlhf.models import load_tokenizer, save
 from tasks.recording import recorded_task
@@ -93,7 +93,7 @@ def _write(job: Fit) -> None:
     output = Path(job.config.output)
     with tempfile.TemporaryDirectory(dir=output, prefix=".") as name:
         folder = Path(name)
-        save(job.engine.model, folder)
+        save(float32_model(job.engine), folder)
         load_tokenizer(job.config.model).save_pretrained(folder)
         for path in sorted(folder.iterdir()):
             if (target := output / path.name).is_dir():

@@ -132,7 +132,7 @@ def never(config: RunConfig, iteration: int) -> str | None:
     return None
 
 
-ROUNDING = 2
+ROUNDING = 3
 """Increase this when the engines compute the same updates with different rounding: an update that an older release
 committed is then replayed to slightly different weights, and the run continues with them."""
 

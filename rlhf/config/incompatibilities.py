@@ -52,6 +52,12 @@ def check_combinations(config: RunConfig) -> None:
                 )
         if trainer.tensor_parallel > 1:
             _tensor_parallel_fits(config, role, trainer)
+        if trainer.shard_size is not None:
+            _shard_size_fits(role, trainer, workers)
+        if not trainer.reshard_after_forward and trainer.engine != "fsdp":
+            raise ValueError(
+                f"{role}.reshard_after_forward requires {role}.engine fsdp, not {trainer.engine}: remove it"
+            )
         if trainer.offload_when_idle and trainer.offload:
             raise ValueError(
                 f"{role}.offload already keeps the state in host memory, so {role}.offload_when_idle does nothing: "
@@ -157,6 +163,22 @@ def _tensor_parallel_fits(config: RunConfig, role: str, trainer: TrainerConfig) 
     ):
         if conflict:
             raise ValueError(f"{role}.tensor_parallel requires {role}.engine fsdp and does not work with {key}")
+
+
+def _shard_size_fits(role: str, trainer: TrainerConfig, workers: int) -> None:
+    size, team = trainer.shard_size, trainer.tensor_parallel
+    assert size is not None
+    if trainer.engine != "fsdp":
+        raise ValueError(f"{role}.shard_size requires {role}.engine fsdp, not {trainer.engine}: remove it")
+    if workers % size:
+        raise ValueError(
+            f"{role}.shard_size is {size}, which does not divide the number of processes that hold the {role} "
+            f"({workers}): change one of them"
+        )
+    if size % team:
+        raise ValueError(
+            f"{role}.shard_size is {size}, which is no multiple of {role}.tensor_parallel {team}: raise it"
+        )
 
 
 def _algorithms_fit(config: RunConfig) -> None:

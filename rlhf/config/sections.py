@@ -351,16 +351,28 @@ class TrainerConfig(Section):
         description="compute a prompt once for all its trajectories in a micro-batch, and concatenate sequences "
         "instead of padding them, where that saves work; needs full attention by sdpa",
     )
-    packing: bool = Field(
-        False,
-        description="always concatenate sequences instead of padding them; fast only with shared prompts, or a flash "
-        "or flex attention",
+    packing: bool | None = Field(
+        None,
+        description="concatenate sequences instead of padding them; null: on a GPU with bfloat16, attention sdpa and "
+        "full attention in every layer, where PyTorch has a kernel for it; elsewhere it is fast only with shared "
+        "prompts, or a flash or flex attention",
     )
     sequence_parallel: int = Field(
         1, gt=0, description="processes that split each sequence between them (Ulysses), for long sequences"
     )
     tensor_parallel: int = Field(
         1, gt=0, description="fsdp: processes that split each layer's matrices between them, for large models"
+    )
+    shard_size: int | None = Field(
+        None,
+        gt=0,
+        description="fsdp: processes that shard the state between them, such as those of a machine; every such group "
+        "holds all of it (HSDP); null: all processes",
+    )
+    reshard_after_forward: bool = Field(
+        True,
+        description="fsdp: free a layer's gathered weights after its forward pass; false: gather weights and sum "
+        "gradients once per mini-batch, which is faster, but holds all weights and float32 gradients on each device",
     )
     grad_clip: float | None = Field(1.0, gt=0, description="largest norm of the gradient; null: no limit")
     gradient_checkpointing: bool = Field(False, description="recompute activations: less memory, more time")

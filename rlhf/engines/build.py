@@ -49,7 +49,15 @@ def train_engine(
     if trainer.engine == "fsdp":
         from rlhf.engines.fsdp_engine import FSDPEngine
 
-        return FSDPEngine(model, head, offload=trainer.offload, tensor_parallel=trainer.tensor_parallel, **options)
+        return FSDPEngine(
+            model,
+            head,
+            offload=trainer.offload,
+            tensor_parallel=trainer.tensor_parallel,
+            shard_size=trainer.shard_size,
+            reshard_after_forward=trainer.reshard_after_forward,
+            **options,
+        )
     if trainer.engine == "deepspeed":
         from rlhf.engines.deepspeed_engine import DeepSpeedEngine
 

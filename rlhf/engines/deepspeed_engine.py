@@ -118,7 +118,8 @@ class DeepSpeedEngine(ModelEngine):
             buffer.data = buffer.to(self.device)
 
     def _call(self, *inputs: Any) -> dict[str, Tensor]:
-        with self._autocast() if self.stage == 0 else nullcontext():
+        casts = self.dtype == "bfloat16" and self.stage == 0
+        with torch.autocast(self.device.type, dtype=torch.bfloat16) if casts else nullcontext():
             return self.engine(*inputs)  # type: ignore[no-any-return]
 
     def place(self, *, model: bool, optimizer: bool) -> None:

@@ -1,9 +1,10 @@
 """`engine: fsdp`: PyTorch's FSDP2 (`fully_shard`).
 
 Parameters, gradients and optimizer state are sharded over the ranks and gathered layer by layer when needed (arXiv
-2304.11277). With `tensor_parallel`, adjacent ranks form a team that computes the same trajectories: the matrices of
-attention and MLP are split over the team, by columns and then by rows (arXiv 1909.08053), as the model's own plan says;
-FSDP then shards each part over the teams.
+2304.11277). With `shard_size`, groups of ranks each hold the whole state, sharded within the group (HSDP). With
+`tensor_parallel`, adjacent ranks form a team that computes the same trajectories: the matrices of attention and MLP are
+split over the team, by columns and then by rows (arXiv 1909.08053), as the model's own plan says, and the head by
+tokens of the vocabulary; FSDP then shards each part over the teams.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from rlhf.engines import ranks
 from rlhf.engines.parts import Part
 from rlhf.engines.stored_state import Stored
-from rlhf.engines.token_outputs import Head
+from rlhf.engines.token_outputs import Head, VocabularyShare
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.errors import UserError
 
@@ -51,6 +52,8 @@ class FSDPEngine(TorchEngine):
         *,
         offload: bool = False,
         tensor_parallel: int = 1,
+        shard_size: int | None = None,
+        reshard_after_forward: bool = True,
         **options: Any,
     ) -> None:
         """Wrap and shard a model.
@@ -60,6 +63,10 @@ class FSDPEngine(TorchEngine):
             head: outputs of the model.
             offload: whether parameters and optimizer state are kept in host memory.
             tensor_parallel: number of adjacent ranks that split each matrix.
+            shard_size: number of adjacent ranks that shard the state, teams included; each such group has all of it.
+                None: all ranks.
+            reshard_after_forward: whether a layer's gathered weights are freed after its forward pass. False: weights
+                are gathered, and gradients summed over ranks, once per mini-batch; both are whole until then.
             options: see `ModelEngine`.
 
         Raises:
@@ -67,11 +74,18 @@ class FSDPEngine(TorchEngine):
         """
         self.offload = offload
         self.team = tensor_parallel
+        self.shard_size = shard_size
+        self.reshard_after_forward = reshard_after_forward
         super().__init__(model, head, tensor_parallel=tensor_parallel, **options)
 
     def _build_optimizer(self) -> torch.optim.Optimizer:
-        # multi-tensor kernels cannot mix tensors of two meshes
-        return self.optimizer_type.build(self.parameters.values(), foreach=self.team == 1)
+        groups: dict[bool, list[torch.nn.Parameter]] = {}  # a kernel cannot mix tensors of two meshes
+        for parameter in self.parameters.values():
+            groups.setdefault(_is_cut(parameter), []).append(parameter)
+        return self.optimizer_type.build(*groups.values())
+
+    def _round(self) -> None:
+        """FSDP rounds the weights when it gathers them."""
 
     def _place(self) -> None:
         ranks.initialized()
@@ -79,12 +93,22 @@ class FSDPEngine(TorchEngine):
             self.module.to(self.device)
         on_gpu = self.device.type == "cuda"
         compute = torch.bfloat16 if self.dtype == "bfloat16" else torch.float32
+        count = ranks.count()
+        size = count if self.shard_size is None else self.shard_size
+        assert count % size == 0 and size % self.team == 0
+        self.copies = count // size
+        """Number of ranks that hold the same shard."""
         mesh = init_device_mesh(
-            self.device.type, (ranks.count() // self.team, self.team), mesh_dim_names=("teams", "team")
+            self.device.type,
+            (self.copies, size // self.team, self.team),
+            mesh_dim_names=("copies", "shards", "team"),
         )
+        self.is_first_copy = mesh.get_local_rank("copies") == 0
         plan = self._cut(mesh["team"]) if self.team > 1 else {}
         options: dict[str, Any] = {
-            "mesh": mesh["teams"],
+            "mesh": mesh["copies", "shards"] if self.copies > 1 else mesh["shards"],
+            # None: all but the root, whose weights the backward pass needs first
+            "reshard_after_forward": None if self.reshard_after_forward or not self.trainable else False,
             "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
             "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if self.offload else OffloadPolicy(),
         }
@@ -104,6 +128,8 @@ class FSDPEngine(TorchEngine):
             self.module._apply(
                 lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor  # type: ignore[no-untyped-call]
             )
+        self._accumulates = False
+        """Whether there are gradients that are not summed over the ranks yet."""
 
     def _cut(self, team: DeviceMesh) -> dict[str, str]:
         """Split the model over the team; returns the model's plan: styles by pattern of module names."""
@@ -124,9 +150,31 @@ class FSDPEngine(TorchEngine):
                 )
         styles = {pattern: STYLES[style]() for pattern, style in plan.items() if style in STYLES}
         parallelize_module(self.model.base_model, team, styles)
+        if self.head == "policy":
+            self._cut_head(team)
         return plan
 
+    def _cut_head(self, team: DeviceMesh) -> None:
+        """Split the head, and an embedding that is tied to it, by tokens of the vocabulary, if the team divides it."""
+        embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        is_tied = head.weight is embedding.weight
+        # a subclass may scale its output, which the team still has to sum
+        if head.weight.shape[0] % self.team or (is_tied and type(embedding) is not torch.nn.Embedding):
+            return
+        parallelize_module(head, team, ColwiseParallel())
+        if is_tied:
+            parallelize_module(embedding, team, RowwiseParallel(input_layouts=Replicate()))
+            head.weight = embedding.weight
+        share = head.weight.to_local().shape[0]
+        self.module.vocabulary = VocabularyShare(team.get_group(), share * team.get_local_rank(), self.team)
+
     def _backward(self, loss: Tensor, last: bool) -> None:
+        assert isinstance(self.module, FSDPModule)
+        self._accumulates = not last
+        self.module.set_requires_all_reduce(last)  # shards are summed over their copies once per mini-batch
+        if not self.reshard_after_forward:
+            self.module.set_requires_gradient_sync(last)
+            self.module.set_reshard_after_backward(last)
         share = loss * (ranks.count() // self.team)  # FSDP averages over teams; losses must be summed
         share.backward()  # type: ignore[no-untyped-call]
 
@@ -139,7 +187,7 @@ class FSDPEngine(TorchEngine):
         for parameter in self.parameters.values():
             if parameter.grad is not None:
                 assert isinstance(parameter.grad, DTensor)
-                copies = 1 if _is_cut(parameter.grad) else self.team
+                copies = self.copies * (1 if _is_cut(parameter.grad) else self.team)
                 squares += _local(parameter.grad).float().square().sum().to(self.device) / copies
         norm = math.sqrt(float(ranks.summed(squares)))
         if norm > limit:
@@ -151,12 +199,25 @@ class FSDPEngine(TorchEngine):
     def parts(self, kind: str, name: str) -> Iterator[Part]:
         """Yield what this rank holds of a tensor; see `ModelEngine.parts`."""
         tensor = self._held(kind, name)
-        if _is_cut(tensor) or ranks.rank() % self.team == 0:  # otherwise the team's first member has the same
+        is_first_member = ranks.rank() % self.team == 0
+        if self.is_first_copy and (_is_cut(tensor) or is_first_member):  # otherwise another rank yields the same
             yield from _blocks(tensor)
 
     def _fill(self, parameter: Tensor, stored: Stored) -> None:
         for block in _blocks(parameter.detach()):
             block.fill(stored)
+
+    def _reset_optimizer(self) -> None:
+        # an aborted update may have left gradients in FSDP, which only gives them up to a backward pass by all ranks
+        if self.trainable and ranks.largest(int(self._accumulates)):
+            token = torch.zeros(1, dtype=torch.long, device=self.device)
+            with torch.enable_grad():
+                [output] = self._call(token[None], None, token, token, 1.0, ()).values()
+                self._backward(0 * output.sum(), last=True)
+        super()._reset_optimizer()
+        for module in self.module.modules():  # gathered weights are not those that are loaded now
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def _gathered(self, tensor: Tensor) -> Tensor:
         assert isinstance(tensor, DTensor)
@@ -175,7 +236,8 @@ def _blocks(tensor: Tensor) -> Iterator[Part]:
 def _is_cut(tensor: Tensor) -> bool:
     """Tell whether a tensor is split over the team."""
     assert isinstance(tensor, DTensor)
-    return tensor.device_mesh.ndim == 2 and isinstance(tensor.placements[1], Shard)
+    names = tensor.device_mesh.mesh_dim_names
+    return names is not None and names[-1] == "team" and isinstance(tensor.placements[-1], Shard)
 
 
 def _local(tensor: Tensor | None) -> Tensor:

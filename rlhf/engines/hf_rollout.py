@@ -131,10 +131,11 @@ class HFRollout(RolloutEngine):
         self.model.eval()
         last: list[tuple[_Row, Chunk | BaseException]] = []
         """Put when the model, which may be the actor, is as it was before: the batch may be complete then."""
+        casts = self.dtype == "bfloat16" and self.model.dtype != torch.bfloat16  # an actor's weights are rounded
         try:
             with (
                 torch.inference_mode(),
-                torch.autocast(self.model.device.type, dtype=torch.bfloat16, enabled=self.dtype == "bfloat16"),
+                torch.autocast(self.model.device.type, dtype=torch.bfloat16, enabled=casts),
             ):
                 for row, chunk in self._generate(rows):
                     for held in last:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rlhf.batch import TrajectoryBatch
-    from rlhf.engines.prefix_sharing import SharedPrompts
+    from rlhf.engines.prefix_sharing import Segments, SharedPrompts
 
 Layout = Literal["padded", "packed", "shared"]
 """How a micro-batch holds its sequences, each a prompt and its response. padded: one per row, padded on the right.
@@ -108,22 +108,32 @@ class MicroBatch:
     """Number of response tokens of each row."""
     copies: Int[Tensor, "sequences time"]
     """Number of sequences that each token is part of: 0 for padding, several for a shared prompt."""
-    shared: SharedPrompts | None = None
-    """How the tokens attend to each other, in the layout `shared`."""
+    shared: SharedPrompts | Segments | None = None
+    """How the tokens of a row of several sequences attend to each other; None: padded, or as the positions say."""
 
     @classmethod
-    def of(cls, batch: TrajectoryBatch, rows: Sequence[int] | np.ndarray, layout: Layout = "padded") -> MicroBatch:
+    def of(
+        cls,
+        batch: TrajectoryBatch,
+        rows: Sequence[int] | np.ndarray,
+        layout: Layout = "padded",
+        *,
+        varlen: bool = False,
+    ) -> MicroBatch:
         """Build a micro-batch.
 
         Args:
             batch: must have the columns `prompt_ids` and `response_ids`.
             rows: rows of the batch.
             layout: how the sequences are held.
+            varlen: whether rows of several sequences are described by `Segments`.
 
         Returns:
             The micro-batch, on the CPU.
         """
         import torch
+
+        from rlhf.engines.prefix_sharing import Segments, SharedPrompts
 
         part = batch.take(rows)
         prompts, responses = part.lengths("prompt_ids"), part.lengths("response_ids")
@@ -132,14 +142,12 @@ class MicroBatch:
         read = np.maximum(responses - 1, 0)
         is_read = within < np.repeat(read, responses)
         positions: np.ndarray | None = None
-        shared: SharedPrompts | None = None
+        shared: SharedPrompts | Segments | None = None
         if layout == "shared":
-            from rlhf.engines.prefix_sharing import SharedPrompts
-
             numbers = prompt_numbers(part)
             _, first = np.unique(numbers, return_index=True)
             unique, once = prompts[first], part.take(first).flat("prompt_ids")
-            shared = SharedPrompts.of(unique, read, numbers)
+            shared = (Segments if varlen else SharedPrompts).of(unique, read, numbers)
             input_ids = np.concatenate([once, response_ids[is_read]])[None]
             copies = np.concatenate([np.repeat(np.bincount(numbers), unique), np.ones(int(read.sum()), np.int64)])[None]
             positions = np.concatenate([_within(unique), _within(read) + np.repeat(prompts, read)])[None]
@@ -159,6 +167,7 @@ class MicroBatch:
             if layout == "packed":
                 input_ids, copies = input_ids[real][None], copies[real][None]
                 positions = np.broadcast_to(time, real.shape)[real][None]
+                shared = Segments.of_sequences(total) if varlen else None
         return cls(
             rows=np.asarray(rows),
             input_ids=torch.from_numpy(input_ids.astype(np.int64)),

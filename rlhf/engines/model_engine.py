@@ -6,11 +6,11 @@ SPMD: each rank gets the whole batch, computes its share, and returns the whole 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -19,7 +19,7 @@ import torch
 
 from rlhf.algorithms.masked import LossNormalizers
 from rlhf.batch import TrajectoryBatch, ragged
-from rlhf.engines import ranks, state_digest
+from rlhf.engines import prefix_sharing, ranks, state_digest
 from rlhf.engines.base import OptimizerPlan
 from rlhf.engines.micro_batches import Layout, MicroBatch, by_prompt, by_token_budget, prompt_numbers
 from rlhf.engines.optimizers import AdamW, Optimizer
@@ -49,8 +49,8 @@ KEYS_PER_TOKEN = 8
 class ModelEngine(ABC):
     """A model with its optimizer.
 
-    Weights and optimizer state are float32; bfloat16 is only used for computation. The weights of a model that is not
-    trained may have the type of the computation.
+    The optimizer's weights and state, which are saved, are float32; with bfloat16 the model computes with rounded
+    weights, which are all that a model has that is not trained.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ModelEngine(ABC):
         dtype: Dtype = "float32",
         trainable: bool = True,
         gradient_checkpointing: bool = False,
-        packing: bool = False,
+        packing: bool | None = None,
         share_prompts: bool = True,
         sequence_parallel: int = 1,
         tensor_parallel: int = 1,
@@ -75,7 +75,8 @@ class ModelEngine(ABC):
             dtype: type of the computation.
             trainable: whether the model is trained; False for a reference.
             gradient_checkpointing: whether to recompute activations in the backward pass to save memory.
-            packing: whether to pack sequences one after the other instead of padding them.
+            packing: whether to pack sequences one after the other instead of padding them; None: where attention has
+                a kernel for it (in bfloat16 on a GPU).
             share_prompts: whether to compute a prompt once for all its responses in a micro-batch, where the model
                 supports it.
             sequence_parallel: number of adjacent ranks that split each sequence.
@@ -91,10 +92,14 @@ class ModelEngine(ABC):
         self.layout = hub_layout(model)
         """The tensors in a checkpoint, by parameter or buffer; see `hub_layout`."""
         team = Team.of(sequence_parallel) if sequence_parallel > 1 else None
-        self.module = TokenOutputs(model, head, team=team, packing=packing, share_prompts=share_prompts)
+        varlen = prefix_sharing.has_kernel(model, ranks.device(), getattr(torch, dtype))
+        self.module = TokenOutputs(
+            model, head, team=team, packing=bool(packing), share_prompts=share_prompts, varlen=varlen
+        )
         self.model = model
         """The model inside `module`; in engines that shard it, its tensors are not whole."""
-        self.head, self.dtype, self.trainable, self.packing = head, dtype, trainable, packing
+        self.head, self.dtype, self.trainable = head, dtype, trainable
+        self.packing = self.module.varlen if packing is None else packing
         self.sharing = sequence_parallel * tensor_parallel
         """Number of adjacent ranks that compute the same trajectories; only the first contributes results."""
         self.counts = ranks.rank() % self.sharing == 0
@@ -198,8 +203,7 @@ class ModelEngine(ABC):
         """Clear the optimizer state, and the gradients that an aborted update may have left."""
 
     def _call(self, *inputs: Any) -> dict[str, Tensor]:
-        with self._autocast():
-            return self.module(*inputs)  # type: ignore[no-any-return]
+        return self.module(*inputs)  # type: ignore[no-any-return]
 
     def place(self, *, model: bool, optimizer: bool) -> None:
         """Move state to the device or to host memory, to make room for another model.
@@ -317,13 +321,18 @@ class ModelEngine(ABC):
                 shared = by_prompt(prompt_of, prompts, read, min(budget, fair))
             padded = sum(len(rows) * sizes[rows].max() for rows in by_token_budget(sizes, budget))
             repeats = len(np.unique(prompt_of)) < len(batch)
-            # on a GPU, whole sequences without padding would need a mask, and so a slower kernel
-            may_share = repeats or self.packing or self.device.type == "cpu"
-            if may_share and (self.packing or shared[1].sum() <= WORTH_SHARING * padded):
+            if self.module.varlen:  # then packing needs no shared prompts
+                is_shared = repeats and shared[1].sum() <= WORTH_SHARING * (sizes.sum() if self.packing else padded)
+            else:
+                # on a GPU, whole sequences without padding would need a mask, and so a slower kernel
+                may_share = repeats or self.packing or self.device.type == "cpu"
+                is_shared = may_share and (self.packing or shared[1].sum() <= WORTH_SHARING * padded)
+            if is_shared:
                 layout, (groups, sizes) = "shared", shared
         for chosen in ranks.pieces(sizes, budget, packed=layout != "padded", sharing=self.sharing):
             rows = np.concatenate([groups[number] for number in chosen]) if len(chosen) else np.arange(0)
-            yield rows, MicroBatch.of(batch, rows if len(rows) else groups[0], layout)
+            chosen_rows = rows if len(rows) else groups[0]
+            yield rows, MicroBatch.of(batch, chosen_rows, layout, varlen=self.module.varlen)
 
     def _forward(
         self, micro: MicroBatch, outputs: Iterable[str], temperature: float, *, with_router: bool = False
@@ -337,11 +346,6 @@ class ModelEngine(ABC):
         shared = None if micro.shared is None else micro.shared.to(self.device)
         copies = micro.copies.to(self.device) if with_router else None
         return self._call(input_ids, positions, at, targets, temperature, tuple(outputs), shared, copies)
-
-    def _autocast(self) -> AbstractContextManager[None]:
-        if self.dtype == "float32" or self.is_cast:
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
     def _from_all(self, values: np.ndarray) -> np.ndarray:
         """Combine the values of all ranks; each rank has filled in its own rows and left the others 0."""
@@ -506,6 +510,13 @@ def copy_weights(weights: Iterable[tuple[str, Tensor]], model: PreTrainedModel) 
             targets[name].copy_(tensor)
             copied += tensor.nbytes
     return copied
+
+
+def float32_model(engine: ModelEngine) -> PreTrainedModel:
+    """Copy the model of an engine that does not shard it, with the float32 weights that the optimizer keeps."""
+    model = copy.deepcopy(engine.model).float()
+    copy_weights(engine.weights(), model)
+    return model
 
 
 def _sha256(tensor: Tensor) -> str:

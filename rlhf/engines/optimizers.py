@@ -31,22 +31,19 @@ class AdamW(Options):
     weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay")
 
     @staticmethod
-    def build(
-        parameters: Iterable[torch.nn.Parameter], *, fused: bool | None = None, foreach: bool | None = None
-    ) -> torch.optim.Optimizer:
-        """Build the torch optimizer; its options are set before each step (`set`).
+    def build(*groups: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        """Build the torch optimizer, which updates many tensors in one kernel; its options are set before each step
+        (`set`).
 
         Args:
-            parameters: the trainable parameters.
-            fused: whether a single kernel computes the whole step.
-            foreach: whether a kernel updates many tensors at once. If both are None, torch chooses.
+            groups: the trainable parameters; one kernel does not mix groups.
 
         Returns:
             The optimizer, without state.
         """
         from torch.optim import AdamW
 
-        return AdamW(parameters, fused=fused, foreach=foreach)
+        return AdamW([{"params": list(group)} for group in groups], fused=True)
 
     def set(self, optimizer: torch.optim.Optimizer, lr: float) -> None:
         """Set the options of the next step.

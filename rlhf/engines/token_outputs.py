@@ -6,9 +6,11 @@ if gradients are needed, they are recomputed in the backward pass.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from rlhf.engines import prefix_sharing, ranks
@@ -24,11 +26,22 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from rlhf.engines.prefix_sharing import SharedPrompts
+    from rlhf.engines.prefix_sharing import Segments, SharedPrompts
 
 Head = Literal["policy", "value", "reward"]
 LOGITS_BYTES = 2**28
 """Maximum size of a piece of float32 logits."""
+
+
+@dataclass(frozen=True)
+class VocabularyShare:
+    """This process's part of the head, of a team that splits it by tokens of the vocabulary."""
+
+    group: dist.ProcessGroup
+    first: int
+    """The first token of the part; its size is that of the logits."""
+    members: int
+    """Number of processes in the team."""
 
 
 class TokenOutputs(torch.nn.Module):
@@ -42,6 +55,7 @@ class TokenOutputs(torch.nn.Module):
         team: Team | None = None,
         packing: bool = False,
         share_prompts: bool = False,
+        varlen: bool = False,
     ) -> None:
         """Wrap a model and check that it computes correct results.
 
@@ -51,6 +65,7 @@ class TokenOutputs(torch.nn.Module):
             team: the processes that split each sequence; None: sequences are not split.
             packing: whether sequences are packed.
             share_prompts: whether responses share their prompts, if the model supports it.
+            varlen: whether a row of several sequences is computed as `Segments`, if the model supports it.
 
         Raises:
             UserError: the log-probs would be wrong, or the model does not support `team`, `packing` or the head.
@@ -67,11 +82,16 @@ class TokenOutputs(torch.nn.Module):
         """The auxiliary loss of a mixture of experts; None if the model has none or its config does not ask for it."""
         self.in_step = False
         """Whether all ranks must call the head equally often, because each call gathers its weights."""
-        self.shares_prompts = share_prompts and team is None and is_plain and prefix_sharing.adopt(tried)
+        self.vocabulary: VocabularyShare | None = None
+        """The part of the head that this process has; None: it has the whole head."""
+        is_adopted = (share_prompts or varlen) and team is None and is_plain and prefix_sharing.adopt(tried)
+        self.shares_prompts = share_prompts and is_adopted
         """Whether the model computes a row of shared prompts."""
+        self.varlen = varlen and is_adopted
+        """Whether rows of several sequences are described by `Segments`."""
         self._check(packing)
         self.model = model
-        if self.shares_prompts or team is not None:
+        if is_adopted or team is not None:
             model.set_attn_implementation(tried.config._attn_implementation)
 
     def forward(
@@ -82,7 +102,7 @@ class TokenOutputs(torch.nn.Module):
         targets: Int[Tensor, " tokens"],
         temperature: float,
         outputs: tuple[str, ...],
-        shared: SharedPrompts | None = None,
+        shared: SharedPrompts | Segments | None = None,
         copies: Int[Tensor, "sequences time"] | None = None,
     ) -> dict[str, Tensor]:
         """Compute outputs at selected positions.
@@ -94,7 +114,7 @@ class TokenOutputs(torch.nn.Module):
             targets: the tokens to predict, shape (tokens,).
             temperature: divisor of the logits.
             outputs: names of the outputs; only `entropy` is optional.
-            shared: how the tokens of a row of shared prompts attend to each other; None: sequences are whole.
+            shared: how the tokens of a row attend to each other; None: causally, to those of their own sequence.
             copies: number of sequences that each token is part of, shape (sequences, time); None: the router's
                 auxiliary loss is not computed.
 
@@ -148,7 +168,8 @@ class TokenOutputs(torch.nn.Module):
     def _of_policy(
         self, hidden: Tensor, targets: Tensor, temperature: float, outputs: tuple[str, ...]
     ) -> dict[str, Tensor]:
-        size = max(1, LOGITS_BYTES // (4 * self.model.config.get_text_config().vocab_size))
+        members = 1 if self.vocabulary is None else self.vocabulary.members
+        size = max(1, LOGITS_BYTES * members // (4 * self.model.config.get_text_config().vocab_size))
         count = -(-len(targets) // size)
         if self.in_step:
             count = ranks.largest(count)
@@ -164,7 +185,7 @@ class TokenOutputs(torch.nn.Module):
         self, hidden: Tensor, targets: Tensor, temperature: float, outputs: tuple[str, ...]
     ) -> dict[str, Tensor]:
         log_probs, entropy = log_probs_and_entropy(
-            self._logits(hidden), targets, temperature, entropy="entropy" in outputs
+            self._logits(hidden), targets, temperature, entropy="entropy" in outputs, share=self.vocabulary
         )
         return {"log_probs": log_probs} if entropy is None else {"log_probs": log_probs, "entropy": entropy}
 
@@ -210,24 +231,65 @@ class TokenOutputs(torch.nn.Module):
 
 
 def log_probs_and_entropy(
-    logits: Float[Tensor, "*tokens vocab"], targets: Int[Tensor, "*tokens"], temperature: float, *, entropy: bool
+    logits: Float[Tensor, "*tokens vocab"],
+    targets: Int[Tensor, "*tokens"],
+    temperature: float,
+    *,
+    entropy: bool,
+    share: VocabularyShare | None = None,
 ) -> tuple[Float[Tensor, "*tokens"], Float[Tensor, "*tokens"] | None]:
     r"""Compute :math:`\log\pi(y) = z_y - lse(z)` and :math:`H = lse(z) - \sum_v \pi_v z_v` in float32.
 
     z are the temperature-scaled logits; lse is the log of the sum of exponentials.
 
     Args:
-        logits: shape (*tokens, vocab).
+        logits: shape (*tokens, vocab); with `share`, those of this process's part of the vocabulary.
         targets: token ids y, shape (*tokens).
         temperature: divisor of the logits.
         entropy: whether to compute the entropy.
+        share: this process's part of the vocabulary; None: all of it. With a part, all members of the team must make
+            the same call, and compute the same loss from what it returns.
 
     Returns:
         Log-probs and entropy (or None) in nats, float32, shape (*tokens).
     """
     scaled = logits.float() / temperature if temperature != 1.0 else logits.float()
+    if share is not None:
+        return _of_share(scaled, targets, share, entropy=entropy)
     normalizer = scaled.logsumexp(-1)
     log_probs = scaled.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - normalizer
     if not entropy:
         return log_probs, None
     return log_probs, normalizer - ((scaled - normalizer.unsqueeze(-1)).exp() * scaled).sum(-1)
+
+
+def _of_share(
+    scaled: Tensor, targets: Tensor, share: VocabularyShare, *, entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Compute log-probs and entropy of scaled logits of which each member of a team has a part."""
+    largest = scaled.detach().amax(-1)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=share.group)
+    exponentials = (scaled - largest.unsqueeze(-1)).exp()
+    local = targets - share.first
+    is_mine = (local >= 0) & (local < scaled.shape[-1])
+    of_targets = scaled.gather(-1, torch.where(is_mine, local, 0).unsqueeze(-1)).squeeze(-1)
+    terms = [exponentials.sum(-1), torch.where(is_mine, of_targets, 0.0)]
+    if entropy:
+        terms.append((exponentials * scaled).sum(-1))
+    total, of_targets, *weighted = _SumOverTeam.apply(torch.stack(terms), share.group).unbind()  # type: ignore[no-untyped-call]
+    normalizer = largest + total.log()
+    return of_targets - normalizer, normalizer - weighted[0] / total if entropy else None
+
+
+class _SumOverTeam(torch.autograd.Function):
+    """Sums over a team whose members all compute the same loss, so that each has the sum's whole gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, terms: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = terms.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None

@@ -1,9 +1,14 @@
-"""`engine: torch`: plain PyTorch on CPU or GPU. Every process has the whole model; gradients are summed over ranks."""
+"""`engine: torch`: plain PyTorch on CPU or GPU. Every process has the whole model; gradients are summed over ranks.
+
+With bfloat16 the model itself is in bfloat16. The optimizer keeps float32 weights, from which the model's are rounded
+after each step, and gradients of micro-batches are summed in float32.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,16 +40,35 @@ class TorchEngine(ModelEngine):
             options: see `ModelEngine`.
         """
         super().__init__(model, head, **options)
+        self._rounded: dict[str, torch.nn.Parameter] = {}
+        """The model's bfloat16 parameters, whose float32 weights are in `parameters`."""
         self._place()
         self._read()
         self.parameters = self._parameters()
+        if self.dtype == "bfloat16":
+            self._round()
         self.optimizer = self._build_optimizer() if self.trainable else None
 
     def _build_optimizer(self) -> torch.optim.Optimizer:
-        return self.optimizer_type.build(self.parameters.values(), fused=True)
+        return self.optimizer_type.build(self.parameters.values())
 
     def _place(self) -> None:
         materialize(self.module, self.device)
+
+    def _round(self) -> None:
+        """Make the model compute in bfloat16."""
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                self._rounded[name] = parameter
+                self.parameters[name] = torch.nn.Parameter(parameter.detach())
+                parameter.register_post_accumulate_grad_hook(partial(_move_grad, self.parameters[name]))
+            parameter.data = parameter.data.to(torch.bfloat16)
+
+    def place(self, *, model: bool, optimizer: bool) -> None:
+        """Move state to the device or to host memory; see `ModelEngine.place`."""
+        super().place(model=model, optimizer=optimizer)
+        for name in self._rounded:
+            self.parameters[name].data = self.parameters[name].data.to(self.device if optimizer else "cpu")
 
     def _backward(self, loss: Tensor, last: bool) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
@@ -59,6 +83,9 @@ class TorchEngine(ModelEngine):
         norm = self._clip(plan.grad_clip or math.inf)
         if math.isfinite(norm):
             self.optimizer.step()
+            with torch.no_grad():
+                for name, rounded in self._rounded.items():
+                    rounded.copy_(self.parameters[name])
         self.optimizer.zero_grad(set_to_none=True)
         if not math.isfinite(norm):
             raise not_finite(norm)
@@ -74,7 +101,7 @@ class TorchEngine(ModelEngine):
 
     def parts(self, kind: str, name: str) -> Iterator[Part]:
         """Yield what this rank holds of a tensor; see `ModelEngine.parts`."""
-        return Part.of_rank(self._held(kind, name))
+        return Part.of_rank(self._held(kind, name).float())
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a whole parameter."""
@@ -93,9 +120,11 @@ class TorchEngine(ModelEngine):
         if kind != "model":
             assert self.optimizer is not None
             state = self.optimizer.state[self.parameters[name]]
-            state["step"] = torch.tensor(float(self.steps), device=self.device)
+            state["step"] = torch.tensor(float(self.steps), device=self.parameters[name].device)
             state[kind] = torch.zeros_like(self.parameters[name])
         self._fill(self._held(kind, name), stored)
+        if kind == "model" and name in self._rounded:
+            self._rounded[name].copy_(self.parameters[name])
 
     def _fill(self, parameter: Tensor, stored: Stored) -> None:
         """Read what this rank holds of a parameter or its optimizer state; see `ModelEngine._fill`."""
@@ -109,3 +138,13 @@ class TorchEngine(ModelEngine):
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
             self.optimizer.state.clear()
+
+
+def _move_grad(weight: torch.nn.Parameter, rounded: torch.nn.Parameter) -> None:
+    """Add the gradient of a rounded weight to that of the float32 weight."""
+    assert rounded.grad is not None
+    if weight.grad is None:
+        weight.grad = rounded.grad.float()
+    else:
+        weight.grad += rounded.grad
+    rounded.grad = None

@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
@@ -24,16 +27,17 @@ from transformers import (
 )
 
 from rlhf.batch import TrajectoryBatch
-from rlhf.config import RewardModelConfig
+from rlhf.config import ModelConfig, RewardModelConfig
 from rlhf.engines.base import TrainEngine
 from rlhf.engines.reward_engine import RewardEngine
 from rlhf.engines.stored_state import StoredState
 from rlhf.errors import NotFinite, UserError
-from rlhf.models import load_reward_model, load_tokenizer
+from rlhf.models import load_actor, load_reward_model, load_tokenizer
 from tests import tiny
 from tests.contract.test_train_engines import (
     ENGINES,
     PLAN,
+    Aborts,
     Head,
     Kind,
     assert_close,
@@ -78,9 +82,15 @@ def one(kind: Kind) -> TrainEngine:
 # What the ranks run.
 
 
-def run(kind: Kind, batch: TrajectoryBatch, options: dict[str, Any], load: Files | None = None) -> dict[str, Any]:
+def run(
+    kind: Kind,
+    batch: TrajectoryBatch,
+    options: dict[str, Any],
+    load: Files | None = None,
+    engine: TrainEngine | None = None,
+) -> dict[str, Any]:
     """Ask, update, and tell everything."""
-    engine = kind.build(**options)
+    engine = engine or kind.build(**options)
     if load is not None:
         engine.load_state(StoredState.of(load))
     began = engine.digest()
@@ -212,7 +222,7 @@ def test_a_rank_may_have_nothing_to_do(engine: str, policy_folder: Path, batch: 
 
 def run_weights(kind: Kind, dtype: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """What a rollout in a type gets from an engine that computes in it, and what the engine itself holds."""
-    engine = kind.build(dtype=dtype)
+    engine: Any = kind.build(dtype=dtype)
     return {name: tensor.clone() for name, tensor in engine.weights(getattr(torch, dtype))}, {
         name: tensor.clone() for name, tensor in engine.weights()
     }
@@ -224,7 +234,8 @@ def test_a_rollout_gets_all_weights_in_its_type_from_each_rank(
     engine: str, dtype: str, policy_folder: Path, ranks: Ranks
 ) -> None:
     kind = kind_of(engine, "policy", policy_folder, policy_folder)
-    one = dict(ENGINES["torch"](kind.folder, kind.head).weights())
+    plain: Any = ENGINES["torch"](kind.folder, kind.head)
+    one = dict(plain.weights())
     for in_type, held in ranks(run_weights, kind, dtype):
         assert in_type.keys() == held.keys() == one.keys()
         for name, tensor in in_type.items():
@@ -260,10 +271,10 @@ def test_two_processes_share_each_sequence(
     assert_same_update(loaded, one)
 
 
-def odd_folder(name: str, folder: Path) -> Path:
+def odd_folder(name: str, folder: Path, vocabulary: int = 78) -> Path:
     """Models whose plan has more to it: norms of single heads; biases where rows are cut, and tied embeddings."""
     shape: dict[str, Any] = {
-        "vocab_size": 78,
+        "vocab_size": vocabulary,
         "hidden_size": 32,
         "intermediate_size": 64,
         "num_hidden_layers": 2,
@@ -282,6 +293,100 @@ def odd_folder(name: str, folder: Path) -> Path:
                     parameter.normal_(generator=torch.Generator().manual_seed(len(parameter_name)))
     model.save_pretrained(folder)
     return folder
+
+
+def logits_seen(kind: Kind, batch: TrajectoryBatch) -> set[int]:
+    """How many tokens of the vocabulary this rank computes logits of."""
+    engine: Any = kind.build(tensor_parallel=2)
+    seen: set[int] = set()
+    head = engine.model.get_output_embeddings()
+    head.register_forward_hook(lambda module, inputs, logits: seen.add(logits.shape[-1]))
+    infer(engine, kind, batch)
+    return seen
+
+
+@pytest.mark.parametrize("name", ["qwen3", "biased and tied"])
+def test_no_process_has_all_logits(name: str, batch: TrajectoryBatch, ranks: Ranks, tmp_path: Path) -> None:
+    folder = odd_folder(name, tmp_path)
+    assert ranks(logits_seen, kind_of("fsdp", "policy", folder, folder), batch) == [{78 // 2}] * 2
+
+
+def test_a_vocabulary_that_the_team_does_not_divide_stays_whole(
+    batch: TrajectoryBatch, ranks: Ranks, tmp_path: Path
+) -> None:
+    folder = odd_folder("qwen3", tmp_path, vocabulary=79)
+    kind = kind_of("fsdp", "policy", folder, folder)
+    assert ranks(logits_seen, kind, batch) == [{79}] * 2
+    told = ranks(run, kind, batch, {"tensor_parallel": 2})
+    assert_close(told[0]["outputs"], infer(ENGINES["torch"](folder, "policy"), kind, batch))
+
+
+@pytest.mark.parametrize("options", [{"shard_size": 1}, {"reshard_after_forward": False}])
+def test_what_is_summed_once_per_mini_batch(
+    options: dict[str, Any], policy_folder: Path, batch: TrajectoryBatch, ranks: Ranks
+) -> None:
+    """It gives the same update; and an update that ends before the sum leaves nothing behind."""
+    kind = kind_of("fsdp", "policy", policy_folder, policy_folder)
+    one = ENGINES["torch"](kind.folder, kind.head)
+    told = ranks(run_aborted, kind, batch, options)
+    began = one.digest()
+    assert_close(told[0]["outputs"], infer(one, kind, batch))
+    assert told[0]["metrics"] == pytest.approx(one.update(batch, kind.objective, DEALT), rel=2e-3, abs=1e-4)
+    assert told[0]["began"] == told[1]["began"] == began
+    loaded = ENGINES["torch"](kind.folder, kind.head)
+    loaded.load_state(StoredState.of(together(told)))
+    assert loaded.digest() == told[0]["digest"]
+    assert_same_update(loaded, one)
+
+
+def run_aborted(kind: Kind, batch: TrajectoryBatch, options: dict[str, Any]) -> dict[str, Any]:
+    """Learn something else first, and forget it: by an update that succeeds, and by one that does not."""
+    from rlhf.engines import ranks
+
+    engine = kind.build(**options)
+    files: Files = {}
+    for part in ranks.gathered(engine.state()):
+        files |= part
+    engine.update(batch, kind.objective, replace(PLAN, lr=0.1))
+    infer(engine, kind, batch)
+    with pytest.raises(KeyboardInterrupt):
+        engine.update(batch, Aborts(kind.objective), replace(DEALT, micro_batch_tokens=10))
+    return run(kind, batch, options, files, engine)
+
+
+def parts_of_rank(rank: int, count: int, folder: Path, options: dict[str, Any]) -> dict[str, list[tuple[int, int]]]:
+    """First and last element of each run that a rank of a group holds; the other ranks only seem to exist."""
+    _clear_sharding_prop_cache()  # it remembers the mesh as the rank before saw it
+    dist.init_process_group("fake", rank=rank, world_size=count, store=FakeStore())
+    try:
+        engine: Any = ENGINES["fsdp"](folder, "policy", **options)
+        return {
+            name: [
+                (start, start + part.values.shape[1])
+                for part in engine.parts("model", name)
+                for start in part.starts.tolist()
+            ]
+            for name in engine.names()
+        }
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "options", [{"tensor_parallel": 2}, {"shard_size": 2}, {"shard_size": 4, "tensor_parallel": 2}], ids=str
+)
+@pytest.mark.parametrize("name", ["qwen3", "biased and tied"])
+def test_eight_processes_hold_each_element_once(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    folder = odd_folder(name, tmp_path)
+    by_rank = [parts_of_rank(rank, 8, folder, options) for rank in range(8)]
+    sizes = {
+        name: parameter.numel() for name, parameter in load_actor(ModelConfig(path=str(folder))).named_parameters()
+    }
+    assert by_rank[0].keys() == sizes.keys()
+    for parameter, size in sizes.items():
+        runs = sorted(run for rank in by_rank for run in rank[parameter])
+        assert [first for first, _ in runs] == [0, *(last for _, last in runs[:-1])], parameter
+        assert runs[-1][1] == size
 
 
 @pytest.mark.parametrize("name", ["qwen3", "biased and tied"])
@@ -327,25 +432,27 @@ def test_two_processes_share_each_matrix(
     assert ranks(run, kind, batch, {"tensor_parallel": 2, **options}, files)[1]["began"] == loaded.digest()
 
 
-def run_in_pieces(kind: Kind, batch: TrajectoryBatch) -> dict[str, Any]:
+def run_in_pieces(kind: Kind, batch: TrajectoryBatch, options: dict[str, Any]) -> dict[str, Any]:
     """Logits of two tokens at once: ranks have other numbers of pieces."""
     from rlhf.engines import token_outputs
 
     before = token_outputs.LOGITS_BYTES
     token_outputs.LOGITS_BYTES = 2 * 4 * 78
     try:
-        return run(kind, batch, {})
+        return run(kind, batch, options)
     finally:
         token_outputs.LOGITS_BYTES = before
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("engine", "options"), [*((engine, {}) for engine in ENGINES), ("fsdp", {"tensor_parallel": 2})]
+)
 def test_logits_in_pieces_by_two_processes(
-    engine: str, policy_folder: Path, batch: TrajectoryBatch, ranks: Ranks
+    engine: str, options: dict[str, Any], policy_folder: Path, batch: TrajectoryBatch, ranks: Ranks
 ) -> None:
     kind = kind_of(engine, "policy", policy_folder, policy_folder)
     one = ENGINES["torch"](kind.folder, kind.head)
-    told = ranks(run_in_pieces, kind, batch)
+    told = ranks(run_in_pieces, kind, batch, options)
     assert_close(told[0]["outputs"], infer(one, kind, batch))
     assert told[0]["metrics"] == pytest.approx(one.update(batch, kind.objective, DEALT), rel=2e-3, abs=1e-4)
 
@@ -363,7 +470,13 @@ def test_four_processes_in_teams_of_two(policy_folder: Path, batch: TrajectoryBa
     four = Ranks(tmp_path, 4)
     try:
         # of four that share a sequence, two look at the same head of keys
-        for team in ({"tensor_parallel": 2}, {"sequence_parallel": 2}, {"sequence_parallel": 4}):
+        for team in (
+            {"tensor_parallel": 2},
+            {"sequence_parallel": 2},
+            {"sequence_parallel": 4},
+            {"shard_size": 2},
+            {"shard_size": 2, "tensor_parallel": 2, "reshard_after_forward": False},
+        ):
             told = four(run, kind, batch, team)
             assert_close(told[3]["outputs"], outputs)
             assert told[3]["metrics"] == pytest.approx(metrics, rel=2e-3, abs=1e-4)

@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load as load_safetensors
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from rlhf.algorithms import PPOClip
 from rlhf.algorithms.masked import LossNormalizers
@@ -27,13 +28,14 @@ from rlhf.algorithms.objectives import ActorObjective, CriticObjective, Objectiv
 from rlhf.algorithms.policy_losses import ClipCov, KLCov, SelectingLoss
 from rlhf.batch import TrajectoryBatch, ragged
 from rlhf.config import LoRAConfig, ModelConfig
-from rlhf.engines import ranks, token_outputs
+from rlhf.engines import prefix_sharing, ranks, token_outputs
 from rlhf.engines.base import OptimizerPlan, TrainEngine
 from rlhf.engines.deepspeed_engine import DeepSpeedEngine, ZeroStage
 from rlhf.engines.fsdp_engine import FSDPEngine
 from rlhf.engines.micro_batches import MicroBatch
-from rlhf.engines.model_engine import ModelEngine
+from rlhf.engines.model_engine import ModelEngine, float32_model
 from rlhf.engines.optimizers import AdamW
+from rlhf.engines.prefix_sharing import Segments
 from rlhf.engines.stored_state import StoredState
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.errors import NotFinite
@@ -298,6 +300,31 @@ def test_prompts_are_shared_where_that_saves_work(
     assert micro.input_ids.numel() == (tokens or 4 * (10 + 4))
 
 
+@pytest.mark.parametrize("engine", ["torch", "fsdp"])
+@pytest.mark.parametrize("options", [{}, {"share_prompts": False}, {"packing": False}], ids=str)
+def test_a_kernel_for_pieces_of_any_length_changes_nothing(
+    engine: str, options: dict[str, bool], policy_folder: Path, batch: TrajectoryBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU; here a loop over the pieces takes the kernel's place. Sequences are then packed by default."""
+    kind = kind_of(engine, "policy", policy_folder, policy_folder)
+    plain = kind.build()
+    monkeypatch.setattr(prefix_sharing, "has_kernel", lambda model, device, dtype: True)
+    varlen = kind.build(**options)
+    for repeated, rows in ((False, [0, 1, 2, 7]), (True, [3, 5, 3, 5])):
+        [(_, micro)] = cut(varlen, batch.take(rows), 100)
+        is_packed = options.get("packing") is None
+        is_shared = repeated and options.get("share_prompts") is None
+        assert (micro.input_ids.shape[0] == 1) == isinstance(micro.shared, Segments) == (is_packed or is_shared)
+        if is_packed and not is_shared:
+            assert micro.input_ids.numel() == sum(len(batch.list("prompt_ids")[row]) for row in rows) + sum(
+                len(batch.list("response_ids")[row]) - 1 for row in rows
+            )
+    assert_close(infer(varlen, kind, batch), infer(plain, kind, batch))
+    plain.update(batch, kind.objective, PLAN)
+    varlen.update(batch, kind.objective, PLAN)
+    assert_same_update(varlen, plain)
+
+
 def test_micro_batches_of_shared_prompts_are_full(policy_folder: Path) -> None:
     """A prompt counts once towards the budget, and each response's copy of its keys an eighth; what exceeds the budget
     is divided."""
@@ -515,6 +542,25 @@ def test_bfloat16_is_close_to_float32_and_not_the_same(kind: Kind, batch: Trajec
     moments, rounded_moments = (tensors(one)[1] for one in (engine, rounded))
     for name in (name for name in moments if name.startswith("exp_avg.")):
         assert torch.cosine_similarity(moments[name].flatten(), rounded_moments[name].flatten(), dim=0) > 0.97, name
+
+
+@pytest.mark.parametrize("head", LOAD)
+def test_bfloat16_is_used_throughout(
+    head: Head, policy_folder: Path, critic_folder: Path, batch: TrajectoryBatch
+) -> None:
+    """What goes into each layer, and into attention, is bfloat16; what is exported is float32."""
+    kind = kind_of("torch", head, policy_folder, critic_folder)
+    engine: Any = kind.build(dtype="bfloat16")
+    seen: set[torch.dtype] = set()
+    for module in engine.model.modules():
+        if isinstance(module, torch.nn.Linear | LlamaRMSNorm):
+            module.register_forward_hook(lambda module, inputs, output: seen.update({inputs[0].dtype, output.dtype}))
+    engine.update(batch, kind.objective, PLAN)
+    assert seen == {torch.bfloat16}
+    exported = dict(float32_model(engine).named_parameters())
+    for name, weight in tensors(engine)[0].items():
+        assert torch.equal(exported[name], weight)
+        assert torch.equal(engine.model.get_parameter(name), weight.bfloat16())
 
 
 def test_micro_batches_are_summed_in_float32(kind: Kind, batch: TrajectoryBatch) -> None:

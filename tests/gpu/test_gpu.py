@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +17,7 @@ from infra.store.run_store import RunStore
 from infra.workers.worker import Worker
 from rlhf.batch import TrajectoryBatch
 from rlhf.config import ModelConfig
+from rlhf.engines.prefix_sharing import Segments
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.models import load_actor
 from tests import tiny
@@ -28,6 +30,7 @@ from tests.contract.test_train_engines import (
     assert_same_update,
     infer,
     kind_of,
+    tensors,
 )
 
 __all__ = ["batch", "critic_folder", "policy_folder"]
@@ -77,6 +80,42 @@ def test_packing_with_attention_that_skips_what_lies_between(
     packed = TorchEngine(model, "policy", dtype="bfloat16", packing=True)
     assert_close(infer(packed, kind, batch), infer(plain, kind, batch), atol=0.3)  # as bfloat16 is to float32
     packed.update(batch, kind.objective, replace(PLAN, mini_batches=(ALL,)))
+
+
+def test_the_kernel_for_pieces_of_any_length() -> None:
+    """Against the loop that takes its place on a CPU, in float32: the kernel's bfloat16 has 8 bits."""
+    prompts, responses, prompt_of = np.array([5, 70]), np.array([3, 0, 90, 1]), np.array([0, 0, 1, 1])
+    whole = Segments.of_sequences(np.array([5, 1, 163]))
+    for segments in (Segments.of(prompts, responses, prompt_of), whole):
+        torch.manual_seed(0)
+        shape = [(4, 64), (2, 64), (2, 64)]
+        inputs = [torch.randn(169, *heads, device="cuda", dtype=torch.bfloat16, requires_grad=True) for heads in shape]
+        exact = [heads.detach().cpu().float().requires_grad_() for heads in inputs]
+        (q, k, v), (exact_q, exact_k, exact_v) = inputs, exact
+        found = segments.to(torch.device("cuda")).attend(q, k, v, None)
+        expected = segments.attend(exact_q, exact_k, exact_v, None)
+        weights = torch.randn(expected.shape)
+        torch.testing.assert_close(found.cpu().float(), expected, rtol=0, atol=0.03)
+        gradients = torch.autograd.grad((found.float() * weights.cuda()).sum(), inputs)
+        for gradient, right in zip(gradients, torch.autograd.grad((expected * weights).sum(), exact), strict=True):
+            error = (gradient.cpu().float() - right).norm() / right.norm()
+            assert error < 0.02
+
+
+@pytest.mark.parametrize("options", [{}, {"share_prompts": False}])
+def test_packing_by_default_computes_what_padding_does(
+    options: dict[str, bool], policy_folder: Path, batch: TrajectoryBatch
+) -> None:
+    kind = kind_of("torch", "policy", policy_folder, policy_folder)
+    padded = kind.build(dtype="bfloat16", packing=False, share_prompts=False)
+    packed = kind.build(dtype="bfloat16", **options)
+    assert packed.packing  # type: ignore[attr-defined]
+    assert_close(infer(packed, kind, batch), infer(padded, kind, batch), atol=0.3)  # as bfloat16 is to float32
+    for one in (padded, packed):
+        one.update(batch, kind.objective, replace(PLAN, mini_batches=(ALL,)))
+    moments, expected = (tensors(one)[1] for one in (packed, padded))
+    for name in (name for name in moments if name.startswith("exp_avg.")):
+        assert torch.cosine_similarity(moments[name].flatten(), expected[name].flatten(), dim=0) > 0.97, name
 
 
 @pytest.mark.parametrize("engine", ["torch", "fsdp", "zero1", "zero2"])

@@ -20,7 +20,7 @@ from transformers import DynamicCache, GraniteConfig, GraniteForCausalLM
 from rlhf.config import ModelConfig
 from rlhf.engines import prefix_sharing
 from rlhf.engines.kv_cache import CachedPrompts, in_place
-from rlhf.engines.prefix_sharing import SharedPrompts
+from rlhf.engines.prefix_sharing import Segments, SharedPrompts
 from rlhf.models import load_actor
 from tests.padded import properties
 from tests.tiny import model_folder
@@ -30,7 +30,9 @@ Group = tuple[int, list[int]]
 GROUPS = st.lists(st.tuples(st.integers(1, 20), st.lists(st.integers(0, 20), min_size=1, max_size=5)), max_size=5)
 
 
-def row_of(groups: list[Group]) -> tuple[SharedPrompts, list[list[int]]]:
+def row_of(
+    groups: list[Group], kind: type[SharedPrompts] | type[Segments] = SharedPrompts
+) -> tuple[SharedPrompts | Segments, list[list[int]]]:
     """The layout of prompts with the given lengths of responses, and each sequence's indices in the row."""
     prompts = np.array([prompt for prompt, _ in groups])
     responses = np.array([length for _, lengths in groups for length in lengths])
@@ -43,14 +45,18 @@ def row_of(groups: list[Group]) -> tuple[SharedPrompts, list[list[int]]]:
         ]
         for number, prompt in enumerate(prompt_of)
     ]
-    return SharedPrompts.of(prompts, responses, prompt_of), sequences
+    return kind.of(prompts, responses, prompt_of), sequences
 
 
 @properties
-@given(GROUPS.filter(bool), st.sampled_from([1, 2, 4]), st.integers(0, 1000))
-def test_attention_is_that_over_whole_sequences(groups: list[Group], key_heads: int, seed: int) -> None:
-    shared, sequences = row_of(groups)
-    tokens = len(shared.order)
+@given(
+    GROUPS.filter(bool), st.sampled_from([1, 2, 4]), st.sampled_from([SharedPrompts, Segments]), st.integers(0, 1000)
+)
+def test_attention_is_that_over_whole_sequences(
+    groups: list[Group], key_heads: int, kind: type[SharedPrompts] | type[Segments], seed: int
+) -> None:
+    shared, sequences = row_of(groups, kind)
+    tokens = sum(prompt + sum(responses) for prompt, responses in groups)
     random = torch.Generator().manual_seed(seed)
 
     def draw(heads: int) -> torch.Tensor:
@@ -80,6 +86,7 @@ def test_attention_is_that_over_whole_sequences(groups: list[Group], key_heads: 
 def test_padding_at_most_doubles_a_length(groups: list[Group]) -> None:
     """So a long response does not make attention compute, and mask, as much for the short ones."""
     shared, _ = row_of(groups)
+    assert isinstance(shared, SharedPrompts)
     for block in shared.blocks:
         real = [len(set(indices.tolist()) - {0}) for indices in block.queries]
         assert all(2 * (length + 1) >= block.queries.shape[1] for length in real)
