@@ -82,7 +82,6 @@ class DeepSpeedEngine(ModelEngine):
         self.engine, self.wrapper, _, _ = deepspeed.initialize(model=self.module, optimizer=optimizer, config=config)
         self.optimizer = optimizer
         self.module.in_step = stage == 3
-        self._placed = (True, True)
         self._accumulates = False
         """Whether there are gradients that no step has consumed."""
 
@@ -92,27 +91,15 @@ class DeepSpeedEngine(ModelEngine):
 
     def place(self, *, model: bool, optimizer: bool) -> None:
         """Move state to the device or to host memory; see `TrainEngine.place`."""
-        from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Kind
+        assert self.stage < 3, "the config refuses it: DeepSpeed keeps references to the memory of its shards"
+        super().place(model=model, optimizer=optimizer)
 
-        if self.stage == 0:
-            super().place(model=model, optimizer=optimizer)
-            return
-        if self._placed == (model, optimizer):
-            return
-        self._placed = (model, optimizer)
+    def _optimizer_tensors(self) -> Iterator[Tensor]:
         assert self.optimizer is not None
-        assert self.stage < 3, "DeepSpeed moves the state of stage 3 for its own compiled optimizer only"
-        self.engine.reload_states()
-        if self.optimizer.state:  # reloading invalidates the links from parameters to their state
-            self.wrapper._hp_optimizer_states_linked = False
-            self.wrapper._lazy_init_hp_params_optimizer_state()
-        away = set(Kind)
-        if optimizer:
-            away -= {Kind.optim_states, Kind.hp_params, Kind.lp_grads, Kind.contiguous_grad_buffer}
-        if model:
-            away -= {Kind.lp_params}
-        if away:
-            self.engine.offload_states(include=away, pin_memory=self.device.type == "cuda")
+        if self.stage > 0:  # its float32 weights
+            for group in self.optimizer.param_groups:
+                yield from group["params"]
+        yield from super()._optimizer_tensors()
 
     def _backward(self, loss: Tensor, last: bool) -> None:
         self._accumulates = True
@@ -143,9 +130,17 @@ class DeepSpeedEngine(ModelEngine):
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         parameter = self.parameters[name]
-        tensor: Tensor
         if self.stage == 0:
-            tensor = parameter.detach() if kind == "model" else self._plain_state(parameter)[kind]
+            if kind == "model":
+                return self.weights_buffers.readable(parameter.detach())
+            return self.optimizer_buffers.readable(self._plain_state(parameter)[kind])
+        tensor: Tensor
+        if self.stage < 3:
+            tensor = torch.zeros(parameter.numel(), device=self.device)
+            for part in self.parts(kind, name):
+                first = int(part.starts[0])
+                tensor[first : first + part.values.numel()] = part.values.flatten()
+            tensor = ranks.summed(tensor).view(parameter.shape)
         elif kind != "model":
             tensor = safe_get_full_optimizer_state(parameter, kind)
         elif self.trainable:
@@ -165,7 +160,7 @@ class DeepSpeedEngine(ModelEngine):
         elif self.stage < 3:
             if (mapping := parameter._hp_mapping) is not None:
                 fragment = mapping.get_hp_fragment(None if kind == "model" else kind)
-                yield Part.flat(fragment, mapping.lp_fragment_address.start)
+                yield Part.flat(self.optimizer_buffers.readable(fragment), mapping.lp_fragment_address.start)
         else:
             if kind != "model":
                 fragment = utils.safe_get_local_optimizer_state(parameter, kind)

@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
@@ -112,6 +118,11 @@ class FSDPEngine(TorchEngine):
         styles = {pattern: STYLES[style]() for pattern, style in plan.items() if style in STYLES}
         parallelize_module(self.model.base_model, team, styles)
         return plan
+
+    def _free_copies(self) -> None:
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # after a forward pass the outermost parameters stay gathered
 
     def _backward(self, loss: Tensor, last: bool) -> None:
         share = loss * (ranks.count() // self.team)  # FSDP averages over teams; losses must be summed

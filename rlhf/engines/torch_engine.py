@@ -80,10 +80,12 @@ class TorchEngine(ModelEngine):
         """A parameter or its optimizer state, sharded as the engine does it."""
         parameter = self.parameters[name]
         if kind == "model":
-            return parameter.data
+            return self.weights_buffers.readable(parameter.data)
         assert self.optimizer is not None
         moment: Tensor | None = self.optimizer.state.get(parameter, {}).get(kind)
-        return torch.zeros_like(parameter) if moment is None else moment  # None: it has never had a gradient
+        if moment is None:  # it has never had a gradient
+            return torch.zeros_like(parameter)
+        return self.optimizer_buffers.readable(moment)
 
     def _load(self, kind: str, name: str, stored: StoredTensor) -> None:
         if kind != "model":
