@@ -92,7 +92,7 @@ class Worker:
     def __init__(self, config: RunConfig, store: RunStore, roles: Iterable[str] | None = None) -> None:
         self.config = config
         self.store = store
-        self.engines = Engines(config, config.roles if roles is None else roles)
+        self.engines = Engines(config, config.roles if roles is None else roles, self._new_weights_follow)
         self.resources = Resources(config)
         self.term = 0
         self._weights: dict[str, Weights | None] = {}
@@ -314,7 +314,7 @@ class Worker:
         with self.engines.lock:  # from now on nobody copies the tensors, which are about to change
             self._weights[call.role] = None
         metrics = request.compute(self._context(call, batch))
-        digest = self.engines.model(call.role, learns=True).digest()
+        digest = self.engines.state_of(call.role).digest()
         weights = Weights(version=call.weights.version + 1, digest=digest)
         self._weights[call.role] = weights
         seconds = time.perf_counter() - started
@@ -327,9 +327,21 @@ class Worker:
     def has_weights(self, role: str, weights: Weights | None) -> bool:
         """Whether the role holds these weights."""
         has_copy = role == "rollout" and not self.rollout_is_actor()
+        if has_copy and self.engines.rollout_is_empty:
+            return False
         return weights is not None and weights == (
             self._rollout_has if has_copy else self._weights.get(_owner_of(role))
         )
+
+    def _new_weights_follow(self) -> bool:
+        """Whether the rollout, which makes room now, gets weights from this process's actor before it generates again.
+
+        So it is after the last shard of an iteration, whose update follows. If nothing was updated, the rollout gets
+        the same weights again, which is not worse than to have kept them.
+        """
+        config = self.config
+        is_fed_here = "actor" in self.roles and config.train.updates and config.model.lora is None
+        return is_fed_here and config.rollout.mode == "sync" and self.rollouts.is_empty
 
     def rollout_is_actor(self) -> bool:
         """Whether the rollout shares the actor's tensors."""
@@ -340,10 +352,11 @@ class Worker:
         with self.engines.lock:
             if "actor" not in self.roles or self._weights.get("actor") != weights:
                 return False
-            actor = self.engines.model("actor", learns=True)
-            rollout = self.engines.rollout()  # after the actor, so that it is on the device if they take turns
+            actor = self.engines.state_of("actor")
+            rollout = self.engines.rollout(generates=False)
             self._rollout_has = None
             rollout.load_weights(actor.weights(), actor.adapter_config)
+            self.engines.rollout_is_empty = False
             if self.config.rollout.engine == "server":
                 self._check_server(rollout, self.engines.model("actor"))
             self._rollout_has = weights
@@ -393,6 +406,7 @@ class Worker:
         if role == "rollout":
             self._rollout_has = None
             self._load_rollout(stored)
+            self.engines.rollout_is_empty = False
             self._rollout_has = weights
             return
         self._weights[role] = None
@@ -415,17 +429,17 @@ class Worker:
         if uses_server and not self._server_checked:  # this pool holds no actor to compare with, so load one
             from rlhf.engines.torch_engine import TorchEngine
 
-            rollout, model = self.engines.rollout(), load_actor(self.config.model, self.config.run.seed)
+            rollout, model = self.engines.rollout(generates=False), load_actor(self.config.model, self.config.run.seed)
             if stored is not None:
                 copy_weights(stored.tensors(), model)
             rollout.load_weights(model.named_parameters())
             actor = TorchEngine(model, "policy", dtype=self.config.model.dtype, trainable=False)
             self._check_server(rollout, actor)
         elif stored is not None:
-            self.engines.rollout().load_weights(stored.tensors(), stored.file("adapter_config.json"))
+            self.engines.rollout(generates=False).load_weights(stored.tensors(), stored.file("adapter_config.json"))
         elif uses_server:  # the server may hold other weights
             model = load_actor(self.config.model, self.config.run.seed)
-            self.engines.rollout().load_weights(model.named_parameters())
+            self.engines.rollout(generates=False).load_weights(model.named_parameters())
         else:
             self._end_rollout()
 
@@ -448,7 +462,7 @@ class Worker:
         """Copy a role's full state, and write this rank's share in the background."""
         weights = self._weights[role]
         assert weights is not None, "a role in the middle of an update has no state to save"
-        folder, files = self.store.checkpoint_folder(role, weights), self.engines.model(role, learns=True).state()
+        folder, files = self.store.checkpoint_folder(role, weights), self.engines.state_of(role).state()
         written = in_background(lambda: self.store.write_checkpoint_files(folder, files))
         self._saving[role] = Saving(folder, weights, written)
 

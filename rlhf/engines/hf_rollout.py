@@ -91,6 +91,7 @@ class HFRollout(RolloutEngine):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes | None = None) -> None:
         """Copy weights into the model; see `RolloutEngine.load_weights`."""
+        self._buffers.give_back()
         self._thread.submit(copy_weights, weights, self.model).result()
 
     def join(self, count: int) -> None:
