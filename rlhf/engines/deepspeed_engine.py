@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from rlhf.engines import ranks
+from rlhf.engines import checkpointing, ranks
 from rlhf.engines.base import OptimizerPlan
 from rlhf.engines.model_engine import ModelEngine, not_finite
 from rlhf.engines.parts import Part
@@ -45,7 +45,10 @@ class DeepSpeedEngine(ModelEngine):
             offload: whether optimizer state (and in stage 3 parameters) are kept in host memory.
             options: see `ModelEngine`.
         """
-        super().__init__(model, head, **options)
+        kept = checkpointing.chosen(options.get("gradient_checkpointing", False), ranks.device())
+        if stage == 3 and kept == "selective":  # which its hooks within a layer do not allow: they gather parameters
+            kept = True
+        super().__init__(model, head, **options | {"gradient_checkpointing": kept})
         ranks.initialized()
         os.environ.setdefault("DS_ACCELERATOR", self.device.type)
         os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it at every step

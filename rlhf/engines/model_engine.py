@@ -20,8 +20,9 @@ from safetensors.torch import save as save_safetensors
 
 from rlhf.algorithms.masked import LossNormalizers
 from rlhf.batch import TrajectoryBatch, ragged
-from rlhf.engines import ranks, state_digest
+from rlhf.engines import checkpointing, ranks, state_digest
 from rlhf.engines.base import OptimizerPlan
+from rlhf.engines.checkpointing import Checkpointing
 from rlhf.engines.host_buffers import HostBuffers, release_memory
 from rlhf.engines.micro_batches import Layout, MicroBatch, by_prompt, by_token_budget, prompt_numbers
 from rlhf.engines.optimizers import AdamW, Optimizer
@@ -55,7 +56,7 @@ class ModelEngine(ABC):
         *,
         dtype: Dtype = "float32",
         trainable: bool = True,
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: Checkpointing | None = False,
         packing: bool = False,
         share_prompts: bool = True,
         sequence_parallel: int = 1,
@@ -69,7 +70,8 @@ class ModelEngine(ABC):
             head: outputs of the model: `policy` (log-probs and entropy), `value` (values) or `reward` (scores).
             dtype: type of the computation.
             trainable: whether the model is trained; False for a reference.
-            gradient_checkpointing: whether to recompute activations in the backward pass to save memory.
+            gradient_checkpointing: whether to recompute activations in the backward pass to save memory: all of them,
+                or a selection; None: a selection on a GPU.
             packing: whether to pack sequences one after the other instead of padding them.
             share_prompts: whether to compute a prompt once for all its responses in a micro-batch, where the model
                 supports it.
@@ -93,10 +95,10 @@ class ModelEngine(ABC):
         self.optimizer_type = type(optimizer)
         self.steps = 0
         """Optimizer steps taken so far."""
-        checkpointed = trainable and gradient_checkpointing
-        model.train(checkpointed)  # only affects checkpointing: the models have no dropout
-        if checkpointed:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        kept = checkpointing.chosen(gradient_checkpointing, self.device) if trainable else False
+        model.train(bool(kept))  # only affects checkpointing: the models have no dropout
+        if kept:
+            checkpointing.enable(model, kept)
         if not trainable:
             model.requires_grad_(False)
 

@@ -231,9 +231,15 @@ def test_a_loss_that_picks_tokens_sees_the_whole_mini_batch(
 
 
 @pytest.mark.parametrize(
-    "options", [{"gradient_checkpointing": True}, {"share_prompts": False}, {"share_prompts": False, "packing": True}]
+    "options",
+    [
+        {"gradient_checkpointing": True},
+        {"gradient_checkpointing": "selective"},
+        {"share_prompts": False},
+        {"share_prompts": False, "packing": True},
+    ],
 )
-def test_how_it_is_computed_changes_nothing(kind: Kind, batch: TrajectoryBatch, options: dict[str, bool]) -> None:
+def test_how_it_is_computed_changes_nothing(kind: Kind, batch: TrajectoryBatch, options: dict[str, Any]) -> None:
     engine, other = kind.build(), kind.build(**options)
     assert_close(infer(other, kind, batch), infer(engine, kind, batch))
     engine.update(batch, kind.objective, PLAN)
