@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol
 
 from rlhf.config import RunConfig
@@ -24,9 +24,16 @@ class Engine(Protocol):
 class Engines:
     """The engines of one worker. With `offload_when_idle`, an engine is in host memory while another one computes."""
 
-    def __init__(self, config: RunConfig, roles: Iterable[str]) -> None:
+    def __init__(
+        self, config: RunConfig, roles: Iterable[str], new_weights_follow: Callable[[], bool] = lambda: False
+    ) -> None:
+        """`new_weights_follow` tells whether the rollout gets weights before it generates again, so that it need not
+        keep those that it has."""
         self.config = config
         self.roles = frozenset(roles)
+        self.new_weights_follow = new_weights_follow
+        self.rollout_is_empty = False
+        """Whether the rollout has lost its weights to make room."""
         self.lock = threading.RLock()
         """Guards the engines and their weights, because stages of different roles may compute at the same time."""
         self._models: dict[str, ModelEngine] = {}
@@ -42,7 +49,7 @@ class Engines:
         return self.model(role)
 
     def model(self, role: str, *, learns: bool = False) -> ModelEngine:
-        """The engine of a role's own model, ready for inference, or with `learns` for training, saving and loading."""
+        """The engine of a role's own model, ready for inference, or with `learns` for training and loading."""
         with self.lock:
             self._offload_others(role)
             if role not in self._models:
@@ -51,8 +58,13 @@ class Engines:
                 self._models[role].place(model=True, optimizer=learns)
             return self._models[role]
 
-    def rollout(self) -> RolloutEngine:
-        """The rollout engine, ready to generate."""
+    def state_of(self, role: str) -> ModelEngine:
+        """The engine of a role's own model, whose state is read where it is: nothing moves."""
+        with self.lock:
+            return self._models[role] if role in self._models else self.model(role)
+
+    def rollout(self, *, generates: bool = True) -> RolloutEngine:
+        """The rollout engine, ready to generate, or without `generates` only for new weights."""
         from rlhf.engines.build import rollout_engine
 
         owner = self.owner("rollout")
@@ -61,7 +73,7 @@ class Engines:
             if self._rollout is None:
                 shared = self.model("actor").model if owner == "actor" else None
                 self._rollout = rollout_engine(self.config, shared)
-            if self._offloads(owner):
+            if self._offloads(owner) and generates:
                 self._engines()[owner].place(model=True, optimizer=False)
             return self._rollout
 
@@ -91,6 +103,7 @@ class Engines:
         with self.lock:
             if self._rollout is not None:
                 rollout, self._rollout = self._rollout, None
+                self.rollout_is_empty = False
                 rollout.close()
 
     def owner(self, role: str) -> str:
@@ -109,7 +122,11 @@ class Engines:
 
     def _offload_others(self, owner: str) -> None:
         for role, engine in self._engines().items():
-            if role != owner and self.owner(role) == role and self._offloads(role):
+            if role == owner or self.owner(role) != role or not self._offloads(role):
+                continue
+            if engine is self._rollout and not self.rollout_is_empty and self.new_weights_follow():
+                self.rollout_is_empty = self._rollout.discard()
+            else:
                 engine.place(model=False, optimizer=False)
 
     def _offloads(self, role: str) -> bool:

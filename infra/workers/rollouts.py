@@ -60,6 +60,11 @@ class Rollouts:
         self._restored: list[Dialogue] = []
         """Trajectories that were complete when they were submitted."""
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no shard is open."""
+        return not self._shards
+
     def begin(
         self, request: RowsCall[C, S], context: Context[C], journal: Mapping[str, Mapping[str, Any]]
     ) -> tuple[tuple[str, ...], ...]:

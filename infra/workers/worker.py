@@ -101,7 +101,7 @@ class Worker:
     def __init__(self, config: RunConfig, store: RunStore, roles: Iterable[str] | None = None) -> None:
         self.config = config
         self.store = store
-        self.engines = Engines(config, config.roles if roles is None else roles)
+        self.engines = Engines(config, config.roles if roles is None else roles, self._new_weights_follow)
         self.resources = Resources(config)
         self.term = 0
         self._weights: dict[str, Weights | None] = {}
@@ -335,7 +335,7 @@ class Worker:
         with self.engines.lock:  # from now on nobody copies the tensors, which are about to change
             self._weights[call.role] = None
         metrics = request.compute(self._context(call, batch))
-        digest = self.engines.model(call.role, learns=True).digest()
+        digest = self.engines.state_of(call.role).digest()
         weights = Weights(version=call.weights.version + 1, digest=digest)
         self._weights[call.role] = weights
         seconds = time.perf_counter() - started
@@ -348,9 +348,21 @@ class Worker:
     def has_weights(self, role: str, weights: Weights | None) -> bool:
         """Whether the role holds these weights."""
         has_copy = role == "rollout" and not self.rollout_is_actor()
+        if has_copy and self.engines.rollout_is_empty:
+            return False
         return weights is not None and weights == (
             self._rollout_has if has_copy else self._weights.get(_owner_of(role))
         )
+
+    def _new_weights_follow(self) -> bool:
+        """Whether the rollout, which makes room now, gets weights from this process's actor before it generates again.
+
+        So it is after the last shard of an iteration, whose update follows. If nothing was updated, the rollout gets
+        the same weights again, which is not worse than to have kept them.
+        """
+        config = self.config
+        is_fed_here = "actor" in self.roles and config.train.updates and config.model.lora is None
+        return is_fed_here and config.rollout.mode == "sync" and self.rollouts.is_empty
 
     def rollout_is_actor(self) -> bool:
         """Whether the rollout shares the actor's tensors."""
@@ -365,11 +377,12 @@ class Worker:
         with self.engines.lock:
             if "actor" not in self.roles or self._weights.get("actor") != weights:
                 return None
-            actor = self.engines.model("actor")
-            rollout = self.engines.rollout()  # after the actor, which gives way if they take turns
+            actor = self.engines.state_of("actor")
+            rollout = self.engines.rollout(generates=False)
             self._rollout_has = None
             with _to_the_end(actor.weights(self._rollout_dtype)) as tensors:
                 moved = rollout.load_weights(tensors, actor.adapter_config)
+            self.engines.rollout_is_empty = False
             if self.config.rollout.engine == "server":
                 self._check_server(rollout, self.engines.model("actor"))
             self._rollout_has = weights
@@ -431,7 +444,7 @@ class Worker:
 
         assert self._weights.get("actor") == weights, "the caller has ensured them"
         with self.engines.lock:
-            actor = self.engines.model("actor")
+            actor = self.engines.state_of("actor")
             with _to_the_end(actor.weights(self._rollout_dtype)) as tensors:
                 if ranks.rank() > 0:  # takes part in gathering them
                     return 0
@@ -458,6 +471,7 @@ class Worker:
             self._link = None
             self._end_rollout()  # some of its tensors are new, and some are old
             return False
+        self.engines.rollout_is_empty = False
         self._rollout_has = weights
         return True
 
@@ -516,6 +530,7 @@ class Worker:
                 self._load_rollout(hub_weights(load_actor(self.config.model, self.config.run.seed)), None)
             else:
                 self._end_rollout()
+            self.engines.rollout_is_empty = False
             self._rollout_has = weights
             return
         with self._computing[role]:
@@ -532,7 +547,7 @@ class Worker:
 
     def _load_rollout(self, tensors: Iterable[tuple[str, Tensor]], adapter_config: bytes | None) -> None:
         """Load weights into a rollout in a different process from the actor."""
-        rollout = self.engines.rollout()
+        rollout = self.engines.rollout(generates=False)
         if self.config.rollout.engine != "server" or self._server_checked:
             rollout.load_weights(tensors, adapter_config)
             return
@@ -566,7 +581,7 @@ class Worker:
         """Copy a role's full state, and write this rank's share in the background."""
         weights = self._weights[role]
         assert weights is not None, "a role in the middle of an update has no state to save"
-        folder, files = self.store.checkpoint_folder(role, weights), self.engines.model(role, learns=True).state()
+        folder, files = self.store.checkpoint_folder(role, weights), self.engines.state_of(role).state()
         written = in_background(lambda: self.store.write_checkpoint_files(folder, files))
         self._saving[role] = Saving(folder, weights, written)
 

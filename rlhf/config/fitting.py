@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from rlhf.config.sections import ModelConfig, RunSection, Section
@@ -21,7 +23,12 @@ class FitConfig(Section):
     )
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay")
     grad_clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
-    gradient_checkpointing: bool = Field(False, description="recompute activations: less memory, more time")
+    gradient_checkpointing: bool | Literal["selective"] | None = Field(
+        None,
+        description="recompute activations in the backward pass, which saves memory and takes time: true (all within a "
+        "layer), selective (no attention, and only every second matrix product), false (none), or null: selective on a "
+        "GPU, none on a CPU",
+    )
     checkpoint_steps: int = Field(100, gt=0, description="steps between snapshots; a crash loses at most this many")
 
 

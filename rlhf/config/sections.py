@@ -375,7 +375,12 @@ class TrainerConfig(Section):
         "gradients once per mini-batch, which is faster, but holds all weights and float32 gradients on each device",
     )
     grad_clip: float | None = Field(1.0, gt=0, description="largest norm of the gradient; null: no limit")
-    gradient_checkpointing: bool = Field(False, description="recompute activations: less memory, more time")
+    gradient_checkpointing: bool | Literal["selective"] | None = Field(
+        None,
+        description="recompute activations in the backward pass, which saves memory and takes time: true (all within a "
+        "layer), selective (no attention, and only every second matrix product), false (none), or null: selective on a "
+        "GPU, none on a CPU",
+    )
 
 
 class ActorConfig(TrainerConfig):

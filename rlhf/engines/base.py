@@ -149,7 +149,8 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes | None = None) -> int:
-        """Replace the weights in place. No request may be running.
+        """Replace the weights in place. No request may be running. The engine may have made room: it then takes only
+        the memory of the weights, and the rest in `place`.
 
         Args:
             weights: tensors of the policy, named as in a checkpoint, consumed one at a time.
@@ -170,6 +171,16 @@ class RolloutEngine(ABC):
             model: whether the weights stay on the device.
             optimizer: ignored; rollout engines have no optimizer.
         """
+
+    def discard(self) -> bool:
+        """Make room as `place` does, but lose the weights where that is cheaper than to keep them: `load_weights` must
+        follow. No request may be running.
+
+        Returns:
+            Whether the weights are lost.
+        """
+        self.place(model=False, optimizer=False)
+        return False
 
     @abstractmethod
     def close(self) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from rlhf.engines import ranks
+from rlhf.engines import checkpointing, ranks
 from rlhf.engines.base import OptimizerPlan
 from rlhf.engines.model_engine import ModelEngine, not_finite
 from rlhf.engines.parts import Part
@@ -54,7 +54,10 @@ class DeepSpeedEngine(ModelEngine):
             offload: whether optimizer state (and in stage 3 parameters) are kept in host memory.
             options: see `ModelEngine`.
         """
-        super().__init__(model, head, **options)
+        kept = checkpointing.chosen(options.get("gradient_checkpointing", False), ranks.device())
+        if stage == 3 and kept == "selective":  # which its hooks within a layer do not allow: they gather parameters
+            kept = True
+        super().__init__(model, head, **options | {"gradient_checkpointing": kept})
         ranks.initialized()
         os.environ.setdefault("DS_ACCELERATOR", self.device.type)
         os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it at every step
@@ -95,7 +98,6 @@ class DeepSpeedEngine(ModelEngine):
         self.engine, self.wrapper, _, _ = deepspeed.initialize(model=self.module, optimizer=optimizer, config=config)
         self.optimizer = optimizer
         self.module.in_step = stage == 3
-        self._placed = (True, True)
         self._accumulates = False
         """Whether there are gradients that no step has consumed."""
         self._read()
@@ -124,27 +126,15 @@ class DeepSpeedEngine(ModelEngine):
 
     def place(self, *, model: bool, optimizer: bool) -> None:
         """Move state to the device or to host memory; see `TrainEngine.place`."""
-        from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Kind
+        assert self.stage < 3, "the config refuses it: DeepSpeed keeps references to the memory of its shards"
+        super().place(model=model, optimizer=optimizer)
 
-        if self.stage == 0:
-            super().place(model=model, optimizer=optimizer)
-            return
-        if self._placed == (model, optimizer):
-            return
-        self._placed = (model, optimizer)
+    def _optimizer_tensors(self) -> Iterator[Tensor]:
         assert self.optimizer is not None
-        assert self.stage < 3, "DeepSpeed moves the state of stage 3 for its own compiled optimizer only"
-        self.engine.reload_states()
-        if self.optimizer.state:  # reloading invalidates the links from parameters to their state
-            self.wrapper._hp_optimizer_states_linked = False
-            self.wrapper._lazy_init_hp_params_optimizer_state()
-        away = set(Kind)
-        if optimizer:
-            away -= {Kind.optim_states, Kind.hp_params, Kind.lp_grads, Kind.contiguous_grad_buffer}
-        if model:
-            away -= {Kind.lp_params}
-        if away:
-            self.engine.offload_states(include=away, pin_memory=self.device.type == "cuda")
+        if self.stage > 0:  # its float32 weights
+            for group in self.optimizer.param_groups:
+                yield from group["params"]
+        yield from super()._optimizer_tensors()
 
     def _backward(self, loss: Tensor, last: bool) -> None:
         self._accumulates = True
@@ -176,12 +166,20 @@ class DeepSpeedEngine(ModelEngine):
 
         parameter = self.parameters[name]
         tensor: Tensor
-        if kind == "model" and self.stage > 0 and (dtype == parameter.dtype or not self.trainable):
+        if self.stage == 0 and kind == "model":
+            tensor = self.weights_buffers.readable(parameter.detach())
+        elif self.stage == 0:
+            tensor = self.optimizer_buffers.readable(self._plain_state(parameter)[kind])
+        elif kind == "model" and (dtype == parameter.dtype or not self.trainable):
             # DeepSpeed computes with parameters of this type, which it casts from its own after every step
             with GatheredParameters([parameter]) if self.stage == 3 else nullcontext():
-                tensor = parameter.detach().to(dtype, copy=True)
-        elif self.stage == 0:
-            tensor = parameter.detach() if kind == "model" else self._plain_state(parameter)[kind]
+                tensor = self.weights_buffers.readable(parameter.detach()).to(dtype, copy=True)
+        elif self.stage < 3:
+            tensor = torch.zeros(parameter.numel(), device=self.device)
+            for part in self.parts(kind, name):
+                first = int(part.starts[0])
+                tensor[first : first + part.values.numel()] = part.values.flatten()
+            tensor = ranks.summed(tensor).view(parameter.shape)
         elif kind != "model":
             tensor = safe_get_full_optimizer_state(parameter, kind)
         else:
@@ -198,7 +196,7 @@ class DeepSpeedEngine(ModelEngine):
         elif self.stage < 3:
             if (mapping := parameter._hp_mapping) is not None:
                 fragment = mapping.get_hp_fragment(None if kind == "model" else kind)
-                yield Part.flat(fragment, mapping.lp_fragment_address.start)
+                yield Part.flat(self.optimizer_buffers.readable(fragment), mapping.lp_fragment_address.start)
         else:
             if kind != "model":
                 fragment = utils.safe_get_local_optimizer_state(parameter, kind)

@@ -168,6 +168,11 @@ class FSDPEngine(TorchEngine):
         share = head.weight.to_local().shape[0]
         self.module.vocabulary = VocabularyShare(team.get_group(), share * team.get_local_rank(), self.team)
 
+    def _free_copies(self) -> None:
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # after a forward pass the outermost parameters stay gathered
+
     def _backward(self, loss: Tensor, last: bool) -> None:
         assert isinstance(self.module, FSDPModule)
         self._accumulates = not last

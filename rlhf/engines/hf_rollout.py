@@ -14,6 +14,7 @@ import torch
 from rlhf import seeding
 from rlhf.engines import prefix_sharing
 from rlhf.engines.base import Chunk, Request, RolloutEngine, Sampling, limit_of
+from rlhf.engines.host_buffers import HostBuffers, release_memory
 from rlhf.engines.model_engine import copy_weights
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class HFRollout(RolloutEngine):
         self.shares_prompts = prefix_sharing.adopt(model) and kv_cache.fits(model)
         self.eos = torch.tensor(eos_token_ids, device=model.device)
         self.device = model.device
+        self._buffers = HostBuffers(model.device)
         self._joined = 0
         self._waiting: list[_Row] = []
         # one thread, so that a batch and new weights never overlap; with the caller's number of threads for the sums
@@ -78,7 +80,10 @@ class HFRollout(RolloutEngine):
 
     def place(self, *, model: bool, optimizer: bool) -> None:
         """Move the model to its device or to host memory; see `RolloutEngine.place`."""
-        self.model.to(self.device if model else torch.device("cpu"))
+        if model:
+            self._buffers.give_back()
+        elif self._buffers.take((*self.model.parameters(), *self.model.buffers())):
+            release_memory(self.device)
 
     def close(self) -> None:
         """End the engine's thread."""
@@ -86,6 +91,7 @@ class HFRollout(RolloutEngine):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes | None = None) -> int:
         """Copy weights into the model; see `RolloutEngine.load_weights`."""
+        self._buffers.give_back()
         return self._thread.submit(copy_weights, weights, self.model).result()
 
     def join(self, count: int) -> None:

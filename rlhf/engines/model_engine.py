@@ -19,8 +19,10 @@ import torch
 
 from rlhf.algorithms.masked import LossNormalizers
 from rlhf.batch import TrajectoryBatch, ragged
-from rlhf.engines import prefix_sharing, ranks, state_digest
+from rlhf.engines import checkpointing, prefix_sharing, ranks, state_digest
 from rlhf.engines.base import OptimizerPlan
+from rlhf.engines.checkpointing import Checkpointing
+from rlhf.engines.host_buffers import HostBuffers, release_memory
 from rlhf.engines.micro_batches import Layout, MicroBatch, by_prompt, by_token_budget, prompt_numbers
 from rlhf.engines.optimizers import AdamW, Optimizer
 from rlhf.engines.parts import Part
@@ -60,7 +62,7 @@ class ModelEngine(ABC):
         *,
         dtype: Dtype = "float32",
         trainable: bool = True,
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: Checkpointing | None = False,
         packing: bool | None = None,
         share_prompts: bool = True,
         sequence_parallel: int = 1,
@@ -74,7 +76,8 @@ class ModelEngine(ABC):
             head: outputs of the model: `policy` (log-probs and entropy), `value` (values) or `reward` (scores).
             dtype: type of the computation.
             trainable: whether the model is trained; False for a reference.
-            gradient_checkpointing: whether to recompute activations in the backward pass to save memory.
+            gradient_checkpointing: whether to recompute activations in the backward pass to save memory: all of them,
+                or a selection; None: a selection on a GPU.
             packing: whether to pack sequences one after the other instead of padding them; None: where attention has
                 a kernel for it (in bfloat16 on a GPU).
             share_prompts: whether to compute a prompt once for all its responses in a micro-batch, where the model
@@ -104,13 +107,14 @@ class ModelEngine(ABC):
         """Number of adjacent ranks that compute the same trajectories; only the first contributes results."""
         self.counts = ranks.rank() % self.sharing == 0
         self.device = ranks.device()
+        self.weights_buffers, self.optimizer_buffers = HostBuffers(self.device), HostBuffers(self.device)
         self.optimizer_type = type(optimizer)
         self.steps = 0
         """Optimizer steps taken so far."""
-        checkpointed = trainable and gradient_checkpointing
-        model.train(checkpointed)  # only affects checkpointing: the models have no dropout
-        if checkpointed:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        kept = checkpointing.chosen(gradient_checkpointing, self.device) if trainable else False
+        model.train(bool(kept))  # only affects checkpointing: the models have no dropout
+        if kept:
+            checkpointing.enable(model, kept)
         if not trainable:
             model.requires_grad_(False)
         self.is_cast = not trainable and model.dtype == torch.bfloat16
@@ -172,7 +176,7 @@ class ModelEngine(ABC):
             dtype: type in which ranks exchange their parts.
 
         Returns:
-            The whole tensor, of type `dtype`.
+            The whole tensor, of type `dtype`, on the device, or in host memory if it is there.
         """
 
     @abstractmethod
@@ -206,20 +210,37 @@ class ModelEngine(ABC):
         return self.module(*inputs)  # type: ignore[no-any-return]
 
     def place(self, *, model: bool, optimizer: bool) -> None:
-        """Move state to the device or to host memory, to make room for another model.
+        """Move state to the device or to host memory, to make room for a model of this or another process.
 
-        Computing, training, saving and loading require the weights on the device.
+        Computing and loading require the weights on the device, and training all state. The state can be read
+        (`weights`, `digest`, `state`) where it is.
 
         Args:
             model: whether the weights stay on the device.
             optimizer: whether the optimizer state stays on the device.
         """
-        host = torch.device("cpu")
-        self.module.to(self.device if model else host)
-        states = self.optimizer.state.values() if self.optimizer is not None else ()
-        for state in states:
-            for name, tensor in state.items():
-                state[name] = tensor.to(self.device if optimizer else host)
+        if model:
+            self.weights_buffers.give_back()
+        if optimizer:
+            self.optimizer_buffers.give_back()
+        has_freed = False
+        if not optimizer:
+            for parameter in self.parameters.values():
+                parameter.grad = None  # an update that failed may have left it
+            has_freed |= self.optimizer_buffers.take(self._optimizer_tensors())
+        if not model:
+            self._free_copies()
+            has_freed |= self.weights_buffers.take((*self.module.parameters(), *self.module.buffers()))
+        if has_freed:
+            release_memory(self.device)
+
+    def _optimizer_tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors of the optimizer, except the parameters of the model."""
+        for state in self.optimizer.state.values() if self.optimizer is not None else ():
+            yield from state.values()
+
+    def _free_copies(self) -> None:
+        """Free what the device holds in addition to the weights, and can be computed from them."""
 
     # Computing.
 
@@ -242,6 +263,7 @@ class ModelEngine(ABC):
     def update(self, batch: TrajectoryBatch, objective: Objective, plan: OptimizerPlan) -> dict[str, float]:
         """Take the optimizer steps of the plan; see `TrainEngine.update`."""
         assert self.trainable, "a reference is never updated"
+        assert not self.optimizer_buffers.in_use, "the optimizer state is not on the device"
         if not plan.mini_batches:
             return {}
         sums: dict[str, float] = {}
@@ -341,6 +363,7 @@ class ModelEngine(ABC):
 
         They include the scalar `router_aux_loss` if it is asked for by `with_router`.
         """
+        assert not self.weights_buffers.in_use, "the weights are not on the device"
         positions = None if micro.position_ids is None else micro.position_ids.to(self.device)
         input_ids, at, targets = (tensor.to(self.device) for tensor in (micro.input_ids, micro.at, micro.targets))
         shared = None if micro.shared is None else micro.shared.to(self.device)
@@ -411,6 +434,8 @@ class ModelEngine(ABC):
         weights = self._stored(stored)
         state = stored.file("state.json")
         assert state is not None
+        assert not self.weights_buffers.in_use, "the weights are not on the device"
+        assert not self.optimizer_buffers.in_use, "the optimizer state is not on the device"
         self._reset_optimizer()
         with torch.no_grad():
             for name in names:
@@ -475,7 +500,8 @@ class ModelEngine(ABC):
         if lora.has(self.model):
             return {}
         names = self.model.state_dict().keys() - set(self.names())
-        return {name: buffer for name, buffer in self.model.named_buffers() if name in names}
+        buffers = {name: buffer for name, buffer in self.model.named_buffers() if name in names}
+        return {name: self.weights_buffers.readable(buffer) for name, buffer in buffers.items()}
 
 
 class WithoutAdapters:

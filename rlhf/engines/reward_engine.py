@@ -42,7 +42,10 @@ class RewardEngine:
             model: a sequence classifier (`scores`) or a token classifier (`steps`).
             tokenizer: the reward model's own tokenizer.
         """
+        from rlhf.engines.host_buffers import HostBuffers
+
         self.model = model.to(ranks.device())
+        self._buffers = HostBuffers(ranks.device())
         self.tokenizer = tokenizer
         self.padding = model.config.get_text_config().pad_token_id
 
@@ -116,7 +119,12 @@ class RewardEngine:
             model: whether the model is on the device.
             optimizer: ignored; there is no optimizer.
         """
-        self.model.to(ranks.device() if model else "cpu")
+        from rlhf.engines.host_buffers import release_memory
+
+        if model:
+            self._buffers.give_back()
+        elif self._buffers.take((*self.model.parameters(), *self.model.buffers())):
+            release_memory(self.model.device)
 
     def _tokens(self, texts: list[str], **options: Any) -> Any:
         """Tokenize texts; without a chat template, which writes special tokens itself, prepend the initial ones."""

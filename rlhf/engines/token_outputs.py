@@ -130,7 +130,7 @@ class TokenOutputs(torch.nn.Module):
         input_ids, positions = team.padded(input_ids, position_ids)
         time = input_ids.shape[1]
         is_local, local_at = team.mine(at // before * time + at % before, time)
-        attend = {"team": team, "visible": visible(positions)}
+        attend: dict[str, Any] = {"team": team, "visible": visible(positions)}
         if copies is not None:
             copies = team.share(torch.nn.functional.pad(copies, (0, time - before)))
         shares = (team.share(input_ids), team.share(positions), local_at, targets[is_local])

@@ -64,11 +64,9 @@ class TorchEngine(ModelEngine):
                 parameter.register_post_accumulate_grad_hook(partial(_move_grad, self.parameters[name]))
             parameter.data = parameter.data.to(torch.bfloat16)
 
-    def place(self, *, model: bool, optimizer: bool) -> None:
-        """Move state to the device or to host memory; see `ModelEngine.place`."""
-        super().place(model=model, optimizer=optimizer)
-        for name in self._rounded:
-            self.parameters[name].data = self.parameters[name].data.to(self.device if optimizer else "cpu")
+    def _optimizer_tensors(self) -> Iterator[Tensor]:
+        yield from (self.parameters[name].data for name in self._rounded)
+        yield from super()._optimizer_tensors()
 
     def _backward(self, loss: Tensor, last: bool) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
@@ -97,6 +95,8 @@ class TorchEngine(ModelEngine):
 
     def get(self, kind: str, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """Gather a parameter or its optimizer state; see `ModelEngine.get`."""
+        if kind == "model" and name in self._rounded and dtype == torch.bfloat16:
+            return self.weights_buffers.readable(self._rounded[name].data)
         return self._gathered(self._held(kind, name).to(dtype))
 
     def parts(self, kind: str, name: str) -> Iterator[Part]:
@@ -111,10 +111,13 @@ class TorchEngine(ModelEngine):
         """A parameter or its optimizer state, sharded as the engine does it."""
         parameter = self.parameters[name]
         if kind == "model":
-            return parameter.data
+            buffers = self.optimizer_buffers if name in self._rounded else self.weights_buffers
+            return buffers.readable(parameter.data)
         assert self.optimizer is not None
         moment: Tensor | None = self.optimizer.state.get(parameter, {}).get(kind)
-        return torch.zeros_like(parameter) if moment is None else moment  # None: it has never had a gradient
+        if moment is None:  # it has never had a gradient
+            return torch.zeros_like(parameter)
+        return self.optimizer_buffers.readable(moment)
 
     def _load(self, kind: str, name: str, stored: Stored) -> None:
         if kind != "model":

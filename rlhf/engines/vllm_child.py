@@ -159,13 +159,13 @@ class Engine:
             self.llm.llm_engine.remove_lora(adapter)
         self.llm.reset_prefix_cache()
 
-    def sleep(self) -> None:
-        """Move the weights to host memory and free the cache."""
-        self.llm.sleep(level=1)
+    def sleep(self, level: int) -> None:
+        """Free the cache, and the weights after a copy to host memory (level 1) or without one (level 2)."""
+        self.llm.sleep(level=level)
 
-    def wake(self) -> None:
-        """Undo `sleep`."""
-        self.llm.wake_up()
+    def wake(self, tags: list[str]) -> None:
+        """Undo `sleep` for the memory with these tags; requests run once all of it is back."""
+        self.llm.wake_up(tags=tags)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import closing, suppress
 from functools import partial
 from multiprocessing import Pipe
@@ -42,6 +42,21 @@ HOST_MEMORY = "ratchet_host_memory"
 """Name of the backend in `vllm_weights`."""
 START_S = 900.0
 """Time limit for starting vLLM, in seconds."""
+MEMORY = ("weights", "kv_cache")
+"""vLLM's tags of the memory that it frees when it sleeps."""
+
+
+def without_expandable_segments(environment: Mapping[str, str]) -> dict[str, str]:
+    """Remove PyTorch's setting `expandable_segments` from environment variables, and keep its other settings.
+
+    vLLM frees and maps its memory itself when it sleeps and wakes, which PyTorch refuses with such segments.
+    """
+    kept = dict(environment)
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if name in kept:
+            settings = [setting for setting in kept.pop(name).split(",") if "expandable_segments" not in setting]
+            kept |= {name: ",".join(settings)} if any(setting.strip() for setting in settings) else {}
+    return kept
 
 
 class Child:
@@ -81,7 +96,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
-                env=os.environ | environment,
+                env=without_expandable_segments(os.environ) | environment,
             )
         child_end.close()
         try:
@@ -206,7 +221,8 @@ class VLLMRollout(RolloutEngine):
         self.on_gpu, self.cpu_cache_gib = on_gpu, cpu_cache_gib
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.transfers_on_device = on_gpu and options.get("tensor_parallel_size", 1) == 1
-        self.asleep = False
+        self._asleep: set[str] = set()
+        """What is not in the device's memory, by vLLM's tags."""
         self._child: Child | None = None
         self._starting = threading.Lock()
         self._numbers = itertools.count()
@@ -260,6 +276,7 @@ class VLLMRollout(RolloutEngine):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes | None = None) -> int:
         """Replace the weights in place and clear the prefix cache; see `RolloutEngine.load_weights`."""
         child = self._running()
+        self._wake("weights")  # the cache follows when it is needed: weights on their way take memory, too
         if adapter_config is not None:
             return self._load_adapter(child, weights, adapter_config)
         child.call("begin_update")
@@ -286,11 +303,33 @@ class VLLMRollout(RolloutEngine):
 
     def place(self, *, model: bool, optimizer: bool) -> None:
         """Wake vLLM or put it to sleep; see `RolloutEngine.place`."""
-        if not self.on_gpu:
-            return  # host memory is the only memory
-        if self._child is not None and model == self.asleep:
-            self._child.call("wake" if model else "sleep")
-        self.asleep = self._child is not None and not model
+        if model:
+            self._wake(*MEMORY)
+        else:
+            self._sleep(level=1)
+
+    def discard(self) -> bool:
+        """Put vLLM to sleep without its weights; see `RolloutEngine.discard`."""
+        assert "enable_lora" not in self.options, "new adapters do not bring the base back"
+        self._sleep(level=2)
+        return bool(self._asleep)
+
+    def _sleep(self, level: int) -> None:
+        """Put the process to sleep, if there is one that is awake.
+
+        Args:
+            level: vLLM's level: 1 keeps the weights in host memory, 2 loses them.
+        """
+        if self._child is not None and self._child.lost is None and not self._asleep:
+            self._child.call("sleep", level)
+            self._asleep = set(MEMORY)
+
+    def _wake(self, *tags: str) -> None:
+        """Bring back what is asleep of the memory with these tags."""
+        asleep = [tag for tag in tags if tag in self._asleep]
+        if self._child is not None and self._child.lost is None and asleep:
+            self._child.call("wake", asleep)
+            self._asleep -= set(asleep)
 
     def close(self) -> None:
         """End the process and remove its files."""
@@ -322,6 +361,7 @@ class VLLMRollout(RolloutEngine):
                     assert lost.lost is not None
                     raise lost.lost
             if self._child is None:
+                self._asleep = set()
                 environment = {
                     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the child is already a separate process
                     "VLLM_NO_USAGE_STATS": "1",

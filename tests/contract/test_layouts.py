@@ -407,7 +407,7 @@ def test_matrices_of_other_models_are_shared(name: str, batch: TrajectoryBatch, 
 
 
 @pytest.mark.parametrize("head", ["policy", "value"])
-@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True, "packing": True}, {"offload": True}])
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": "selective", "packing": True}, {"offload": True}])
 def test_two_processes_share_each_matrix(
     head: Head,
     options: dict[str, Any],
@@ -503,7 +503,7 @@ def test_offloading_changes_nothing(engine: str, policy_folder: Path, batch: Tra
 def test_bfloat16_by_two_processes(engine: str, policy_folder: Path, batch: TrajectoryBatch, ranks: Ranks) -> None:
     """A bfloat16 has 8 bits; the optimizer's weights stay float32."""
     kind = kind_of(engine, "policy", policy_folder, policy_folder)
-    options = {"dtype": "bfloat16", "gradient_checkpointing": True}
+    options = {"dtype": "bfloat16", "gradient_checkpointing": "selective"}
     told = ranks(run, kind, batch, options)
     alone = ENGINES["torch"](kind.folder, kind.head)
     assert told[0]["outputs"] != infer(alone, kind, batch)

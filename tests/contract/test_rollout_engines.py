@@ -340,6 +340,25 @@ def test_a_stop_text_ends_a_response_and_stays_in_it(kind: Kind, engine: Rollout
         kind.assert_agree(after, replace(cut(before, length), finish_reason="stop" if stop in text else "length"))
 
 
+def test_an_engine_that_made_room_answers_as_before(own: Kind, policy_folder: Path) -> None:
+    """With the weights that it kept, and with those that it is given again. On the CPU vLLM ignores sleep, except that
+    it runs no request until all of its memory is said to be back."""
+    engine, asked = own.build(policy_folder), requests()
+    expected = engine.generate(asked, own.sampling)
+    model = load_actor(ModelConfig(path=str(policy_folder)))
+    weights = [(name, tensor.clone()) for name, tensor in model.named_parameters()]
+    for _ in range(2):
+        engine.place(model=False, optimizer=False)
+        engine.place(model=True, optimizer=False)
+        for before, after in zip(expected, engine.generate(asked, own.sampling), strict=True):
+            own.assert_agree(after, before)
+        engine.discard()
+        engine.load_weights(weights)
+        engine.place(model=True, optimizer=False)
+        for before, after in zip(expected, engine.generate(asked, own.sampling), strict=True):
+            own.assert_agree(after, before)
+
+
 def test_new_weights_are_taken_over_in_place(kind: Kind, policy_folder: Path) -> None:
     """Nothing of the old ones stays, cached prompts included; and there is a way back."""
     engine, trainer = kind.build(policy_folder), TorchEngine(load_actor(ModelConfig(path=str(policy_folder))), "policy")
