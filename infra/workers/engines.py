@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
 
 from rlhf.config import RunConfig
+from rlhf.engines.rollout_team import RolloutTeam
 from rlhf.models import load_actor, load_critic, load_reward_model, load_tokenizer
 
 if TYPE_CHECKING:
@@ -29,6 +30,10 @@ class Engines:
         self.roles = frozenset(roles)
         self.lock = threading.RLock()
         """Guards the engines and their weights, because stages of different roles may compute at the same time."""
+        self.team = RolloutTeam()
+        """The ranks whose devices the rollout engine spans."""
+        self._rollout_has_devices = False
+        """Whether it was the rollout's turn last; the same on all ranks of the team."""
         self._models: dict[str, ModelEngine] = {}
         self._rollout: RolloutEngine | None = None
         self._reward_model: RewardEngine | None = None
@@ -52,7 +57,8 @@ class Engines:
             return self._models[role]
 
     def rollout(self) -> RolloutEngine:
-        """The rollout engine, ready to generate."""
+        """The rollout engine, ready to generate. Where models take turns, all ranks of a rollout team call this
+        before its first rank may call it alone."""
         from rlhf.engines.build import rollout_engine
 
         owner = self.owner("rollout")
@@ -60,7 +66,7 @@ class Engines:
             self._offload_others(owner)
             if self._rollout is None:
                 shared = self.model("actor").model if owner == "actor" else None
-                self._rollout = rollout_engine(self.config, shared)
+                self._rollout = rollout_engine(self.config, shared, self.team)
             if self._offloads(owner):
                 self._engines()[owner].place(model=True, optimizer=False)
             return self._rollout
@@ -108,9 +114,15 @@ class Engines:
         return {**self._models, **{role: engine for role, engine in optional.items() if engine is not None}}
 
     def _offload_others(self, owner: str) -> None:
-        for role, engine in self._engines().items():
-            if role != owner and self.owner(role) == role and self._offloads(role):
-                engine.place(model=False, optimizer=False)
+        is_rollout = owner == "rollout"
+        try:
+            for role, engine in self._engines().items():
+                if role != owner and self.owner(role) == role and self._offloads(role):
+                    engine.place(model=False, optimizer=False)
+        finally:
+            if is_rollout != self._rollout_has_devices and self._offloads("rollout"):
+                self._rollout_has_devices = is_rollout
+                self.team.meet()  # nobody uses the devices of another rank before they are free
 
     def _offloads(self, role: str) -> bool:
         trainer = self.config.critic if role == "critic" else self.config.actor
