@@ -350,7 +350,7 @@ class RayGroup:
         need = {"CPU": pool.cpus_per_worker, "GPU": pool.gpus_per_worker}
         typed = {} if pool.accelerator_type is None else {f"accelerator_type:{pool.accelerator_type}": TYPED}
         worker = {name: amount for name, amount in need.items() if amount} | typed
-        bundle = {name: amount * size for name, amount in worker.items()}  # Ray keeps a bundle on one machine
+        bundle = {name: round(amount * size, 4) for name, amount in worker.items()}  # Ray keeps a bundle on one machine
         asks_for = f"{pool.workers // size} x {bundle}"
         if size > 1:
             asks_for += f", each on one machine ({size} workers share a vLLM by rollout.vllm.tensor_parallel)"
