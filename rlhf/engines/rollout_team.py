@@ -1,6 +1,6 @@
 """Rollout teams: adjacent ranks of a pool whose devices one rollout engine spans.
 
-The first rank of a team has the engine. The other ranks lend it their devices: they take part in gathering weights, and
+The first rank of a team has the engine. The other ranks lend it their devices: they take part in gathering weights and
 in taking turns on the devices.
 """
 
@@ -96,10 +96,9 @@ class LentDevices(RolloutEngine):
         """Not available: the team's first rank generates."""
         raise NotImplementedError("only the first rank of a rollout team generates")
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes | None = None) -> None:
-        """Take part in gathering the weights, which the first rank loads."""
-        for _ in weights:
-            pass
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes | None = None) -> int:
+        """Nothing to do: the first rank loads the weights."""
+        return 0
 
     def place(self, *, model: bool, optimizer: bool) -> None:
         """Nothing to do: the first rank moves the engine."""
