@@ -12,6 +12,7 @@ import asyncio
 import atexit
 import itertools
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -93,7 +94,7 @@ class Child:
             good, answer = False, self._last_words()
         if not good:
             self.end()
-            raise EngineLost(f"vLLM did not start: {answer}")
+            raise EngineLost(f"vLLM did not start: {error_of_worker(self._log.read_text(errors='replace')) or answer}")
         threading.Thread(target=self._read, name="vllm", daemon=True).start()
 
     def send(self, *message: Any) -> None:
@@ -169,6 +170,12 @@ class Child:
         lines = self._log.read_text(errors="replace").splitlines()
         lines = [line for line in lines if line.strip() and "WARNING" not in line]
         return f"exit code {self._process.returncode}" + (f", {lines[-1].strip()[-300:]}" if lines else "")
+
+
+def error_of_worker(log: str) -> str | None:
+    """Find the error of a worker process of vLLM in its log: vLLM itself only says that there was one."""
+    error = re.search(r"^\(Worker.*?\) ERROR .*?\] ([\w.]+(?:Error|Exception): .*)$", log, re.MULTILINE)
+    return None if error is None else error[1]
 
 
 class VLLMRollout(RolloutEngine):

@@ -12,7 +12,7 @@ import torch
 
 from rlhf.engines.build import rollout_engine
 from rlhf.engines.rollout_team import RolloutTeam
-from rlhf.engines.vllm_rollout import VLLMRollout
+from rlhf.engines.vllm_rollout import VLLMRollout, error_of_worker
 from tests import tiny
 from tests.ranks import Ranks
 
@@ -144,3 +144,17 @@ def test_the_process_of_vllm_sees_the_devices_of_its_team(tmp_path: Path, monkey
     assert engine(tensor_parallel=2).environment()["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     assert engine(tensor_parallel=2).environment()["VLLM_CPU_OMP_THREADS_BIND"] == "0|1"
+
+
+def test_why_a_worker_of_vllm_failed_is_found_in_its_log() -> None:
+    """What vLLM 0.32 wrote about a folder without weights; all that it raised was "See stack trace"."""
+    log = """
+(Worker_TP0 pid=28480) WARNING 11-24 11:58:40 [cpu_worker.py:114] libiomp is not found: ImportError: libiomp
+(Worker_TP0 pid=28480) ERROR 11-24 11:58:48 [multiproc_executor.py:953] WorkerProc failed to start.
+(Worker_TP0 pid=28480) ERROR 11-24 11:58:48 [multiproc_executor.py:953]     raise RuntimeError(
+(Worker_TP0 pid=28480) ERROR 11-24 11:58:48 [multiproc_executor.py:953] RuntimeError: Cannot find any model weights
+(MainProcess pid=27772) ERROR 11-24 11:58:53 [core.py:1] Exception: WorkerProc initialization failed
+"""
+    assert error_of_worker(log) == "RuntimeError: Cannot find any model weights"
+    assert error_of_worker(log.replace("RuntimeError:", "torch.OutOfMemoryError:")) is not None
+    assert error_of_worker("(MainProcess pid=1) ERROR 11-24 11:58:53 [core.py:1] ValueError: of vLLM itself") is None
