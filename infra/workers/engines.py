@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol
 
 from rlhf.config import RunConfig
+from rlhf.engines.rollout_team import RolloutTeam
 from rlhf.models import actor_skeleton, critic_skeleton, load_reward_model, load_tokenizer
 
 if TYPE_CHECKING:
@@ -36,6 +37,10 @@ class Engines:
         """Whether the rollout has lost its weights to make room."""
         self.lock = threading.RLock()
         """Guards the engines and their weights, because stages of different roles may compute at the same time."""
+        self.team = RolloutTeam()
+        """The ranks whose devices the rollout engine spans."""
+        self._rollout_has_devices = False
+        """Whether it was the rollout's turn last; the same on all ranks of the team."""
         self._models: dict[str, ModelEngine] = {}
         self._rollout: RolloutEngine | None = None
         self._reward_model: RewardEngine | None = None
@@ -64,7 +69,8 @@ class Engines:
             return self._models[role] if role in self._models else self.model(role)
 
     def rollout(self, *, generates: bool = True) -> RolloutEngine:
-        """The rollout engine, ready to generate, or without `generates` only for new weights."""
+        """The rollout engine, ready to generate, or without `generates` only for new weights. Where models take turns,
+        all ranks of a rollout team call this before its first rank may call it alone."""
         from rlhf.engines.build import rollout_engine
 
         owner = self.owner("rollout")
@@ -72,7 +78,7 @@ class Engines:
             self._offload_others(owner)
             if self._rollout is None:
                 shared = self.model("actor").model if owner == "actor" else None
-                self._rollout = rollout_engine(self.config, shared)
+                self._rollout = rollout_engine(self.config, shared, self.team)
             if self._offloads(owner) and generates:
                 self._engines()[owner].place(model=True, optimizer=False)
             return self._rollout
@@ -121,13 +127,19 @@ class Engines:
         return {**self._models, **{role: engine for role, engine in optional.items() if engine is not None}}
 
     def _offload_others(self, owner: str) -> None:
-        for role, engine in self._engines().items():
-            if role == owner or self.owner(role) != role or not self._offloads(role):
-                continue
-            if engine is self._rollout and not self.rollout_is_empty and self.new_weights_follow():
-                self.rollout_is_empty = self._rollout.discard()
-            else:
-                engine.place(model=False, optimizer=False)
+        is_rollout = owner == "rollout"
+        try:
+            for role, engine in self._engines().items():
+                if role == owner or self.owner(role) != role or not self._offloads(role):
+                    continue
+                if engine is self._rollout and not self.rollout_is_empty and self.new_weights_follow():
+                    self.rollout_is_empty = self._rollout.discard()
+                else:
+                    engine.place(model=False, optimizer=False)
+        finally:
+            if is_rollout != self._rollout_has_devices and self._offloads("rollout"):
+                self._rollout_has_devices = is_rollout
+                self.team.meet()  # nobody uses the devices of another rank before they are free
 
     def _offloads(self, role: str) -> bool:
         trainer = self.config.critic if role == "critic" else self.config.actor

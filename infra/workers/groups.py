@@ -6,9 +6,11 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
 
+from infra.store.records import Weights
 from infra.store.run_store import RunStore
-from infra.workers.calls import Pending
+from infra.workers.calls import Pending, ShardKey
 from infra.workers.local import LocalGroup
+from infra.workers.rollouts import Generated
 from infra.workers.worker import Worker
 from rlhf.config import RunConfig
 
@@ -28,16 +30,22 @@ class WorkerGroup(Protocol):
     def submit(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]: ...
 
     def replicas(self) -> Sequence[Replica]:
-        """The processes, each of which generates alone."""
+        """What generates alone: each process, or each rollout team."""
         ...
 
 
 class Replica(Protocol):
-    """One process of a group."""
+    """One process of a group, or a rollout team, whose calls go to its first process."""
 
     def call(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> R: ...
 
     def submit(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]: ...
+
+    def generate(
+        self, weights: Weights, submitted: Sequence[tuple[ShardKey, Sequence[str]]], wait_s: float
+    ) -> list[Generated]:
+        """See `Worker.generate`."""
+        ...
 
     def handed(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
         """Call a method, and leave its result where it is: an argument for a call of another replica."""

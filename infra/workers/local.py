@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Concatenate, ParamSpec, TypeVar
 
+from infra.store.records import Weights
+from infra.workers.calls import ShardKey
+from infra.workers.rollouts import Generated
 from infra.workers.worker import Worker
 from rlhf.engines.device_errors import out_of_memory
 
@@ -35,6 +38,12 @@ class LocalGroup:
         return future
 
     handed = submit
+
+    def generate(
+        self, weights: Weights, submitted: Sequence[tuple[ShardKey, Sequence[str]]], wait_s: float
+    ) -> list[Generated]:
+        """See `Worker.generate`."""
+        return self.call(Worker.generate, weights, submitted, wait_s)
 
     def replicas(self) -> list[LocalGroup]:
         """This process."""

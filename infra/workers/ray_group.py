@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -23,8 +23,10 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 from infra.progress import note
 from infra.store.log import Fenced
 from infra.store.object_store import ObjectStore
-from infra.store.records import sha256_of
+from infra.store.records import Weights, sha256_of
 from infra.store.run_store import RunStore
+from infra.workers.calls import ShardKey
+from infra.workers.rollouts import Generated
 from infra.workers.worker import Worker, WrongPolicyVersion
 from rlhf.config import PoolConfig, RunConfig
 from rlhf.engines.device_errors import is_lost, out_of_memory
@@ -38,8 +40,8 @@ PATIENCE_S = 60.0
 GRACE_S = 10.0
 """Seconds for the other processes of a group to answer after one has failed."""
 START_S = 600.0
-Location = tuple[str, tuple[int, ...]]
-"""A machine, by Ray's id, and the numbers of GPUs on it."""
+Location = tuple[str, tuple[str, ...]]
+"""A machine, by Ray's id, and GPUs on it, by number or UUID."""
 TYPED = 0.001
 """The amount of a GPU type's resource that asks Ray for a machine with that type: Ray gives each machine 1 of it."""
 UNANIMOUS = (Worker.has_weights, Worker.is_saved, Worker.connect, Worker.is_connected, Worker.receive_weights)
@@ -81,17 +83,18 @@ class RayWorker:
             return f"tcp://{host}:{probe.getsockname()[1]}"
 
     def location(self) -> Location:
-        """This machine, and the numbers of this process's GPUs on it."""
+        """This machine, and this process's GPUs on it."""
         import ray
 
-        return ray.get_runtime_context().get_node_id(), tuple(sorted(int(gpu) for gpu in ray.get_gpu_ids()))
+        return ray.get_runtime_context().get_node_id(), tuple(sorted(map(str, ray.get_gpu_ids()), key=_gpu_order))
 
-    def join(self, rank: int, count: int, meeting: str, timeout_s: float) -> None:
-        """Join the group of `count` ranks at the rendezvous, as this rank; see `ranks.join`."""
-        from rlhf.engines import ranks
+    def join(self, rank: int, count: int, team_size: int, meeting: str, timeout_s: float) -> None:
+        """Join the group of `count` ranks at the rendezvous, as this rank, and a rollout team; see `ranks.join`."""
+        from rlhf.engines import ranks, rollout_team
 
         if count > 1:
             ranks.join(rank, count, meeting, timeout_s)
+            self.worker.engines.team = rollout_team.formed(team_size, self.location()[1], timeout_s)
         self.rank, self.ranks = rank, ranks.count()
 
     def serves(self) -> tuple[str, int, int]:
@@ -159,10 +162,11 @@ class Handed(Generic[R]):
 
 @dataclass(frozen=True)
 class RayReplica:
-    """One process of a pool."""
+    """One process of a pool, or a rollout team, whose first process gets the calls."""
 
     group: RayGroup
-    rank: int
+    team: range
+    """Its ranks."""
 
     def call(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call a method in this process. Raises the worker's error, or `GroupLost`."""
@@ -170,7 +174,13 @@ class RayReplica:
 
     def submit(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> Answer[R]:
         """Call a method in this process, without waiting for its result."""
-        return self.group.submit_to(self.rank, method, *args, **kwargs)
+        return self.group.submit_to(self.team[0], method, *args, **kwargs)
+
+    def generate(
+        self, weights: Weights, submitted: Sequence[tuple[ShardKey, Sequence[str]]], wait_s: float
+    ) -> list[Generated]:
+        """See `Worker.generate`. Raises also `GroupLost`."""
+        return self.group.submit_generate(self.team, weights, submitted, wait_s).result()
 
     def handed(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> Handed[R]:
         """Call a method, and leave its result in Ray's object store."""
@@ -188,7 +198,10 @@ class RayGroup:
         self.pool: PoolConfig = config.pools[pool]
         self.roles = [role for role in config.roles if config.pool_of(role) == pool]
         self.term = 0
+        self.team_size = config.rollout_team_size if "rollout" in self.roles else 1
         self._actors: list[Any] = []
+        self._lent: set[range] = set()
+        """Rollout teams that have lent their devices to the engine since the last call of all processes."""
         self._lock = threading.RLock()
 
     def call(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -200,6 +213,7 @@ class RayGroup:
         call = partial(method, *args, **kwargs)  # type: ignore[arg-type]  # the remote process adds the worker
         with self._lock:  # calls that reach two ranks in different orders would deadlock
             actors = self._ready()
+            self._lent.clear()  # any call may use the devices for other models
             return Answer(self, method, actors, [_asked(actor, self.term, call) for actor in actors])
 
     def submit_to(
@@ -211,9 +225,23 @@ class RayGroup:
             actors = self._ready()
             return Answer(self, method, actors, [_asked(actors[rank], self.term, call)])
 
+    def submit_generate(
+        self, team: range, weights: Weights, submitted: Sequence[tuple[ShardKey, Sequence[str]]], wait_s: float
+    ) -> Answer[list[Generated]]:
+        """Let a rollout team generate; see `Worker.generate`. First all its ranks lend their devices to the engine."""
+        lend = partial(Worker.lend_devices, weights=weights)
+        generate = partial(Worker.generate, weights=weights, submitted=submitted, wait_s=wait_s)
+        with self._lock:  # between the two no call may use the devices for other models
+            actors = self._ready()
+            lenders = team if len(team) > 1 and team not in self._lent else ()
+            self._lent.add(team)
+            lending = [_asked(actors[rank], self.term, lend) for rank in lenders]
+            return Answer(self, Worker.generate, actors, [_asked(actors[team[0]], self.term, generate), *lending])
+
     def replicas(self) -> list[RayReplica]:
-        """The processes, each of which generates alone."""
-        return [RayReplica(self, rank) for rank in range(self.pool.workers)]
+        """What generates alone: each process, or each rollout team."""
+        size = self.team_size
+        return [RayReplica(self, range(first, first + size)) for first in range(0, self.pool.workers, size)]
 
     def await_answers(self, method: Callable[..., R], actors: list[Any], pending: list[Any]) -> R:
         """Wait for the answers of a call and return rank 0's.
@@ -252,6 +280,7 @@ class RayGroup:
         import ray
 
         self._actors = []
+        self._lent.clear()
         with suppress(ValueError):  # the placement group does not exist
             ray.util.remove_placement_group(ray.util.get_placement_group(self._place))
         deadline = time.monotonic() + 30
@@ -319,22 +348,27 @@ class RayGroup:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         lifetime = None if _started_here else "detached"
-        pool = self.pool
+        pool, size = self.pool, self.team_size
         need = {"CPU": pool.cpus_per_worker, "GPU": pool.gpus_per_worker}
         typed = {} if pool.accelerator_type is None else {f"accelerator_type:{pool.accelerator_type}": TYPED}
-        bundle = {name: amount for name, amount in need.items() if amount} | typed
-        note(f"starting pool {self.name}: {pool.workers} x {bundle} for {', '.join(self.roles)}")
+        worker = {name: amount for name, amount in need.items() if amount} | typed
+        bundle = {name: round(amount * size, 4) for name, amount in worker.items()}  # Ray keeps a bundle on one machine
+        asks_for = f"{pool.workers // size} x {bundle}"
+        if size > 1:
+            asks_for += f", each on one machine ({size} workers share a vLLM by rollout.vllm.tensor_parallel)"
+        note(f"starting pool {self.name}: {asks_for} for {', '.join(self.roles)}")
         placement = ray.util.placement_group(
-            [bundle] * pool.workers, strategy="PACK", lifetime=lifetime, name=self._place
+            [bundle] * (pool.workers // size), strategy="PACK", lifetime=lifetime, name=self._place
         )
-        fits = _fits(bundle, pool.workers)
+        machines = [machine["Resources"] for machine in ray.nodes() if machine["Alive"]]
+        fits = room_for(bundle, machines) >= pool.workers // size
         if fits and not placement.wait(timeout_seconds=10):
             note(f"pool {self.name} waits for free resources in Ray (at most {START_S / 60:.0f} minutes)")
         if not fits or not placement.wait(timeout_seconds=START_S):
             ray.util.remove_placement_group(placement)
             available = {name: amount for name, amount in ray.cluster_resources().items() if name in bundle}
             raise UserError(
-                f"pools.{self.name} asks for {pool.workers} x {bundle}, and Ray has {available}, some of it in use: "
+                f"pools.{self.name} asks for {asks_for}, and Ray has {available}, some of it in use: "
                 "ask for less, or add resources to the cluster"
             )
         remote = ray.remote(concurrency_groups={"health": 1})(_with_health(RayWorker))
@@ -346,7 +380,9 @@ class RayGroup:
                 name=self._actor_name(number),
                 namespace=NAMESPACE,
                 lifetime=lifetime,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=number),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    placement, placement_group_bundle_index=number // size
+                ),
             ).remote(self.config, self.url, self.roles, self.threads, self.identity)
             for number in range(pool.workers)
         ]
@@ -355,7 +391,8 @@ class RayGroup:
             actors = [actors[number] for number in in_order(locations)]
             meeting = ray.get(actors[0].meeting_point.remote(), timeout=START_S)
             joins = [
-                actor.join.remote(rank, pool.workers, meeting, pool.timeout_s) for rank, actor in enumerate(actors)
+                actor.join.remote(rank, pool.workers, size, meeting, pool.timeout_s)
+                for rank, actor in enumerate(actors)
             ]
             ray.get(joins, timeout=START_S)
         except ray.exceptions.RayActorError as error:
@@ -382,8 +419,9 @@ class RayGroup:
 def in_order(locations: Sequence[Location]) -> list[int]:
     """Order processes by machine, and by GPU on a machine.
 
-    Ranks that split matrices or sequences are adjacent, and talk in every layer: they should share a machine. Ray
-    places bundles in any order.
+    Ranks that split matrices or sequences are adjacent, and talk in every layer: they should share a machine. The ranks
+    of a rollout team are adjacent, and always share one: where every machine has whole teams of processes, so do their
+    ranks. Ray places bundles in any order.
 
     Args:
         locations: where each process runs.
@@ -391,15 +429,32 @@ def in_order(locations: Sequence[Location]) -> list[int]:
     Returns:
         The number of the process of each rank, in order of rank.
     """
-    return sorted(range(len(locations)), key=lambda number: locations[number])
+
+    def place(number: int) -> tuple[str, list[tuple[int, str]]]:
+        machine, gpus = locations[number]
+        return machine, [_gpu_order(gpu) for gpu in gpus]
+
+    return sorted(range(len(locations)), key=place)
 
 
-def _fits(bundle: dict[str, float], workers: int) -> bool:
-    """Whether the cluster's current nodes, if idle, have enough resources in total."""
-    import ray
+def _gpu_order(gpu: str) -> tuple[int, str]:
+    """Sorts numbers as numbers; UUIDs, all of one length, in a fixed order."""
+    return len(gpu), gpu
 
-    total = ray.cluster_resources()
-    return all(total.get(name, 0) >= amount * workers for name, amount in bundle.items())
+
+def room_for(bundle: Mapping[str, float], machines: Iterable[Mapping[str, float]]) -> int:
+    """Count the bundles that fit on idle machines, each on one of them.
+
+    Args:
+        bundle: amounts of the resources that a bundle has, by Ray's name, all positive.
+        machines: the resources of each machine.
+
+    Returns:
+        The largest number of bundles.
+    """
+    return sum(
+        min(int(machine.get(name, 0) / amount + 1e-6) for name, amount in bundle.items()) for machine in machines
+    )
 
 
 def _asked(actor: Any, term: int, call: partial[Any]) -> Any:

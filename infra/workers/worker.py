@@ -148,7 +148,10 @@ class Worker:
             if request.begin is None:
                 output = self._output(request, self._context(call, self._read(call)))
             else:
-                [(_, output)] = self.generated([request])
+                self.engines.rollout()  # on all ranks
+                team = self.engines.team
+                own = [output for _, output in self.generated([request])] if team.leads else None
+                [output] = team.of_leader(own)
             return output, time.perf_counter() - started
 
     def generated(self, requests: Sequence[RowsCall[C, S]]) -> Iterator[tuple[int, ShardOutput[S]]]:
@@ -253,6 +256,15 @@ class Worker:
         except EngineLost:  # its replacement starts without the weights
             self._end_rollout()
             raise
+
+    def lend_devices(self, weights: Weights) -> None:
+        """Give the devices of a rollout team to its engine; collective. Then the team's first rank generates alone.
+
+        Args:
+            weights: nothing happens unless the rollout has these weights on all ranks: `generate` will refuse.
+        """
+        if self.engines.team.agrees(self.has_weights("rollout", weights)):
+            self.engines.rollout()
 
     def take(self, key: ShardKey, names: Sequence[str]) -> list[Dialogue]:
         """The complete trajectories of a shard with these ids, for the worker that writes the shard."""

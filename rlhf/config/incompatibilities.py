@@ -28,11 +28,35 @@ def _roles_are_placed(config: RunConfig) -> None:
             raise ValueError(f"placement puts the {role} in {pool or 'no pool'}: name one of the pools ({pool_names})")
 
 
+def _rollout_teams_fit(config: RunConfig) -> None:
+    """One vLLM spans the GPUs of one worker, or of several whole workers."""
+    name, needed = config.pool_of("rollout"), config.rollout.vllm.tensor_parallel
+    if name is None or config.rollout.engine != "vllm" or needed == 1:
+        return
+    workers, gpus, size = config.pools[name].workers, config.pools[name].gpus_per_worker, config.rollout_team_size
+    if 0 < gpus < 1:
+        raise ValueError(
+            f"rollout.vllm.tensor_parallel is {needed}, but the workers of pools.{name} share GPUs (gpus_per_worker "
+            f"{gpus:g}): set pools.{name}.gpus_per_worker to 1"
+        )
+    if size > 1 and gpus and needed % gpus:
+        raise ValueError(
+            f"rollout.vllm.tensor_parallel is {needed}, which is not a multiple of pools.{name}.gpus_per_worker "
+            f"({gpus:g}): change one of them"
+        )
+    if workers % size:
+        raise ValueError(
+            f"rollout.vllm.tensor_parallel is {needed}, the GPUs of {size} workers, but pools.{name}.workers is "
+            f"{workers}, which is not a multiple of {size}: change one of them"
+        )
+
+
 def check_combinations(config: RunConfig) -> None:
     """Raise `ValueError`, with one line that names the fix, for the first incompatible combination."""
     _algorithms_fit(config)
     _rollout_fits(config)
     _roles_are_placed(config)
+    _rollout_teams_fit(config)
     total = config.trajectories_per_iteration
     sizes = f"data.prompts_per_iteration {config.data.prompts_per_iteration} x rollout.n {config.rollout.n} = {total}"
     if config.needs_critic and config.critic is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -121,6 +122,14 @@ class RunConfig(Section):
         if isinstance(self.placement, dict):
             return self.placement.get(role)  # type: ignore[call-overload, no-any-return]
         return role if self.placement == "separate" else next(iter(self.pools))
+
+    @property
+    def rollout_team_size(self) -> int:
+        """Number of a pool's workers whose devices one rollout engine spans; a worker without a GPU is one device."""
+        pool = self.pool_of("rollout")
+        if pool is None or self.rollout.engine != "vllm":
+            return 1
+        return math.ceil(self.rollout.vllm.tensor_parallel / max(1.0, self.pools[pool].gpus_per_worker))
 
     @property
     def on_policy(self) -> bool:

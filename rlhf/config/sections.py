@@ -99,7 +99,9 @@ class VLLMConfig(Section):
     """How vLLM runs. These keys change nothing in the results except rounding."""
 
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of each GPU's memory that vLLM uses")
-    tensor_parallel: int = Field(1, gt=0, description="GPUs that share the model")
+    tensor_parallel: int = Field(
+        1, gt=0, description="GPUs that share the model; in a pool they may belong to several adjacent workers"
+    )
     max_model_len: int | None = Field(
         None,
         gt=0,

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from rlhf.config import RunConfig, TrainerConfig
     from rlhf.engines.base import RolloutEngine
+    from rlhf.engines.rollout_team import RolloutTeam
     from rlhf.engines.server_rollout import ServerRollout
     from rlhf.engines.vllm_rollout import VLLMRollout
     from rlhf.models.skeleton import Skeleton
@@ -67,21 +68,25 @@ def train_engine(
     return TorchEngine(model, head, **options)
 
 
-def rollout_engine(config: RunConfig, actor: PreTrainedModel | None) -> RolloutEngine:
+def rollout_engine(config: RunConfig, actor: PreTrainedModel | None, team: RolloutTeam) -> RolloutEngine:
     """Build the rollout engine that `rollout.engine` names.
 
     Args:
         config: the run's config.
         actor: model whose tensors the engine `hf` uses; None: it loads the model itself.
+        team: the rollout team of this rank.
 
     Returns:
-        The rollout engine.
+        The rollout engine, or what stands for it on a rank that lends its devices to another rank's engine.
     """
+    from rlhf.engines.rollout_team import LentDevices
     from rlhf.models import eos_token_ids, load_actor, load_tokenizer
 
+    if not team.leads:
+        return LentDevices()
     tokenizer = load_tokenizer(config.model)
     if config.rollout.engine == "vllm":
-        return vllm_rollout(config, tokenizer)
+        return vllm_rollout(config, tokenizer, team.devices)
     if config.rollout.engine == "server":
         return server_rollout(config, tokenizer)
     from rlhf.engines.hf_rollout import HFRollout
@@ -93,7 +98,7 @@ def rollout_engine(config: RunConfig, actor: PreTrainedModel | None) -> RolloutE
     return HFRollout(model, eos_token_ids=eos, dtype=config.model.dtype, tokenizer=tokenizer)
 
 
-def vllm_rollout(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> VLLMRollout:
+def vllm_rollout(config: RunConfig, tokenizer: PreTrainedTokenizerBase, devices: tuple[str, ...] = ()) -> VLLMRollout:
     """Build the vLLM rollout engine.
 
     On the CPU `VLLM_CPU_KVCACHE_SPACE` sets the size of vLLM's cache, and `gpu_memory_utilization` is kept low so that
@@ -102,6 +107,7 @@ def vllm_rollout(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> VLLMR
     Args:
         config: the run's config.
         tokenizer: gives the end-of-sequence tokens.
+        devices: the GPUs that vLLM uses, by number or UUID; empty: those that this process sees.
 
     Returns:
         The rollout engine; its first call starts vLLM.
@@ -123,7 +129,8 @@ def vllm_rollout(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> VLLMR
         on_gpu=on_gpu,
         lora_rank=None if model.lora is None else model.lora.r,
         cpu_cache_gib=vllm.cpu_cache_gib,
-        tensor_parallel_size=vllm.tensor_parallel,
+        tensor_parallel=vllm.tensor_parallel,
+        devices=devices,
         gpu_memory_utilization=vllm.gpu_memory_utilization if on_gpu else 0.1,
         enforce_eager=vllm.enforce_eager or not on_gpu,
         enable_prefix_caching=vllm.prefix_caching,

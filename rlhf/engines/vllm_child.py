@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import threading
 import time
 from contextlib import suppress
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,10 @@ def main() -> None:
     Messages of the parent are `("submit", submissions)`, `("cancel", numbers)`, and `("call", method, arguments)`.
     Messages to the parent are `("tokens", new_tokens)` and `("answer", succeeded, result)`.
     """
+    # vLLM's worker processes join this process's group, which is killed as a whole. The process that then removes their
+    # shared memory is not a member
+    resource_tracker.ensure_running()
+    os.setpgid(0, 0)
     pipe = Connection(int(sys.argv[1]))
     parent, scratch, options = pipe.recv()
     watcher = threading.Thread(target=_end_with, args=(parent, scratch), daemon=True)
@@ -66,11 +72,11 @@ def _serve(pipe: Connection, engine: Engine) -> None:
 
 
 def _end_with(parent: int, scratch: Path) -> None:
-    """Exit when the parent is gone, and remove its scratch folder: a killed parent can do neither."""
+    """When the parent is gone, remove its scratch folder and end this group: a killed parent can do neither."""
     while os.getppid() == parent:
         time.sleep(0.5)
     shutil.rmtree(scratch, ignore_errors=True)
-    os._exit(1)
+    os.killpg(0, signal.SIGKILL)
 
 
 class Engine:

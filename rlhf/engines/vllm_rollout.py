@@ -12,7 +12,9 @@ import asyncio
 import atexit
 import itertools
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -107,7 +109,7 @@ class Child:
             good, answer = False, self._last_words()
         if not good:
             self.end()
-            raise EngineLost(f"vLLM did not start: {answer}")
+            raise EngineLost(f"vLLM did not start: {error_of_worker(self._log.read_text(errors='replace')) or answer}")
         threading.Thread(target=self._read, name="vllm", daemon=True).start()
 
     def send(self, *message: Any) -> None:
@@ -129,9 +131,11 @@ class Child:
         return answer
 
     def end(self) -> None:
-        """Kill the process."""
+        """Kill the process and the worker processes of its vLLM."""
         self._has_ended = True
         self._pipe.close()
+        with suppress(ProcessLookupError):  # it ended before it had a group, or the whole group has ended
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
         self._process.wait()
 
@@ -183,6 +187,12 @@ class Child:
         return f"exit code {self._process.returncode}" + (f", {lines[-1].strip()[-300:]}" if lines else "")
 
 
+def error_of_worker(log: str) -> str | None:
+    """Find the error of a worker process of vLLM in its log: vLLM itself only says that there was one."""
+    error = re.search(r"^\(Worker.*?\) ERROR .*?\] ([\w.]+(?:Error|Exception): .*)$", log, re.MULTILINE)
+    return None if error is None else error[1]
+
+
 class VLLMRollout(RolloutEngine):
     """A rollout engine that uses vLLM.
 
@@ -201,6 +211,8 @@ class VLLMRollout(RolloutEngine):
         on_gpu: bool = False,
         lora_rank: int | None = None,
         cpu_cache_gib: int = 1,
+        tensor_parallel: int = 1,
+        devices: tuple[str, ...] = (),
         **options: Any,
     ) -> None:
         """Prepare the options; the first call starts vLLM.
@@ -215,12 +227,15 @@ class VLLMRollout(RolloutEngine):
             on_gpu: whether vLLM runs on a GPU.
             lora_rank: maximum rank of an adapter; None: no adapters.
             cpu_cache_gib: size of the KV cache on the CPU, in GiB.
+            tensor_parallel: number of devices that share the model, each with a worker process of vLLM.
+            devices: the GPUs that vLLM uses, by number or UUID; empty: those that this process sees.
             options: further arguments of vLLM's `LLM`.
         """
         self.eos, self.timeout_s = eos_token_ids, timeout_s
         self.on_gpu, self.cpu_cache_gib = on_gpu, cpu_cache_gib
+        self.tensor_parallel, self.devices = tensor_parallel, devices
         self.dtype: torch.dtype = getattr(torch, dtype)
-        self.transfers_on_device = on_gpu and options.get("tensor_parallel_size", 1) == 1
+        self.transfers_on_device = on_gpu and tensor_parallel == 1
         self._asleep: set[str] = set()
         """What is not in the device's memory, by vLLM's tags."""
         self._child: Child | None = None
@@ -239,6 +254,9 @@ class VLLMRollout(RolloutEngine):
             "trust_remote_code": False,
             "generation_config": "vllm",  # ignore the model's own defaults
             "disable_log_stats": True,
+            "tensor_parallel_size": tensor_parallel,
+            # otherwise vLLM may choose Ray if it is installed, or refuse GPUs of which it sees too few
+            **({} if tensor_parallel == 1 else {"distributed_executor_backend": "mp"}),
             # after a chunk of a prompt, vLLM 0.32 rewinds the seeded generator, which CPU generators do not support
             **({} if on_gpu else {"enable_chunked_prefill": False}),
             "weight_transfer_config": {"backend": "ipc" if self.transfers_on_device else HOST_MEMORY},
@@ -362,14 +380,26 @@ class VLLMRollout(RolloutEngine):
                     raise lost.lost
             if self._child is None:
                 self._asleep = set()
-                environment = {
-                    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the child is already a separate process
-                    "VLLM_NO_USAGE_STATS": "1",
-                    "VLLM_LOGGING_LEVEL": "WARNING",
-                    **({} if self.on_gpu else {"VLLM_CPU_KVCACHE_SPACE": str(self.cpu_cache_gib)}),
-                }
-                self._child = Child(self.scratch, self.options, environment, self.timeout_s)
+                self._child = Child(self.scratch, self.options, self.environment(), self.timeout_s)
             return self._child
+
+    def environment(self) -> dict[str, str]:
+        """The environment variables that vLLM's process gets in addition to this process's."""
+        variables = {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the child is already a separate process
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+        }
+        if not self.on_gpu:
+            variables["VLLM_CPU_KVCACHE_SPACE"] = str(self.cpu_cache_gib)
+        if self.devices:
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices)
+        if self.tensor_parallel > 1:
+            # the child has threads, which a fork does not survive, and a fork would inherit its end of the pipe
+            variables["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+            if not self.on_gpu:  # by default each worker wants a NUMA node
+                variables["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        return variables
 
     def _end(self) -> None:
         if self._child is not None:

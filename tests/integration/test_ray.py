@@ -31,6 +31,10 @@ from tests.processes import Child, Fault, Processes
 from tests.ranks import one_rank_fails, one_rank_never_answers
 from tests.vllm_server import end_servers, serving
 
+needs_vllm = pytest.mark.skipif(
+    not os.environ.get("RATCHET_VLLM") and find_spec("vllm") is None, reason="vLLM is not installed: `make vllm`"
+)
+
 
 @pytest.fixture(scope="module")
 def ray_cluster() -> Iterator[str]:
@@ -93,6 +97,20 @@ def computing() -> list[psutil.Process]:
         with suppress(psutil.Error):
             found += [process] if "ray::Process" in str(process.cmdline()) else []
     return found
+
+
+def processes_of_vllm() -> tuple[psutil.Process, list[psutil.Process]]:
+    """The process in which vLLM is, and its worker processes."""
+    lines = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            lines.append((process, " ".join(process.cmdline())))
+    [child] = [process for process, line in lines if "rlhf.engines.vllm_child" in line]
+    return child, [process for process, line in lines if "VLLM::Worker" in line]
+
+
+def has_ended(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
 def gap(history: History) -> float:
@@ -194,9 +212,46 @@ def test_a_rollout_in_a_pool_of_its_own_gets_the_newest_weights_from_the_actor(r
     assert runs.finish(runs.config("torn", **changes)).results == history.results
 
 
-@pytest.mark.skipif(
-    not os.environ.get("RATCHET_VLLM") and find_spec("vllm") is None, reason="vLLM is not installed: `make vllm`"
-)
+@needs_vllm
+def test_one_vllm_spans_the_devices_of_two_ranks(runs: Runs, tmp_path: Path) -> None:
+    """It outlives the driver, and neither it nor its workers outlive a process that is killed."""
+    model = tiny.model_folder(tmp_path / "model", hidden=64, heads=2, key_value_heads=2)
+    config = runs.config(
+        "spans",
+        pools={"train": {"workers": 2, "cpus_per_worker": 0.5}},  # both on one node
+        critic__engine="fsdp",
+        model__path=str(model),
+        rollout__engine="vllm",
+        rollout__vllm={"tensor_parallel": 2},
+        actor__lr=1e-2,
+        actor__offload_when_idle=True,
+        critic__offload_when_idle=True,
+    )
+    killed = runs.train(config, Fault("create", '{"kind":"stage","iteration":1,"stage":"update_critic"'))
+    assert killed.wait() == -signal.SIGKILL, killed.text
+    assert "starting pool train: 1 x {'CPU': 1.0}, each on one machine (2 workers share a vLLM" in killed.text
+    child, workers = processes_of_vllm()
+    assert len(workers) == 2
+    assert not any(has_ended(process) for process in [child, *workers]), "the next driver finds it"
+
+    resumed = runs.train(config, Fault("put", "manifests/iteration=000001/", "before", delay_s=10.0))
+    until(lambda: "waiting at" in resumed.text)
+    child.kill()
+    until(lambda: all(has_ended(process) for process in workers))
+    assert resumed.wait() == 0, resumed.text
+    assert "starting pool" not in resumed.text
+    _, new = processes_of_vllm()
+    assert len(new) == 2
+    history = runs.finish(config)
+    until(lambda: all(has_ended(process) for process in new))
+    frame = history.run.trajectories()
+    assert frame["policy_version"].tolist() == frame["iteration"].tolist()
+    assert gap(history) < 1e-3, "in float32, before and after updates"
+    moved = (frame["old_log_probs"] - frame["ref_log_probs"]).map(lambda row: np.abs(row).max())
+    assert moved[frame["iteration"] == 2].max() > 0.05, "or stale weights would not be noticed"
+
+
+@needs_vllm
 def test_a_server_gets_the_weights_of_an_actor_on_two_ranks(runs: Runs, tmp_path: Path) -> None:
     model = tiny.model_folder(tmp_path / "model", hidden=64, heads=2, key_value_heads=1)
     try:
@@ -223,6 +278,11 @@ def test_a_pool_that_does_not_fit_is_refused(runs: Runs) -> None:
     typed = runs.train(runs.config("typed", pools={"train": {"accelerator_type": "H100"}}))
     assert typed.wait() == 2, typed.text
     assert "asks for 1 x {'CPU': 1.0, 'accelerator_type:H100': 0.001}, and Ray has {'CPU': 2.0}" in typed.text
+    # two CPUs are there, but not on one machine
+    vllm = {"rollout__engine": "vllm", "rollout__vllm": {"tensor_parallel": 2}}
+    straddles = runs.train(runs.config("straddles", pools={"train": {"workers": 2}}, **vllm))
+    assert straddles.wait() == 2, straddles.text
+    assert "asks for 1 x {'CPU': 2.0}, each on one machine (2 workers share" in straddles.text
 
 
 def test_a_group_whose_ranks_part_begins_anew(runs: Runs, tmp_path: Path) -> None:

@@ -96,6 +96,9 @@ def test_the_minimal_config_is_the_documented_default(file: Path) -> None:
         ("rollout.quantization=fp8", "rollout.quantization fp8 is for rollout.engine vllm: remove it"),
         ("rollout={engine: vllm, top_p: 0.9, temperature: 0.7}", "with rollout.top_p 0.9, rollout.temperature must be 1 (or 0), but is 0.7"),  # noqa: E501
         ("rollout={engine: vllm, vllm: {max_model_len: 100}}", "rollout.vllm.max_model_len is 100, less than data.max_prompt_tokens + rollout.max_response_tokens = 1024: raise it"),  # noqa: E501
+        ("pools={all: {workers: 6, gpus_per_worker: 1}}; rollout={engine: vllm, vllm: {tensor_parallel: 4}}", "rollout.vllm.tensor_parallel is 4, the GPUs of 4 workers, but pools.all.workers is 6, which is not a multiple of 4: change one of them"),  # noqa: E501
+        ("pools={all: {workers: 4, gpus_per_worker: 2}}; rollout={engine: vllm, vllm: {tensor_parallel: 3}}", "rollout.vllm.tensor_parallel is 3, which is not a multiple of pools.all.gpus_per_worker (2): change one of them"),  # noqa: E501
+        ("pools={all: {workers: 2, gpus_per_worker: 0.5}}; rollout={engine: vllm, vllm: {tensor_parallel: 2}}", "rollout.vllm.tensor_parallel is 2, but the workers of pools.all share GPUs (gpus_per_worker 0.5): set pools.all.gpus_per_worker to 1"),  # noqa: E501
         ("rollout.engine=server", "rollout.engine is server, but rollout.server.urls is empty: list the servers"),
         ("rollout={engine: server, server: {urls: 'http://a:1'}}; model.lora={}", "rollout.engine server cannot load adapters"),  # noqa: E501
         ("critic=null", "critic is null, but algorithm.advantage gae needs values: leave critic out"),
@@ -386,3 +389,18 @@ def test_estimators_of_the_kl_that_do_not_do_what_they_seem_to_are_refused(
         load_config(file, [override])
     assert says in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("workers", "gpus_per_worker", "tensor_parallel", "size"),
+    [(8, 1, 1, 1), (8, 1, 2, 2), (8, 1, 8, 8), (4, 2, 8, 4), (2, 4, 4, 1), (1, 8, 2, 1), (2, 0, 2, 2), (4, 0.5, 1, 1)],
+)
+def test_a_vllm_spans_one_worker_or_several_whole_ones(
+    workers: int, gpus_per_worker: float, tensor_parallel: int, size: int
+) -> None:
+    pools = {"all": {"workers": workers, "gpus_per_worker": gpus_per_worker}}
+    changes = {"rollout.engine": "vllm", "rollout.vllm.tensor_parallel": tensor_parallel}
+    assert parse_config(MINIMAL, "here").with_values({"pools": pools} | changes).rollout_team_size == size
+    assert parse_config(MINIMAL, "here").with_values(changes).rollout_team_size == 1, (
+        "the driver's process sees all its GPUs"
+    )
