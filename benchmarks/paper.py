@@ -14,7 +14,6 @@ prompts are those of the project's own code; rates are of data sheets, times wha
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -34,7 +33,8 @@ from benchmarks.costs import (
     Model,
     slowed,
 )
-from rlhf.config.sections import TrainerConfig, VLLMConfig
+from infra.execution.snapshots import is_affordable
+from rlhf.config.sections import CheckpointConfig, TrainerConfig, VLLMConfig
 from rlhf.engines.micro_batches import by_prompt, deal
 from rlhf.engines.model_engine import KEYS_PER_TOKEN
 from rlhf.engines.optimizers import AdamW
@@ -73,8 +73,6 @@ class Setup:
     lengths: Lengths
     mini_batches: int = 4
     micro_batch_tokens: int = TrainerConfig.model_fields["micro_batch_tokens"].default
-    max_share: float = 0.05
-    """Largest share of the time that snapshots may take."""
 
     @property
     def nodes(self) -> int:
@@ -235,7 +233,7 @@ def activations(setup: Setup, choice: Checkpointing, *, after: bool) -> float:
 
 def before(setup: Setup) -> dict[str, float]:
     """Seconds by part, as the code was."""
-    assumed, hardware, gpus = BEFORE, setup.hardware, setup.gpus
+    assumed, gpus = BEFORE, setup.gpus
     state, shards = setup.state, setup.state / gpus
     float32_weights = FLOAT32 * setup.model.parameters
     fits = checkpointing(setup, after=False)
@@ -251,11 +249,7 @@ def before(setup: Setup) -> dict[str, float]:
         + 2 * float32_weights / assumed.shared_memory,
         # out and in: the trainer's state, the reference in float32, vLLM's weights
         "turns": 2 * (shards + float32_weights / gpus + setup.weights / setup.rollout_gpus) / assumed.pageable,
-        # the files and each of their blocks are hashed
-        "snapshot": gathered(setup, assumed, state)
-        + to_host
-        + 2 * shards / SHA256_RATE
-        + state / (hardware.disk * setup.nodes),
+        "snapshot": snapshot_wait(setup) + snapshot_written(setup),
         "commits": commits(setup),
     }
 
@@ -282,7 +276,7 @@ def after(setup: Setup) -> dict[str, float]:
         "snapshot": 0.0,
         "commits": commits(setup),
     }
-    return parts | {"snapshot": snapshot_copy(setup) / snapshot_every(setup, sum(parts.values()))}
+    return parts | {"snapshot": snapshot_wait(setup) / snapshot_every(setup, sum(parts.values()))}
 
 
 def transfer(setup: Setup) -> float:
@@ -298,16 +292,26 @@ def transfer(setup: Setup) -> float:
     return max(setup.weights / AFTER.pageable, copied / AFTER.host)
 
 
-def snapshot_copy(setup: Setup) -> float:
-    """Seconds in which a snapshot is copied to pinned host memory; training waits for them."""
-    return max(setup.state / setup.gpus / setup.hardware.pcie, setup.state / setup.nodes / AFTER.host)
+def snapshot_wait(setup: Setup) -> float:
+    """Seconds for which training waits for a snapshot: until it is in host memory."""
+    return gathered(setup, AFTER, setup.state) + setup.state / setup.gpus / AFTER.pageable
+
+
+def snapshot_written(setup: Setup) -> float:
+    """Seconds until a snapshot in host memory is hashed, as files and by blocks, and written."""
+    return 2 * setup.state / setup.gpus / SHA256_RATE + setup.state / (setup.hardware.disk * setup.nodes)
 
 
 def snapshot_every(setup: Setup, iteration_s: float) -> int:
-    """Iterations between snapshots, so that they take at most `max_share` of the time."""
-    state = setup.state
-    written = state / setup.gpus / SHA256_RATE * 2 + state / (setup.hardware.disk * setup.nodes)
-    return max(1, math.ceil((snapshot_copy(setup) + written) / (setup.max_share * iteration_s)))
+    """Iterations between snapshots, of which one is written at a time."""
+    defaults = CheckpointConfig()
+    number = 1
+    while number < defaults.max_replay and not (
+        is_affordable(snapshot_wait(setup), number * iteration_s, defaults.max_share)
+        and snapshot_written(setup) <= number * iteration_s
+    ):
+        number += 1
+    return number
 
 
 def commits(setup: Setup) -> float:
