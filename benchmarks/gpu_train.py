@@ -4,8 +4,8 @@
 
 GRPO with a reference; vLLM generates on the GPU of the trainer, and the models take turns there (`offload_when_idle`).
 The driver is killed (SIGKILL) while the third iteration generates, and the same command resumes the run. The report has
-the seconds of each iteration by part, the weights that were sent to vLLM, and the memory. Without a GPU the same run uses
-a tiny model, float32, and vLLM on the CPU. Exit code 1: the run did not end as it should.
+the seconds of each iteration by part, the weights that were sent to vLLM, and the memory. Without a GPU the same run
+uses a tiny model, float32, and vLLM on the CPU. Exit code 1: the run did not end as it should.
 """
 
 from __future__ import annotations
@@ -177,8 +177,8 @@ def about(config: RunConfig) -> str:
     model, rollout = parts.SIZES["1B" if parts.on_gpu() else "5M"], config.rollout
     return (
         f"GRPO of a Llama with {model['num_hidden_layers']} layers of {model['hidden_size']}, {config.model.dtype}, "
-        f"{config.data.prompts_per_iteration} prompts x {rollout.n}, at most {rollout.max_response_tokens} tokens; vLLM "
-        f"on the {'GPU' if parts.on_gpu() else 'CPU'}"
+        f"{config.data.prompts_per_iteration} prompts x {rollout.n}, at most {rollout.max_response_tokens} tokens; "
+        f"vLLM on the {'GPU' if parts.on_gpu() else 'CPU'}"
     )
 
 
@@ -247,13 +247,14 @@ def measure(root: Path, iterations: int) -> tuple[str, bool]:
         code = second.process.poll()
         is_good = code == 0 and state.iteration == iterations and state.term == 2 and not alive
         lines = [
-            f"{about(config)}. The driver was killed in iteration {KILLED_IN}, when a shard was committed, and resumed.",
+            f"{about(config)}. The driver was killed in iteration {KILLED_IN}, after a shard was committed.",
             "",
             table(run, walls_of(first, second)),
             "",
             f"Peak memory of {'the GPU' if parts.on_gpu() else 'all processes together'}: {peak / 2**30:.2f} GiB. "
-            f"{'It ended as it should' if is_good else 'IT DID NOT END AS IT SHOULD'}: iteration {state.iteration} of "
-            f"{iterations}, driver {state.term}, exit code {code}; {len(alive)} vLLM processes outlived the first driver.",
+            + ("The run ended as it should" if is_good else "THE RUN DID NOT END AS IT SHOULD")
+            + f": {state.iteration} of {iterations} iterations, driver {state.term}, exit code {code}; "
+            f"{len(alive)} vLLM processes outlived the first driver.",
         ]
         return "\n".join(lines if is_good else [*lines, "", "```", second.last_words, "```"]), is_good
     finally:
