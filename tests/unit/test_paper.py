@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -169,3 +170,15 @@ def test_what_does_not_fit_is_said() -> None:
     assert any(line.startswith("every process builds the whole model on its GPU: 131 GB of 80 GB") for line in old)
     assert not any("builds the whole model" in line for line in new)
     assert paper.misfits(Setup(MODELS["0.5B"], H100, 1, lengths))[1] == []
+
+
+def test_the_docs_have_what_the_command_prints(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["paper.py"])
+    paper.main()
+    _, *blocks = capsys.readouterr().out.strip().split("\n\n")
+    docs = (Path(paper.__file__).parents[1] / "docs/benchmarks.md").read_text()
+    assert len(blocks) == 4
+    for block in blocks:
+        assert block in docs, "run benchmarks/paper.py, and copy what it prints to docs/benchmarks.md"
