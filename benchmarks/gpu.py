@@ -54,9 +54,11 @@ class Step:
     title: str
     limit_s: float
     command: tuple[str, ...]
-    """Arguments of Python. What it prints is Markdown."""
+    """Arguments of Python."""
     needs: tuple[str, ...] = ()
     """Modules without which it is skipped."""
+    is_markdown: bool = True
+    """Whether it prints Markdown, and not plain text."""
 
 
 @dataclass(frozen=True)
@@ -77,23 +79,25 @@ def steps(device: Device) -> tuple[Step, ...]:
     def own(name: str, title: str, limit_s: float) -> Step:
         return Step(name, title, limit_s, (str(ROOT / "benchmarks/gpu.py"), "--step", name, "--device", device))
 
-    def updates(name: str, title: str, limit_s: float, options: str) -> Step:
-        return Step(name, title, limit_s, (str(ROOT / "benchmarks/engines.py"), *options.split()))
+    def updates(name: str, limit_s: float, options: str) -> Step:
+        return Step(name, f"updates: {options}", limit_s, (str(ROOT / "benchmarks/engines.py"), *options.split()))
 
     tests = f"-m pytest {ROOT}/tests/gpu --rootdir={ROOT} --confcutdir={ROOT}/tests/gpu -q -rs -p no:cacheprovider"
     if device == "cpu":
-        options = "--size tiny --kernels torch --checkpointing none --packing off --steps 1"
-        measured = (updates("updates", "updates, tiny", 120, options),)
-    else:
-        kernels, packing = "--kernels torch,compile,liger --steps 3", "--packing off,on"
         measured = (
-            updates("updates-1b", "updates, 1 B", 110, f"--size 1b {kernels} {packing} --checkpointing none,selective"),
-            updates(
-                "updates-4b", "updates, 4 B", 130, f"--size 4b {kernels} --packing on --checkpointing selective,full"
-            ),
+            updates("updates", 120, "--size tiny --kernels torch --checkpointing none --packing off --steps 1"),
+        )
+    else:
+        kernels = "torch,compile,liger" if find_spec("liger_kernel") else "torch,compile"
+        every = f"--kernels {kernels} --checkpointing selective --packing on --steps 3"
+        measured = (
+            updates("kernels-1b", 70, f"--size 1b {every}"),
+            updates("kernels-4b", 90, f"--size 4b {every}"),
+            updates("plain-1b", 45, "--size 1b --kernels torch --checkpointing none --packing off,on --steps 3"),
+            updates("full-4b", 35, "--size 4b --kernels torch --checkpointing full --packing on --steps 3"),
         )
     in_order = (
-        Step("tests", "tests/gpu", 150, tuple(tests.split()), needs=("pytest",)),
+        Step("tests", "tests/gpu", 150, tuple(tests.split()), needs=("pytest",), is_markdown=False),
         own("memory", "memory for another process", 50),
         own("digest", "digest by parts", 30),
         own("sync", "weight sync", 60),
@@ -172,7 +176,8 @@ def report(about: str, results: Sequence[Result]) -> str:
         lines.append(f"| {result.step.title} | {result.seconds:.0f} | {outcome} |")
     for result in results:
         if result.output:
-            lines += ["", f"**{result.step.title}**", "", result.output]
+            output = result.output if result.step.is_markdown else f"```\n{result.output}\n```"
+            lines += ["", f"**{result.step.title}**", "", output]
     return "\n".join(lines) + "\n"
 
 
@@ -260,7 +265,10 @@ def started(target: Callable[..., None], *arguments: Any) -> tuple[Any, Connecti
 
 def step_memory(device: Device) -> None:
     """Whether another process can have the memory that `place` gives back, and the state comes back unchanged."""
+    import torch
+
     size = "1b" if device == "cuda" else "tiny"
+    torch.zeros(1, device=device)  # CUDA takes memory of its own in both processes
     process, other = started(_other_process, device)
     with closing(other):
         first = other.recv()
