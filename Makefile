@@ -58,7 +58,7 @@ bench-trl: .venv/installed ## the comparison with TRL, which gets environments o
 # with any Python that has PyTorch and transformers: nothing is installed
 gpu: PYTHON = python3
 gpu: ## what one GPU shows in ten minutes, in gpu.md
-	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/gpu.py
+	PYTHONPATH=$(CURDIR):$(PYTHONPATH) $(PYTHON) benchmarks/gpu.py
 
 gpu-train: .venv/vllm ## a small GRPO run with vLLM on the same GPU, killed and resumed, in gpu-train.md
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR) python benchmarks/gpu_train.py

@@ -11,6 +11,7 @@ uses a tiny model, float32, and vLLM on the CPU. Exit code 1: the run did not en
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -115,10 +117,12 @@ class Training:
         path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
         self.url = f"{config.run.store}/{config.run.name}"
         self.log = root / f"{name}.log"
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "PREFECT_HOME": str(root / "prefect")}
+        self.turns = root / f"{name}.turns"
+        path_list = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        environment = os.environ | {"PYTHONPATH": path_list, "PREFECT_HOME": str(root / "prefect")}
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", "from flows.cli import main; main()", "train", str(path)],
+                [sys.executable, __file__, "--drive", str(path), str(self.turns)],
                 cwd=root,
                 env=environment,
                 stdout=output,
@@ -189,40 +193,70 @@ def gap(run: Run, iteration: int) -> float:
     return float(np.mean(np.concatenate([np.abs(np.subtract(*row)) for row in rows])))
 
 
-def table(run: Run, walls: dict[int, float]) -> str:
-    """A row per iteration, in Markdown."""
+def table(run: Run, spans: dict[int, tuple[float, float]]) -> str:
+    """A row per iteration, in Markdown.
+
+    Args:
+        run: the run.
+        spans: see `spans_of`.
+    """
     metrics = run.metrics()
     names = [name for name in STAGES if f"timing_s/{name}" in metrics]
-    head = [*names, "weight sync", "snapshot", "everything else: turns, commits, start"]
+    head = [*names, "weight sync", "snapshot", "everything else"]
     lines = [
-        "| iteration | seconds | " + " | ".join(head) + " | MB to vLLM | gap of log-probs |",
-        "|---" * (len(head) + 4) + "|",
+        "| iteration | seconds | " + " | ".join(head) + " | of all this: turns | MB to vLLM | gap of log-probs |",
+        "|---" * (len(head) + 5) + "|",
     ]
     for row in metrics.to_dict("records"):
         iteration = int(row["iteration"])
         seconds = [row.get(f"timing_s/{name}", 0.0) for name in names]
         seconds += [row.get("perf/weight_sync_s", 0.0), row.get("timing_s/snapshot", 0.0)]
         seconds = [0.0 if np.isnan(value) else float(value) for value in seconds]
-        wall = walls.get(iteration, float("nan"))
+        wall, turns = spans.get(iteration, (float("nan"), float("nan")))
         moved = row.get("perf/weight_sync_bytes", 0.0)
         lines.append(
             f"| {iteration} | {wall:.1f} | "
             + " | ".join(f"{value:.2f}" for value in [*seconds, wall - sum(seconds)])
-            + f" | {0.0 if np.isnan(moved) else moved / 1e6:,.1f} | {gap(run, iteration):.1e} |"
+            + f" | {turns:.2f} | {0.0 if np.isnan(moved) else moved / 1e6:,.1f} | {gap(run, iteration):.1e} |"
         )
     return "\n".join(lines)
 
 
-def walls_of(*trainings: Training) -> dict[int, float]:
-    """Seconds from the close of the iteration before, or from the start of the process, to the close of each."""
-    walls: dict[int, float] = {}
+def spans_of(*trainings: Training) -> dict[int, tuple[float, float]]:
+    """By iteration, seconds until its close, from the close before or the start of the process, and those of turns."""
+    spans: dict[int, tuple[float, float]] = {}
     for training in trainings:
+        lines = training.turns.read_text().splitlines() if training.turns.exists() else []
+        turns = [json.loads(line) for line in lines if line.endswith("]")]
         before = training.began
         for number, closed in sorted(training.closed.items()):
-            if number and closed > before and number - 1 not in walls:
-                walls[number - 1] = closed - before
+            if number and number - 1 not in spans:
+                taken = sum(seconds for ended, seconds in turns if before < ended <= closed)
+                spans[number - 1] = closed - before, taken
             before = closed
-    return walls
+    return spans
+
+
+def drive(path: str, turns: str) -> None:
+    """Run `ratchet train`, and write when each turn ended and its seconds, a line each."""
+    from rlhf.engines.torch_engine import TorchEngine
+    from rlhf.engines.vllm_rollout import VLLMRollout
+
+    file = Path(turns).open("a", buffering=1)  # noqa: SIM115  (until the process ends)
+    for engine in (TorchEngine, VLLMRollout):
+        original = engine.place
+
+        def place(self: Any, *, original: Any = original, **where: bool) -> None:
+            began = time.monotonic()
+            original(self, **where)
+            ended = time.monotonic()
+            file.write(json.dumps([ended, ended - began]) + "\n")
+
+        engine.place = place  # type: ignore[method-assign]
+    from flows.cli import main as ratchet
+
+    sys.argv = ["ratchet", "train", path]
+    ratchet()
 
 
 def measure(root: Path, iterations: int) -> tuple[str, bool]:
@@ -247,9 +281,10 @@ def measure(root: Path, iterations: int) -> tuple[str, bool]:
         code = second.process.poll()
         is_good = code == 0 and state.iteration == iterations and state.term == 2 and not alive
         lines = [
-            f"{about(config)}. The driver was killed in iteration {KILLED_IN}, after a shard was committed.",
+            f"{about(config)}. The driver was killed in iteration {KILLED_IN}, after a shard was committed; seconds that "
+            "contain a start of the driver or of vLLM say nothing about the work.",
             "",
-            table(run, walls_of(first, second)),
+            table(run, spans_of(first, second)),
             "",
             f"Peak memory of {'the GPU' if parts.on_gpu() else 'all processes together'}: {peak / 2**30:.2f} GiB. "
             + ("The run ended as it should" if is_good else "THE RUN DID NOT END AS IT SHOULD")
@@ -266,7 +301,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--iterations", type=int, default=6)
     parser.add_argument("--output", type=Path, default=Path("gpu-train.md"), help="file of the report")
+    parser.add_argument("--drive", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.drive is not None:
+        drive(*options.drive)
+        return
     with tempfile.TemporaryDirectory() as folder:
         text, is_good = measure(Path(folder), options.iterations)
     options.output.write_text(text + "\n")
