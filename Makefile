@@ -3,7 +3,7 @@ BIN := .venv/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo vllm test torture check bench bench-vllm bench-trl docs clean
+.PHONY: demo vllm test torture check bench bench-vllm bench-trl gpu gpu-train docs clean
 
 # torch goes first and alone: asked for by another package, pip would take the newest build with gigabytes of CUDA
 .venv/installed: pyproject.toml constraints.txt
@@ -54,6 +54,14 @@ bench-vllm: .venv/vllm ## those of rollout engines
 bench-trl: .venv/installed ## the comparison with TRL, which gets environments of its own in build/
 	benchmarks/trl/environments.sh
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR) python benchmarks/trl/compare.py
+
+# with any Python that has PyTorch and transformers: nothing is installed
+gpu: PYTHON = python3
+gpu: ## what one GPU shows in ten minutes, in gpu.md
+	PYTHONPATH=$(CURDIR):$(PYTHONPATH) $(PYTHON) benchmarks/gpu.py
+
+gpu-train: .venv/vllm ## a small GRPO run with vLLM on the same GPU, killed and resumed, in gpu-train.md
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR) python benchmarks/gpu_train.py
 
 docs: .venv/installed ## what is generated: configuration, algorithms, metrics
 	python -m flows.reference

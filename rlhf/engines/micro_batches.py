@@ -43,6 +43,28 @@ def by_token_budget(lengths: np.ndarray, budget: int, *, packed: bool = False) -
     return pieces
 
 
+def deal(lengths: np.ndarray, budget: int, teams: int, *, packed: bool = False) -> list[list[np.ndarray]]:
+    """Deal rows to teams of ranks by length, and split each team's rows into pieces within a token budget.
+
+    The teams' numbers of tokens differ by at most the longest row. Every team gets the same number of pieces, because
+    the ranks of a sharded model compute in lockstep; a piece may be empty.
+
+    Args:
+        lengths: length of each row in tokens, shape (rows,).
+        budget: maximum size of a piece in tokens; a longer row is a piece by itself.
+        teams: number of teams.
+        packed: whether padding does not count towards the budget.
+
+    Returns:
+        Row numbers of each piece, by team.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    shares = [order[team::teams] for team in range(teams)]
+    by_team = [[rows[piece] for piece in by_token_budget(lengths[rows], budget, packed=packed)] for rows in shares]
+    most = max(len(team_pieces) for team_pieces in by_team)
+    return [team_pieces + [order[:0]] * (most - len(team_pieces)) for team_pieces in by_team]
+
+
 def prompt_numbers(batch: TrajectoryBatch) -> np.ndarray:
     """Number the prompts of a batch from 0, in the order of their first row; equal prompts have the same number.
 

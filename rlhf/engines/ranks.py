@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlhf.engines.micro_batches import by_token_budget
+from rlhf.engines.micro_batches import deal
 
 if TYPE_CHECKING:
     import torch
@@ -94,10 +94,7 @@ def gathered(value: Any) -> list[Any]:
 
 
 def pieces(lengths: np.ndarray, budget: int, *, packed: bool = False, sharing: int = 1) -> list[np.ndarray]:
-    """Split a batch over the ranks, and this rank's share into pieces within a token budget.
-
-    Rows are distributed by length, so that ranks have about the same number of tokens. Every rank gets the same number
-    of pieces, because the ranks of a sharded model compute in lockstep; a piece may be empty.
+    """Split a batch over the ranks, and this rank's share into pieces within a token budget; see `deal`.
 
     Args:
         lengths: length of each row in tokens, shape (rows,).
@@ -108,10 +105,4 @@ def pieces(lengths: np.ndarray, budget: int, *, packed: bool = False, sharing: i
     Returns:
         Row numbers of each piece of this rank.
     """
-    teams = count() // sharing
-    order = np.argsort(-lengths, kind="stable")
-    shares = [order[team::teams] for team in range(teams)]
-    by_team = [[rows[piece] for piece in by_token_budget(lengths[rows], budget, packed=packed)] for rows in shares]
-    most = max(len(team_pieces) for team_pieces in by_team)
-    own_pieces = by_team[rank() // sharing]
-    return own_pieces + [order[:0]] * (most - len(own_pieces))
+    return deal(lengths, budget, count() // sharing, packed=packed)[rank() // sharing]

@@ -1,0 +1,432 @@
+"""The cost of an iteration on paper, for models that this project has not run: seconds by part, and memory.
+
+    python benchmarks/paper.py                                  # the tables of docs/benchmarks.md
+    python benchmarks/paper.py --model 7B --gpus 8 --gpu H200   # one size
+
+GRPO with a reference, all models on the same GPUs, taking turns (`offload_when_idle`), with `fsdp` (one GPU: `torch`)
+and vLLM. "Before" is the code before the work on big models: SHA-256 of gathered tensors after each update, whole
+float32 weights to the rollout through /dev/shm from every process, a snapshot after every iteration in the foreground,
+memory that is not pinned, float32 residuals. "After" is what the project aims at. Lengths, micro-batches and shared
+prompts are those of the project's own code; rates are of data sheets, times what software is assumed to reach
+(`costs.Assumed`).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from benchmarks.costs import (
+    AFTER,
+    BEFORE,
+    BFLOAT16,
+    FLOAT32,
+    HARDWARE,
+    MODELS,
+    Assumed,
+    Checkpointing,
+    Hardware,
+    Lengths,
+    Model,
+    slowed,
+)
+from infra.execution.snapshots import is_affordable
+from rlhf.config.sections import CheckpointConfig, TrainerConfig, VLLMConfig
+from rlhf.engines.micro_batches import by_prompt, deal
+from rlhf.engines.model_engine import KEYS_PER_TOKEN
+from rlhf.engines.optimizers import AdamW
+from rlhf.engines.state_digest import MIX
+from rlhf.engines.token_outputs import LOGITS_BYTES
+
+SIZES = (("0.5B", 1), ("7B", 8), ("32B", 32), ("70B", 64))
+"""Models and GPUs of the tables."""
+STATE = FLOAT32 * (1 + len(AdamW.state))
+"""Bytes of a parameter with its moments."""
+SHA256_RATE = 1.8e9
+"""Measured: bytes per second and core."""
+PARQUET_RATE = 1e8
+"""Measured: bytes of columns that a core writes as Parquet in a second (token ids; floats take half of the time)."""
+COMMIT_S = 0.16
+"""Measured: seconds per iteration of workflow, log and manifests (docs/benchmarks.md, PPO)."""
+COLUMNS = 7
+"""Columns with four bytes per response token that an iteration commits: ids, mask, rewards, advantages and log-probs of
+the rollout, of the actor and of the reference."""
+SEED_S = 1e-5
+"""Reported: seconds per request and step that seeds of requests cost vLLM."""
+DIGEST_BYTES = 8 + (8 + 4 + 8) + 16 + len(MIX) * (16 + 16 + 24) + 2 * 8
+"""Bytes that `state_digest.sums` reads and writes per element on a GPU: positions, plus bits, xor key; rounds of a
+product, a shift and an xor of 64-bit numbers; two sums."""
+RESERVED = 2e9
+"""Bytes of a GPU for the CUDA context, NCCL and fragmentation."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is run on what."""
+
+    model: Model
+    hardware: Hardware
+    gpus: int
+    lengths: Lengths
+    mini_batches: int = 4
+    micro_batch_tokens: int = TrainerConfig.model_fields["micro_batch_tokens"].default
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.gpus // self.hardware.gpus_per_node)
+
+    @property
+    def weights(self) -> int:
+        """Bytes of the weights in the rollout's type."""
+        return BFLOAT16 * self.model.parameters
+
+    @property
+    def state(self) -> int:
+        """Bytes of weights and moments."""
+        return STATE * self.model.parameters
+
+    @property
+    def rollout_gpus(self) -> int:
+        """GPUs of a rollout engine: so many that its weights take at most half of their memory."""
+        gpus = 1
+        while self.weights / gpus > self.hardware.memory / 2:
+            gpus *= 2
+        return gpus
+
+    @property
+    def engines(self) -> int:
+        """Number of rollout engines."""
+        return self.gpus // self.rollout_gpus
+
+    @property
+    def cache_bytes(self) -> float:
+        """Bytes of the key-value cache of a rollout engine."""
+        share: float = VLLMConfig.model_fields["gpu_memory_utilization"].default
+        return self.rollout_gpus * (share * self.hardware.memory - RESERVED) - self.weights
+
+
+def generation(setup: Setup, assumed: Assumed) -> float:
+    """Seconds of generation. A step reads the weights, and the keys and values of all running trajectories.
+
+    There are as many steps as the longest response has tokens, or more if the cache cannot hold all trajectories.
+    """
+    model, hardware, lengths, gpus = setup.model, setup.hardware, setup.lengths, setup.rollout_gpus
+    responses = lengths.responses
+    share = 1 / setup.engines  # trajectories go to the engine that has room
+    running = min(lengths.count * share, setup.cache_bytes / (model.key_value_bytes * lengths.tokens / lengths.count))
+    steps = max(float(responses.max()), responses.sum() * share / running)
+    read = steps * setup.weights + lengths.attended_by_responses * share * model.key_value_bytes
+    prompts = responses.shape[0] * share
+    prefill = model.forward_flops(prompts * lengths.prompt, prompts * lengths.prompt**2 / 2, prompts)
+    latency = assumed.step_s + (2 * model.layers * assumed.reduce_s if gpus > 1 else 0.0)
+    memory_s = read / gpus / (hardware.hbm * assumed.decode)
+    return memory_s + steps * latency + prefill / gpus / (hardware.flops * assumed.mfu)
+
+
+def seeds(setup: Setup) -> float:
+    """Seconds that seeds of requests add to generation."""
+    return float(setup.lengths.responses.sum()) / setup.engines * SEED_S
+
+
+def micro_batch_flops(setup: Setup, responses: np.ndarray) -> np.ndarray:
+    """Divide trajectories into micro-batches as the engines do, with shared prompts.
+
+    All ranks compute a micro-batch at the same time, so the rank that has most counts.
+
+    Args:
+        setup: the setup.
+        responses: tokens of the responses, shape (prompts, n).
+
+    Returns:
+        FLOPs of the forward pass of each micro-batch, on one rank.
+    """
+    prompts, n = responses.shape
+    prompt_of = np.repeat(np.arange(prompts), n)
+    prompt = np.full(responses.size, setup.lengths.prompt)
+    flat = responses.flatten() - 1
+    read = flat + prompt // KEYS_PER_TOKEN
+    groups, sizes = by_prompt(prompt_of, prompt, read, setup.micro_batch_tokens)
+    if setup.gpus > 1:  # as `ModelEngine`: no group larger than a rank's share
+        fair = int(sizes.sum()) // setup.gpus + setup.lengths.prompt
+        groups, sizes = by_prompt(prompt_of, prompt, read, min(setup.micro_batch_tokens, fair))
+
+    def flops(numbers: np.ndarray) -> float:
+        rows = np.concatenate([groups[number] for number in numbers] or [np.arange(0)])
+        own, once = flat[rows].astype(float), len(numbers) * setup.lengths.prompt
+        attended = len(numbers) * setup.lengths.prompt**2 / 2 + (own * setup.lengths.prompt + own**2 / 2).sum()
+        return setup.model.forward_flops(once + own.sum(), attended, own.sum())
+
+    by_team = deal(sizes, setup.micro_batch_tokens, setup.gpus, packed=True)
+    return np.array([[flops(piece) for piece in pieces] for pieces in by_team]).max(0)
+
+
+def gathered(setup: Setup, assumed: Assumed, size: float) -> float:
+    """Seconds until every GPU has `size` bytes that are sharded; 0 on one GPU."""
+    return slowed(setup.hardware, assumed).gathering(size, setup.gpus)
+
+
+def log_probs(setup: Setup, assumed: Assumed) -> float:
+    """Seconds of a forward pass over all trajectories; layers are gathered while others compute."""
+    compute = micro_batch_flops(setup, setup.lengths.responses) / (setup.hardware.flops * assumed.mfu)
+    return float(np.maximum(compute, gathered(setup, assumed, setup.weights)).sum())
+
+
+def updates(setup: Setup, assumed: Assumed, *, recomputed: float, reduced: str, step_bytes: int) -> float:
+    """Seconds of all updates.
+
+    Args:
+        setup: the setup.
+        assumed: what the software reaches.
+        recomputed: forward passes that the backward pass repeats and that `assumed.mfu` does not include.
+        reduced: `each`: gradients are summed over the ranks after each micro-batch; `last`: once per mini-batch.
+        step_bytes: bytes per parameter that the optimizer reads and writes.
+    """
+    per_gpu = setup.model.parameters / setup.gpus
+    gather, reduce = (gathered(setup, assumed, size * setup.model.parameters) for size in (BFLOAT16, FLOAT32))
+    seconds = 0.0
+    for responses in np.array_split(setup.lengths.responses, setup.mini_batches):
+        flops = (3 + recomputed) * micro_batch_flops(setup, responses)
+        collectives = np.full(len(flops), 2 * gather)
+        collectives[slice(None) if reduced == "each" else slice(-1, None)] += reduce
+        seconds += float(np.maximum(flops / (setup.hardware.flops * assumed.mfu), collectives).sum())
+        seconds += per_gpu * step_bytes / setup.hardware.hbm
+    return seconds
+
+
+def training_bytes(setup: Setup, *, after: bool) -> dict[str, float]:
+    """Bytes of a GPU in an update, without activations."""
+    model, per_gpu = setup.model, 1 / setup.gpus
+    ends = model.vocabulary * model.hidden * (1 if model.tied else 2)
+    whole = 0 if setup.gpus == 1 else BFLOAT16 * (2 * model.layer_parameters + ends) + FLOAT32 * ends
+    if setup.gpus == 1:  # a copy in the type of the computation: one layer's, or by autocast all
+        whole = BFLOAT16 * (model.layer_parameters + ends if after else model.parameters)
+    return {
+        "weights, moments": setup.state * per_gpu,
+        "gradients": FLOAT32 * model.parameters * per_gpu,
+        "gathered layers": whole,
+        "logits": 4 * LOGITS_BYTES,
+        "reserved": RESERVED,
+    }
+
+
+def checkpointing(setup: Setup, *, after: bool) -> tuple[Checkpointing, float] | None:
+    """The cheapest gradient checkpointing that fits, and bytes of activations of a micro-batch; None: none fits."""
+    choices: tuple[Checkpointing, ...] = ("selective", "full") if after else ("none", "full")
+    left = setup.hardware.memory - sum(training_bytes(setup, after=after).values())
+    for choice in choices:
+        size = activations(setup, choice, after=after)
+        if size <= left:
+            return choice, size
+    return None
+
+
+def activations(setup: Setup, choice: Checkpointing, *, after: bool) -> float:
+    """Bytes of activations of a micro-batch; with full checkpointing, those of the layer that is recomputed as well."""
+    tokens, whole = setup.micro_batch_tokens, replace(setup.model, layers=1)
+    size = tokens * setup.model.activation_bytes(choice, float32_residual=not after)
+    again = 0 if choice == "none" else tokens * whole.activation_bytes("none", float32_residual=not after)
+    return float(size + again)
+
+
+def before(setup: Setup) -> dict[str, float]:
+    """Seconds by part, as the code was."""
+    assumed, gpus = BEFORE, setup.gpus
+    state, shards = setup.state, setup.state / gpus
+    float32_weights = FLOAT32 * setup.model.parameters
+    fits = checkpointing(setup, after=False)
+    recomputed = 0.0 if fits is not None and fits[0] == "none" else 1.0
+    to_host = shards / assumed.pageable
+    return {
+        "generate": generation(setup, assumed) + seeds(setup),
+        "log-probs of actor and reference": 2 * log_probs(setup, assumed),
+        "updates": updates(setup, assumed, recomputed=recomputed, reduced="each", step_bytes=60),
+        "digest": gathered(setup, assumed, state) + to_host + shards / SHA256_RATE,
+        "weights to the rollout": gathered(setup, assumed, float32_weights)
+        + float32_weights / assumed.pageable
+        + 2 * float32_weights / assumed.shared_memory,
+        # out and in: the trainer's state, the reference in float32, vLLM's weights
+        "turns": 2 * (shards + float32_weights / gpus + setup.weights / setup.rollout_gpus) / assumed.pageable,
+        "snapshot": snapshot_wait(setup) + snapshot_written(setup),
+        "commits": commits(setup),
+    }
+
+
+def after(setup: Setup) -> dict[str, float]:
+    """Seconds by part, as the code is meant to be."""
+    assumed, hardware, gpus = AFTER, setup.hardware, setup.gpus
+    shards = setup.state / gpus
+    fits = checkpointing(setup, after=True)
+    # the goal includes what selective checkpointing recomputes: every second matrix product
+    recomputed = 0.0 if fits is not None and fits[0] == "selective" else 0.5
+    parts = {
+        "generate": generation(setup, assumed),
+        "log-probs of actor and reference": 2 * log_probs(setup, assumed),
+        "updates": updates(setup, assumed, recomputed=recomputed, reduced="last", step_bytes=28),
+        "digest": shards / FLOAT32 * DIGEST_BYTES / (hardware.hbm * assumed.decode),
+        "weights to the rollout": gathered(setup, assumed, setup.weights) + transfer(setup),
+        # vLLM's weights are discarded, not moved
+        "turns": 2
+        * max(
+            (shards + setup.weights / gpus) / hardware.pcie,
+            (setup.state + setup.weights) / setup.nodes / assumed.host,
+        ),
+        "snapshot": 0.0,
+        "commits": commits(setup),
+    }
+    return parts | {"snapshot": snapshot_wait(setup) / snapshot_every(setup, sum(parts.values()))}
+
+
+def transfer(setup: Setup) -> float:
+    """Seconds in which whole weights go from a trainer's process to the rollout's (`weight_transfer`).
+
+    On one GPU through memory of the GPU: a bucket is written, read, and written to its place. To an engine that spans
+    GPUs through buckets of host memory, which are filled while others are read; each GPU reads every bucket. That
+    memory is not pinned.
+    """
+    if setup.rollout_gpus == 1:
+        return 3 * setup.weights / (setup.hardware.hbm * AFTER.decode)
+    copied = (1 + setup.rollout_gpus) * setup.weights * setup.engines / setup.nodes
+    return max(setup.weights / AFTER.pageable, copied / AFTER.host)
+
+
+def snapshot_wait(setup: Setup) -> float:
+    """Seconds for which training waits for a snapshot: until it is in host memory."""
+    return gathered(setup, AFTER, setup.state) + setup.state / setup.gpus / AFTER.pageable
+
+
+def snapshot_written(setup: Setup) -> float:
+    """Seconds until a snapshot in host memory is hashed, as files and by blocks, and written."""
+    return 2 * setup.state / setup.gpus / SHA256_RATE + setup.state / (setup.hardware.disk * setup.nodes)
+
+
+def snapshot_every(setup: Setup, iteration_s: float) -> int:
+    """Iterations between snapshots, of which one is written at a time."""
+    defaults = CheckpointConfig()
+    number = 1
+    while number < defaults.max_replay and not (
+        is_affordable(snapshot_wait(setup), number * iteration_s, defaults.max_share)
+        and snapshot_written(setup) <= number * iteration_s
+    ):
+        number += 1
+    return number
+
+
+def commits(setup: Setup) -> float:
+    """Seconds of workflow and commits; one process encodes the columns and writes them."""
+    size = 4 * COLUMNS * float(setup.lengths.responses.sum())
+    return COMMIT_S + size / PARQUET_RATE
+
+
+def misfits(setup: Setup) -> tuple[list[str], list[str]]:
+    """What does not fit into memory, before and after; each with its arithmetic, in GB."""
+    model, memory, per_node = setup.model, setup.hardware.memory, setup.gpus // setup.nodes
+    old: list[str] = []
+    new: list[str] = []
+    whole = FLOAT32 * model.parameters
+    if setup.gpus > 1 and whole > memory - RESERVED:
+        old.append(f"every process builds the whole model on its GPU: {_gb(whole)} of {_gb(memory)}")
+    if setup.rollout_gpus > 1:
+        old.append(
+            f"vLLM is limited to one GPU: weights {_gb(setup.weights)} + cache, of {_gb(memory)}; "
+            f"after, an engine spans {setup.rollout_gpus}"
+        )
+    for is_after, notes in ((False, old), (True, new)):
+        first: Checkpointing = "selective" if is_after else "none"
+        chosen = checkpointing(setup, after=is_after)
+        if chosen is None or chosen[0] != first:
+            rest = sum(training_bytes(setup, after=is_after).values())
+            size = activations(setup, first, after=is_after)
+            kind = "without checkpointing" if first == "none" else f"with {first} checkpointing"
+            remedy = "nothing fits: fewer tokens" if chosen is None else "full checkpointing"
+            notes.append(
+                f"micro-batches of {setup.micro_batch_tokens:,} tokens {kind}: {_gb(size)} + {_gb(rest)} of "
+                f"{_gb(memory)}; {remedy}"
+            )
+    copies = whole * per_node
+    old.append(f"/dev/shm of a node holds {per_node} x {_gb(whole)} = {_gb(copies)} at each weight sync")
+    return old, new
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:,.0f} GB" if size >= 1e10 else f"{size / 1e9:,.1f} GB"
+
+
+def memory_rows(setup: Setup) -> list[tuple[str, float]]:
+    """Bytes of a GPU after, in an update and in generation."""
+    rest = training_bytes(setup, after=True)
+    chosen = checkpointing(setup, after=True) or ("full", activations(setup, "full", after=True))
+    update = {**rest, f"activations, {chosen[0]}": chosen[1]}
+    vllm = {"vLLM's weights": setup.weights / setup.rollout_gpus, "cache": setup.cache_bytes / setup.rollout_gpus}
+    return [*update.items(), ("**update**", sum(update.values())), *vllm.items()]
+
+
+def table(setups: Sequence[Setup]) -> str:
+    """Seconds by part, before and after, in Markdown."""
+    columns = [(before(setup), after(setup)) for setup in setups]
+    heads = [f"{setup.model.name} on {setup.gpus}" for setup in setups]
+    lines = [
+        "| seconds | " + " | ".join(f"{head}: before | after" for head in heads) + " |",
+        "|---" * (1 + 2 * len(setups)) + "|",
+    ]
+    for part in columns[0][0]:
+        cells = [f"{seconds:.1f}" for pair in columns for seconds in (pair[0][part], pair[1][part])]
+        lines.append(f"| {part} | " + " | ".join(cells) + " |")
+    sums = [f"**{sum(parts.values()):.0f}**" for pair in columns for parts in pair]
+    lines.append("| **iteration** | " + " | ".join(sums) + " |")
+    every = [f"{snapshot_every(setup, sum(pair[1].values()))}" for setup, pair in zip(setups, columns, strict=True)]
+    lines.append("| snapshot every … iterations | " + " | ".join(f"1 | {number}" for number in every) + " |")
+    return "\n".join(lines)
+
+
+def memory_table(setups: Sequence[Setup]) -> str:
+    """GB of a GPU, after, in Markdown."""
+    rows = [memory_rows(setup) for setup in setups]
+    heads = [f"{setup.model.name} on {setup.gpus}" for setup in setups]
+    lines = ["| GB of a GPU, after | " + " | ".join(heads) + " |", "|---" * (1 + len(setups)) + "|"]
+    for cells in zip(*rows, strict=True):
+        names = {name for name, _ in cells}
+        name = names.pop() if len(names) == 1 else "activations"
+        shown = [
+            f"{size / 1e9:.1f}" + (f" ({label.partition(', ')[2]})" if name == "activations" else "")
+            for label, size in cells
+        ]
+        lines.append(f"| {name} | " + " | ".join(shown) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, help="one size; otherwise those of docs/benchmarks.md")
+    parser.add_argument("--gpus", type=int, default=8, help="GPUs of that one size")
+    parser.add_argument("--gpu", choices=HARDWARE, default="H100", help="kind of GPU")
+    parser.add_argument("--prompts", type=int, default=128)
+    parser.add_argument("--n", type=int, default=8, help="responses per prompt")
+    parser.add_argument("--prompt-tokens", type=int, default=200)
+    parser.add_argument("--response-tokens", type=int, default=2110, help="mean; lengths are log-normal")
+    parser.add_argument("--longest", type=int, default=8192, help="limit on the tokens of a response")
+    parser.add_argument("--mini-batches", type=int, default=4, help="optimizer steps")
+    for rate in ("nvlink", "pcie", "nic", "disk"):
+        parser.add_argument(f"--{rate}", type=float, help="GB/s; otherwise of the data sheet")
+    options = parser.parse_args()
+    rates = {name: 1e9 * value for name in ("nvlink", "pcie", "nic", "disk") if (value := getattr(options, name))}
+    hardware = replace(HARDWARE[options.gpu], **rates)
+    lengths = Lengths.drawn(options.prompts, options.n, options.prompt_tokens, options.response_tokens, options.longest)
+    sizes = SIZES if options.model is None else ((options.model, options.gpus),)
+    setups = [Setup(MODELS[name], hardware, gpus, lengths, options.mini_batches) for name, gpus in sizes]
+    print(
+        f"{options.gpu}; {options.prompts} prompts x {options.n}, {lengths.tokens / 1e6:.2f} M tokens, longest "
+        f"response {lengths.responses.max():,}; {options.mini_batches} optimizer steps\n"
+    )
+    print(table(setups))
+    print(f"\n{memory_table(setups)}\n\nWhat does not fit:\n")
+    for setup in setups:
+        for when, notes in zip(("before", "after"), misfits(setup), strict=True):
+            for note in notes:
+                print(f"- {setup.model.name} on {setup.gpus}, {when}: {note}")
+
+
+if __name__ == "__main__":
+    main()

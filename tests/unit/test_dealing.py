@@ -1,0 +1,61 @@
+"""How a batch is dealt to many ranks: to 64 as to 2, nothing is lost, computed twice or waited for."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from rlhf.engines import ranks
+from rlhf.engines.micro_batches import deal
+from rlhf.engines.sequence_parallel import Team
+from tests.padded import properties
+
+LENGTHS = st.lists(st.integers(0, 8192), max_size=300).map(lambda lengths: np.array(lengths, dtype=np.int64))
+
+
+@properties
+@given(LENGTHS, st.integers(1, 64), st.integers(1, 20_000), st.booleans())
+def test_teams_get_each_row_once_and_equally_many_pieces(
+    lengths: np.ndarray, teams: int, budget: int, packed: bool
+) -> None:
+    by_team = deal(lengths, budget, teams, packed=packed)
+    assert len(by_team) == teams
+    assert len({len(pieces) for pieces in by_team}) == 1
+    rows = [row for pieces in by_team for piece in pieces for row in piece.tolist()]
+    assert sorted(rows) == list(range(len(lengths)))
+    for piece in (piece for pieces in by_team for piece in pieces):
+        size = lengths[piece].sum() if packed else len(piece) * lengths[piece].max(initial=0)
+        assert size <= budget or len(piece) == 1, "only a row that is longer than the budget exceeds it"
+
+
+@properties
+@given(LENGTHS, st.integers(1, 64))
+def test_teams_get_about_the_same_number_of_tokens(lengths: np.ndarray, teams: int) -> None:
+    """Team a's i-th longest row is at most as long as team b's (i-1)-th, so any two teams differ by at most the
+    longest row (less the shortest, if all have as many rows)."""
+    by_team = deal(lengths, 16384, teams)
+    tokens = [sum(int(lengths[piece].sum()) for piece in pieces) for pieces in by_team]
+    even = len(lengths) and len(lengths) % teams == 0
+    assert max(tokens) - min(tokens) <= lengths.max(initial=0) - (lengths.min() if even else 0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_64_ranks_form_teams_of_neighbours_that_compute_the_same_rows(size: int) -> None:
+    lengths = np.random.default_rng(0).integers(100, 8192, 1024)
+    seen: dict[int, list[list[int]]] = {}
+    for rank in range(64):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=64)
+        try:
+            team = Team.of(size)
+            assert dist.get_process_group_ranks(team.group) == list(range(rank - team.index, rank - team.index + size))
+            assert team.index == rank % size
+            own = [piece.tolist() for piece in ranks.pieces(lengths, 16384, packed=True, sharing=size)]
+        finally:
+            dist.destroy_process_group()
+        assert seen.setdefault(rank // size, own) == own
+    assert len(seen) == 64 // size
+    assert sorted(row for pieces in seen.values() for piece in pieces for row in piece) == list(range(1024))
