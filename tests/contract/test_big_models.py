@@ -45,6 +45,8 @@ MATRIX = 4 * 1024 * 4096
 """Bytes of the largest one."""
 BLOCK = 2 * 4 * AT_ONCE
 """A block is read as bytes, and copied to a tensor."""
+M_MMAP_THRESHOLD = -3
+"""From glibc's malloc.h."""
 AROUND = 48 * MIB
 """What Python, its allocator and gloo's buffers take besides; it was at most 20 MiB."""
 
@@ -162,7 +164,12 @@ def start_export_resume(engine_name: str, folder: Path, checkpoint: Path) -> See
 
 
 def imports_everything(engine_name: str) -> None:
-    """Compute with a tiny model, so that code and buffers that stay do not count."""
+    """Compute with a tiny model, so that code and buffers that stay do not count.
+
+    Tensors are allocated apart, so that their memory is given back when they are freed: glibc would keep up to 64 MiB
+    for each thread.
+    """
+    ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, MIB)
     tiny = LlamaForCausalLM(LlamaConfig(**SHAPE | {"hidden_size": 64, "intermediate_size": 64}))
     engine = FSDPEngine(tiny, "policy") if engine_name == "fsdp" else DeepSpeedEngine(tiny, "policy", stage=3)
     engine.update(BATCH, SupervisedObjective(), PLAN)
