@@ -186,9 +186,14 @@ class TensorFile:
             header[name] = {"dtype": names[dtype], "shape": shape, "data_offsets": [start, end]}
         encoded = json.dumps(header).encode()
         encoded += b" " * (-len(encoded) % 8)  # so that tensors are aligned
+        start = len(encoded).to_bytes(8, "little") + encoded
         self._data = BytesIO()
-        self._data.write(len(encoded).to_bytes(8, "little") + encoded)
-        self._size = self._data.tell() + end
+        if end:  # all memory at once: a buffer that grows is copied
+            self._data.seek(len(start) + end - 1)
+            self._data.write(b"\0")
+            self._data.seek(0)
+        self._data.write(start)
+        self._size = len(start) + end
 
     def write(self, tensor: Tensor) -> None:
         """Append the next tensor."""

@@ -1,0 +1,128 @@
+"""How models of 7 B, 32 B and 70 B are sharded, by processes and memory that do not exist."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config
+
+from rlhf.engines.fsdp_engine import FSDPEngine
+from rlhf.models.skeleton import without_memory
+
+LAYERS = 2
+"""All layers are alike, so two say what eighty would."""
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "7 B": LlamaConfig(num_hidden_layers=LAYERS),  # Llama 2
+    "32 B": Qwen2Config(  # Qwen 2.5
+        vocab_size=152064,
+        hidden_size=5120,
+        intermediate_size=27648,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=40,
+        num_key_value_heads=8,
+    ),
+    "70 B": LlamaConfig(  # Llama 3
+        vocab_size=128256,
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+    ),
+}
+OF_ALL_LAYERS = {"7 B": (32, 6.74e9), "32 B": (64, 32.8e9), "70 B": (80, 70.6e9)}
+"""Layers and parameters, as their papers have them."""
+CUT = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@contextmanager
+def one_of(count: int, rank: int) -> Iterator[None]:
+    """Be one rank of a group whose other members do not exist."""
+    dist.init_process_group("fake", rank=rank, world_size=count, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # which has the meshes of this rank
+
+
+def skeleton(name: str) -> PreTrainedModel:
+    with without_memory():
+        return AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation="sdpa")  # type: ignore[no-any-return]
+
+
+def sharded(name: str, count: int, rank: int, **options: Any) -> FSDPEngine:
+    """The engine of one rank; nothing in it has memory."""
+    engine = FSDPEngine(skeleton(name), "policy", **options)
+    assert all(parameter.is_meta for parameter in engine.parameters.values())
+    return engine
+
+
+def shapes(engine: FSDPEngine) -> dict[str, tuple[int, ...]]:
+    """The shapes of what a rank holds, by name of the parameter."""
+    return {name: tuple(parameter.to_local().shape) for name, parameter in engine.parameters.items()}
+
+
+def elements(tensors: dict[str, tuple[int, ...]], name: str) -> int:
+    """Elements of a model of all layers, of which `tensors` has two."""
+    layers, _ = OF_ALL_LAYERS[name]
+    sizes = {key: torch.Size(shape).numel() for key, shape in tensors.items()}
+    of_layers = sum(size for key, size in sizes.items() if ".layers." in key)
+    return sum(sizes.values()) + of_layers * (layers - LAYERS) // LAYERS
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("count", [8, 64])
+def test_each_rank_holds_its_share(name: str, count: int) -> None:
+    whole = {key: tuple(parameter.shape) for key, parameter in skeleton(name).named_parameters()}
+    assert elements(whole, name) == pytest.approx(OF_ALL_LAYERS[name][1], rel=2e-3)  # papers round
+    for rank in (0, count - 1):
+        with one_of(count, rank):
+            held = shapes(sharded(name, count, rank))
+        assert held == {key: (shape[0] // count, *shape[1:]) for key, shape in whole.items()}
+        assert elements(held, name) * count == elements(whole, name)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("count", "team"), [(8, 8), (64, 8), (64, 2)])
+def test_teams_cut_each_matrix(name: str, count: int, team: int) -> None:
+    whole = {key: tuple(parameter.shape) for key, parameter in skeleton(name).named_parameters()}
+    with one_of(count, count - 1):
+        held = shapes(sharded(name, count, count - 1, tensor_parallel=team))
+    teams = count // team
+    for key, shape in whole.items():
+        if key.endswith(tuple(f"{matrix}.weight" for matrix in CUT)):
+            rows, columns = shape
+            by_rows = key.endswith(("o_proj.weight", "down_proj.weight"))
+            expected = (rows // teams, columns // team) if by_rows else (rows // team // teams, columns)
+            assert held[key] == expected, key
+    # embeddings and norms may be whole in each team, and take little memory
+    assert (
+        elements(held, name)
+        <= elements(whole, name) // count + 2 * whole["lm_head.weight"][0] * whole["lm_head.weight"][1] // teams + 10**6
+    )
+
+
+@pytest.mark.parametrize("team", [1, 2, 8])
+def test_all_ranks_together_hold_each_element_once(team: int) -> None:
+    ranges: dict[str, list[tuple[int, int]]] = {}
+    for rank in range(8):
+        with one_of(8, rank):
+            engine = sharded("7 B", 8, rank, tensor_parallel=team)
+            for key in engine.names():
+                for part in engine.parts("model", key):
+                    length = part.values.shape[1]
+                    ranges.setdefault(key, []).extend((start, start + length) for start in part.starts.tolist())
+    for key, parameter in skeleton("7 B").named_parameters():
+        ends = [0]
+        for start, end in sorted(ranges[key]):
+            assert start == ends[-1], key
+            ends.append(end)
+        assert ends[-1] == parameter.numel()
