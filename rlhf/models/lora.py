@@ -50,8 +50,12 @@ def add(model: PreTrainedModel, lora: LoRAConfig, seed: int) -> None:
     heads = [head for head in HEADS if hasattr(model, head)]
     targets: str | list[str] = "all-linear" if all_linear else list(lora.target_modules)
     if all_linear and experts:  # PEFT would include them
-        linear = {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
-        targets = sorted(linear - experts - {"lm_head", *HEADS})
+        linear = {
+            name.rpartition(".")[2]
+            for name, part in model.named_modules()
+            if isinstance(part, torch.nn.Linear) and part is not model.get_output_embeddings()
+        }
+        targets = sorted(linear - experts)
     config = LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
