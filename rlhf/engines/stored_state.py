@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
 from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
@@ -90,7 +90,9 @@ class StoredTensor:
                 start, number = until, number + 1
             return data
 
-        return tensors[0] if len(tensors) == 1 else cls(read, tensors[0].file, 0, shape, tensors[0].dtype)
+        if len(tensors) == 1:
+            return replace(tensors[0], shape=shape)
+        return cls(read, tensors[0].file, 0, shape, tensors[0].dtype)
 
     def flat(self, first: int, last: int) -> Tensor:
         """Read elements of the flattened tensor, from `first` up to, but without, `last`."""
