@@ -56,13 +56,17 @@ def enable(model: PreTrainedModel, kind: Literal[True, "selective"]) -> None:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
-def _contexts() -> tuple[Any, Any]:
+def _contexts() -> Any:
     counts = {False: 0, True: 0}
-    return create_selective_checkpoint_contexts(partial(_policy, counts))
+    return create_selective_checkpoint_contexts(partial(_policy, counts))  # type: ignore[no-untyped-call]
 
 
 def _policy(
-    counts: dict[bool, int], context: SelectiveCheckpointContext, operation: OpOverload, *args: object, **options: object
+    counts: dict[bool, int],
+    context: SelectiveCheckpointContext,
+    operation: OpOverload,
+    *args: object,
+    **options: object,
 ) -> CheckpointPolicy:
     """Whether to keep the outputs of an operation; `counts` has the number of products so far, forward and again."""
     is_kept = operation in ATTENTION

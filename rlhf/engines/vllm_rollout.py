@@ -12,6 +12,7 @@ import asyncio
 import atexit
 import itertools
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from rlhf.engines import event_loop
+from rlhf.engines import determinism, event_loop
 from rlhf.engines.base import Chunk, Request, RolloutEngine, Sampling, limit_of, seed_of
 from rlhf.engines.vllm_child import NewTokens, Submission
 from rlhf.engines.weight_files import write_weights
@@ -193,6 +194,7 @@ class VLLMRollout(RolloutEngine):
         logprobs_mode: str = "processed_logprobs",
         timeout_s: float = 600.0,
         on_gpu: bool = False,
+        deterministic: bool = False,
         lora_rank: int | None = None,
         cpu_cache_gib: int = 1,
         **options: Any,
@@ -207,12 +209,13 @@ class VLLMRollout(RolloutEngine):
             logprobs_mode: kind of log-probs: `processed_logprobs`, or `raw_logprobs` if `top_p` is below 1.
             timeout_s: vLLM is restarted if it makes no progress for so long, in seconds.
             on_gpu: whether vLLM runs on a GPU.
+            deterministic: whether a response must not depend on the requests beside it; only on a GPU.
             lora_rank: maximum rank of an adapter; None: no adapters.
             cpu_cache_gib: size of the KV cache on the CPU, in GiB.
             options: further arguments of vLLM's `LLM`.
         """
         self.eos, self.timeout_s = eos_token_ids, timeout_s
-        self.on_gpu, self.cpu_cache_gib = on_gpu, cpu_cache_gib
+        self.on_gpu, self.cpu_cache_gib, self.deterministic = on_gpu, cpu_cache_gib, deterministic
         self._asleep: set[str] = set()
         """What is not in the device's memory, by vLLM's tags."""
         self._child: Child | None = None
@@ -349,8 +352,11 @@ class VLLMRollout(RolloutEngine):
                     "VLLM_NO_USAGE_STATS": "1",
                     "VLLM_LOGGING_LEVEL": "WARNING",
                     **({} if self.on_gpu else {"VLLM_CPU_KVCACHE_SPACE": str(self.cpu_cache_gib)}),
+                    **(determinism.VLLM_ENVIRONMENT if self.deterministic and self.on_gpu else {}),
                 }
-                self._child = Child(self.scratch, self.options, environment, self.timeout_s)
+                # what requests without a seed draw from; the same noise after a restart would repeat earlier draws
+                options = {**self.options, "seed": secrets.randbits(32)}
+                self._child = Child(self.scratch, options, environment, self.timeout_s)
             return self._child
 
     def _end(self) -> None:
