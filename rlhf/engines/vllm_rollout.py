@@ -26,7 +26,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from rlhf.engines import determinism, event_loop
+from rlhf.engines import determinism, device_memory, event_loop
 from rlhf.engines.base import Chunk, Request, RolloutEngine, Sampling, limit_of, seed_of
 from rlhf.engines.vllm_child import NewTokens, Submission
 from rlhf.engines.weight_files import write_weights
@@ -219,6 +219,7 @@ class VLLMRollout(RolloutEngine):
         self._asleep: set[str] = set()
         """What is not in the device's memory, by vLLM's tags."""
         self._child: Child | None = None
+        self._has_started = False
         self._starting = threading.Lock()
         self._numbers = itertools.count()
         self._submitted: list[Submission] = []
@@ -339,6 +340,8 @@ class VLLMRollout(RolloutEngine):
 
     def _running(self) -> Child:
         """The process; it is started if there is none. Raises `EngineLost` if the last one was lost unnoticed."""
+        import torch
+
         with self._starting:
             if self._child is not None and self._child.lost is not None:
                 lost, self._child = self._child, None
@@ -346,7 +349,11 @@ class VLLMRollout(RolloutEngine):
                     assert lost.lost is not None
                     raise lost.lost
             if self._child is None:
-                self._asleep = set()
+                if self.on_gpu and not self._has_started:  # later the memory of the last process may still be in use
+                    free, total = torch.cuda.mem_get_info()
+                    utilization = self.options["gpu_memory_utilization"]
+                    device_memory.check_fits(utilization, total, {"other models and processes": total - free})
+                self._asleep, self._has_started = set(), True
                 environment = {
                     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the child is already a separate process
                     "VLLM_NO_USAGE_STATS": "1",
