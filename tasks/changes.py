@@ -55,6 +55,7 @@ def fingerprint_of(driver: Driver, stage: Stage, iteration: int, inputs: Mapping
     parts: dict[str, Any] = {"stage": stage.name, "version": stage.version, "iteration": iteration}
     if isinstance(stage, UpdateStage):
         parts["rounding"] = ROUNDING
+        parts |= {"deterministic": True} if driver.config.run.deterministic else {}
     parts |= {f"input.{name}": handle.manifest().digest for name, handle in inputs.items()}
     if stage.role is not None and stage.role not in UNVERSIONED:
         parts[f"weights.{WEIGHTS_OF.get(stage.role, stage.role)}"] = _digests_of_weights(driver, stage, iteration)

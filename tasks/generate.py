@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import JsonValue
 
@@ -55,6 +55,7 @@ class GenerateConfig(StageConfig):
     temperature: float = key("rollout.temperature")
     top_p: float = key("rollout.top_p")
     max_response_tokens: int = key("rollout.max_response_tokens")
+    seeds: Literal["trajectory", "engine"] = key("rollout.seeds")
     ignore_eos: bool = key("rollout.ignore_eos")
     stop: tuple[str, ...] = key("rollout.stop")
     environment: EnvironmentStageConfig | None
@@ -127,6 +128,7 @@ def prompts_of(context: Context[GenerateConfig]) -> Prompts:
         top_p=config.top_p,
         max_tokens=config.max_response_tokens,
         seed=config.seed,
+        seeds=config.seeds,
         ignore_eos=config.ignore_eos,
         stop=config.stop,
     )

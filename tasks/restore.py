@@ -6,6 +6,9 @@ first time, with the config from its manifest. Nothing is generated, scored or c
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 from infra.execution.driver import Driver
 from infra.execution.executors import StageHandle
 from infra.progress import ReplayProgress, note, report
@@ -158,20 +161,61 @@ def _report_mismatch(
             )
         )
     policy = driver.config.checkpoint.on_replay_mismatch
-    then = manifest.fingerprint.parts
-    happened, expected = "gave different weights", replayed.device != "cpu"
-    if not is_comparable:
-        happened, expected = "may have given different weights", True
-        reason = "an older release computed digests in another way"
-    elif then.get("version") != stage.version:
-        reason = "an older release computed it differently"
-    elif then.get("rounding") != ROUNDING:
-        expected, reason = True, "an older release rounded differently"
-    elif expected:
-        reason = f"updates on {replayed.device} need not give the same bits twice"
-    else:
-        reason = "with the same engine, processes and threads, the cause is a bug or a changed package"
-    message = f"replaying {committed.stage} of iteration {committed.iteration} {happened}: {reason}"
-    if policy == "stop" or (policy == "auto" and not expected):
+    happened = "gave different weights" if is_comparable else "may have given different weights"
+    mismatch = explained(
+        stage.version,
+        manifest.fingerprint.parts,
+        device=replayed.device,
+        is_comparable=is_comparable,
+        deterministic=driver.config.run.deterministic,
+    )
+    message = f"replaying {committed.stage} of iteration {committed.iteration} {happened}: {mismatch.reason}"
+    if policy == "stop" or (policy == "auto" and not mismatch.is_expected):
         raise ReplayMismatch(f"{message}; checkpoint.on_replay_mismatch=continue accepts the replayed weights")
-    note(f"{message}; continuing")
+    if not mismatch.is_usual:
+        note(f"{message}; continuing")
+    elif not driver.has_said_that_replays_differ:
+        driver.has_said_that_replays_differ = True
+        note(f"{message}; continuing, and not saying so again")
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Why a replayed update gave other weights."""
+
+    reason: str
+    is_expected: bool
+    """Whether nothing is wrong, so that the run may continue."""
+    is_usual: bool = False
+    """Whether every replay on this device may differ, so that it is enough to say so once."""
+
+
+def explained(
+    version: int, then: Mapping[str, object], *, device: str, is_comparable: bool, deterministic: bool
+) -> Mismatch:
+    """Explain why a replayed update gave other weights.
+
+    Args:
+        version: Version of the stage's code.
+        then: Parts of the fingerprint of the committed update.
+        device: Type of the device that replayed it.
+        is_comparable: Whether its digest is of the same kind as the committed one.
+        deterministic: Whether it was replayed with `run.deterministic`.
+
+    Returns:
+        The explanation.
+    """
+    if not is_comparable:
+        return Mismatch("an older release computed digests in another way", is_expected=True)
+    was_held = device == "cpu" or (deterministic and "deterministic" in then)
+    if then.get("version") != version:
+        return Mismatch("an older release computed it differently", is_expected=not was_held)
+    if then.get("rounding") != ROUNDING:
+        return Mismatch("an older release rounded differently", is_expected=True)
+    if was_held:
+        same = "engine, processes and threads" if device == "cpu" else "engine, processes and GPUs"
+        return Mismatch(f"with the same {same}, the cause is a bug or a changed package", is_expected=False)
+    if deterministic:
+        return Mismatch(f"it was computed on {device} without run.deterministic", is_expected=True, is_usual=True)
+    reason = f"updates on {device} need not give the same bits twice, except with run.deterministic"
+    return Mismatch(reason, is_expected=True, is_usual=True)

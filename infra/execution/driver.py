@@ -133,6 +133,7 @@ class Driver:
         self._digests: dict[Outside, str | None] = {}
         self.restoring = threading.RLock()
         """Held while weights are loaded: two executors may find at the same time that a role needs other weights."""
+        self.has_said_that_replays_differ = False
         self.stopping = Stopping(f"`ratchet resume {config.run.name}`")
 
     @property

@@ -20,6 +20,7 @@ from infra.workers.checkpoints import stored_state
 from rlhf.config import FitConfig, differences, validated
 from rlhf.config.fitting import MAY_CHANGE
 from rlhf.data import files
+from rlhf.engines import determinism
 from rlhf.engines.model_engine import ModelEngine
 from rlhf.errors import UserError
 from rlhf.models import initial_digest, tokenizer_digest
@@ -66,6 +67,8 @@ def fitting(config: FitConfig, role: str, take_over: bool) -> Iterator[Fitting]:
         Fenced: another process drives the run.
     """
     say_attention(config.model)
+    if config.run.deterministic:
+        determinism.enforce()
     store = RunStore(ObjectStore(run_url(config.run.store, config.run.name)))
     tokenizer = tokenizer_digest(config.model, writes=role == "actor")
     model = initial_digest(config.model, config.run.seed), tokenizer

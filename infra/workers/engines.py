@@ -41,6 +41,7 @@ class Engines:
         """The ranks whose devices the rollout engine spans."""
         self._rollout_has_devices = False
         """Whether it was the rollout's turn last; the same on all ranks of the team."""
+        self._has_checked_memory = False
         self._models: dict[str, ModelEngine] = {}
         self._rollout: RolloutEngine | None = None
         self._reward_model: RewardEngine | None = None
@@ -56,6 +57,7 @@ class Engines:
     def model(self, role: str, *, learns: bool = False) -> ModelEngine:
         """The engine of a role's own model, ready for inference, or with `learns` for training and loading."""
         with self.lock:
+            self._check_memory()
             self._offload_others(role)
             if role not in self._models:
                 self._models[role] = self._build(role)
@@ -75,6 +77,7 @@ class Engines:
 
         owner = self.owner("rollout")
         with self.lock:
+            self._check_memory()
             self._offload_others(owner)
             if self._rollout is None:
                 shared = self.model("actor").model if owner == "actor" else None
@@ -90,6 +93,7 @@ class Engines:
         chosen = self.config.reward.model
         assert chosen is not None, "the config has a reward model"
         with self.lock:
+            self._check_memory()
             self._offload_others("reward")
             if self._reward_model is None:
                 self._reward_model = RewardEngine(load_reward_model(chosen), load_tokenizer(chosen, writes=False))
@@ -125,6 +129,20 @@ class Engines:
     def _engines(self) -> dict[str, Engine]:
         optional = {"rollout": self._rollout, "reward": self._reward_model}
         return {**self._models, **{role: engine for role, engine in optional.items() if engine is not None}}
+
+    def _check_memory(self) -> None:
+        """Before the first model is loaded, check that vLLM fits beside those that will stay. Raises `UserError`."""
+        import torch
+
+        from rlhf.engines import device_memory
+
+        if self._has_checked_memory:
+            return
+        shares_gpu = "rollout" in self.roles and self.config.rollout.engine == "vllm" and torch.cuda.is_available()
+        if shares_gpu:
+            _, total = torch.cuda.mem_get_info()
+            device_memory.check_config(self.config, self.roles, total)
+        self._has_checked_memory = True
 
     def _offload_others(self, owner: str) -> None:
         is_rollout = owner == "rollout"

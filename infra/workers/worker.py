@@ -44,7 +44,7 @@ from infra.workers.rollouts import Generated, Rollouts, newest
 from rlhf.batch import TrajectoryBatch
 from rlhf.config import RunConfig
 from rlhf.data.prompts import encode
-from rlhf.engines import ranks
+from rlhf.engines import determinism, ranks
 from rlhf.engines.base import Sampling
 from rlhf.errors import EngineLost, NotFinite
 from rlhf.models import load_actor
@@ -99,6 +99,8 @@ class Worker:
     """Computes shards and updates, and knows which version of the weights each role holds."""
 
     def __init__(self, config: RunConfig, store: RunStore, roles: Iterable[str] | None = None) -> None:
+        if config.run.deterministic:
+            determinism.enforce()
         self.config = config
         self.store = store
         self.engines = Engines(config, config.roles if roles is None else roles, self._new_weights_follow)

@@ -35,7 +35,7 @@ class FitConfig(Section):
 MAY_CHANGE: dict[str, bool | set[str]] = {
     **dict.fromkeys(("output", "micro_batch_tokens", "gradient_checkpointing", "checkpoint_steps"), True),
     **dict.fromkeys(("data", "validation"), True),
-    "run": {"name", "store", "single_writer"},
+    "run": {"name", "store", "deterministic", "single_writer"},
     "model": {"path", "chat_template", "attention"},
 }
 """Keys that may change when a training resumes: they do not change the result, or are paths of files that have a

@@ -152,6 +152,13 @@ def _rollout_fits(config: RunConfig) -> None:
         raise ValueError(f"rollout.partial requires rollout.mode async, but rollout.mode is {rollout.mode}")
     if rollout.engine != "vllm" and rollout.quantization is not None:
         raise ValueError(f"rollout.quantization {rollout.quantization} is for rollout.engine vllm: remove it")
+    if rollout.seeds == "engine" and rollout.engine == "hf":
+        raise ValueError("rollout.seeds engine is for rollout.engine vllm and server: hf always has trajectory seeds")
+    if rollout.seeds == "engine" and config.run.deterministic:
+        raise ValueError(
+            "rollout.seeds engine draws responses that cannot be repeated, but run.deterministic is set: use "
+            "rollout.seeds trajectory"
+        )
     if rollout.engine == "hf":
         return
     if rollout.engine == "server" and not rollout.server.urls:

@@ -50,6 +50,11 @@ class RunSection(Section):
     name: str = Field("run", pattern=RUN_NAME, description="name of the run in the store")
     store: str = Field("file://./runs", description="folder of runs: any fsspec URL (file://, s3://, memory://)")
     seed: int = Field(0, ge=0, description="seed of all randomness in the run")
+    deterministic: bool = Field(
+        False,
+        description="GPUs compute the same bits each time, with slower kernels, and a replayed update must give the "
+        "committed weights; a CPU always does",
+    )
     single_writer: bool = Field(
         False, description="allow a store that ignores create-if-absent; only safe if a single driver writes"
     )
@@ -166,6 +171,11 @@ class RolloutConfig(Section):
         1.0, gt=0, le=1, description="nucleus sampling: draw from the likeliest tokens with this total probability"
     )
     max_response_tokens: int = Field(512, gt=0, description="longest response in tokens")
+    seeds: Literal["trajectory", "engine"] = Field(
+        "trajectory",
+        description="trajectory: each draws with a seed of its own, which a resumed run uses again; engine: with the "
+        "engine's own seed, which saves vLLM some time per step, and no response can be repeated",
+    )
     ignore_eos: bool = Field(False, description="do not stop at end-of-sequence (for benchmarks)")
     stop: OneOrMore[str] = Field((), description="texts that end a response; the response keeps them")
     environment: EnvironmentConfig | None = Field(
@@ -426,8 +436,8 @@ class CheckpointConfig(Section):
     keep: KeepConfig = Field(KeepConfig(), description="which snapshots are kept")
     on_replay_mismatch: Literal["auto", "stop", "continue"] = Field(
         "auto",
-        description="a replayed update gives other weights: stop, continue, or auto: stop on a CPU, unless an older "
-        "release rounded differently",
+        description="a replayed update gives other weights: stop, continue, or auto: stop on a CPU, and with "
+        "run.deterministic on a GPU, unless an older release rounded differently",
     )
 
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from rlhf import seeding
 from rlhf.engines import event_loop
@@ -44,6 +44,8 @@ class Sampling:
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()
     """Texts that end a response; they are kept in the response."""
+    seeds: Literal["trajectory", "engine"] = "trajectory"
+    """`engine`: the engine's own noise is used, and `seed` has no effect; see `seed_of`."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +75,11 @@ def limit_of(request: Request, sampling: Sampling) -> int:
     return sampling.max_tokens if request.max_tokens is None else min(request.max_tokens, sampling.max_tokens)
 
 
-def seed_of(request: Request, sampling: Sampling) -> int:
-    """Derive the seed of a request, a non-negative int64, for engines that take a seed per request."""
+def seed_of(request: Request, sampling: Sampling) -> int | None:
+    """Derive the seed of a request, a non-negative int64, for engines that take a seed per request; None: the engine's
+    own noise."""
+    if sampling.seeds == "engine":
+        return None
     place = [request.generated_tokens] if request.generated_tokens else []
     return int(seeding.generator(sampling.seed, "generate", request.trajectory_id, *place).integers(2**63))
 

@@ -127,6 +127,7 @@ def vllm_rollout(config: RunConfig, tokenizer: PreTrainedTokenizerBase, devices:
         logprobs_mode="processed_logprobs" if rollout.top_p == 1 else "raw_logprobs",
         timeout_s=vllm.timeout_s,
         on_gpu=on_gpu,
+        deterministic=config.run.deterministic,
         lora_rank=None if model.lora is None else model.lora.r,
         cpu_cache_gib=vllm.cpu_cache_gib,
         tensor_parallel=vllm.tensor_parallel,

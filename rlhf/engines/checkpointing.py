@@ -56,9 +56,9 @@ def enable(model: PreTrainedModel, kind: Literal[True, "selective"]) -> None:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
-def _contexts() -> tuple[Any, Any]:
+def _contexts() -> Any:
     counts = {False: 0, True: 0}
-    return create_selective_checkpoint_contexts(partial(_policy, counts))
+    return create_selective_checkpoint_contexts(partial(_policy, counts))  # type: ignore[no-untyped-call]
 
 
 def _policy(

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from rlhf import seeding
-from rlhf.engines import prefix_sharing
+from rlhf.engines import determinism, prefix_sharing
 from rlhf.engines.base import Chunk, Request, RolloutEngine, Sampling, limit_of
 from rlhf.engines.host_buffers import HostBuffers, release_memory
 from rlhf.engines.model_engine import copy_weights
@@ -309,11 +309,12 @@ def sample(
         return tokens, log_probs.gather(-1, tokens[:, None]).squeeze(-1)
     log_probs = (logits / sampling.temperature).log_softmax(-1)
     probs = log_probs.double().exp()
-    if sampling.top_p < 1:
-        ordered, order = probs.sort(dim=-1, descending=True, stable=True)
-        beyond = ordered.cumsum(-1) - ordered >= sampling.top_p
-        probs = torch.zeros_like(probs).scatter(-1, order, ordered.masked_fill(beyond, 0.0))
-    cumulative = probs.cumsum(-1)
+    with determinism.relaxed():  # of running sums on a GPU; their last bits hardly ever decide which token is drawn
+        if sampling.top_p < 1:
+            ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+            beyond = ordered.cumsum(-1) - ordered >= sampling.top_p
+            probs = torch.zeros_like(probs).scatter(-1, order, ordered.masked_fill(beyond, 0.0))
+        cumulative = probs.cumsum(-1)
     # just below the total, so that rounding never selects a position after the last token with nonzero probability
     drawn = uniforms[:, None] * cumulative[:, -1:] * (1 - 1e-12)
     tokens = torch.searchsorted(cumulative, drawn, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)  # NaN

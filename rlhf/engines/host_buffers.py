@@ -1,7 +1,7 @@
 """Host memory for state that leaves its device while another model computes there.
 
-Only the memory behind the tensors moves. The tensors themselves stay, and so does everything that refers to them: views,
-flat buffers that engines share parameters from, sharded tensors, optimizers.
+Only the memory behind the tensors moves. The tensors themselves stay, and so does everything that refers to them:
+views, flat buffers that engines share parameters from, sharded tensors, optimizers.
 """
 
 from __future__ import annotations
@@ -93,7 +93,9 @@ class HostBuffers:
         on_host = torch.empty(0, dtype=local.dtype)
         on_host.set_(buffer.untyped_storage(), local.storage_offset(), local.size(), local.stride())
         # what `.cpu()` makes of a sharded tensor
-        return DTensor(on_host, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else on_host
+        if isinstance(tensor, DTensor):
+            return DTensor(on_host, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        return on_host
 
     def _buffer(self, size: int) -> Tensor:
         if self._spare[size]:

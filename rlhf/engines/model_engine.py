@@ -239,7 +239,7 @@ class ModelEngine(ABC):
         for state in self.optimizer.state.values() if self.optimizer is not None else ():
             yield from state.values()
 
-    def _free_copies(self) -> None:
+    def _free_copies(self) -> None:  # noqa: B027  (for engines that make copies)
         """Free what the device holds in addition to the weights, and can be computed from them."""
 
     # Computing.

@@ -50,7 +50,7 @@ class Api(Protocol):
     """The HTTP interface of one kind of server."""
 
     def stream(
-        self, ask: Ask, request: Request, sampling: Sampling, seed: int, eos: Sequence[int]
+        self, ask: Ask, request: Request, sampling: Sampling, seed: int | None, eos: Sequence[int]
     ) -> AsyncGenerator[Chunk, None]:
         """Generate one response.
 
@@ -58,7 +58,7 @@ class Api(Protocol):
             ask: the server.
             request: the trajectory to generate.
             sampling: how to sample tokens.
-            seed: seed of the request, a non-negative int64.
+            seed: seed of the request, a non-negative int64; None: the server's own noise.
             eos: end-of-sequence tokens.
 
         Yields:
@@ -165,7 +165,7 @@ class VLLMApi:
         self.models: dict[str, str] = {}
 
     async def stream(
-        self, ask: Ask, request: Request, sampling: Sampling, seed: int, eos: Sequence[int]
+        self, ask: Ask, request: Request, sampling: Sampling, seed: int | None, eos: Sequence[int]
     ) -> AsyncGenerator[Chunk, None]:
         """Generate one response; see `Api.stream`."""
         if ask.url not in self.models:
@@ -218,7 +218,7 @@ class SGLangApi:
     """SGLang's `/generate` and `/update_weights_from_disk`, written from its documentation; never run."""
 
     async def stream(
-        self, ask: Ask, request: Request, sampling: Sampling, seed: int, eos: Sequence[int]
+        self, ask: Ask, request: Request, sampling: Sampling, seed: int | None, eos: Sequence[int]
     ) -> AsyncGenerator[Chunk, None]:
         """Generate one response, in one chunk; see `Api.stream`."""
         body = {
@@ -227,7 +227,7 @@ class SGLangApi:
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p if sampling.temperature else 1.0,
                 "max_new_tokens": limit_of(request, sampling),
-                "sampling_seed": seed % 2**31,
+                "sampling_seed": None if seed is None else seed % 2**31,
                 "top_k": -1,
                 "min_p": 0.0,
                 "repetition_penalty": 1.0,
@@ -265,7 +265,7 @@ class TGIApi:
         self.tokenizer = tokenizer
 
     async def stream(
-        self, ask: Ask, request: Request, sampling: Sampling, seed: int, eos: Sequence[int]
+        self, ask: Ask, request: Request, sampling: Sampling, seed: int | None, eos: Sequence[int]
     ) -> AsyncGenerator[Chunk, None]:
         """Generate one response, in one chunk; see `Api.stream`."""
         assert self.tokenizer is not None, "prompts are sent as text"

@@ -13,6 +13,7 @@ import atexit
 import itertools
 import os
 import re
+import secrets
 import shutil
 import signal
 import subprocess
@@ -30,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlhf.engines import event_loop
+from rlhf.engines import determinism, device_memory, event_loop
 from rlhf.engines.base import Chunk, Request, RolloutEngine, Sampling, limit_of, seed_of
 from rlhf.engines.vllm_child import NewTokens, Submission
 from rlhf.engines.weight_files import write_weights
@@ -209,6 +210,7 @@ class VLLMRollout(RolloutEngine):
         logprobs_mode: str = "processed_logprobs",
         timeout_s: float = 600.0,
         on_gpu: bool = False,
+        deterministic: bool = False,
         lora_rank: int | None = None,
         cpu_cache_gib: int = 1,
         tensor_parallel: int = 1,
@@ -225,6 +227,7 @@ class VLLMRollout(RolloutEngine):
             logprobs_mode: kind of log-probs: `processed_logprobs`, or `raw_logprobs` if `top_p` is below 1.
             timeout_s: vLLM is restarted if it makes no progress for so long, in seconds.
             on_gpu: whether vLLM runs on a GPU.
+            deterministic: whether a response must not depend on the requests beside it; only on a GPU.
             lora_rank: maximum rank of an adapter; None: no adapters.
             cpu_cache_gib: size of the KV cache on the CPU, in GiB.
             tensor_parallel: number of devices that share the model, each with a worker process of vLLM.
@@ -232,13 +235,14 @@ class VLLMRollout(RolloutEngine):
             options: further arguments of vLLM's `LLM`.
         """
         self.eos, self.timeout_s = eos_token_ids, timeout_s
-        self.on_gpu, self.cpu_cache_gib = on_gpu, cpu_cache_gib
+        self.on_gpu, self.cpu_cache_gib, self.deterministic = on_gpu, cpu_cache_gib, deterministic
         self.tensor_parallel, self.devices = tensor_parallel, devices
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.transfers_on_device = on_gpu and tensor_parallel == 1
         self._asleep: set[str] = set()
         """What is not in the device's memory, by vLLM's tags."""
         self._child: Child | None = None
+        self._has_started = False
         self._starting = threading.Lock()
         self._numbers = itertools.count()
         self._submitted: list[Submission] = []
@@ -372,6 +376,8 @@ class VLLMRollout(RolloutEngine):
 
     def _running(self) -> Child:
         """The process; it is started if there is none. Raises `EngineLost` if the last one was lost unnoticed."""
+        import torch
+
         with self._starting:
             if self._child is not None and self._child.lost is not None:
                 lost, self._child = self._child, None
@@ -379,8 +385,14 @@ class VLLMRollout(RolloutEngine):
                     assert lost.lost is not None
                     raise lost.lost
             if self._child is None:
-                self._asleep = set()
-                self._child = Child(self.scratch, self.options, self.environment(), self.timeout_s)
+                if self.on_gpu and not self._has_started:  # later the memory of the last process may still be in use
+                    free, total = torch.cuda.mem_get_info()
+                    utilization = self.options["gpu_memory_utilization"]
+                    device_memory.check_fits(utilization, total, {"other models and processes": total - free})
+                self._asleep, self._has_started = set(), True
+                # what requests without a seed draw from; the same noise after a restart would repeat earlier draws
+                options = {**self.options, "seed": secrets.randbits(32)}
+                self._child = Child(self.scratch, options, self.environment(), self.timeout_s)
             return self._child
 
     def environment(self) -> dict[str, str]:
@@ -392,6 +404,8 @@ class VLLMRollout(RolloutEngine):
         }
         if not self.on_gpu:
             variables["VLLM_CPU_KVCACHE_SPACE"] = str(self.cpu_cache_gib)
+        elif self.deterministic:
+            variables |= determinism.VLLM_ENVIRONMENT
         if self.devices:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices)
         if self.tensor_parallel > 1:

@@ -1,0 +1,50 @@
+"""Deterministic computing (`run.deterministic`): the same bits each time, on the same machines with the same packages.
+
+On the CPU all engines are deterministic anyway. On a GPU this takes slower kernels, and an operation that has no
+deterministic kernel fails.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+ENVIRONMENT = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "FLASH_ATTENTION_DETERMINISTIC": "1",  # of the package flash-attn, read by transformers
+    "NCCL_NVLS_ENABLE": "0",  # sums within a switch
+    "NCCL_COLLNET_ENABLE": "0",
+}
+"""Variables that libraries read when they start; those that are set already stay."""
+VLLM_ENVIRONMENT = {"VLLM_BATCH_INVARIANT": "1"}
+"""In addition for vLLM on a GPU: a response then does not depend on what is computed beside it."""
+
+
+def enforce() -> None:
+    """Make this process compute deterministically. Call it before CUDA starts.
+
+    With this setting PyTorch itself takes the deterministic kernels of `sdpa`.
+    """
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    # new memory is always written before it is read
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+
+
+@contextmanager
+def relaxed() -> Iterator[None]:
+    """Allow operations of which PyTorch has no deterministic kernel."""
+    import torch
+
+    enforced = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enforced)

@@ -1,0 +1,108 @@
+"""Whether vLLM fits on a GPU beside the models that stay there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from rlhf.errors import UserError
+
+if TYPE_CHECKING:
+    from rlhf.config import ModelConfig, RunConfig, TrainerConfig
+
+GIB = 2**30
+
+
+def resident(config: RunConfig, parameters: Mapping[str, int], ranks: int) -> dict[str, float]:
+    """Estimate what stays on each GPU while the rollout generates, without anything that depends on the batch.
+
+    Args:
+        config: the run's config.
+        parameters: number of parameters of each model in the rollout's processes, by role.
+        ranks: number of those processes.
+
+    Returns:
+        Bytes by what they hold; empty if all of them give way.
+    """
+    held: dict[str, float] = {}
+    for role, count in parameters.items():
+        trainer = config.critic if role == "critic" and config.critic is not None else config.actor
+        if trainer.offload_when_idle:
+            continue
+        if role == "reward":
+            assert config.reward.model is not None
+            held["weights of the reward model"] = count * _width(config.reward.model)
+        elif role == "reference":
+            if config.model.lora is None or config.reference.model is not None:  # otherwise it is the actor's base
+                is_sharded = trainer.engine == "fsdp" or (trainer.engine == "deepspeed" and trainer.zero_stage == 3)
+                share = count / ranks if is_sharded else count
+                held["weights of the reference"] = 0 if is_sharded and trainer.offload else share * _width(config.model)
+        else:
+            model = config.critic_model if role == "critic" else config.model
+            weights, moments = _of_trainer(trainer, model, count, ranks)
+            held |= {f"weights of the {role}": weights, f"optimizer state of the {role}": moments}
+    return {what: size for what, size in held.items() if size}
+
+
+def _of_trainer(trainer: TrainerConfig, model: ModelConfig, count: int, ranks: int) -> tuple[float, float]:
+    """Bytes of weights and of optimizer state that a rank of a trainer holds; adapters do not count."""
+    learns = 0 if model.lora is not None else count
+    moments = 4 * len(trainer.optimizer.state) * learns
+    if trainer.engine == "torch" or (trainer.engine == "deepspeed" and trainer.zero_stage == 0):
+        return 4 * count, moments
+    if trainer.engine == "fsdp":
+        return (0, 0) if trainer.offload else (4 * count / ranks, moments / ranks)
+    model_copy = _width(model) * count / (ranks if trainer.zero_stage == 3 else 1)
+    if trainer.offload:
+        return (0 if trainer.zero_stage == 3 else model_copy), 0
+    return model_copy, (4 * learns + moments) / ranks  # its float32 weights belong to the optimizer
+
+
+def _width(model: ModelConfig) -> int:
+    return 2 if model.dtype == "bfloat16" else 4
+
+
+def check_fits(utilization: float, total: float, held: Mapping[str, float]) -> None:
+    """Check that vLLM can have the share of a GPU that it asks for.
+
+    Args:
+        utilization: `rollout.vllm.gpu_memory_utilization`.
+        total: memory of the GPU in bytes.
+        held: what others hold of it, in bytes.
+
+    Raises:
+        UserError: it cannot.
+    """
+    left = total - sum(held.values())
+    if utilization * total <= left:
+        return
+    parts = " + ".join(f"{what} {size / GIB:.1f}" for what, size in held.items())
+    largest = math.floor(100 * left / total) / 100
+    lower = f"lower it to {largest:.2f}, or " if largest > 0 else ""
+    raise UserError(
+        f"rollout.vllm.gpu_memory_utilization {utilization:g} of {total / GIB:.1f} GiB is "
+        f"{utilization * total / GIB:.1f} GiB, but {parts} GiB stay on the GPU, which leaves {max(left, 0) / GIB:.1f}: "
+        f"{lower}let the models take turns (actor.offload_when_idle, critic.offload_when_idle)"
+    )
+
+
+def check_config(config: RunConfig, roles: Iterable[str], total: float) -> None:
+    """Check, before anything is loaded, that vLLM fits beside the other models of its processes.
+
+    Args:
+        config: the run's config, with `rollout.engine: vllm`.
+        roles: roles of the processes that hold the rollout.
+        total: memory of a GPU in bytes.
+
+    Raises:
+        UserError: it does not.
+    """
+    from rlhf.models import parameter_count
+
+    models = {"actor": config.model, "critic": config.critic_model, "reference": config.reference_model}
+    models |= {} if config.reward.model is None else {"reward": config.reward.model}
+    counts = {role: parameter_count(models[role]) for role in roles if role in models}
+    pool = config.pool_of("rollout")
+    ranks = 1 if pool is None else config.pools[pool].workers
+    check_fits(config.rollout.vllm.gpu_memory_utilization, total, resident(config, counts, ranks))
