@@ -281,8 +281,8 @@ def measure(root: Path, iterations: int) -> tuple[str, bool]:
         code = second.process.poll()
         is_good = code == 0 and state.iteration == iterations and state.term == 2 and not alive
         lines = [
-            f"{about(config)}. The driver was killed in iteration {KILLED_IN}, after a shard was committed; seconds that "
-            "contain a start of the driver or of vLLM say nothing about the work.",
+            f"{about(config)}. The driver was killed in iteration {KILLED_IN}, after a shard was committed; "
+            "seconds that contain a start of the driver or of vLLM say nothing about the work.",
             "",
             table(run, spans_of(first, second)),
             "",

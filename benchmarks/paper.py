@@ -157,7 +157,7 @@ def micro_batch_flops(setup: Setup, responses: np.ndarray) -> np.ndarray:
         rows = np.concatenate([groups[number] for number in numbers] or [np.arange(0)])
         own, once = flat[rows].astype(float), len(numbers) * setup.lengths.prompt
         attended = len(numbers) * setup.lengths.prompt**2 / 2 + (own * setup.lengths.prompt + own**2 / 2).sum()
-        return setup.model.forward_flops(once + own.sum(), attended, own.sum())
+        return setup.model.forward_flops(once + own.sum(), attended, own.sum() + len(rows))
 
     by_team = deal(sizes, setup.micro_batch_tokens, setup.gpus, packed=True)
     return np.array([[flops(piece) for piece in pieces] for pieces in by_team]).max(0)
@@ -242,6 +242,7 @@ def before(setup: Setup) -> dict[str, float]:
     return {
         "generate": generation(setup, assumed) + seeds(setup),
         "log-probs of actor and reference": 2 * log_probs(setup, assumed),
+        # an optimizer that is not fused reads and writes intermediate results
         "updates": updates(setup, assumed, recomputed=recomputed, reduced="each", step_bytes=60),
         "digest": gathered(setup, assumed, state) + to_host + shards / SHA256_RATE,
         "weights to the rollout": gathered(setup, assumed, float32_weights)
@@ -264,6 +265,7 @@ def after(setup: Setup) -> dict[str, float]:
     parts = {
         "generate": generation(setup, assumed),
         "log-probs of actor and reference": 2 * log_probs(setup, assumed),
+        # parameter and moments are read and written, the gradient is read
         "updates": updates(setup, assumed, recomputed=recomputed, reduced="last", step_bytes=28),
         "digest": shards / FLOAT32 * DIGEST_BYTES / (hardware.hbm * assumed.decode),
         "weights to the rollout": gathered(setup, assumed, setup.weights) + transfer(setup),

@@ -53,10 +53,10 @@ def test_flops_are_two_per_weight_and_four_per_pair_and_element_of_a_head() -> N
 
 
 def test_a_shared_prompt_is_computed_once() -> None:
-    """4 prompt tokens, and responses of 3 and 2: the last token of a response is not read."""
+    """4 prompt tokens, and responses of 3 and 2, whose last tokens are predicted and not read."""
     setup = Setup(SMALL, H100, 1, Lengths(4, np.array([[3, 2]])))
     own = 2 * 4 + 2**2 / 2 + 1 * 4 + 1**2 / 2
-    expected = SMALL.forward_flops(4 + 2 + 1, 4**2 / 2 + own, 3)
+    expected = SMALL.forward_flops(4 + 2 + 1, 4**2 / 2 + own, 5)
     assert paper.micro_batch_flops(setup, setup.lengths.responses).tolist() == [expected]
 
 
