@@ -188,14 +188,14 @@ class TensorFile:
             header[name] = {"dtype": names[dtype], "shape": shape, "data_offsets": [start, end]}
         encoded = json.dumps(header).encode()
         encoded += b" " * (-len(encoded) % 8)  # so that tensors are aligned
-        start = len(encoded).to_bytes(8, "little") + encoded
+        beginning = len(encoded).to_bytes(8, "little") + encoded
         self._data = BytesIO()
         if end:  # all memory at once: a buffer that grows is copied
-            self._data.seek(len(start) + end - 1)
+            self._data.seek(len(beginning) + end - 1)
             self._data.write(b"\0")
             self._data.seek(0)
-        self._data.write(start)
-        self._size = len(start) + end
+        self._data.write(beginning)
+        self._size = len(beginning) + end
 
     def write(self, tensor: Tensor) -> None:
         """Append the next tensor."""
