@@ -42,11 +42,11 @@ class Snapshots:
     def describe(self) -> str:
         """Say how large snapshots are, and how often they are taken."""
         checkpoint, sizes = self.config.checkpoint, self._sizes()
-        size = "snapshots" if sizes is None else f"snapshots of {sum(sizes) / 1e9:.3g} GB"
+        size = "snapshots" if sizes is None else f"snapshots of {_in_bytes(sum(sizes))}"
         if checkpoint.every is not None:
             return f"{size} every {checkpoint.every} iterations"
         return (
-            f"{size}, as often as {100 * checkpoint.max_share:g} % of the time allows, and at least every "
+            f"{size} as often as {100 * checkpoint.max_share:g} % of the time allows, and at least every "
             f"{checkpoint.max_replay} iterations"
         )
 
@@ -63,7 +63,8 @@ class Snapshots:
         checkpoint = self.config.checkpoint
         if checkpoint.every is not None:
             return version % checkpoint.every == 0
-        if version - max(self.store.state.snapshots, default=0) >= checkpoint.max_replay:
+        replayed, kept = version - max(self.store.state.snapshots, default=0), checkpoint.keep.every
+        if replayed >= checkpoint.max_replay or (kept is not None and version % kept == 0):
             return True
         elapsed_s = time.monotonic() - self._began
         return self.being_written is None and is_affordable(self._cost_s, elapsed_s, checkpoint.max_share)
@@ -138,3 +139,8 @@ def is_affordable(cost_s: float, elapsed_s: float, max_share: float) -> bool:
         max_share: largest share of the time that snapshots may cost.
     """
     return cost_s <= max_share * elapsed_s
+
+
+def _in_bytes(count: int) -> str:
+    unit, name = next(((unit, name) for unit, name in ((1e9, "GB"), (1e6, "MB")) if count >= unit), (1e3, "kB"))
+    return f"{count / unit:.3g} {name}"

@@ -392,7 +392,8 @@ class CheckpointConfig(Section):
     every: int | None = Field(
         None,
         gt=0,
-        description="iterations between snapshots; a resume replays later updates; null: as often as max_share allows",
+        description="iterations between snapshots; a resume replays later updates; null: as often as max_share allows, "
+        "after max_replay iterations, and whenever keep.every says",
     )
     max_share: float = Field(
         0.05, gt=0, le=1, description="every: null: largest share of a run's time that it waits for snapshots"

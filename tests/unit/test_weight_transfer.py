@@ -53,7 +53,7 @@ def test_what_arrives_is_what_was_sent(
         received.extend((name, tensor.clone()) for name, tensor in packed.tensors(memory.memory))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weight_transfer, "BUCKET_BYTES", bucket)
+        patch.setattr(weight_transfer, "BUCKET_BYTES", {"cpu": bucket})
         sent = send(weights, dtype, [Memory(CPU) for _ in range(buffers)], deliver)
     assert [name for name, _ in received] == [name for name, _ in weights]
     for (_, arrived), (_, original) in zip(received, weights, strict=True):
@@ -64,7 +64,7 @@ def test_what_arrives_is_what_was_sent(
 
 
 def test_a_bucket_is_filled_while_another_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_transfer, "BUCKET_BYTES", 4)
+    monkeypatch.setattr(weight_transfer, "BUCKET_BYTES", {"cpu": 4})
     second_is_filled = threading.Event()
     read: list[float] = []
 
@@ -83,7 +83,7 @@ def test_a_bucket_is_filled_while_another_is_read(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_error_of_the_receiver_reaches_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_transfer, "BUCKET_BYTES", 4)
+    monkeypatch.setattr(weight_transfer, "BUCKET_BYTES", {"cpu": 4})
 
     def deliver(packed: Packed, memory: Memory) -> None:
         if "tensor 1" in packed.names:
@@ -118,7 +118,7 @@ def run_transfers(adapter_config: bytes | None) -> tuple[int, list[tuple[bytes |
     """The last rank sends to the others, twice; returns what was sent and received."""
     from rlhf.engines import ranks
 
-    weight_transfer.BUCKET_BYTES = 5000
+    weight_transfer.BUCKET_BYTES = {"cpu": 5000}
     count = ranks.count()
     sends = ranks.rank() == count - 1
     meeting = Meeting("127.0.0.1", 600) if sends else None
@@ -166,7 +166,7 @@ os.kill(os.getpid(), 9)
 
 
 def test_a_trainer_notices_that_a_rollout_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_transfer, "BUCKET_BYTES", 4)
+    monkeypatch.setattr(weight_transfer, "BUCKET_BYTES", {"cpu": 4})
     meeting = Meeting("127.0.0.1", 600)
     with subprocess.Popen([sys.executable, "-c", RECEIVES_ONE_TENSOR, meeting.url]) as receiver:
         link = WeightLink(meeting, SENDER, 2, "127.0.0.1", 600)
