@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
 from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
@@ -90,7 +90,9 @@ class StoredTensor:
                 start, number = until, number + 1
             return data
 
-        return tensors[0] if len(tensors) == 1 else cls(read, tensors[0].file, 0, shape, tensors[0].dtype)
+        if len(tensors) == 1:
+            return replace(tensors[0], shape=shape)
+        return cls(read, tensors[0].file, 0, shape, tensors[0].dtype)
 
     def flat(self, first: int, last: int) -> Tensor:
         """Read elements of the flattened tensor, from `first` up to, but without, `last`."""
@@ -186,14 +188,14 @@ class TensorFile:
             header[name] = {"dtype": names[dtype], "shape": shape, "data_offsets": [start, end]}
         encoded = json.dumps(header).encode()
         encoded += b" " * (-len(encoded) % 8)  # so that tensors are aligned
-        start = len(encoded).to_bytes(8, "little") + encoded
+        beginning = len(encoded).to_bytes(8, "little") + encoded
         self._data = BytesIO()
         if end:  # all memory at once: a buffer that grows is copied
-            self._data.seek(len(start) + end - 1)
+            self._data.seek(len(beginning) + end - 1)
             self._data.write(b"\0")
             self._data.seek(0)
-        self._data.write(start)
-        self._size = len(start) + end
+        self._data.write(beginning)
+        self._size = len(beginning) + end
 
     def write(self, tensor: Tensor) -> None:
         """Append the next tensor."""

@@ -113,8 +113,16 @@ class TokenOutputs(torch.nn.Module):
         attend = {"team": team, "visible": visible(positions)}
         if copies is not None:
             copies = team.share(torch.nn.functional.pad(copies, (0, time - before)))
-        shares = (team.share(input_ids), team.share(positions), local_at, targets[is_local])
-        local = self._of_tokens(*shares, temperature, outputs, copies, **attend)
+        local = self._of_tokens(
+            team.share(input_ids),
+            team.share(positions),
+            local_at,
+            targets[is_local],
+            temperature,
+            outputs,
+            copies,
+            **attend,
+        )
         router = {ROUTER_LOSS: local.pop(ROUTER_LOSS)} if copies is not None else {}
         return {name: team.whole(values, is_local) for name, values in local.items()} | router
 

@@ -89,7 +89,7 @@ def _pack_experts_again(model: torch.nn.Module) -> None:
     vLLM 0.32 packs them only when it builds the kernel, and would copy new weights over the packed ones as they are.
     """
     for layer in model.modules():
-        method = getattr(layer, "quant_method", None)
+        method: Any = getattr(layer, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None  # so that it is built again
 

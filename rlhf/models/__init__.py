@@ -284,12 +284,14 @@ def _not_a_reward_model(model: RewardModelConfig, missing: str) -> UserError:
 def save(model: PreTrainedModel, folder: Path) -> None:
     """Write a Hugging Face model folder, with adapters merged into the weights."""
     from safetensors.torch import save_file
+    from transformers.core_model_loading import revert_weight_conversion
 
     folder.mkdir(parents=True, exist_ok=True)
     if not lora.has(model):
         model.save_pretrained(folder)
         return
-    save_file(lora.merged(model), folder / "model.safetensors", metadata={"format": "pt"})
+    weights = revert_weight_conversion(model, lora.merged(model))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_bytes(config_json(model))
     if model.can_generate():
         assert model.generation_config is not None

@@ -34,18 +34,32 @@ def add(model: PreTrainedModel, lora: LoRAConfig, seed: int) -> None:
         seed: seed of the adapters' initial weights.
 
     Raises:
-        UserError: no layer matches `target_modules`, or they include embeddings or the head.
+        UserError: no layer matches `target_modules`, or they include embeddings, the head or experts.
     """
     import torch
     from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.tuners_utils import BaseTunerLayer
 
+    experts = _expert_matrices(model)
+    if named := sorted({name.rpartition(".")[2] for name in lora.target_modules} & experts):
+        raise UserError(
+            f"model.lora.target_modules names {', '.join(named)}, but experts cannot have adapters: name layers of "
+            "attention, or leave target_modules out"
+        )
     all_linear = lora.target_modules == ("all-linear",)
     heads = [head for head in HEADS if hasattr(model, head)]
+    targets: str | list[str] = "all-linear" if all_linear else list(lora.target_modules)
+    if all_linear and experts:  # PEFT would include them
+        linear = {
+            name.rpartition(".")[2]
+            for name, part in model.named_modules()
+            if isinstance(part, torch.nn.Linear) and part is not model.get_output_embeddings()
+        }
+        targets = sorted(linear - experts)
     config = LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
-        target_modules="all-linear" if all_linear else list(lora.target_modules),
+        target_modules=targets,
         exclude_modules=heads or None,
         modules_to_save=heads or None,
         base_model_name_or_path=model.name_or_path,
@@ -63,6 +77,13 @@ def add(model: PreTrainedModel, lora: LoRAConfig, seed: int) -> None:
             raise UserError("model.lora.target_modules names embeddings or the head: leave them out")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name or name.startswith(HEADS))
+
+
+def _expert_matrices(model: PreTrainedModel) -> set[str]:
+    """The names that matrices of experts have in files: ``gate_proj``, ``w1``."""
+    from rlhf.models.hub_layout import hub_layout
+
+    return {tensor.name.split(".")[-2] for hub in hub_layout(model).values() if len(hub) > 1 for tensor in hub}
 
 
 def has(model: PreTrainedModel) -> bool:

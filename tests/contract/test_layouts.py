@@ -25,7 +25,7 @@ from transformers import (
 
 from rlhf.batch import TrajectoryBatch
 from rlhf.config import RewardModelConfig
-from rlhf.engines.base import TrainEngine
+from rlhf.engines.base import OptimizerPlan, TrainEngine
 from rlhf.engines.reward_engine import RewardEngine
 from rlhf.engines.stored_state import StoredState
 from rlhf.errors import NotFinite, UserError
@@ -78,14 +78,20 @@ def one(kind: Kind) -> TrainEngine:
 # What the ranks run.
 
 
-def run(kind: Kind, batch: TrajectoryBatch, options: dict[str, Any], load: Files | None = None) -> dict[str, Any]:
+def run(
+    kind: Kind,
+    batch: TrajectoryBatch,
+    options: dict[str, Any],
+    load: Files | None = None,
+    plan: OptimizerPlan = DEALT,
+) -> dict[str, Any]:
     """Ask, update, and tell everything."""
     engine = kind.build(**options)
     if load is not None:
         engine.load_state(StoredState.of(load))
     began = engine.digest()
     outputs = infer(engine, kind, batch)
-    metrics = engine.update(batch, kind.objective, DEALT)
+    metrics = engine.update(batch, kind.objective, plan)
     return {"began": began, "outputs": outputs, "metrics": metrics, "digest": engine.digest(), "files": engine.state()}
 
 
@@ -152,6 +158,46 @@ def test_two_processes_train_a_mixture_of_experts(
     loaded = ENGINES["torch"](mixture.folder, "policy")
     loaded.load_state(StoredState.of(files))
     assert ranks(run, mixture, batch, {}, files)[0]["began"] == loaded.digest(), "two go on from it, too"
+
+
+BALANCED: dict[str, Any] = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("engine", "options"),
+    [
+        *((engine, {}) for engine in ENGINES),
+        ("torch", {"sequence_parallel": 2, "packing": True}),
+        ("fsdp", {"sequence_parallel": 2, "gradient_checkpointing": True}),
+        ("zero3", {"gradient_checkpointing": True}),
+    ],
+)
+def test_two_processes_balance_the_experts(
+    engine: str, options: dict[str, Any], batch: TrajectoryBatch, ranks: Ranks, tmp_path: Path
+) -> None:
+    """The loss is that of a micro-batch, so each trajectory is one: then all layouts have the same."""
+    folder = tiny.moe_folder(tmp_path, "qwen3_moe", **BALANCED)
+    kind, alone = kind_of(engine, "policy", folder, folder), replace(DEALT, micro_batch_tokens=1)
+    one = ENGINES["torch"](folder, "policy")
+    expected = one.update(batch, kind.objective, alone)
+    assert expected["actor/router_aux_loss"] > 1
+    told = ranks(run, kind, batch, options, None, alone)
+    assert told[0]["metrics"] == told[1]["metrics"] == pytest.approx(expected, rel=2e-3, abs=1e-4)
+    loaded = ENGINES["torch"](folder, "policy")
+    loaded.load_state(StoredState.of(together(told)))
+    assert_same_update(loaded, one)
+
+
+def test_experts_are_not_cut(mixtures: dict[str, Path], ranks: Ranks) -> None:
+    for folder in mixtures.values():
+        ranks(run_uncut, kind_of("fsdp", "policy", folder, folder))
+
+
+def run_uncut(kind: Kind) -> None:
+    with pytest.raises(
+        UserError, match=r"tensor_parallel: \w+ has no supported plan .*moe_tp_experts.*: remove tensor"
+    ):
+        kind.build(tensor_parallel=2)
 
 
 def assert_two_do_what_one_does(
@@ -389,7 +435,16 @@ def test_offloading_changes_nothing(engine: str, policy_folder: Path, batch: Tra
 @pytest.mark.parametrize("engine", ENGINES)
 def test_bfloat16_by_two_processes(engine: str, policy_folder: Path, batch: TrajectoryBatch, ranks: Ranks) -> None:
     """A bfloat16 has 8 bits; the optimizer's weights stay float32."""
-    kind = kind_of(engine, "policy", policy_folder, policy_folder)
+    assert_close_in_bfloat16(kind_of(engine, "policy", policy_folder, policy_folder), batch, ranks)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_experts_in_bfloat16(engine: str, mixtures: dict[str, Path], batch: TrajectoryBatch, ranks: Ranks) -> None:
+    folder = mixtures["qwen3_moe"]
+    assert_close_in_bfloat16(kind_of(engine, "policy", folder, folder), batch, ranks)
+
+
+def assert_close_in_bfloat16(kind: Kind, batch: TrajectoryBatch, ranks: Ranks) -> None:
     options = {"dtype": "bfloat16", "gradient_checkpointing": True}
     told = ranks(run, kind, batch, options)
     alone = ENGINES["torch"](kind.folder, kind.head)

@@ -81,6 +81,28 @@ def test_adapters_learn_and_the_base_stays(kind: Kind, batch: TrajectoryBatch, t
     assert (logits_of(merged) - logits_of(LOAD[kind.head](ModelConfig(path=str(kind.folder))))).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("mixture", ["qwen3_moe", "mixtral"])
+def test_adapters_beside_experts(
+    mixture: str, mixtures: dict[str, Path], batch: TrajectoryBatch, tmp_path: Path
+) -> None:
+    """Attention learns; merged, the experts have the hub's names again."""
+    kind = kind_of("torch", "policy", mixtures[mixture], mixtures[mixture])
+    engine = adapted(kind)
+    engine.update(batch, kind.objective, PLAN)
+    files = engine.state()
+    assert {name.split(".")[-3] for name in StoredState.of(files).weights} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    plain = load_actor(ModelConfig(path=str(kind.folder), lora=LORA))
+    copy_weights(StoredState.of(files).tensors(), plain)
+    save(plain, tmp_path)
+    names = load_safetensors((tmp_path / "model.safetensors").read_bytes()).keys()
+    assert sum(".experts." in name for name in names) == 2 * 4 * 3, "each matrix of each expert of each layer"
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    torch.testing.assert_close(logits_of(merged), logits_of(plain), rtol=1e-5, atol=1e-5)
+    named = LoRAConfig(target_modules=("q_proj", {"qwen3_moe": "up_proj", "mixtral": "w1"}[mixture]))
+    with pytest.raises(UserError, match=r"target_modules names (w\d|\w+_proj), but experts cannot have adapters: name"):
+        load_actor(ModelConfig(path=str(kind.folder), lora=named))
+
+
 def test_adapters_round_trip_bit_by_bit(kind: Kind, batch: TrajectoryBatch) -> None:
     engine = adapted(kind)
     for _ in range(2):

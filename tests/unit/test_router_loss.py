@@ -97,6 +97,7 @@ def reference(folder: Path) -> torch.nn.Module:
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_an_update_learns_from_it(folder: Path, options: dict[str, Any], checkpointing: bool) -> None:
     engine = engine_of(folder, gradient_checkpointing=checkpointing, **options)
+    assert engine.module.shares_prompts == options.get("share_prompts", True)
     metrics = engine.update(BATCH, SupervisedObjective(), PLAN)
     expected = reference(folder)
     assert metrics["actor/router_aux_loss"] == pytest.approx(expected.aux_loss.item(), rel=1e-5)

@@ -98,7 +98,7 @@ def test_files_in_parts_and_names_without_a_prefix_are_read(tmp_path: Path) -> N
     whole = load_file(tmp_path / "whole" / "model.safetensors")
     short = {name.removeprefix("transformer."): tensor for name, tensor in whole.items()}  # as GPT-2 is on the hub
     (tmp_path / "config.json").write_bytes((tmp_path / "whole" / "config.json").read_bytes())
-    index = {}
+    index: dict[str, str] = {}
     for number, part in enumerate((sorted(short)[::2], sorted(short)[1::2])):
         file = f"model-{number}.safetensors"
         save_file({name: short[name].clone() for name in part}, tmp_path / file)

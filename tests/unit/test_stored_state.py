@@ -21,7 +21,7 @@ from infra.store.records import Claim, Weights
 from infra.store.run_store import RunStore
 from infra.workers.checkpoints import stored_state
 from rlhf.engines.parts import AT_ONCE, Part
-from rlhf.engines.stored_state import StoredState
+from rlhf.engines.stored_state import StoredState, StoredTensor
 from tests.padded import properties
 
 WEIGHTS = Weights(version=1, digest="of a test")
@@ -38,6 +38,19 @@ def test_any_block_of_a_tensor_is_filled(shape: list[int], data: st.DataObject) 
         own = torch.full_like(block, float("nan")).contiguous()
         Part.block(own, shape, [first for first, _ in corners]).fill(stored.weights["weight"])
         assert torch.equal(own, block)
+
+
+@properties
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=6), st.data())
+def test_several_tensors_are_read_as_one(sizes: list[int], data: st.DataObject) -> None:
+    parts = {str(number): torch.rand(size, dtype=torch.float64) for number, size in enumerate(sizes)}
+    stored = StoredState.of({"model-1.safetensors": save(parts), "model-2.safetensors": save({"x": torch.ones(3)})})
+    whole = torch.cat(list(parts.values()))
+    joined = StoredTensor.joined([stored.weights[name] for name in parts], (1, len(whole)))
+    first = data.draw(st.integers(0, len(whole)))
+    last = data.draw(st.integers(first, len(whole)))
+    assert torch.equal(joined.flat(first, last), whole[first:last])
+    assert torch.equal(joined.whole(), whole[None])
 
 
 @pytest.mark.parametrize("shape", [(3, AT_ONCE + 5), (AT_ONCE + 5, 3), (2 * AT_ONCE + 5,)])
