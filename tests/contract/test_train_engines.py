@@ -42,25 +42,32 @@ from rlhf.engines.stored_state import StoredState
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.errors import NotFinite
 from rlhf.models import actor_skeleton, critic_skeleton, load_actor, load_critic
+from rlhf.models.skeleton import Skeleton
 
 Head = Literal["policy", "value"]
 LOAD = {"policy": load_actor, "value": load_critic}
-SKELETON = {"policy": actor_skeleton, "value": critic_skeleton}
 CLOSE = 1e-5
 
 
+def skeleton(folder: Path, head: Head, lora: LoRAConfig | None, options: dict[str, Any]) -> Skeleton:
+    model = ModelConfig(path=str(folder), lora=lora, dtype=options.get("dtype", "float32"))
+    return (
+        critic_skeleton(model) if head == "value" else actor_skeleton(model, trainable=options.get("trainable", True))
+    )
+
+
 def torch_engine(folder: Path, head: Head, lora: LoRAConfig | None = None, **options: Any) -> TrainEngine:
-    return TorchEngine(SKELETON[head](ModelConfig(path=str(folder), lora=lora)), head, **options)
+    return TorchEngine(skeleton(folder, head, lora, options), head, **options)
 
 
 def fsdp_engine(folder: Path, head: Head, lora: LoRAConfig | None = None, **options: Any) -> TrainEngine:
-    return FSDPEngine(SKELETON[head](ModelConfig(path=str(folder), lora=lora)), head, **options)
+    return FSDPEngine(skeleton(folder, head, lora, options), head, **options)
 
 
 def deepspeed_engine(
     folder: Path, head: Head, stage: ZeroStage, lora: LoRAConfig | None = None, **options: Any
 ) -> TrainEngine:
-    return DeepSpeedEngine(SKELETON[head](ModelConfig(path=str(folder), lora=lora)), head, stage=stage, **options)
+    return DeepSpeedEngine(skeleton(folder, head, lora, options), head, stage=stage, **options)
 
 
 ENGINES: dict[str, Callable[..., TrainEngine]] = {
@@ -635,3 +642,15 @@ def test_a_reference_holds_no_optimizer(kind: Kind, batch: TrajectoryBatch) -> N
     assert tensors(reference)[1] == {}
     with pytest.raises(AssertionError):
         reference.update(batch, kind.objective, PLAN)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_reference_has_the_type_of_the_computation(engine: str, policy_folder: Path, batch: TrajectoryBatch) -> None:
+    kind = kind_of(engine, "policy", policy_folder, policy_folder)
+    reference = kind.build(dtype="bfloat16", trainable=False)
+    assert isinstance(reference, ModelEngine)
+    assert {parameter.dtype for parameter in reference.model.parameters()} == {torch.bfloat16}
+    for name, tensor in load_actor(ModelConfig(path=str(policy_folder))).named_parameters():
+        assert torch.equal(reference.get("model", name), tensor.bfloat16().float())
+    # a bfloat16 has 8 bits, as above
+    assert_close(infer(reference, kind, batch), infer(kind.build(), kind, batch), atol=0.3)

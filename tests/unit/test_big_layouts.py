@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config
@@ -67,7 +68,11 @@ def sharded(name: str, count: int, rank: int, **options: Any) -> FSDPEngine:
 
 def shapes(engine: FSDPEngine) -> dict[str, tuple[int, ...]]:
     """The shapes of what a rank holds, by name of the parameter."""
-    return {name: tuple(parameter.to_local().shape) for name, parameter in engine.parameters.items()}
+    found = {}
+    for name, parameter in engine.parameters.items():
+        assert isinstance(parameter, DTensor)
+        found[name] = tuple(parameter.to_local().shape)
+    return found
 
 
 def elements(tensors: dict[str, tuple[int, ...]], name: str) -> int:
