@@ -64,9 +64,12 @@ class TorchEngine(ModelEngine):
         """Scale the gradient so that its norm is at most `limit`; returns the norm before scaling."""
         return float(self._gathered(torch.nn.utils.clip_grad_norm_(self.parameters.values(), limit)))
 
-    def get(self, kind: str, name: str) -> Tensor:
+    def get(self, kind: str, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """Gather a parameter or its optimizer state; see `ModelEngine.get`."""
-        return self._gathered(self._held(kind, name))
+        held = self._held(kind, name)
+        if held.dtype != dtype:
+            held = held.to(self.device).to(dtype)  # a GPU casts faster than the host
+        return self._gathered(held)
 
     def parts(self, kind: str, name: str) -> Iterator[Part]:
         """Yield what this rank holds of a tensor; see `ModelEngine.parts`."""
