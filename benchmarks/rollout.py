@@ -12,6 +12,11 @@ requests, one after the other; the first round is warm-up and does not count.
 
 `server` is a `vllm serve` on loopback with the same options. A bare HTTP client, which posts the same requests without
 streaming (256 at a time, as the engine), shows what the protocol itself costs. `hf` gets one shard.
+
+    OMP_NUM_THREADS=1 python benchmarks/rollout.py --seeds [--rounds 5] [--prompts 32]
+
+measures only what a seed per request costs (`rollout.seeds`): vLLM called directly, with and without seeds in turn,
+with responses of 32 tokens; in seconds of the processor, which other processes hardly disturb.
 """
 
 from __future__ import annotations
@@ -50,6 +55,14 @@ from tasks.stage import RowsStage
 PROMPTS, SAMPLES, PROMPT, PROMPTS_PER_SHARD = 128, 4, 32, 16
 MEAN, LONGEST = 128, 1024
 ENGINES = ("vllm", "server", "hf")
+STEPS = 32
+"""Tokens of each response when seeds are measured."""
+ROLLOUT_OF_SEEDS = {
+    "engine": "vllm",
+    "n": SAMPLES,
+    "max_response_tokens": STEPS,
+    "vllm": {"max_model_len": PROMPT + LONGEST, "gpu_memory_utilization": 0.4},
+}
 
 
 def response_lengths(prompts: int) -> list[int]:
@@ -77,16 +90,22 @@ def direct(options: dict[str, Any]) -> None:
 
     llm = LLM(**options["vllm"])
     prompts = [TokensPrompt(prompt_token_ids=ids) for ids in options["prompts"] for _ in range(SAMPLES)]
-    for _ in parts.questions():
-        started = time.perf_counter()
+    for question in parts.questions():
+        has_seeds, clock = (True, time.perf_counter) if question is None else (question["seeds"], time.process_time)
+        started = clock()
         parameters = [
             SamplingParams(
-                max_tokens=length, ignore_eos=True, seed=seed, logprobs=0, detokenize=False, skip_special_tokens=False
+                max_tokens=length,
+                ignore_eos=True,
+                seed=seed if has_seeds else None,
+                logprobs=0,
+                detokenize=False,
+                skip_special_tokens=False,
             )
             for seed, length in enumerate(options["lengths"])
         ]
         outputs = llm.generate(prompts, parameters, use_tqdm=False)
-        seconds = time.perf_counter() - started
+        seconds = clock() - started
         assert [len(output.outputs[0].token_ids) for output in outputs] == options["lengths"]
         parts.answer(seconds)
 
@@ -209,21 +228,42 @@ def measure(engine: str, root: Path, options: argparse.Namespace) -> None:
     print(f"| weight sync ({engine}) | | | {statistics.median(syncs[1:]):.3f} |", flush=True)
 
 
+def measure_seeds(root: Path, options: argparse.Namespace) -> None:
+    """Print what seeds cost."""
+    config = parts.run_config(root, "vllm", options.prompts, {"max_prompt_tokens": PROMPT}, ROLLOUT_OF_SEEDS)
+    texts, lengths = parts.prompt_ids(options.prompts, PROMPT), [STEPS] * (options.prompts * SAMPLES)
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    with parts.Direct(__file__, vllm=parts.vllm_options(config), prompts=texts, lengths=lengths) as bare:
+        for number in range(options.rounds + 1):
+            for seeds in (True, False) if number % 2 else (False, True):
+                seconds[seeds].append(bare.ask({"seeds": seeds}))
+    print("| seeds | processor seconds, median | of each round |\n|---|---|---|")
+    medians = {seeds: statistics.median(rounds[1:]) for seeds, rounds in seconds.items()}
+    for seeds, median in medians.items():
+        rounds = ", ".join(f"{value:.2f}" for value in seconds[seeds][1:])
+        print(f"| {'trajectory' if seeds else 'engine'} | {median:.2f} | {rounds} |")
+    per_step = 1000 * (medians[True] - medians[False]) / STEPS / (len(lengths) / 100)
+    print(f"\nratio {medians[True] / medians[False]:.3f}; {per_step:.2f} ms per step and 100 requests")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--size", choices=parts.SIZES, default="5M")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
     parser.add_argument("--prompts", type=int, default=PROMPTS)
+    parser.add_argument("--seeds", action="store_true")
     parser.add_argument("--direct", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.direct:
         return direct(json.loads(options.direct))
-    lengths = response_lengths(options.prompts)
-    print(f"{len(lengths)} responses, {sum(lengths)} tokens, the longest {max(lengths)}\n")
-    print("| | tokens/s | relative to vLLM directly | seconds of each round |\n|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         parts.model_folder(Path(folder) / "model", options.size)
+        if options.seeds:
+            return measure_seeds(Path(folder), options)
+        lengths = response_lengths(options.prompts)
+        print(f"{len(lengths)} responses, {sum(lengths)} tokens, the longest {max(lengths)}\n")
+        print("| | tokens/s | relative to vLLM directly | seconds of each round |\n|---|---|---|---|", flush=True)
         for engine in options.engines:
             measure(engine, Path(folder), options)
 

@@ -544,7 +544,6 @@ class Worker:
                 self._load_rollout(hub_weights(load_actor(self.config.model, self.config.run.seed)), None)
             else:
                 self._end_rollout()
-            self.engines.rollout_is_empty = False
             self._rollout_has = weights
             return
         with self._computing[role]:
@@ -562,6 +561,7 @@ class Worker:
     def _load_rollout(self, tensors: Iterable[tuple[str, Tensor]], adapter_config: bytes | None) -> None:
         """Load weights into a rollout in a different process from the actor."""
         rollout = self.engines.rollout(generates=False)
+        self.engines.rollout_is_empty = False
         if self.config.rollout.engine != "server" or self._server_checked:
             rollout.load_weights(tensors, adapter_config)
             return

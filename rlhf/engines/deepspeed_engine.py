@@ -173,7 +173,7 @@ class DeepSpeedEngine(ModelEngine):
         elif kind == "model" and (dtype == parameter.dtype or not self.trainable):
             # DeepSpeed computes with parameters of this type, which it casts from its own after every step
             with GatheredParameters([parameter]) if self.stage == 3 else nullcontext():
-                tensor = self.weights_buffers.readable(parameter.detach()).to(dtype, copy=True)
+                tensor = self.weights_buffers.readable(parameter.detach()).to(self.device, dtype, copy=True)
         elif self.stage < 3:
             tensor = torch.zeros(parameter.numel(), device=self.device)
             for part in self.parts(kind, name):

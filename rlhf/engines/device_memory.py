@@ -98,11 +98,11 @@ def check_config(config: RunConfig, roles: Iterable[str], total: float) -> None:
     Raises:
         UserError: it does not.
     """
-    from rlhf.models import parameter_count
+    from rlhf.models import model_folder, parameter_count
 
     models = {"actor": config.model, "critic": config.critic_model, "reference": config.reference_model}
     models |= {} if config.reward.model is None else {"reward": config.reward.model}
-    counts = {role: parameter_count(models[role]) for role in roles if role in models}
+    counts = {role: parameter_count(model_folder(models[role])) for role in roles if role in models}
     pool = config.pool_of("rollout")
     ranks = 1 if pool is None else config.pools[pool].workers
     check_fits(config.rollout.vllm.gpu_memory_utilization, total, resident(config, counts, ranks))

@@ -376,8 +376,6 @@ class VLLMRollout(RolloutEngine):
 
     def _running(self) -> Child:
         """The process; it is started if there is none. Raises `EngineLost` if the last one was lost unnoticed."""
-        import torch
-
         with self._starting:
             if self._child is not None and self._child.lost is not None:
                 lost, self._child = self._child, None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,24 +64,6 @@ def check_weights(folder: Path, key: str = "model") -> None:
             safe_open(path, framework="numpy")
         except (SafetensorError, OSError) as error:
             raise UserError(f"{path} is damaged: {error}") from None
-
-
-def parameter_count(model: ModelConfig) -> int:
-    """Count a model's parameters by the headers of its files; tied ones are stored, and counted, once."""
-    from safetensors import safe_open
-
-    folder = model_folder(model)
-    index = folder / "model.safetensors.index.json"
-    if index.exists():  # a folder may hold the same weights twice, in another layout
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        paths = [folder / name for name in names]
-    else:
-        paths = sorted(folder.glob("*.safetensors"))
-    count = 0
-    for path in paths:
-        with safe_open(path, framework="numpy") as file:
-            count += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
-    return count
 
 
 def check_architecture(model: ModelConfig, key: str, *, is_critic: bool) -> None:

@@ -340,6 +340,18 @@ def test_a_stop_text_ends_a_response_and_stays_in_it(kind: Kind, engine: Rollout
         kind.assert_agree(after, replace(cut(before, length), finish_reason="stop" if stop in text else "length"))
 
 
+@pytest.mark.parametrize("engine", [name for name in ENGINES if name != "hf"])  # which the config refuses
+def test_an_engines_own_noise_is_not_repeated(engine: str, policy_folder: Path) -> None:
+    """A seed per trajectory is: 8 tokens each of about 20 likely ones do not come again by chance."""
+    kind, asked = ENGINES[engine], requests()
+    built, own = kind.build(policy_folder), replace(kind.sampling, seeds="engine")
+    seeded = tokens(built.generate(asked, kind.sampling))
+    found = [tokens(built.generate(asked, own)) for _ in range(2)]
+    assert found[0] != found[1]
+    assert seeded == tokens(built.generate(asked, kind.sampling))
+    assert seeded not in found
+
+
 def test_an_engine_that_made_room_answers_as_before(own: Kind, policy_folder: Path) -> None:
     """With the weights that it kept, and with those that it is given again. On the CPU vLLM ignores sleep, except that
     it runs no request until all of its memory is said to be back."""

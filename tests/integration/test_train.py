@@ -348,6 +348,31 @@ def test_a_replay_that_differs(ratchet: Ratchet) -> None:
     assert len(history.commits(Claim)) == 3
 
 
+def _computes_on_a_gpu_that_rounds() -> None:
+    """As far as the driver can tell: a replay gives slightly different weights."""
+    from dataclasses import replace
+
+    from infra.workers.worker import Worker
+
+    _loads_something_else()
+    original = Worker.update
+
+    def update(self: Worker, request: Any) -> Any:
+        return replace(original(self, request), device="cuda")
+
+    Worker.update = update  # type: ignore[method-assign]
+
+
+def test_replays_that_need_not_repeat_their_bits_are_mentioned_once(ratchet: Ratchet) -> None:
+    """The updates of iterations 3 and 4 are replayed, and give other weights."""
+    changes = {"train__iterations": 6, "checkpoint__every": 3}
+    done(ratchet(Fault("put", "index/000004"), **changes, setup=_computes_on_a_gpu_that_rounds), -9)
+    resumed = ratchet(**changes, setup=_computes_on_a_gpu_that_rounds)
+    assert resumed.wait() == 0, resumed.text
+    assert [diverged.iteration for diverged in ratchet.history.commits(Diverged)] == [3, 4]
+    assert resumed.text.count("need not give the same bits twice, except with run.deterministic") == 1
+
+
 @pytest.mark.parametrize("policy", ["auto", "stop"])
 def test_a_replay_of_an_update_that_an_older_release_rounded_differently(ratchet: Ratchet, policy: str) -> None:
     changes = {"train__iterations": 3, "checkpoint__every": 2, "checkpoint__on_replay_mismatch": policy}

@@ -122,7 +122,11 @@ def until(true: Any, seconds: float = 900.0) -> Any:
     return found
 
 
-@pytest.mark.parametrize("changes", [{}, {"model.lora": {"r": 8}}], ids=["all weights", "adapters"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"model.lora": {"r": 8}}, {"actor.offload_when_idle": True}],
+    ids=["all weights", "adapters", "taking turns"],
+)
 def test_vllm_generates_with_the_newest_weights(
     changes: dict[str, Any], config: RunConfig, processes: Processes
 ) -> None:

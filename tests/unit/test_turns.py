@@ -32,7 +32,10 @@ class Told:
         TOLD.append(("start",))
 
     def call(self, method: str, *arguments: object) -> None:
-        TOLD.append((method, *arguments) if method in ("sleep", "wake") else ("new weights",))
+        if method in ("sleep", "wake"):
+            TOLD.append((method, *arguments))
+        elif ("new weights",) not in TOLD[-1:]:  # which take several calls
+            TOLD.append(("new weights",))
 
     def end(self) -> None:
         pass
