@@ -123,7 +123,15 @@ class Engines:
         if role == "critic":
             assert config.critic is not None
             chosen = config.critic_model
-            return train_engine(config.critic, load_critic(chosen, seed), "value", dtype=chosen.dtype)
+            critic = load_critic(chosen, seed)
+            return train_engine(config.critic, critic, "value", dtype=chosen.dtype, kernels=chosen.kernels)
         chosen = config.model if role == "actor" else config.reference_model
         trainable = role == "actor"
-        return train_engine(config.actor, load_actor(chosen, seed), "policy", dtype=chosen.dtype, trainable=trainable)
+        return train_engine(
+            config.actor,
+            load_actor(chosen, seed),
+            "policy",
+            dtype=chosen.dtype,
+            kernels=chosen.kernels,
+            trainable=trainable,
+        )

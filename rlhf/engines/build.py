@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf.engines import ranks
+from rlhf.engines.kernels import Kernels
 from rlhf.engines.model_engine import Dtype, ModelEngine
 from rlhf.engines.token_outputs import Head
 
@@ -19,7 +20,13 @@ if TYPE_CHECKING:
 
 
 def train_engine(
-    trainer: TrainerConfig, model: PreTrainedModel, head: Head, *, dtype: Dtype, trainable: bool = True
+    trainer: TrainerConfig,
+    model: PreTrainedModel,
+    head: Head,
+    *,
+    dtype: Dtype,
+    kernels: Kernels = "torch",
+    trainable: bool = True,
 ) -> ModelEngine:
     """Build the train engine of a model.
 
@@ -28,6 +35,7 @@ def train_engine(
         model: the model, with float32 weights.
         head: outputs of the model.
         dtype: type of the computation.
+        kernels: what computes the layers.
         trainable: whether the model is trained; False for a reference.
 
     Returns:
@@ -38,6 +46,7 @@ def train_engine(
     """
     options: dict[str, Any] = {
         "dtype": dtype,
+        "kernels": kernels,
         "trainable": trainable,
         "gradient_checkpointing": trainer.gradient_checkpointing,
         "packing": trainer.packing,

@@ -14,6 +14,7 @@ import torch
 from rlhf import seeding
 from rlhf.engines import prefix_sharing
 from rlhf.engines.base import Chunk, Request, RolloutEngine, Sampling, limit_of
+from rlhf.engines.kernels import as_written
 from rlhf.engines.model_engine import copy_weights
 
 if TYPE_CHECKING:
@@ -136,6 +137,7 @@ class HFRollout(RolloutEngine):
             with (
                 torch.inference_mode(),
                 torch.autocast(self.model.device.type, dtype=torch.bfloat16, enabled=casts),
+                as_written(self.model),
             ):
                 for row, chunk in self._generate(rows):
                     for held in last:
