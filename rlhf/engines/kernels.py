@@ -21,9 +21,13 @@ Kernels = Literal["torch", "compile", "liger"]
 
 
 def check_liger(model_type: str) -> None:
-    """Refuse an architecture, by transformers' name of it, that Liger, which must be installed, has no kernels for."""
-    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
-
+    """Refuse an architecture, by transformers' name of it, for which Liger has no kernels, or is not installed."""
+    try:
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+    except ImportError as error:
+        raise UserError(
+            f'model.kernels is liger: pip install "ratchet-rlhf[liger]" on a machine with GPUs ({error})'
+        ) from None
     if model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise UserError(f"model.kernels is liger, which has no kernels for {model_type}: set it to torch or compile")
 
@@ -71,9 +75,9 @@ def apply_liger(model: PreTrainedModel) -> None:
     Raises:
         UserError: Liger has no kernels for the architecture.
     """
+    check_liger(model.config.model_type)
     from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
 
-    check_liger(model.config.model_type)
     architecture = sys.modules[type(model).__module__]
     classes = {name: value for name, value in vars(architecture).items() if isinstance(value, type)}
     _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
