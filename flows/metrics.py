@@ -67,6 +67,8 @@ CATALOGUE = (
     Metric("critic/grad_norm", "gradient norm, critic", "", REPORT),
     Metric("actor/lr", "learning rate, actor", "", REPORT),
     Metric("critic/lr", "learning rate, critic", "", REPORT),
+    Metric("perf/weight_sync_s", "time to give the rollout new weights", "seconds", PAGES | REPORT),
+    Metric("perf/weight_sync_bytes", "weights that each process of the rollout received", "bytes", REPORT),
     Metric("timing_s/stages", "compute time of all stages", "seconds", LINE | STATUS, "s", ".1f"),
 )
 

@@ -53,6 +53,8 @@ def drive(config: RunConfig, take_over: bool) -> None:
         quiet,
         _shared_client(),
     ):
+        if config.train.updates and driver.state.iteration < config.train.iterations:
+            note(driver.snapshots.describe())
         while (k := driver.state.iteration) < config.train.iterations:
             with tagged(config.run.name):
                 metrics = _iteration(config, k)

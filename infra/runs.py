@@ -215,9 +215,7 @@ class Run:
         """
         version = max(self.state.snapshots, default=None)
         if version is None:
-            raise UserError(
-                f"{self.store.url} has no snapshot yet (checkpoint.every is {self.config.checkpoint.every})"
-            )
+            raise UserError(f"{self.store.url} has no snapshot yet: checkpoint.every says how often one is taken")
         return version
 
     def export(self, version: int, folder: str | Path, role: str = "actor", *, adapter: bool = False) -> Path:

@@ -23,20 +23,23 @@ def finalize(driver: Driver, iteration: int) -> dict[str, float]:
     if driver.state.iteration > iteration:  # the record of an earlier try was written after all
         return metrics
     version = iteration + 1
-    if driver.snapshots.being_written != version:  # an earlier try may have started it
-        driver.snapshots.settle(wait=True)
     commits: list[Commit] = []
     last = version == config.train.iterations
-    if (version % config.checkpoint.every == 0 or last) and config.train.updates:
+    is_due = config.train.updates and (last or driver.snapshots.is_due(version))
+    if driver.snapshots.being_written != version:  # an earlier try may have started it
+        driver.snapshots.settle(wait=is_due)  # one at a time
+    if is_due:
         driver.stopping.check()
         started = time.perf_counter()
         if driver.snapshots.being_written != version:
-            for role in config.trained:
-                ensure_weights(driver, role, driver.state.weights[role])
-            driver.snapshots.begin(version)
+            with driver.restoring:  # nobody loads other weights before they are copied
+                for role in config.trained:
+                    ensure_weights(driver, role, driver.state.weights[role])
+                driver.snapshots.begin(version)
         if not config.checkpoint.background or last:  # after the last iteration there is no work to overlap with
             commits = driver.snapshots.finish()
         metrics["timing_s/snapshot"] = time.perf_counter() - started
+    metrics |= driver.weight_sync.take().metrics()
     store.close(metrics, *commits)
     report(IterationClosed(iteration=iteration, metrics=metrics))
     return metrics

@@ -71,30 +71,42 @@ def restore(driver: Driver, role: str, weights: Weights) -> None:
 
 
 def _restore_copy(driver: Driver, group: WorkerGroup, weights: Weights) -> None:
-    """Give the actor's weights to a rollout that has its own tensors.
+    """Give the actor's weights to a rollout that has its own tensors."""
+    with driver.weight_sync.measured() as transfers:
+        moved = group.call(Worker.copy_to_rollout, weights)
+        transfers.nbytes += _from_elsewhere(driver, group, weights) if moved is None else moved
 
-    They come from the actor in the same process if it holds them, from a snapshot, or from the actor through the store.
+
+def _from_elsewhere(driver: Driver, group: WorkerGroup, weights: Weights) -> int:
+    """Give weights to a rollout whose own process has no actor that holds them; returns the bytes that were sent.
+
+    They come from the workers that train the actor, or from a snapshot if these workers have moved on.
     """
-    if group.call(Worker.copy_to_rollout, weights):
-        return
-    driver.snapshots.settle(wait=True)
     state, actor = driver.state, driver.groups.of("actor")
     rollout = driver.config.rollout
     if group is actor and rollout.engine == "server" and rollout.mode == "sync":
         # the iteration trains from the same weights, and a server is compared with an actor that holds its weights
         ensure_weights(driver, "actor", weights)
-        assert group.call(Worker.copy_to_rollout, weights), "the actor holds them"
     elif weights == state.initial["actor"]:
         group.call(Worker.load, "rollout", weights, None)
-    elif (roles := state.snapshots.get(weights.version)) is not None:
-        group.call(Worker.load, "rollout", weights, roles["actor"])
-    else:
+        return 0
+    elif not actor.call(Worker.has_weights, "actor", weights):
+        driver.snapshots.settle(wait=True)
+        if (roles := driver.state.snapshots.get(weights.version)) is not None:
+            group.call(Worker.load, "rollout", weights, roles["actor"])
+            return 0
         ensure_weights(driver, "actor", weights)  # only the workers that train the actor can replay it
-        if not group.call(Worker.copy_to_rollout, weights):
-            actor.call(Worker.begin_save, "actor")
-            saved = actor.call(Worker.finish_save, "actor")
-            assert saved is not None
-            group.call(Worker.load, "rollout", weights, saved)
+    if group is actor:
+        moved = group.call(Worker.copy_to_rollout, weights)
+        assert moved is not None, "the actor holds them"
+        return moved
+    if (moved := driver.weight_sync.between(actor, group, weights)) is not None:
+        return moved
+    actor.call(Worker.begin_save, "actor")
+    saved = actor.call(Worker.finish_save, "actor")
+    assert saved is not None
+    group.call(Worker.load, "rollout", weights, saved)
+    return 0
 
 
 def _replay(driver: Driver, group: WorkerGroup, stage: UpdateStage[C], current: Weights, target: Weights) -> Weights:

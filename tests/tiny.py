@@ -87,6 +87,7 @@ def config(root: Path, **changes: Any) -> RunConfig:
         "algorithm": {"kl": {"in_reward": 0.01}},
         "actor": {"lr": 1e-3, "mini_batch_trajectories": 4, "micro_batch_tokens": 512},
         "critic": {"lr": 1e-3, "mini_batch_trajectories": 4, "micro_batch_tokens": 512},
+        "checkpoint": {"every": 1, "background": False},  # what is committed does not go by the pace of the machine
         "train": {"iterations": 3},
     }
     return parse_config(tree, "tests").with_values({key.replace("__", "."): value for key, value in changes.items()})

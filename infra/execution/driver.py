@@ -19,6 +19,7 @@ from infra.execution.heartbeat import beating
 from infra.execution.replicas import Replicas
 from infra.execution.snapshots import Snapshots
 from infra.execution.stopping import Stopping, on_signals
+from infra.execution.weight_sync import WeightSync
 from infra.progress import note
 from infra.store.log import Corrupt
 from infra.store.object_store import ObjectStore, StoreUnavailable
@@ -128,6 +129,7 @@ class Driver:
         self.executors = Executors()
         self.rollout = AheadRollouts()
         self.snapshots = Snapshots(config, store, self.groups)
+        self.weight_sync = WeightSync(config)
         self._digests: dict[Outside, str | None] = {}
         self.restoring = threading.RLock()
         """Held while weights are loaded: two executors may find at the same time that a role needs other weights."""

@@ -8,7 +8,9 @@ that costs only a replay.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from infra.progress import note
@@ -17,8 +19,11 @@ from infra.store.run_store import RunStore
 from infra.workers.groups import WorkerGroups
 from infra.workers.worker import Worker
 from rlhf.config import CheckpointConfig, RunConfig
+from rlhf.models import model_folder, parameter_count
 
 R = TypeVar("R")
+FLOAT32 = 4
+"""Bytes of a number."""
 
 
 class Snapshots:
@@ -29,12 +34,48 @@ class Snapshots:
         self._lock = threading.RLock()
         self.being_written: int | None = None
         """The version of the uncommitted snapshot that the workers are writing."""
+        self._began = time.monotonic()
+        """When the last snapshot began, or the driver."""
+        self._cost_s = 0.0
+        """Seconds for which the run has waited for the last snapshot."""
+
+    def describe(self) -> str:
+        """Say how large snapshots are, and how often they are taken."""
+        checkpoint, sizes = self.config.checkpoint, self._sizes()
+        size = "snapshots" if sizes is None else f"snapshots of {_in_bytes(sum(sizes))}"
+        if checkpoint.every is not None:
+            return f"{size} every {checkpoint.every} iterations"
+        return (
+            f"{size} as often as {100 * checkpoint.max_share:g} % of the time allows, and at least every "
+            f"{checkpoint.max_replay} iterations"
+        )
+
+    def _sizes(self) -> list[int] | None:
+        """Bytes of each trained role's state; None: unknown, because it has adapters."""
+        models = {"actor": self.config.model, "critic": self.config.critic_model}
+        if any(models[role].lora is not None for role in self.config.trained):
+            return None
+        tensors = {role: 1 + len(self.config.trainers[role].optimizer.state) for role in self.config.trained}
+        return [FLOAT32 * tensors[role] * parameter_count(model_folder(models[role])) for role in tensors]
+
+    def is_due(self, version: int) -> bool:
+        """Whether to take a snapshot of the state after `version` iterations, according to `checkpoint`."""
+        checkpoint = self.config.checkpoint
+        if checkpoint.every is not None:
+            return version % checkpoint.every == 0
+        replayed, kept = version - max(self.store.state.snapshots, default=0), checkpoint.keep.every
+        if replayed >= checkpoint.max_replay or (kept is not None and version % kept == 0):
+            return True
+        elapsed_s = time.monotonic() - self._began
+        return self.being_written is None and is_affordable(self._cost_s, elapsed_s, checkpoint.max_share)
 
     def begin(self, version: int) -> None:
         """Let the workers start writing their state, which is the state after `version` iterations."""
         with self._lock:
             assert self.being_written is None, "one at a time"
-            self._in_all_roles(Worker.begin_save)
+            self._began, self._cost_s = time.monotonic(), 0.0
+            with self._waiting():
+                self._in_all_roles(Worker.begin_save)
             self.being_written = version
 
     def finish(self) -> list[Commit]:
@@ -48,7 +89,8 @@ class Snapshots:
             version, self.being_written = self.being_written, None
             if version is None:
                 return []
-            roles = self._in_all_roles(Worker.finish_save)
+            with self._waiting():
+                roles = self._in_all_roles(Worker.finish_save)
         durable = {role: ref for role, ref in roles.items() if ref is not None}
         if durable.keys() != roles.keys():
             note(f"the snapshot after {version} iterations was lost with a worker; the next one replaces it")
@@ -56,6 +98,14 @@ class Snapshots:
         existing = self.store.state.snapshots
         kept = kept_snapshots([*existing, version], self.config.checkpoint)
         return [Snapshot(version=version, roles=durable), *(Expire(version=old) for old in existing if old not in kept)]
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self._cost_s += time.monotonic() - started
 
     def _in_all_roles(self, method: Callable[[Worker, str], R]) -> dict[str, R]:
         """Call a method in every trained role's group, in all pools at the same time; the answers by role."""
@@ -78,3 +128,19 @@ def kept_snapshots(versions: list[int], checkpoint: CheckpointConfig) -> set[int
     """The versions to keep: the newest `keep.last`, and the multiples of `keep.every`."""
     every = checkpoint.keep.every
     return set(sorted(versions)[-checkpoint.keep.last :]) | {v for v in versions if every and v % every == 0}
+
+
+def is_affordable(cost_s: float, elapsed_s: float, max_share: float) -> bool:
+    """Whether snapshots that cost as much as the last one may follow each other so soon.
+
+    Args:
+        cost_s: seconds for which the run waited for the last snapshot; 0 before the first.
+        elapsed_s: seconds since the last snapshot began.
+        max_share: largest share of the time that snapshots may cost.
+    """
+    return cost_s <= max_share * elapsed_s
+
+
+def _in_bytes(count: int) -> str:
+    unit, name = next(((unit, name) for unit, name in ((1e9, "GB"), (1e6, "MB")) if count >= unit), (1e3, "kB"))
+    return f"{count / unit:.3g} {name}"

@@ -42,6 +42,8 @@ Location = tuple[str, tuple[int, ...]]
 """A machine, by Ray's id, and the numbers of GPUs on it."""
 TYPED = 0.001
 """The amount of a GPU type's resource that asks Ray for a machine with that type: Ray gives each machine 1 of it."""
+UNANIMOUS = (Worker.has_weights, Worker.is_saved, Worker.connect, Worker.is_connected, Worker.receive_weights)
+"""Methods whose answer is yes only if all ranks say yes."""
 OPERATIONAL = {"train", "checkpoint", "validation", "tracking"}
 """Sections of the config that loaded models do not depend on."""
 
@@ -236,7 +238,7 @@ class RayGroup:
                     self._end_those(actors)
                 raise answer
         results: list[R] = [answer for _, answer in answers]
-        if method in (Worker.has_weights, Worker.is_saved):  # one rank's no counts for all
+        if method in UNANIMOUS:  # one rank's no counts for all
             return next((result for result in results if not result), results[0])
         return results[0]
 

@@ -6,10 +6,13 @@ and writes its outputs.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -47,8 +50,12 @@ from rlhf.errors import EngineLost, NotFinite
 from rlhf.models import load_actor
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from rlhf.engines.base import InferenceEngine, RolloutEngine
     from rlhf.engines.generation import Generator
+    from rlhf.engines.weight_link import Meeting, WeightLink
     from rlhf.environments.dialogues import Dialogue
 
 T = TypeVar("T")
@@ -69,6 +76,8 @@ JOURNAL = pa.schema(
 """Columns of a journal; see `Dialogue`."""
 WAIT_S = 1.0
 """Seconds for which a worker waits for a complete trajectory at most."""
+LINK_S = 1800.0
+"""Seconds without progress after which a transfer of weights to or from the driver's process fails."""
 WEIGHTS_OF = {"rollout": "actor"}
 """The rollout generates with the actor's weights: either the same tensors or its own copy."""
 
@@ -102,6 +111,11 @@ class Worker:
         """The weights of the rollout's own copy of the actor, if it has one."""
         self._server_checked = False
         self._saving: dict[str, Saving] = {}
+        self._computing = {role: threading.RLock() for role in (*self.roles, "rollout")}
+        """Each is held while a role computes, or while it loads other weights."""
+        self._meeting: Meeting | None = None
+        self._link: tuple[str, WeightLink] | None = None
+        """The connection for new weights between this process and others, and the URL of their meeting."""
         self.rollouts = Rollouts(self._generator)
         self._last_journal: tuple[tuple[ShardRef, ...], dict[str, Mapping[str, Any]]] = ((), {})
 
@@ -128,13 +142,14 @@ class Worker:
             EngineLost: the engine died; it was discarded.
         """
         call = request.call
-        self._check_weights(call)
-        started = time.perf_counter()
-        if request.begin is None:
-            output = self._output(request, self._context(call, self._read(call)))
-        else:
-            [(_, output)] = self.generated([request])
-        return output, time.perf_counter() - started
+        with nullcontext() if call.role is None else self._computing[self.engines.owner(call.role)]:
+            self._check_weights(call)
+            started = time.perf_counter()
+            if request.begin is None:
+                output = self._output(request, self._context(call, self._read(call)))
+            else:
+                [(_, output)] = self.generated([request])
+            return output, time.perf_counter() - started
 
     def generated(self, requests: Sequence[RowsCall[C, S]]) -> Iterator[tuple[int, ShardOutput[S]]]:
         """Compute shards of a stage that generates, all at the same time, with the weights that the rollout has.
@@ -301,9 +316,15 @@ class Worker:
             Fenced: a newer driver uses the worker.
             WrongPolicyVersion: the role does not hold the weights of the call.
         """
+        role = request.call.role
+        assert role in self.roles
+        with self._computing[role]:
+            return self._update(request)
+
+    def _update(self, request: UpdateCall[C]) -> Updated:
         call = request.call
         self.accept_term(call.term)
-        assert call.role in self.roles and call.weights is not None
+        assert call.role is not None and call.weights is not None
         done = self._updated.get(call.role)
         if done is not None and self._weights[call.role] == done.weights and done.before == call.weights:
             return done
@@ -335,19 +356,114 @@ class Worker:
         """Whether the rollout shares the actor's tensors."""
         return self.engines.owner("rollout") == "actor"
 
-    def copy_to_rollout(self, weights: Weights) -> bool:
-        """Copy the actor's weights to the rollout; False if this worker's actor does not hold these weights."""
+    def copy_to_rollout(self, weights: Weights) -> int | None:
+        """Copy the actor's weights to the rollout of this process.
+
+        Returns:
+            Bytes that were moved; None: this worker's actor does not hold these weights.
+        """
         with self.engines.lock:
             if "actor" not in self.roles or self._weights.get("actor") != weights:
-                return False
-            actor = self.engines.model("actor", learns=True)
-            rollout = self.engines.rollout()  # after the actor, so that it is on the device if they take turns
+                return None
+            actor = self.engines.model("actor")
+            rollout = self.engines.rollout()  # after the actor, which gives way if they take turns
             self._rollout_has = None
-            rollout.load_weights(actor.weights(), actor.adapter_config)
+            with _to_the_end(actor.weights(self._rollout_dtype)) as tensors:
+                moved = rollout.load_weights(tensors, actor.adapter_config)
             if self.config.rollout.engine == "server":
                 self._check_server(rollout, self.engines.model("actor"))
             self._rollout_has = weights
+            return moved
+
+    @property
+    def _rollout_dtype(self) -> torch.dtype:
+        import torch
+
+        dtype: torch.dtype = getattr(torch, self.config.model.dtype)
+        return dtype
+
+    def open_meeting(self) -> str:
+        """Let rollouts of other processes connect to this worker; returns the URL. See `connect`."""
+        from rlhf.engines.weight_link import Meeting
+
+        self._meeting = Meeting(_own_address(), self._timeout_s("actor"))
+        return self._meeting.url
+
+    def connect(self, url: str, count: int, *, sends: bool) -> bool:
+        """Connect the trainer, and all processes of the rollout, for transfers of weights; all must call it.
+
+        Args:
+            url: of rank 0's meeting.
+            count: number of members: rank 0 of the trainer, and all ranks of the rollout.
+            sends: whether this worker is the trainer.
+
+        Returns:
+            False if a member cannot be reached.
+        """
+        from rlhf.engines.weight_link import SENDER, LinkLost, WeightLink
+
+        if sends and ranks.rank() > 0:
             return True
+        meeting = self._meeting if sends else url
+        assert meeting is not None, "the trainer has opened it"
+        member = SENDER if sends else SENDER + 1 + ranks.rank()
+        self._link = None
+        try:
+            link = WeightLink(meeting, member, count, _own_address(), self._timeout_s("actor" if sends else "rollout"))
+        except LinkLost as error:
+            note(str(error))
+            return False
+        self._link = (url, link)
+        return True
+
+    def is_connected(self, url: str) -> bool:
+        """Whether `connect` was called for this meeting, and no transfer has failed since."""
+        is_gathering = "actor" in self.roles and ranks.rank() > 0  # rank 0 sends
+        return is_gathering or (self._link is not None and self._link[0] == url)
+
+    def send_weights(self, weights: Weights) -> int | None:
+        """Send the actor's weights over the link, while the rollout's processes call `receive_weights`.
+
+        Returns:
+            Bytes that were sent; None: the transfer failed.
+        """
+        from rlhf.engines.weight_link import LinkLost
+
+        assert self._weights.get("actor") == weights, "the caller has ensured them"
+        with self.engines.lock:
+            actor = self.engines.model("actor")
+            with _to_the_end(actor.weights(self._rollout_dtype)) as tensors:
+                if ranks.rank() > 0:  # takes part in gathering them
+                    return 0
+                assert self._link is not None, "the caller has connected the workers"
+                try:
+                    return self._link[1].send(tensors, self._rollout_dtype, actor.adapter_config)
+                except LinkLost as error:
+                    note(str(error))
+                    self._link = None
+                    return None
+
+    def receive_weights(self, weights: Weights) -> bool:
+        """Receive the rollout's weights over the link; False if the transfer failed."""
+        from rlhf.engines.weight_link import LinkLost
+
+        assert self._link is not None, "the caller has connected the workers"
+        self._rollout_has = None
+        try:
+            adapter_config, received = self._link[1].receive()
+            with _to_the_end(received) as tensors:  # otherwise the sender waits for this process
+                self._load_rollout(tensors, adapter_config)
+        except LinkLost as error:
+            note(str(error))
+            self._link = None
+            self._end_rollout()  # some of its tensors are new, and some are old
+            return False
+        self._rollout_has = weights
+        return True
+
+    def _timeout_s(self, role: str) -> float:
+        pool = self.config.pool_of(role)
+        return LINK_S if pool is None else self.config.pools[pool].timeout_s
 
     def _check_server(self, rollout: RolloutEngine, actor: InferenceEngine) -> None:
         """Compare a server's log-probs with those of the actor, whose weights it has just loaded. Runs once."""
@@ -379,7 +495,7 @@ class Worker:
         if self.has_weights(role, weights):
             return True
         has_copy = role == "rollout" and not self.rollout_is_actor()
-        return has_copy and self.copy_to_rollout(weights)
+        return has_copy and self.copy_to_rollout(weights) is not None
 
     def load(self, role: str, weights: Weights, checkpoint: ObjectRef | None) -> None:
         """Load a role's checkpoint, or its initial weights if `checkpoint` is None.
@@ -389,45 +505,45 @@ class Worker:
             weights: the version that the role holds afterwards.
             checkpoint: the manifest of the checkpoint.
         """
-        stored = None if checkpoint is None else self.store.checkpoint(checkpoint)
+        stored = None if checkpoint is None else stored_state(self.store, self.store.checkpoint(checkpoint))
         if role == "rollout":
             self._rollout_has = None
-            self._load_rollout(stored)
+            if stored is not None:
+                self._load_rollout(stored.tensors(), stored.file("adapter_config.json"))
+            elif self.config.rollout.engine == "server":  # the server may hold other weights
+                model = load_actor(self.config.model, self.config.run.seed)
+                self._load_rollout(model.named_parameters(), None)
+            else:
+                self._end_rollout()
             self._rollout_has = weights
             return
-        self._weights[role] = None
-        if stored is not None:
-            self.engines.model(role, learns=True).load_state(stored_state(self.store, stored))
-        elif role != "reference" or not self._reference_is_actor():
-            self.engines.forget(role)
-            self.engines.model(role)
-        self._weights[role] = weights
+        with self._computing[role]:
+            self._weights[role] = None
+            if stored is not None:
+                self.engines.model(role, learns=True).load_state(stored)
+            elif role != "reference" or not self._reference_is_actor():
+                self.engines.forget(role)
+                self.engines.model(role)
+            self._weights[role] = weights
 
     def _reference_is_actor(self) -> bool:
         return self.engines.owner("reference") == "actor"
 
-    def _load_rollout(self, checkpoint: Checkpoint | None) -> None:
-        """Load only the actor's weights, for a rollout in a different process from the actor."""
+    def _load_rollout(self, tensors: Iterable[tuple[str, Tensor]], adapter_config: bytes | None) -> None:
+        """Load weights into a rollout in a different process from the actor."""
+        rollout = self.engines.rollout()
+        if self.config.rollout.engine != "server" or self._server_checked:
+            rollout.load_weights(tensors, adapter_config)
+            return
         from rlhf.engines.model_engine import copy_weights
+        from rlhf.engines.torch_engine import TorchEngine
 
-        uses_server = self.config.rollout.engine == "server"
-        stored = None if checkpoint is None else stored_state(self.store, checkpoint)
-        if uses_server and not self._server_checked:  # this pool holds no actor to compare with, so load one
-            from rlhf.engines.torch_engine import TorchEngine
-
-            rollout, model = self.engines.rollout(), load_actor(self.config.model, self.config.run.seed)
-            if stored is not None:
-                copy_weights(stored.tensors(), model)
-            rollout.load_weights(model.named_parameters())
-            actor = TorchEngine(model, "policy", dtype=self.config.model.dtype, trainable=False)
-            self._check_server(rollout, actor)
-        elif stored is not None:
-            self.engines.rollout().load_weights(stored.tensors(), stored.file("adapter_config.json"))
-        elif uses_server:  # the server may hold other weights
-            model = load_actor(self.config.model, self.config.run.seed)
-            self.engines.rollout().load_weights(model.named_parameters())
-        else:
-            self._end_rollout()
+        # there is no actor here to compare the server's log-probs with, so load one
+        model = load_actor(self.config.model, self.config.run.seed)
+        copy_weights(tensors, model)
+        rollout.load_weights(model.named_parameters())
+        actor = TorchEngine(model, "policy", dtype=self.config.model.dtype, trainable=False)
+        self._check_server(rollout, actor)
 
     def _end_rollout(self) -> None:
         with self.engines.lock:
@@ -488,6 +604,24 @@ class Worker:
     def _read_stage(self, shards: tuple[ShardRef, ...], columns: tuple[str, ...]) -> TrajectoryBatch:
         names = ("trajectory_id", *columns)
         return TrajectoryBatch(pa.concat_tables([self.store.read_shard(shard, names) for shard in shards]))
+
+
+@contextmanager
+def _to_the_end(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[Iterator[tuple[str, Tensor]]]:
+    """Take all tensors, whatever happens: they are gathered from, or sent by, processes that would wait for ever."""
+    try:
+        yield tensors
+    finally:
+        deque(tensors, maxlen=0)
+
+
+def _own_address() -> str:
+    """This machine's address, for other processes of the run."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return "127.0.0.1"
+    address: str = ray.util.get_node_ip_address()
+    return address
 
 
 def _owner_of(role: str) -> str:

@@ -26,11 +26,6 @@ def _roles_are_placed(config: RunConfig) -> None:
         if pool not in config.pools:
             pool_names = ", ".join(config.pools)
             raise ValueError(f"placement puts the {role} in {pool or 'no pool'}: name one of the pools ({pool_names})")
-    if config.pool_of("rollout") != config.pool_of("actor") and config.checkpoint.every != 1:
-        raise ValueError(
-            f"checkpoint.every is {config.checkpoint.every}, but the rollout is not in the actor's pool and takes "
-            "its weights from the snapshot of every iteration: set it to 1"
-        )
 
 
 def check_combinations(config: RunConfig) -> None:
@@ -134,11 +129,6 @@ def _environment_fits(config: RunConfig) -> None:
 def _rollout_fits(config: RunConfig) -> None:
     rollout = config.rollout
     _environment_fits(config)
-    if rollout.mode != "sync" and config.checkpoint.every != 1:
-        raise ValueError(
-            f"checkpoint.every is {config.checkpoint.every}, but with rollout.mode {rollout.mode} the rollout takes "
-            "its weights from the snapshot of every iteration: set it to 1"
-        )
     if rollout.partial and rollout.mode != "async":
         raise ValueError(f"rollout.partial requires rollout.mode async, but rollout.mode is {rollout.mode}")
     if rollout.engine != "vllm" and rollout.quantization is not None:

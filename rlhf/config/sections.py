@@ -409,9 +409,20 @@ class KeepConfig(Section):
 
 
 class CheckpointConfig(Section):
-    every: int = Field(1, gt=0, description="iterations between snapshots; a resume replays later updates")
+    every: int | None = Field(
+        None,
+        gt=0,
+        description="iterations between snapshots; a resume replays later updates; null: as often as max_share allows, "
+        "after max_replay iterations, and whenever keep.every says",
+    )
+    max_share: float = Field(
+        0.05, gt=0, le=1, description="every: null: largest share of a run's time that it waits for snapshots"
+    )
+    max_replay: int = Field(
+        10, gt=0, description="every: null: take a snapshot after this many iterations, whatever it costs"
+    )
     background: bool = Field(
-        False, description="write a snapshot while the next iteration generates; a crash meanwhile replays the updates"
+        True, description="write a snapshot while the next iterations compute; a crash meanwhile replays the updates"
     )
     keep: KeepConfig = Field(KeepConfig(), description="which snapshots are kept")
     on_replay_mismatch: Literal["auto", "stop", "continue"] = Field(

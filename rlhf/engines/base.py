@@ -148,12 +148,15 @@ class RolloutEngine(ABC):
         return await event_loop.gather([whole(request) for request in requests])
 
     @abstractmethod
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes | None = None) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes | None = None) -> int:
         """Replace the weights in place. No request may be running.
 
         Args:
-            weights: tensors of the policy, named as in a checkpoint.
+            weights: tensors of the policy, named as in a checkpoint, consumed one at a time.
             adapter_config: PEFT's config as JSON if `weights` are those of an adapter; None: of the whole model.
+
+        Returns:
+            Bytes that were moved.
 
         Raises:
             EngineLost: the engine's process or server does not answer.

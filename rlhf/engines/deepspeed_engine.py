@@ -138,23 +138,24 @@ class DeepSpeedEngine(ModelEngine):
             raise not_finite(norm)
         return norm
 
-    def get(self, kind: str, name: str) -> Tensor:
+    def get(self, kind: str, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """Gather a parameter or its optimizer state; see `ModelEngine.get`."""
         from deepspeed.runtime.zero import GatheredParameters
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         parameter = self.parameters[name]
         tensor: Tensor
-        if self.stage == 0:
+        if kind == "model" and self.stage > 0 and (dtype == parameter.dtype or not self.trainable):
+            # DeepSpeed computes with parameters of this type, which it casts from its own after every step
+            with GatheredParameters([parameter]) if self.stage == 3 else nullcontext():
+                tensor = parameter.detach().to(dtype, copy=True)
+        elif self.stage == 0:
             tensor = parameter.detach() if kind == "model" else self._plain_state(parameter)[kind]
         elif kind != "model":
             tensor = safe_get_full_optimizer_state(parameter, kind)
-        elif self.trainable:
-            tensor = safe_get_full_fp32_param(parameter)
         else:
-            with GatheredParameters([parameter]):
-                tensor = parameter.detach().float().clone()
-        return tensor
+            tensor = safe_get_full_fp32_param(parameter)
+        return tensor.to(dtype)
 
     def parts(self, kind: str, name: str) -> Iterator[Part]:
         """Yield what this rank holds of a tensor; see `ModelEngine.parts`."""

@@ -85,9 +85,9 @@ class HFRollout(RolloutEngine):
         """End the engine's thread."""
         self._thread.shutdown()
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes | None = None) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes | None = None) -> int:
         """Copy weights into the model; see `RolloutEngine.load_weights`."""
-        self._thread.submit(copy_weights, weights, self.model).result()
+        return self._thread.submit(copy_weights, weights, self.model).result()
 
     def join(self, count: int) -> None:
         """Announce trajectories; see `RolloutEngine.join`."""

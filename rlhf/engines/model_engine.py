@@ -143,15 +143,16 @@ class ModelEngine(ABC):
         return sorted(self.parameters)
 
     @abstractmethod
-    def get(self, kind: str, name: str) -> Tensor:
+    def get(self, kind: str, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """Gather a parameter or its optimizer state; all ranks must make the same call.
 
         Args:
             kind: `model`, or the name of an optimizer state (`Optimizer.state`).
             name: name of the parameter.
+            dtype: type in which ranks exchange their parts.
 
         Returns:
-            The whole tensor, float32.
+            The whole tensor, of type `dtype`.
         """
 
     @abstractmethod
@@ -386,10 +387,14 @@ class ModelEngine(ABC):
     def _stored(self, name: str) -> str:
         return lora.stored_name(name) if lora.has(self.model) else name
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the model's tensors under their names in a checkpoint, whole, on every rank; all ranks must iterate."""
+    def weights(self, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, Tensor]]:
+        """Yield the model's tensors under their names in a checkpoint, whole, on every rank; all ranks must iterate.
+
+        Args:
+            dtype: type of the parameters.
+        """
         for name in self.names():
-            yield self._stored(name), self.get("model", name).detach()
+            yield self._stored(name), self.get("model", name, dtype).detach()
         yield from self._buffers().items()
 
     @property
@@ -435,19 +440,25 @@ class WithoutAdapters:
             return self.actor.infer(batch, outputs, temperature=temperature, micro_batch_tokens=micro_batch_tokens)
 
 
-def copy_weights(weights: Iterable[tuple[str, Tensor]], model: PreTrainedModel) -> None:
+def copy_weights(weights: Iterable[tuple[str, Tensor]], model: PreTrainedModel) -> int:
     """Copy weights into an unsharded model, in place.
 
     Args:
         weights: tensors, named as in a checkpoint.
         model: the model; it must already have its adapters, if any.
+
+    Returns:
+        Bytes that were copied.
     """
     targets = dict(model.named_parameters()) | dict(model.named_buffers())
     if lora.has(model):
         targets = {lora.stored_name(name): tensor for name, tensor in targets.items()}
+    copied = 0
     with torch.no_grad():
         for name, tensor in weights:
             targets[name].copy_(tensor)
+            copied += tensor.nbytes
+    return copied
 
 
 def float32_model(engine: ModelEngine) -> PreTrainedModel:

@@ -465,7 +465,7 @@ class ServerRollout(RolloutEngine):
         answers = event_loop.run(from_all())
         return {server.url: answer for server, answer in zip(self.servers, answers, strict=True)}
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes | None = None) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes | None = None) -> int:
         """Replace the weights of all servers; see `RolloutEngine.load_weights`.
 
         Rank 0 writes them and tells the servers; the other ranks help to gather them, and wait until the servers have
@@ -473,9 +473,10 @@ class ServerRollout(RolloutEngine):
         """
         assert adapter_config is None, "the config refuses adapters"
         problem: RatchetError | None = None
+        written = 0
         if ranks.rank() == 0:
             try:
-                self._load(weights)
+                written = self._load(weights)
             except RatchetError as error:
                 problem = error
         else:
@@ -484,14 +485,15 @@ class ServerRollout(RolloutEngine):
         problem = ranks.gathered(problem)[0]
         if problem is not None:
             raise problem
+        return written
 
-    def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def _load(self, weights: Iterable[tuple[str, Tensor]]) -> int:
         assert self.weights_folder is not None, "a run that trains has one"
         self._loads += 1
         folder = self.weights_folder / f"weights-{self._loads}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        write_weights(weights, folder, "model")
+        written = write_weights(weights, folder, "model")
         if self.model_folder is not None:
             for name in ("config.json", "generation_config.json"):
                 if (self.model_folder / name).exists():
@@ -504,6 +506,7 @@ class ServerRollout(RolloutEngine):
             event_loop.run(load())
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+        return written
 
     def place(self, *, model: bool, optimizer: bool) -> None:
         """Do nothing: servers have their own devices."""

@@ -91,9 +91,9 @@ class TorchEngine(ModelEngine):
         """Scale the gradient so that its norm is at most `limit`; returns the norm before scaling."""
         return float(self._gathered(torch.nn.utils.clip_grad_norm_(self.parameters.values(), limit)))
 
-    def get(self, kind: str, name: str) -> Tensor:
+    def get(self, kind: str, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """Gather a parameter or its optimizer state; see `ModelEngine.get`."""
-        return self._gathered(self._held(kind, name)).float()
+        return self._gathered(self._held(kind, name).to(dtype))
 
     def parts(self, kind: str, name: str) -> Iterator[Part]:
         """Yield what this rank holds of a tensor; see `ModelEngine.parts`."""

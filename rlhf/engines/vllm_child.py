@@ -81,6 +81,7 @@ class Engine:
         from vllm import LLM, SamplingParams, TokensPrompt
 
         self.llm = LLM(**options)
+        self._transfer = {"packed": True} if options["weight_transfer_config"]["backend"] == "ipc" else {}
         # log-probs are compiled when they are first asked for, which takes seconds on the CPU: a request that took so
         # long would seem to hang, so it is part of the start
         first = SamplingParams(max_tokens=2, seed=0, logprobs=0)
@@ -138,9 +139,18 @@ class Engine:
         self._new = {number: ([], [], None) for number, (_, _, reason) in self._new.items() if reason is None}
         return new
 
-    def reload(self, folder: str) -> None:
-        """Load the weights in a folder of safetensors files, and clear the prefix cache."""
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+    def begin_update(self) -> None:
+        """Prepare for new weights, which `update` brings."""
+        self.llm.collective_rpc("init_weight_transfer_engine", args=(self._transfer,))
+        self.llm.collective_rpc("start_weight_update")
+
+    def update(self, bucket: dict[str, Any]) -> None:
+        """Load a bucket of new weights; see `VLLMRollout.load_weights`."""
+        self.llm.collective_rpc("update_weights", args=(bucket,))
+
+    def finish_update(self) -> None:
+        """Generate with the new weights from now on, and clear the prefix cache."""
+        self.llm.collective_rpc("finish_weight_update")
         self.llm.reset_prefix_cache()
 
     def forget(self, adapter: int | None) -> None:

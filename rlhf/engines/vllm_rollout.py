@@ -3,7 +3,7 @@
 vLLM has processes, threads and device memory that must not outlive the process that uses them, and it may crash or
 hang. It therefore runs in a child process, which ends with its parent, is killed if it makes no progress for
 `timeout_s`, and is restarted by the next request. Requests join its running batch at any time. New weights are loaded
-in place, from a folder in memory.
+in place, through buckets of memory that both processes map.
 """
 
 from __future__ import annotations
@@ -19,21 +19,27 @@ import tempfile
 import threading
 import time
 from collections.abc import AsyncGenerator, Iterable
-from contextlib import suppress
+from contextlib import closing, suppress
+from functools import partial
 from multiprocessing import Pipe
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from rlhf.engines import event_loop
 from rlhf.engines.base import Chunk, Request, RolloutEngine, Sampling, limit_of, seed_of
 from rlhf.engines.vllm_child import NewTokens, Submission
 from rlhf.engines.weight_files import write_weights
+from rlhf.engines.weight_transfer import DeviceMemory, Packed, SharedMemory, send
 from rlhf.errors import EngineLost
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+HOST_MEMORY = "ratchet_host_memory"
+"""Name of the backend in `vllm_weights`."""
 START_S = 900.0
 """Time limit for starting vLLM, in seconds."""
 
@@ -198,6 +204,8 @@ class VLLMRollout(RolloutEngine):
         """
         self.eos, self.timeout_s = eos_token_ids, timeout_s
         self.on_gpu, self.cpu_cache_gib = on_gpu, cpu_cache_gib
+        self.dtype: torch.dtype = getattr(torch, dtype)
+        self.transfers_on_device = on_gpu and options.get("tensor_parallel_size", 1) == 1
         self.asleep = False
         self._child: Child | None = None
         self._starting = threading.Lock()
@@ -217,6 +225,8 @@ class VLLMRollout(RolloutEngine):
             "disable_log_stats": True,
             # after a chunk of a prompt, vLLM 0.32 rewinds the seeded generator, which CPU generators do not support
             **({} if on_gpu else {"enable_chunked_prefill": False}),
+            "weight_transfer_config": {"backend": "ipc" if self.transfers_on_device else HOST_MEMORY},
+            "worker_extension_cls": "rlhf.engines.vllm_weights.Extension",
             **options,
         }
         if lora_rank is not None:
@@ -247,24 +257,32 @@ class VLLMRollout(RolloutEngine):
         submitted, self._submitted = self._submitted, []
         self._running().send("submit", submitted)
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes | None = None) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes | None = None) -> int:
         """Replace the weights in place and clear the prefix cache; see `RolloutEngine.load_weights`."""
+        child = self._running()
+        if adapter_config is not None:
+            return self._load_adapter(child, weights, adapter_config)
+        child.call("begin_update")
+        if self.transfers_on_device:
+            with closing(DeviceMemory()) as memory:
+                sent = send(weights, self.dtype, [memory], partial(_deliver_on_device, child))
+        else:
+            with closing(SharedMemory()) as one, closing(SharedMemory()) as other:
+                sent = send(weights, self.dtype, [one, other], partial(_deliver, child))
+        child.call("finish_update")
+        return sent
+
+    def _load_adapter(self, child: Child, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes) -> int:
         self._loads += 1
         folder = self.scratch / str(self._loads)
         folder.mkdir()
-        adapted = adapter_config is not None
-        write_weights(weights, folder, "adapter_model" if adapted else "model")
-        if adapter_config is not None:
-            (folder / "adapter_config.json").write_bytes(adapter_config)
-            self._adapter, old = (self._loads, folder), self._adapter
-            self._running().call("forget", None if old is None else old[0])
-            if old is not None:
-                shutil.rmtree(old[1])
-            return
-        try:
-            self._running().call("reload", str(folder))
-        finally:
-            shutil.rmtree(folder)
+        sent = write_weights(weights, folder, "adapter_model")
+        (folder / "adapter_config.json").write_bytes(adapter_config)
+        self._adapter, old = (self._loads, folder), self._adapter
+        child.call("forget", None if old is None else old[0])
+        if old is not None:
+            shutil.rmtree(old[1])
+        return sent
 
     def place(self, *, model: bool, optimizer: bool) -> None:
         """Wake vLLM or put it to sleep; see `RolloutEngine.place`."""
@@ -317,3 +335,21 @@ class VLLMRollout(RolloutEngine):
         if self._child is not None:
             self._child.end()
             self._child = None
+
+
+def _deliver(child: Child, packed: Packed, memory: SharedMemory) -> None:
+    bucket = {"path": memory.path, "nbytes": packed.nbytes, "packed": packed.as_json()}
+    child.call("update", bucket)
+
+
+def _deliver_on_device(child: Child, packed: Packed, memory: DeviceMemory) -> None:
+    """Deliver a bucket to vLLM's backend `ipc`."""
+    torch.cuda.synchronize()
+    bucket = {
+        "names": list(packed.names),
+        "dtype_names": [packed.dtype] * len(packed.names),
+        "shapes": [list(shape) for shape in packed.shapes],
+        "tensor_sizes": list(packed.sizes),
+        "ipc_handles": memory.handle,
+    }
+    child.call("update", bucket)

@@ -51,6 +51,19 @@ def files_digest(folder: Path, patterns: tuple[str, ...] = WEIGHTS) -> str:
     return digest.hexdigest()
 
 
+def parameter_count(folder: Path) -> int:
+    """The number of parameters in a model folder, from the headers of its files."""
+    import math
+
+    from safetensors import safe_open
+
+    count = 0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="numpy") as file:
+            count += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    return count
+
+
 def check_weights(folder: Path, key: str = "model") -> None:
     """Refuse a folder without readable safetensors."""
     from safetensors import SafetensorError, safe_open

@@ -194,6 +194,29 @@ def test_a_rank_may_have_nothing_to_do(engine: str, policy_folder: Path, batch: 
             assert_close(outputs, infer(alone, kind, batch.take(rows)))
 
 
+def run_weights(kind: Kind, dtype: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """What a rollout in a type gets from an engine that computes in it, and what the engine itself holds."""
+    engine = kind.build(dtype=dtype)
+    return {name: tensor.clone() for name, tensor in engine.weights(getattr(torch, dtype))}, {
+        name: tensor.clone() for name, tensor in engine.weights()
+    }
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_rollout_gets_all_weights_in_its_type_from_each_rank(
+    engine: str, dtype: str, policy_folder: Path, ranks: Ranks
+) -> None:
+    kind = kind_of(engine, "policy", policy_folder, policy_folder)
+    one = dict(ENGINES["torch"](kind.folder, kind.head).weights())
+    for in_type, held in ranks(run_weights, kind, dtype):
+        assert in_type.keys() == held.keys() == one.keys()
+        for name, tensor in in_type.items():
+            assert torch.equal(held[name], one[name]) or dtype == "bfloat16"  # in which DeepSpeed begins
+            assert tensor.dtype == getattr(torch, dtype)
+            assert torch.equal(tensor, held[name].to(tensor.dtype)), "rounded once"
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_nan_in_one_rank_is_refused_by_all(
     engine: str, policy_folder: Path, batch: TrajectoryBatch, ranks: Ranks

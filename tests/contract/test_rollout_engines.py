@@ -346,7 +346,8 @@ def test_new_weights_are_taken_over_in_place(kind: Kind, policy_folder: Path) ->
     with torch.no_grad():
         for parameter in trainer.parameters.values():
             parameter.mul_(1.05)
-    engine.load_weights(trainer.weights())
+    moved = engine.load_weights(trainer.weights())
+    assert moved == sum(parameter.nbytes for parameter in trainer.parameters.values()), "each byte once, in float32"
     second = engine.generate(requests(), kind.sampling)
     assert tokens(second) != tokens(first)
     columns = {"prompt_ids": [request.prompt_ids for request in requests()], "response_ids": tokens(second)}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import yaml
 
-from infra.store.records import Assigned
+from infra.store.records import Assigned, Snapshot
 from rlhf.config import RunConfig
 from tests import tiny
 from tests.history import History
@@ -77,6 +77,18 @@ def test_one_step_off_is_the_same_to_the_bit_after_any_crash(start: Any) -> None
         assert history.results == expected.results, place
         computed = [(name, k, shard) for name, k, shard in resumed.computed_shards]
         assert not set(computed) & set(then.shards), f"{place}: what was committed is not computed again"
+
+
+@pytest.mark.parametrize("place", ["ahead, with some shards", "with the actor updated", "closed"])
+def test_rare_snapshots_change_nothing(place: str, start: Any) -> None:
+    """The rollout gets its weights from the actor, which replays updates for it if need be."""
+    changes: dict[str, Any] = {"rollout__mode": "one_step_off", "checkpoint__every": 10}
+    expected = finished(*start("quiet", **changes), most=1)
+    assert [commit.version for commit in expected.commits(Snapshot)] == [ITERATIONS]
+    config, killed = start("crashed", CRASHES[place], **changes)
+    assert killed.wait() == -signal.SIGKILL, killed.text
+    _, resumed = start("crashed", **changes)
+    assert finished(config, resumed, most=1).results == expected.results
 
 
 @pytest.mark.parametrize("place", CRASHES)

@@ -18,11 +18,12 @@ import yaml
 
 from infra.store.log import Fenced
 from infra.store.object_store import StoreUnavailable
-from infra.store.records import Weights
+from infra.store.records import Snapshot, Weights
 from infra.workers.calls import Call, RowsCall
 from infra.workers.ray_group import GroupLost, RayGroup
 from infra.workers.worker import Worker
 from rlhf.config import RunConfig
+from rlhf.models import parameter_count
 from rlhf.stage_config import StageConfig
 from tests import tiny
 from tests.history import History
@@ -144,29 +145,30 @@ def test_drivers_and_workers_that_are_killed_leave_no_trace(runs: Runs) -> None:
     assert history.state.term == 2, "the first driver came through; the second found the run done"
 
 
-def test_a_rollout_in_a_pool_of_its_own_has_the_newest_weights(runs: Runs, tmp_path: Path) -> None:
-    """A reward model beside it."""
+def test_a_rollout_in_a_pool_of_its_own_gets_the_newest_weights_from_the_actor(runs: Runs, tmp_path: Path) -> None:
+    """A reward model beside it. No snapshot is taken before the last iteration."""
     judge = tiny.reward_model_folder(tmp_path / "judge", runs.workspace / "model")
-    config = runs.config(
-        "apart",
-        pools={"train": {"workers": 1}, "answers": {"workers": 1}},
-        placement={
+    changes: dict[str, Any] = {
+        "pools": {"train": {"workers": 1}, "answers": {"workers": 1}},
+        "placement": {
             "actor": "train",
             "critic": "train",
             "reference": "train",
             "rollout": "answers",
             "reward": "answers",
         },
-        reward={"function": "tests.rewards:letters", "model": {"path": str(judge), "dtype": "float32"}},
-        actor__engine="torch",
-        critic__engine="torch",
-        actor__lr=0.01,
-        rollout__prompts_per_shard=1,
-    )
+        "reward": {"function": "tests.rewards:letters", "model": {"path": str(judge), "dtype": "float32"}},
+        "actor__engine": "torch",
+        "critic__engine": "torch",
+        "actor__lr": 0.01,
+        "rollout__prompts_per_shard": 1,
+        "checkpoint__every": 10,
+    }
     # a generation is not over before the first of its shards has gone on to the other pool
     first = r'"kind":"shard","iteration":\1,"stage":"old_log_probs","shard":0'
     history = runs.finish(
-        config, Fault("put", r"manifests/iteration=0*([12])/generate\.", "before", count=0, until=first)
+        runs.config("apart", **changes),
+        Fault("put", r"manifests/iteration=0*([12])/generate\.", "before", count=0, until=first),
     )
     frame = history.run.trajectories()
     assert frame["policy_version"].tolist() == frame["iteration"].tolist()
@@ -174,6 +176,22 @@ def test_a_rollout_in_a_pool_of_its_own_has_the_newest_weights(runs: Runs, tmp_p
     assert gap(history) < 1e-4, "the actor finds what the rollout found, in float32"
     moved = (frame["old_log_probs"] - frame["ref_log_probs"]).map(lambda row: np.abs(row).max())
     assert moved[frame["iteration"] == 2].max() > 1e-2, "and it has moved"
+    assert [commit.version for commit in history.commits(Snapshot)] == [3]
+    sent = history.run.metrics().set_index("iteration")["perf/weight_sync_bytes"]
+    parameters = 4 * parameter_count(runs.workspace / "model")
+    assert sent.loc[[1, 2]].tolist() == [parameters, parameters], "each byte of the model once"
+
+    # both pools die: the actor replays its updates, and the rollout gets the result over a new connection
+    child = runs.train(
+        runs.config("torn", **changes), Fault("put", "manifests/iteration=000002/generate", "before", delay_s=10.0)
+    )
+    until(lambda: "waiting at" in child.text)
+    for process in computing():
+        process.kill()
+    assert child.wait() == 0, child.text
+    assert child.text.count("starting pool") == 4
+    assert "through the store" not in child.text
+    assert runs.finish(runs.config("torn", **changes)).results == history.results
 
 
 @pytest.mark.skipif(

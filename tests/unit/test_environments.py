@@ -62,7 +62,8 @@ class ScriptedEngine(RolloutEngine):
         for position, token in enumerate(ids, start=1):
             yield Chunk((token,), (-0.1 * position,), reason if position == len(ids) else None)
 
-    def load_weights(self, weights: Iterable[Any], adapter_config: bytes | None = None) -> None: ...
+    def load_weights(self, weights: Iterable[Any], adapter_config: bytes | None = None) -> int:
+        return 0
 
     def place(self, *, model: bool, optimizer: bool) -> None: ...
 

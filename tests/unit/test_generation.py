@@ -32,7 +32,8 @@ class Typist(RolloutEngine):
             is_last = position == len(self.ids) - 1
             yield Chunk((self.ids[position],), (-1.0,), "length" if is_last else None)
 
-    def load_weights(self, weights: Any, adapter_config: bytes | None = None) -> None: ...
+    def load_weights(self, weights: Any, adapter_config: bytes | None = None) -> int:
+        return 0
 
     def place(self, *, model: bool, optimizer: bool) -> None: ...
 

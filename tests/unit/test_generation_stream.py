@@ -187,7 +187,8 @@ class HeldEngine(RolloutEngine):
     def leave(self) -> None:
         self.joined -= 1
 
-    def load_weights(self, *_: Any) -> None: ...
+    def load_weights(self, weights: Any, adapter_config: bytes | None = None) -> int:
+        return 0
 
     def place(self, **_: bool) -> None: ...
 

@@ -1,0 +1,95 @@
+"""New weights for vLLM: in buckets of shared memory, and as whole float32 files, as earlier versions did it.
+
+Both ways take the weights of the same engine and give them to the same vLLM, in turns.
+
+    python benchmarks/weight_sync.py --dtype bfloat16
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhf.config import ModelConfig
+from rlhf.engines.torch_engine import TorchEngine
+from rlhf.engines.vllm_rollout import HOST_MEMORY
+from rlhf.engines.weight_files import write_weights
+from rlhf.engines.weight_transfer import Packed, SharedMemory, send
+from rlhf.models import load_actor
+from tests import tiny
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = tiny.model_folder(
+            Path(scratch), hidden=arguments.hidden, layers=arguments.layers, intermediate=4 * arguments.hidden, heads=8
+        )
+        compare(folder, arguments.dtype, arguments.rounds)
+
+
+def compare(folder: Path, dtype: str, rounds: int) -> None:
+    """Print bytes and seconds of both ways."""
+    from vllm import LLM
+
+    llm = LLM(
+        str(folder),
+        dtype=dtype,
+        max_model_len=256,
+        enforce_eager=True,
+        gpu_memory_utilization=0.1,
+        weight_transfer_config={"backend": HOST_MEMORY},
+        worker_extension_cls="rlhf.engines.vllm_weights.Extension",
+    )
+    engine = TorchEngine(load_actor(ModelConfig(path=str(folder), dtype=dtype)), "policy")
+    seconds: dict[str, list[float]] = {"buckets": [], "files": []}
+    moved: dict[str, int] = {}
+    for _ in range(rounds):
+        for way, transfer in (("buckets", by_buckets), ("files", by_files)):
+            started = time.perf_counter()
+            moved[way] = transfer(llm, engine, getattr(torch, dtype))
+            seconds[way].append(time.perf_counter() - started)
+    ratios = [new / old for new, old in zip(seconds["buckets"], seconds["files"], strict=True)]
+    for way, taken in seconds.items():
+        print(f"{way:8} {moved[way] / 1e6:7.0f} MB  {statistics.median(taken):6.2f} s")
+    print(f"ratio of seconds, median of {rounds} rounds: {statistics.median(ratios):.2f}")
+
+
+def by_buckets(llm: Any, engine: TorchEngine, dtype: torch.dtype) -> int:
+    """As `VLLMRollout.load_weights` does it; returns the bytes that were written."""
+
+    def deliver(packed: Packed, memory: SharedMemory) -> None:
+        bucket = {"path": memory.path, "nbytes": packed.nbytes, "packed": packed.as_json()}
+        llm.collective_rpc("update_weights", args=(bucket,))
+
+    llm.collective_rpc("start_weight_update")
+    with closing(SharedMemory()) as first, closing(SharedMemory()) as second:
+        sent = send(engine.weights(dtype), dtype, [first, second], deliver)
+    llm.collective_rpc("finish_weight_update")
+    return sent
+
+
+def by_files(llm: Any, engine: TorchEngine, dtype: torch.dtype) -> int:
+    """Write a folder of float32 files in memory and let vLLM read it; returns the bytes that were written."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        written = write_weights(engine.weights(), Path(folder), "model")
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+    return written
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Gives the rollout the actor's new weights, from process to process, and measures what that takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from infra.progress import note
+from infra.store.records import Weights
+from infra.workers.groups import WorkerGroup
+from infra.workers.worker import Worker
+from rlhf.config import RunConfig
+
+
+@dataclass
+class Transfers:
+    """The transfers of weights to the rollout since the last iteration was closed."""
+
+    seconds: float = 0.0
+    nbytes: int = 0
+    """Bytes that each process of the rollout received."""
+
+    def metrics(self) -> dict[str, float]:
+        """The metrics, if there was a transfer."""
+        if not self.seconds:
+            return {}
+        return {"perf/weight_sync_s": self.seconds, "perf/weight_sync_bytes": float(self.nbytes)}
+
+
+class WeightSync:
+    """The connection between the workers that train the actor and those of a rollout in other processes."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._url: str | None = None
+        """The meeting of the link that was made last."""
+        self._transfers = Transfers()
+
+    def between(self, actor: WorkerGroup, rollout: WorkerGroup, weights: Weights) -> int | None:
+        """Broadcast the actor's weights to the rollout.
+
+        Args:
+            actor: the workers that hold these weights.
+            rollout: the workers that need them.
+            weights: the weights.
+
+        Returns:
+            Bytes that were sent; None: no connection could be made, or it failed.
+        """
+        if not self._connected(actor, rollout):
+            return None
+        with ThreadPoolExecutor(1) as thread:
+            receiving = thread.submit(rollout.call, Worker.receive_weights, weights)
+            sent = actor.call(Worker.send_weights, weights)
+            return sent if receiving.result() else None
+
+    def _connected(self, actor: WorkerGroup, rollout: WorkerGroup) -> bool:
+        if self._url is not None and all(group.call(Worker.is_connected, self._url) for group in (actor, rollout)):
+            return True
+        pool = self._config.pool_of("rollout")
+        count = 1 + (1 if pool is None else self._config.pools[pool].workers)
+        self._url = url = actor.call(Worker.open_meeting)
+        with ThreadPoolExecutor(1) as thread:
+            joining = thread.submit(rollout.call, Worker.connect, url, count, sends=False)
+            joined = actor.call(Worker.connect, url, count, sends=True)
+            if joining.result() and joined:
+                return True
+        note("the rollout's workers cannot be reached from the trainer's: new weights go through the store")
+        return False
+
+    @contextmanager
+    def measured(self) -> Iterator[Transfers]:
+        """Measure a transfer; the caller adds its bytes."""
+        started = time.perf_counter()
+        try:
+            yield self._transfers
+        finally:
+            self._transfers.seconds += time.perf_counter() - started
+
+    def take(self) -> Transfers:
+        """The transfers since the last call."""
+        taken, self._transfers = self._transfers, Transfers()
+        return taken

@@ -1,0 +1,181 @@
+"""A connection between a trainer and rollouts in other processes, over which new weights are broadcast.
+
+The trainer's first rank and all processes of the rollout form a process group of their own, which exists beside the
+group that each pool computes with. Weights go from GPU to GPU by NCCL if every member has a GPU, and otherwise by gloo.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from rlhf.engines import ranks
+from rlhf.engines.device_errors import is_lost
+from rlhf.engines.weight_transfer import Memory, Packed, send
+from rlhf.errors import RatchetError, in_one_line
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SENDER = 0
+"""Rank of the trainer."""
+
+
+class LinkLost(RatchetError):
+    """A member of a link is gone, or cannot be reached."""
+
+
+class Meeting:
+    """Where the members of a link meet; the sender opens it."""
+
+    def __init__(self, host: str, timeout_s: float) -> None:
+        """Listen on a free port.
+
+        Args:
+            host: this machine's address, to which the other members connect.
+            timeout_s: how long members wait for each other, in seconds.
+        """
+        listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        port = listener.getsockname()[1]
+        self.url = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+        self.store = TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+            master_listen_fd=listener.detach(),
+        )
+
+
+class WeightLink:
+    """One member's end of a link."""
+
+    def __init__(self, meeting: Meeting | str, rank: int, count: int, host: str, timeout_s: float) -> None:
+        """Connect; returns when all members have connected.
+
+        Args:
+            meeting: the sender's meeting; its URL, for the other members.
+            rank: this member's number; `SENDER` sends.
+            count: number of members.
+            host: this machine's address, to which the other members connect.
+            timeout_s: a transfer fails if it makes no progress for so long, in seconds.
+
+        Raises:
+            LinkLost: a member cannot be reached.
+        """
+        timeout = timedelta(seconds=timeout_s)
+        with _losing():
+            if isinstance(meeting, str):
+                place = urlsplit(meeting)
+                assert place.hostname is not None and place.port is not None
+                self._store = TCPStore(place.hostname, place.port, is_master=False, timeout=timeout)
+            else:
+                self._store = meeting.store
+            self._host_group: Any = _gloo(PrefixStore("gloo", self._store), rank, count, host, timeout)
+            gpus = torch.tensor([int(torch.cuda.is_available())])
+            self._host_group.allreduce([gpus]).wait()
+            self._group: Any = self._host_group
+            self._device = torch.device("cpu")
+            if int(gpus) == count:
+                self._device = ranks.device()
+                self._group = _nccl(PrefixStore("nccl", self._store), rank, count, timeout)
+
+    def send(
+        self, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, adapter_config: bytes | None = None
+    ) -> int:
+        """Broadcast weights, once, to all other members.
+
+        Args:
+            weights: tensors by name, consumed one at a time, to the end.
+            dtype: type of the rollout; floating-point tensors are cast to it.
+            adapter_config: PEFT's config as JSON if `weights` are those of an adapter.
+
+        Returns:
+            Bytes that were sent.
+
+        Raises:
+            LinkLost: a member is gone.
+        """
+
+        def deliver(packed: Packed, memory: Memory) -> None:
+            self._broadcast_json(packed.as_json())
+            self._broadcast(memory.memory[: packed.nbytes])
+
+        self._broadcast_json({"adapter_config": None if adapter_config is None else adapter_config.decode()})
+        sent = send(weights, dtype, [Memory(self._device), Memory(self._device)], deliver)
+        self._broadcast_json({})
+        return sent
+
+    def receive(self) -> tuple[bytes | None, Iterator[tuple[str, Tensor]]]:
+        """Receive what the sender sends.
+
+        Returns:
+            PEFT's config (None: not an adapter), and the tensors by name, each valid until the next one is taken. They
+            must be taken to the end.
+
+        Raises:
+            LinkLost: a member is gone.
+        """
+        adapter_config = self._broadcast_json()["adapter_config"]
+        return None if adapter_config is None else adapter_config.encode(), self._tensors()
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        buffer = Memory(self._device)
+        while fields := self._broadcast_json():
+            packed = Packed.from_json(fields)
+            memory = buffer.reserve(packed.nbytes)
+            self._broadcast(memory[: packed.nbytes])
+            yield from packed.tensors(memory)
+
+    def _broadcast_json(self, fields: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Send plain values, or receive them (None)."""
+        data = torch.frombuffer(bytearray(json.dumps(fields or {}).encode()), dtype=torch.uint8)
+        size = torch.tensor([0 if fields is None else len(data)])
+        with _losing():
+            self._host_group.broadcast(size, SENDER).wait()
+            if fields is None:
+                data = torch.empty(int(size), dtype=torch.uint8)
+            self._host_group.broadcast(data, SENDER).wait()
+        received: dict[str, Any] = json.loads(data.numpy().tobytes())
+        return received
+
+    def _broadcast(self, memory: Tensor) -> None:
+        with _losing():
+            if len(memory):
+                self._group.broadcast(memory, SENDER).wait()
+            if memory.is_cuda:
+                torch.cuda.synchronize()
+
+
+@contextmanager
+def _losing() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_lost(error):
+            raise
+        raise LinkLost(f"the connection for new weights failed: {in_one_line(error)}") from error
+
+
+def _gloo(store: Store, rank: int, count: int, host: str, timeout: timedelta) -> Any:
+    """A gloo group that listens only on `host`."""
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    options._timeout = timeout
+    return dist.ProcessGroupGloo(store, rank, count, options)
+
+
+def _nccl(store: Store, rank: int, count: int, timeout: timedelta) -> Any:
+    options: Any = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, count, options)
