@@ -1,16 +1,29 @@
 """The cost of an update (seconds, and peak memory of the largest process) for each train engine and several options,
 and the cost of a call on Ray.
 
-    OMP_NUM_THREADS=1 python benchmarks/engines.py [--repeats 5] [--ray] [--only PART] [--size 20M|1B|4B]
+    OMP_NUM_THREADS=1 python benchmarks/engines.py [--repeats 5] [--ray] [--only PART] [--size tiny|20m|1b|4b]
 
 A Llama with random weights; one mini-batch of 16 trajectories of 32 prompt and 96 response tokens, in micro-batches of
 512 tokens, float32 (on a GPU: bfloat16, 512 prompt and 1 536 response tokens, micro-batches of 16 384). Each row is
 measured in new processes, connected by gloo (NCCL on GPUs); the first update, which allocates memory, does not count.
+
+With any of `--kernels`, `--checkpointing` and `--packing`, a table of their combinations instead, for `torch` in one
+process: tokens/s, model FLOPs utilization (attention counted, recomputation not) and peak memory of an update.
+
+    python benchmarks/engines.py --size 4b --kernels torch,compile,liger --checkpointing none,selective,full \
+        --packing off,on --steps 3 [--json FILE]
+
+It has 16 trajectories with different prompts and responses of a fifth to the whole of the longest: on a GPU 16 k tokens
+in bfloat16, in micro-batches of 16 384; on a CPU 1 k tokens in float32. A first step, which compiles and allocates
+memory, does not count. A combination that fails is a row with its error.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import itertools
+import json
 import multiprocessing
 import os
 import resource
@@ -18,17 +31,22 @@ import statistics
 import tempfile
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 SIZES: dict[str, dict[str, int]] = {
-    "20M": {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8, "heads": 6},
-    "1B": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "heads": 32},
-    "4B": {"hidden_size": 3072, "intermediate_size": 9216, "num_hidden_layers": 28, "heads": 24},
+    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "heads": 4},
+    "20m": {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8, "heads": 6},
+    "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "heads": 32},
+    "4b": {"hidden_size": 3072, "intermediate_size": 9216, "num_hidden_layers": 28, "heads": 24},
 }
 H200_BF16_FLOPS = 989e12
+PEAK_BF16_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
+"""Dense FLOPs per second, by a part of the GPU's name; of the SXM models."""
+CHECKPOINTING: dict[str, bool | str] = {"none": False, "selective": "selective", "full": True}
 
 
 @dataclass(frozen=True)
@@ -69,7 +87,6 @@ def update(pipe: Any, rank: int, count: int, meeting: str, case: Case, size: str
     """Run updates on one rank, and send the median seconds, peak MB, parameters and tokens through `pipe`."""
     import numpy as np
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     from rlhf.algorithms import PPOClip
     from rlhf.algorithms.objectives import ActorObjective
@@ -89,18 +106,7 @@ def update(pipe: Any, rank: int, count: int, meeting: str, case: Case, size: str
         ranks.join(rank, count, f"file://{meeting}")
     if case.logits_bytes:
         token_outputs.LOGITS_BYTES = case.logits_bytes
-    torch.manual_seed(0)
-    shape = dict(SIZES[size])
-    heads = shape.pop("heads")
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=case.vocabulary,
-            num_attention_heads=heads,
-            num_key_value_heads=heads,
-            max_position_embeddings=4096,
-            **shape,
-        )
-    )
+    model = random_model(size, case.vocabulary)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if case.lora:
         lora.add(model, LoRAConfig(), seed=0)
@@ -136,6 +142,133 @@ def update(pipe: Any, rank: int, count: int, meeting: str, case: Case, size: str
     if on_gpu:
         peak = torch.cuda.max_memory_allocated() / 2**20
     pipe.send((statistics.median(seconds[1:]), peak, parameters, tokens))
+
+
+def random_model(size: str, vocabulary: int) -> Any:
+    """A Llama with random weights, in float32, on the GPU if there is one."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    shape = dict(SIZES[size])
+    heads = shape.pop("heads")
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=4096,
+        **shape,
+    )
+    with torch.device("cuda" if gpus() else "cpu"):
+        return LlamaForCausalLM(config)
+
+
+def options_table(
+    size: str, kernels: list[str], checkpointing: list[str], packing: list[str], steps: int
+) -> list[dict[str, Any]]:
+    """Measure and print all combinations, each with its own engine; returns the rows."""
+    import torch
+
+    device = torch.cuda.get_device_name() if gpus() else "CPU"
+    print(f"{device}, {size}:\n")
+    print("| kernels | checkpointing | packing | s | tokens/s | MFU | peak MB |\n|---|---|---|---|---|---|---|")
+    rows: list[dict[str, Any]] = []
+    for chosen in itertools.product(kernels, checkpointing, packing):
+        row: dict[str, Any] = dict(zip(("kernels", "checkpointing", "packing"), chosen, strict=True))
+        row |= {"size": size, "device": device}
+        try:
+            row |= measured_options(size, *chosen, steps)
+        except Exception as error:  # the other combinations still count
+            row["error"] = (str(error).splitlines() or [type(error).__name__])[0]
+        gc.collect()
+        if gpus():
+            torch.cuda.empty_cache()
+        rows.append(row)
+        figures = (
+            row["error"] + " | | | |"
+            if "error" in row
+            else f"{row['seconds']:.3f} | {row['tokens_per_s']:,.0f} | "
+            + ("" if row["mfu"] is None else f"{row['mfu']:.1%}")
+            + f" | {row['peak_mb']:,.0f} |"
+        )
+        print(f"| {' | '.join(chosen)} | {figures}", flush=True)
+    return rows
+
+
+def measured_options(size: str, kernels: str, checkpointing: str, packing: str, steps: int) -> dict[str, Any]:
+    """Measure updates of one combination; returns the figures by name."""
+    import numpy as np
+    import torch
+
+    from rlhf.algorithms import PPOClip
+    from rlhf.algorithms.objectives import ActorObjective
+    from rlhf.batch import TrajectoryBatch
+    from rlhf.config import ActorConfig
+    from rlhf.engines.base import OptimizerPlan
+    from rlhf.engines.build import train_engine
+    from rlhf.engines.optimizers import AdamW
+
+    on_gpu = gpus() > 0
+    vocabulary = 32768 if on_gpu else 512
+    trainer = ActorConfig(
+        gradient_checkpointing=CHECKPOINTING[checkpointing], packing=packing == "on", share_prompts=packing == "on"
+    )
+    dtype: Any = "bfloat16" if on_gpu else "float32"
+    model = random_model(size, vocabulary)
+    engine = train_engine(trainer, model, "policy", dtype=dtype, kernels=kernels)  # type: ignore[arg-type]
+    rng = np.random.default_rng(0)
+    rows, prompt, response = (16, 256, 1280) if on_gpu else (16, 16, 80)
+    lengths = np.linspace(response / 5, response, rows).astype(int)
+    batch = TrajectoryBatch.of(
+        {
+            "prompt_ids": rng.integers(3, vocabulary, (rows, prompt)).tolist(),
+            "response_ids": [rng.integers(3, vocabulary, length).tolist() for length in lengths],
+            "loss_mask": [[1] * length for length in lengths],
+            "advantages": [rng.standard_normal(length).tolist() for length in lengths],
+            "old_log_probs": [(rng.standard_normal(length) * 0.01 - 10).tolist() for length in lengths],
+        }
+    )
+    objective = ActorObjective(PPOClip(), None, "k3", 0.0, on_policy=False)
+    plan = OptimizerPlan(
+        lr=1e-6,
+        optimizer=AdamW(),
+        grad_clip=1.0,
+        micro_batch_tokens=16384 if on_gpu else 1024,
+        mini_batches=(tuple(range(rows)),),
+        temperature=1.0,
+    )
+    engine.update(batch, objective, plan)  # returns numbers, so the device has computed them
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    seconds = []
+    for _ in range(steps):
+        started = time.perf_counter()
+        engine.update(batch, objective, plan)
+        seconds.append(time.perf_counter() - started)
+    peak = torch.cuda.max_memory_allocated() if on_gpu else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    median = statistics.median(seconds)
+    flops = model_flops(SIZES[size], vocabulary, prompt, lengths)
+    known = [most for name, most in PEAK_BF16_FLOPS.items() if on_gpu and name in torch.cuda.get_device_name()]
+    return {
+        "seconds": median,
+        "tokens_per_s": (rows * prompt + int(lengths.sum())) / median,
+        "tflops": flops / median / 1e12,
+        "mfu": flops / median / known[0] if known else None,
+        "peak_mb": peak / 2**20,
+    }
+
+
+def model_flops(shape: dict[str, int], vocabulary: int, prompt: int, responses: Any) -> float:
+    """FLOPs of a step on sequences of one prompt length and the given response lengths, without recomputation.
+
+    Two per weight and token forwards and four backwards, and in attention as much for each pair of tokens that see each
+    other and each element of queries (scores) and values. The head computes response tokens only.
+    """
+    hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
+    weights = layers * (4 * hidden**2 + 3 * hidden * shape["intermediate_size"])
+    lengths = (prompt + responses - 1).astype(float)
+    pairs = (lengths * (lengths + 1) / 2).sum()
+    return float(6 * (weights * lengths.sum() + vocabulary * hidden * responses.sum() + 2 * layers * hidden * pairs))
 
 
 def measured(case: Case, count: int, size: str, repeats: int) -> tuple[float, float, int, int]:
@@ -180,8 +313,19 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--ray", action="store_true", help="also measure a call on Ray")
     parser.add_argument("--only", choices=["engines", "options"], help="print only one of the two tables")
-    parser.add_argument("--size", choices=SIZES, default="20M", help="number of parameters of the model")
+    parser.add_argument("--size", choices=SIZES, default="20m", help="number of parameters of the model")
+    for name, values in (("kernels", "torch"), ("checkpointing", "none"), ("packing", "on")):
+        parser.add_argument(f"--{name}", help=f"values to combine, with commas between them; default {values}")
+    parser.add_argument("--steps", type=int, default=3, help="measured updates of each combination")
+    parser.add_argument("--json", type=Path, help="file for the rows of the combinations")
     options = parser.parse_args()
+    if options.kernels or options.checkpointing or options.packing:
+        lists = (options.kernels or "torch", options.checkpointing or "none", options.packing or "on")
+        kernels, checkpointing, packing = (values.split(",") for values in lists)
+        rows = options_table(options.size, kernels, checkpointing, packing, options.steps)
+        if options.json is not None:
+            options.json.write_text(json.dumps(rows, indent=1))
+        return
     if options.only != "options":
         counts = [1, 2] if gpus() != 1 else [1]
         titles = {1: " 1 process: s | MB | tokens/s |", 2: " 2 processes: s | MB each | tokens/s |"}

@@ -41,6 +41,10 @@ def sft(config: SFTConfig, take_over: bool = False) -> dict[str, float]:
         if len(ends) > 1 and model.generation_config is not None:  # so that generation with the model stops there, too
             model.generation_config.eos_token_id = list(ends)
         engine = TorchEngine(
-            model, "policy", dtype=config.model.dtype, gradient_checkpointing=config.gradient_checkpointing
+            model,
+            "policy",
+            dtype=config.model.dtype,
+            kernels=config.model.kernels,
+            gradient_checkpointing=config.gradient_checkpointing,
         )
         return fit(run, Fit(config, engine, SupervisedObjective(), examples, config.steps, rows))

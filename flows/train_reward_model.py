@@ -40,7 +40,11 @@ def train_reward_model(config: RewardTraining, take_over: bool = False) -> dict[
     steps_per_epoch = -(-pairs // config.batch_pairs)
     with fitting(config, "reward", take_over) as run:
         engine = TorchEngine(
-            model, "reward", dtype=config.model.dtype, gradient_checkpointing=config.gradient_checkpointing
+            model,
+            "reward",
+            dtype=config.model.dtype,
+            kernels=config.model.kernels,
+            gradient_checkpointing=config.gradient_checkpointing,
         )
 
         def evaluate() -> dict[str, float]:

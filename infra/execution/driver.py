@@ -317,16 +317,33 @@ def check_prompts(dataset: PromptDataset, model: ModelConfig, data: DataConfig, 
 
 def _check_packages(config: RunConfig) -> None:
     trains = any(trainer.engine == "deepspeed" for trainer in config.trainers.values())
+    models = (config.model, config.critic_model, config.reference_model)
     adapts = config.model.lora is not None or config.critic_model.lora is not None
+    fuses = any(model.kernels == "liger" for model in models)
     for key, asked, package, extra in (
         ("engine: deepspeed", trains, "deepspeed", "deepspeed"),
         ("pools", bool(config.pools), "ray", "ray"),
         ("model.lora", adapts, "peft", "lora"),
+        ("model.kernels: liger", fuses, "liger_kernel", "liger"),
         ("rollout.engine: vllm", config.rollout.engine == "vllm", "vllm", "vllm"),
         ("tracking", bool(config.tracking), "accelerate", "tracking"),
     ):
         if asked and importlib.util.find_spec(package) is None:
             raise UserError(f'{key} needs the package {package}: pip install "ratchet-rlhf[{extra}]"')
+    if fuses and not _has_gpus(config):
+        raise UserError(
+            "model.kernels is liger, which needs GPUs, but the trainers have none: set it to torch or compile"
+        )
+
+
+def _has_gpus(config: RunConfig) -> bool:
+    """Whether the processes that train have GPUs."""
+    import torch
+
+    pools = [config.pool_of(role) for role in config.trainers]
+    if not config.pools:
+        return torch.cuda.is_available()
+    return all(pool is not None and config.pools[pool].gpus_per_worker > 0 for pool in pools)
 
 
 def _open(config: RunConfig, dependencies: Dependencies, take_over: bool, check: Callable[[Driver], None]) -> Driver:

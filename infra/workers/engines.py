@@ -170,8 +170,11 @@ class Engines:
         if role == "critic":
             assert config.critic is not None
             chosen = config.critic_model
-            return train_engine(config.critic, critic_skeleton(chosen, seed), "value", dtype=chosen.dtype)
+            skeleton = critic_skeleton(chosen, seed)
+            return train_engine(config.critic, skeleton, "value", dtype=chosen.dtype, kernels=chosen.kernels)
         chosen = config.model if role == "actor" else config.reference_model
         trainable = role == "actor"
         skeleton = actor_skeleton(chosen, seed, trainable=trainable)
-        return train_engine(config.actor, skeleton, "policy", dtype=chosen.dtype, trainable=trainable)
+        return train_engine(
+            config.actor, skeleton, "policy", dtype=chosen.dtype, kernels=chosen.kernels, trainable=trainable
+        )

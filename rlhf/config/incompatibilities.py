@@ -76,6 +76,11 @@ def check_combinations(config: RunConfig) -> None:
                 )
         if trainer.tensor_parallel > 1:
             _tensor_parallel_fits(config, role, trainer)
+        model = {"critic": config.critic_model, "reference": config.reference_model}.get(role, config.model)
+        if model.kernels == "compile" and (trainer.engine == "deepspeed" or trainer.tensor_parallel > 1):
+            raise ValueError(
+                f"model.kernels compile does not work with {role}.engine deepspeed or {role}.tensor_parallel: use torch"
+            )
         if trainer.shard_size is not None:
             _shard_size_fits(role, trainer, workers)
         if not trainer.reshard_after_forward and trainer.engine != "fsdp":

@@ -16,6 +16,7 @@ from rlhf.algorithms import (
     PPOClip,
     RolloutCorrection,
 )
+from rlhf.engines.kernels import Kernels
 from rlhf.engines.optimizers import AdamW, Optimizer
 
 RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
@@ -78,6 +79,11 @@ class ModelConfig(Section):
     )
     attention: Literal["sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = Field(
         "sdpa", description="attention kernel: sdpa (PyTorch), or one that makes packing efficient, on GPUs"
+    )
+    kernels: Kernels = Field(
+        "torch",
+        description="what computes the layers in training and log-probs: torch, compile (torch.compile) or liger "
+        "(extra liger, GPUs)",
     )
     lora: LoRAConfig | None = Field(None, description="train adapters (extra lora); null: train all weights")
     chat_template: str | None = Field(None, description="Jinja file of the chat template; null: the tokenizer's own")
@@ -239,6 +245,8 @@ class RewardModelConfig(ModelConfig):
     def _does_not_learn(self) -> Self:
         if self.lora is not None:
             raise ValueError("reward.model.lora is set, but the reward model does not learn: remove it")
+        if self.kernels != "torch":
+            raise ValueError("reward.model.kernels is set, but it is for actor, critic and reference: remove it")
         return self
 
 

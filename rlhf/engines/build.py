@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf.engines import ranks
+from rlhf.engines.kernels import Kernels
 from rlhf.engines.model_engine import Dtype, ModelEngine
 from rlhf.engines.token_outputs import Head
 
@@ -21,7 +22,13 @@ if TYPE_CHECKING:
 
 
 def train_engine(
-    trainer: TrainerConfig, model: PreTrainedModel | Skeleton, head: Head, *, dtype: Dtype, trainable: bool = True
+    trainer: TrainerConfig,
+    model: PreTrainedModel | Skeleton,
+    head: Head,
+    *,
+    dtype: Dtype,
+    kernels: Kernels = "torch",
+    trainable: bool = True,
 ) -> ModelEngine:
     """Build the train engine of a model.
 
@@ -30,6 +37,7 @@ def train_engine(
         model: the model with float32 weights, or its skeleton.
         head: outputs of the model.
         dtype: type of the computation.
+        kernels: what computes the layers.
         trainable: whether the model is trained; False for a reference.
 
     Returns:
@@ -40,6 +48,7 @@ def train_engine(
     """
     options: dict[str, Any] = {
         "dtype": dtype,
+        "kernels": kernels,
         "trainable": trainable,
         "gradient_checkpointing": trainer.gradient_checkpointing,
         "packing": trainer.packing,

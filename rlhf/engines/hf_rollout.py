@@ -15,6 +15,7 @@ from rlhf import seeding
 from rlhf.engines import determinism, prefix_sharing
 from rlhf.engines.base import Chunk, Request, RolloutEngine, Sampling, limit_of
 from rlhf.engines.host_buffers import HostBuffers, release_memory
+from rlhf.engines.kernels import as_written
 from rlhf.engines.model_engine import copy_weights
 
 if TYPE_CHECKING:
@@ -142,6 +143,7 @@ class HFRollout(RolloutEngine):
             with (
                 torch.inference_mode(),
                 torch.autocast(self.model.device.type, dtype=torch.bfloat16, enabled=casts),
+                as_written(self.model),
             ):
                 for row, chunk in self._generate(rows):
                     for held in last:

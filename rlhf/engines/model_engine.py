@@ -23,6 +23,7 @@ from rlhf.engines import checkpointing, prefix_sharing, ranks, state_digest
 from rlhf.engines.base import OptimizerPlan
 from rlhf.engines.checkpointing import Checkpointing
 from rlhf.engines.host_buffers import HostBuffers, release_memory
+from rlhf.engines.kernels import Kernels
 from rlhf.engines.micro_batches import Layout, MicroBatch, by_prompt, by_token_budget, prompt_numbers
 from rlhf.engines.optimizers import AdamW, Optimizer
 from rlhf.engines.parts import Part
@@ -63,6 +64,7 @@ class ModelEngine(ABC):
         dtype: Dtype = "float32",
         trainable: bool = True,
         gradient_checkpointing: Checkpointing | None = False,
+        kernels: Kernels = "torch",
         packing: bool | None = None,
         share_prompts: bool = True,
         sequence_parallel: int = 1,
@@ -78,6 +80,7 @@ class ModelEngine(ABC):
             trainable: whether the model is trained; False for a reference.
             gradient_checkpointing: whether to recompute activations in the backward pass to save memory: all of them,
                 or a selection; None: a selection on a GPU.
+            kernels: what computes the layers; see `rlhf.engines.kernels`.
             packing: whether to pack sequences one after the other instead of padding them; None: where attention has
                 a kernel for it (in bfloat16 on a GPU).
             share_prompts: whether to compute a prompt once for all its responses in a micro-batch, where the model
@@ -99,6 +102,7 @@ class ModelEngine(ABC):
         self.module = TokenOutputs(
             model, head, team=team, packing=bool(packing), share_prompts=share_prompts, varlen=varlen
         )
+        self.module.use(kernels)
         self.model = model
         """The model inside `module`; in engines that shard it, its tensors are not whole."""
         self.head, self.dtype, self.trainable = head, dtype, trainable

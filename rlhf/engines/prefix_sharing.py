@@ -147,6 +147,7 @@ class Segments:
         keys = None if self.keys is None else self.keys.to(device)
         return replace(self, keys=keys, query_ends=self.query_ends.to(device), key_ends=self.key_ends.to(device))
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it is one kernel, with the lengths of the pieces
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         """Compute attention.
 
@@ -309,6 +310,14 @@ def _attention(
     query, key, value = (heads[0].transpose(0, 1) for heads in (query, key, value))  # [tokens, heads, dim]
     if isinstance(shared, Segments):
         return shared.attend(query, key, value, scaling)[None], None
+    return _attend_by_blocks(shared, query, key, value, scaling)[None], None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # each number of blocks would be another program
+def _attend_by_blocks(
+    shared: SharedPrompts, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
+) -> Tensor:
+    """[tokens, heads, dim] -> [tokens, heads, dim]"""
     groups = query.shape[1] // key.shape[1]
 
     def attend(block: Block) -> Tensor:
@@ -328,7 +337,7 @@ def _attention(
         return attended.transpose(1, 2).flatten(0, 1)
 
     attended = torch.cat([attend(block) for block in shared.blocks])
-    return attended.index_select(0, shared.order)[None], None
+    return attended.index_select(0, shared.order)
 
 
 def _pieces(tokens: Tensor, at: Tensor) -> Tensor:

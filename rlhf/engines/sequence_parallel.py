@@ -175,6 +175,7 @@ def _by_positions(shares: Tensor, team: Team) -> Tensor:
     return received.transpose(0, 1).reshape(sequences, heads * team.size, time // team.size, dim)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attention(
     module: torch.nn.Module,
     query: Tensor,

@@ -6,7 +6,9 @@ if gradients are needed, they are recomputed in the backward pass.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from rlhf.engines import prefix_sharing, ranks
+from rlhf.engines.kernels import Kernels, apply_liger, compile_layers, liger_log_probs
 from rlhf.engines.prefix_sharing import agree
 from rlhf.engines.router_loss import NAME as ROUTER_LOSS
 from rlhf.engines.router_loss import RouterLoss
@@ -82,6 +85,8 @@ class TokenOutputs(torch.nn.Module):
         """The auxiliary loss of a mixture of experts; None if the model has none or its config does not ask for it."""
         self.in_step = False
         """Whether all ranks must call the head equally often, because each call gathers its weights."""
+        self.kernels: Kernels = "torch"
+        """What computes the layers and the log-probs."""
         self.vocabulary: VocabularyShare | None = None
         """The part of the head that this process has; None: it has the whole head."""
         is_adopted = (share_prompts or varlen) and team is None and is_plain and prefix_sharing.adopt(tried)
@@ -176,6 +181,8 @@ class TokenOutputs(torch.nn.Module):
     def _of_policy(
         self, hidden: Tensor, targets: Tensor, temperature: float, outputs: tuple[str, ...]
     ) -> dict[str, Tensor]:
+        if self.kernels == "liger" and "entropy" not in outputs and temperature == 1.0 and self._has_plain_head():
+            return {"log_probs": liger_log_probs(hidden, self.model.get_output_embeddings().weight, targets)}
         members = 1 if self.vocabulary is None else self.vocabulary.members
         size = max(1, LOGITS_BYTES * members // (4 * self.model.config.get_text_config().vocab_size))
         count = -(-len(targets) // size)
@@ -192,10 +199,20 @@ class TokenOutputs(torch.nn.Module):
     def _piece(
         self, hidden: Tensor, targets: Tensor, temperature: float, outputs: tuple[str, ...]
     ) -> dict[str, Tensor]:
-        log_probs, entropy = log_probs_and_entropy(
+        compute = (
+            compiled_log_probs() if self.kernels == "compile" and self.vocabulary is None else log_probs_and_entropy
+        )
+        log_probs, entropy = compute(
             self._logits(hidden), targets, temperature, entropy="entropy" in outputs, share=self.vocabulary
         )
         return {"log_probs": log_probs} if entropy is None else {"log_probs": log_probs, "entropy": entropy}
+
+    def _has_plain_head(self) -> bool:
+        """Whether this process has the whole head, which is a matrix and nothing else."""
+        head, config = self.model.get_output_embeddings(), self.model.config.get_text_config()
+        changes = [getattr(config, key, None) for key in ("final_logit_softcapping", "logits_scaling", "logit_scale")]
+        is_whole = self.vocabulary is None and not self.in_step
+        return is_whole and type(head) is torch.nn.Linear and head.bias is None and changes == [None] * 3
 
     def _logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.model.get_output_embeddings()(hidden)
@@ -207,6 +224,21 @@ class TokenOutputs(torch.nn.Module):
         if (factor := getattr(config, "logit_scale", None)) is not None:
             logits = logits * factor
         return logits
+
+    def use(self, kernels: Kernels) -> None:
+        """Replace kernels of the model, in place.
+
+        Args:
+            kernels: see `rlhf.engines.kernels`.
+
+        Raises:
+            UserError: `liger` does not support the model.
+        """
+        self.kernels = kernels
+        if kernels == "compile":
+            compile_layers(self.model)
+        elif kernels == "liger":
+            apply_liger(self.model)
 
     @torch.no_grad()
     def _check(self, packing: bool) -> None:
@@ -287,6 +319,12 @@ def _of_share(
     total, of_targets, *weighted = _SumOverTeam.apply(torch.stack(terms), share.group).unbind()  # type: ignore[no-untyped-call]
     normalizer = largest + total.log()
     return of_targets - normalizer, normalizer - weighted[0] / total if entropy else None
+
+
+@cache
+def compiled_log_probs() -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """Return `log_probs_and_entropy`, which is compiled at its first call."""
+    return torch.compile(log_probs_and_entropy)
 
 
 class _SumOverTeam(torch.autograd.Function):

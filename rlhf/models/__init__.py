@@ -67,12 +67,16 @@ def check_weights(folder: Path, key: str = "model") -> None:
 
 
 def check_architecture(model: ModelConfig, key: str, *, is_critic: bool) -> None:
-    """Refuse a model whose architecture transformers does not support as a policy or as a critic."""
+    """Refuse a model whose architecture transformers does not support as a policy or as a critic, or its kernels."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, AutoConfig
+
+    from rlhf.engines.kernels import check_liger
 
     known = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING if is_critic else MODEL_FOR_CAUSAL_LM_MAPPING
     auto_class = "AutoModelForTokenClassification" if is_critic else "AutoModelForCausalLM"
     config = AutoConfig.from_pretrained(model_folder(model, key), trust_remote_code=model.trust_remote_code)
+    if model.kernels == "liger":
+        check_liger(config.model_type)
     if type(config) in known or auto_class in (getattr(config, "auto_map", None) or {}):
         return
     instead = "name another one, or an algorithm without a critic (algorithm.advantage: grpo)"

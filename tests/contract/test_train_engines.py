@@ -279,6 +279,39 @@ def test_how_it_is_computed_changes_nothing(kind: Kind, batch: TrajectoryBatch, 
     assert_same_update(other, engine)
 
 
+@pytest.mark.parametrize(
+    ("engine", "options"),
+    [("torch", {}), ("fsdp", {"gradient_checkpointing": True, "share_prompts": False})],
+    ids=["torch", "fsdp"],
+)
+def test_compiled_layers_change_nothing(
+    engine: str, options: dict[str, bool], policy_folder: Path, batch: TrajectoryBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Traced and differentiated as in a run, but not turned into machine code, which takes minutes; see the next."""
+    kind = kind_of(engine, "policy", policy_folder, policy_folder)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    token_outputs.compiled_log_probs.cache_clear()
+    assert_same_when_compiled(kind, batch, options)
+    token_outputs.compiled_log_probs.cache_clear()
+
+
+@pytest.mark.slow
+def test_compiled_machine_code_changes_nothing(policy_folder: Path, batch: TrajectoryBatch) -> None:
+    assert_same_when_compiled(kind_of("torch", "policy", policy_folder, policy_folder), batch, {})
+
+
+def assert_same_when_compiled(kind: Kind, batch: TrajectoryBatch, options: dict[str, bool]) -> None:
+    """Fused sums round in another order: by the bounds of other layouts."""
+    plain, compiled = kind.build(**options), kind.build(kernels="compile", **options)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    assert_close(infer(compiled, kind, batch), infer(plain, kind, batch))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, "something was compiled"
+    for one in (plain, compiled):
+        one.update(batch, kind.objective, replace(PLAN, mini_batches=(ALL,)))
+    assert_same_update(compiled, plain)
+
+
 def sequences(prompts: list[int], responses: list[int]) -> TrajectoryBatch:
     """A batch with the given prompts, of ten tokens each, and lengths of responses."""
     return TrajectoryBatch.of(

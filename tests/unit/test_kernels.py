@@ -1,0 +1,62 @@
+"""`model.kernels: liger` is refused before anything starts where it cannot work."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from infra.execution.driver import check_inputs
+from rlhf.config import ModelConfig
+from rlhf.engines.kernels import as_written, check_liger, compile_layers, layers
+from rlhf.errors import UserError
+from rlhf.models import load_actor
+from tests import tiny
+
+
+@pytest.fixture
+def liger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A package with Liger's names that knows Llama alone: the real one needs a GPU."""
+    folder = tmp_path / "packages" / "liger_kernel" / "transformers"
+    folder.mkdir(parents=True)
+    for package in (folder.parent, folder):
+        (package / "__init__.py").touch()
+    (folder / "monkey_patch.py").write_text('MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": None}')
+    monkeypatch.syspath_prepend(str(tmp_path / "packages"))
+    yield
+    for name in [name for name in sys.modules if name.startswith("liger_kernel")]:
+        del sys.modules[name]
+
+
+def test_liger_that_is_not_installed(tmp_path: Path) -> None:
+    tiny.workspace(tmp_path)
+    with pytest.raises(UserError, match=r"^model.kernels: liger needs the package liger_kernel: pip install"):
+        check_inputs(tiny.config(tmp_path, model__kernels="liger"))
+
+
+@pytest.mark.usefixtures("liger")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_liger_without_a_gpu(tmp_path: Path) -> None:
+    tiny.workspace(tmp_path)
+    with pytest.raises(UserError, match=r"^model.kernels is liger, which needs GPUs, but the trainers have none"):
+        check_inputs(tiny.config(tmp_path, model__kernels="liger"))
+
+
+@pytest.mark.usefixtures("liger")
+def test_liger_and_another_architecture() -> None:
+    check_liger("llama")
+    with pytest.raises(UserError, match=r"^model.kernels is liger, which has no kernels for opt: set it to torch or"):
+        check_liger("opt")
+
+
+def test_generation_does_not_compile(tmp_path: Path) -> None:
+    model = load_actor(ModelConfig(path=str(tiny.model_folder(tmp_path))))
+    compile_layers(model)
+    assert layers(model)
+    torch._dynamo.utils.counters.clear()
+    with torch.no_grad(), as_written(model):
+        model(torch.arange(4)[None])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 0
