@@ -66,6 +66,19 @@ def check_weights(folder: Path, key: str = "model") -> None:
             raise UserError(f"{path} is damaged: {error}") from None
 
 
+def parameter_count(folder: Path) -> int:
+    """The number of parameters in a model folder, from the headers of its files."""
+    import math
+
+    from safetensors import safe_open
+
+    count = 0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="numpy") as file:
+            count += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    return count
+
+
 def check_architecture(model: ModelConfig, key: str, *, is_critic: bool) -> None:
     """Refuse a model whose architecture transformers does not support as a policy or as a critic, or its kernels."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, AutoConfig
