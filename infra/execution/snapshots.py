@@ -19,7 +19,7 @@ from infra.store.run_store import RunStore
 from infra.workers.groups import WorkerGroups
 from infra.workers.worker import Worker
 from rlhf.config import CheckpointConfig, RunConfig
-from rlhf.models import parameter_count
+from rlhf.models import model_folder, parameter_count
 
 R = TypeVar("R")
 FLOAT32 = 4
@@ -56,7 +56,7 @@ class Snapshots:
         if any(models[role].lora is not None for role in self.config.trained):
             return None
         tensors = {role: 1 + len(self.config.trainers[role].optimizer.state) for role in self.config.trained}
-        return [FLOAT32 * tensors[role] * parameter_count(models[role]) for role in tensors]
+        return [FLOAT32 * tensors[role] * parameter_count(model_folder(models[role])) for role in tensors]
 
     def is_due(self, version: int) -> bool:
         """Whether to take a snapshot of the state after `version` iterations, according to `checkpoint`."""

@@ -22,7 +22,7 @@ from infra.store.records import Snapshot, Weights
 from infra.workers.calls import Call, RowsCall
 from infra.workers.ray_group import GroupLost, RayGroup
 from infra.workers.worker import Worker
-from rlhf.config import ModelConfig, RunConfig
+from rlhf.config import RunConfig
 from rlhf.models import parameter_count
 from rlhf.stage_config import StageConfig
 from tests import tiny
@@ -196,7 +196,7 @@ def test_a_rollout_in_a_pool_of_its_own_gets_the_newest_weights_from_the_actor(r
     assert moved[frame["iteration"] == 2].max() > 1e-2, "and it has moved"
     assert [commit.version for commit in history.commits(Snapshot)] == [3]
     sent = history.run.metrics().set_index("iteration")["perf/weight_sync_bytes"]
-    parameters = 4 * parameter_count(ModelConfig(path=str(runs.workspace / "model")))
+    parameters = 4 * parameter_count(runs.workspace / "model")
     assert sent.loc[[1, 2]].tolist() == [parameters, parameters], "each byte of the model once"
 
     # both pools die: the actor replays its updates, and the rollout gets the result over a new connection
