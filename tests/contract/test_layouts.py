@@ -29,6 +29,7 @@ from transformers import (
 from rlhf.batch import TrajectoryBatch
 from rlhf.config import ModelConfig, RewardModelConfig
 from rlhf.engines.base import OptimizerPlan, TrainEngine
+from rlhf.engines.model_engine import ModelEngine
 from rlhf.engines.reward_engine import RewardEngine
 from rlhf.engines.stored_state import StoredState
 from rlhf.errors import NotFinite, UserError
@@ -157,6 +158,11 @@ def test_two_processes_train_a_mixture_of_experts(
     mixture: Kind, batch: TrajectoryBatch, ranks: Ranks, tmp_path: Path
 ) -> None:
     one = ENGINES["torch"](mixture.folder, "policy")
+    assert isinstance(one, ModelEngine)
+    for weights, _ in ranks(run_weights, mixture, "float32"):
+        expected = dict(one.weights())
+        assert weights.keys() == expected.keys()
+        assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
     files = assert_two_do_what_one_does(mixture, one, batch, ranks, tmp_path)
     experts = {name for name in StoredState.of(files).weights if ".experts." in name}
     assert len(experts) == 2 * 4 * 3, "each matrix of each expert of each layer is a tensor"
