@@ -6,10 +6,15 @@ import multiprocessing
 import os
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Ranks:
@@ -56,6 +61,32 @@ def _serve(pipe: Connection, rank: int, count: int, rendezvous: str) -> None:
             pipe.send((True, function(*arguments)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
+
+
+_others: list[ProcessPoolExecutor] = []
+
+
+def in_another_process(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a function in a process that is in no group of ranks, so that it may begin and end one of its own. Groups of
+    this process may be in use: engines of a single process have one, too."""
+    if not _others:
+        _others.append(ProcessPoolExecutor(1, multiprocessing.get_context("spawn")))
+    return _others[0].submit(function, *args, **kwargs).result()
+
+
+@contextmanager
+def only_rank(rank: int, count: int) -> Iterator[None]:
+    """Be one rank of a group whose other ranks do not exist; see `in_another_process`."""
+    import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # it remembers the mesh as the rank before saw it
+    dist.init_process_group("fake", rank=rank, world_size=count, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def one_rank_fails(context: Any) -> Any:

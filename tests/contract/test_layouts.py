@@ -13,9 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
@@ -47,7 +44,7 @@ from tests.contract.test_train_engines import (
     infer,
     kind_of,
 )
-from tests.ranks import Ranks
+from tests.ranks import Ranks, in_another_process, only_rank
 
 Files = dict[str, bytes]
 
@@ -402,10 +399,8 @@ def run_aborted(kind: Kind, batch: TrajectoryBatch, options: dict[str, Any]) -> 
 
 
 def parts_of_rank(rank: int, count: int, folder: Path, options: dict[str, Any]) -> dict[str, list[tuple[int, int]]]:
-    """First and last element of each run that a rank of a group holds; the other ranks only seem to exist."""
-    _clear_sharding_prop_cache()  # it remembers the mesh as the rank before saw it
-    dist.init_process_group("fake", rank=rank, world_size=count, store=FakeStore())
-    try:
+    """First and last element of each run that a rank holds."""
+    with only_rank(rank, count):
         engine: Any = ENGINES["fsdp"](folder, "policy", **options)
         return {
             name: [
@@ -415,8 +410,6 @@ def parts_of_rank(rank: int, count: int, folder: Path, options: dict[str, Any]) 
             ]
             for name in engine.names()
         }
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
@@ -425,7 +418,7 @@ def parts_of_rank(rank: int, count: int, folder: Path, options: dict[str, Any]) 
 @pytest.mark.parametrize("name", ["qwen3", "biased and tied"])
 def test_eight_processes_hold_each_element_once(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     folder = odd_folder(name, tmp_path)
-    by_rank = [parts_of_rank(rank, 8, folder, options) for rank in range(8)]
+    by_rank = [in_another_process(parts_of_rank, rank, 8, folder, options) for rank in range(8)]
     sizes = {
         name: parameter.numel() for name, parameter in load_actor(ModelConfig(path=str(folder))).named_parameters()
     }

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config
 
 from rlhf.engines.fsdp_engine import FSDPEngine
 from rlhf.models.skeleton import without_memory
+from tests.ranks import in_another_process, only_rank
 
 LAYERS = 2
 """All layers are alike, so two say what eighty would."""
@@ -43,23 +39,12 @@ OF_ALL_LAYERS = {"7 B": (32, 6.74e9), "32 B": (64, 32.8e9), "70 B": (80, 70.6e9)
 CUT = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-@contextmanager
-def one_of(count: int, rank: int) -> Iterator[None]:
-    """Be one rank of a group whose other members do not exist."""
-    dist.init_process_group("fake", rank=rank, world_size=count, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        _clear_sharding_prop_cache()  # which has the meshes of this rank
-
-
 def skeleton(name: str) -> PreTrainedModel:
     with without_memory():
         return AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation="sdpa")  # type: ignore[no-any-return]
 
 
-def sharded(name: str, count: int, rank: int, **options: Any) -> FSDPEngine:
+def sharded(name: str, **options: Any) -> FSDPEngine:
     """The engine of one rank; nothing in it has memory."""
     engine = FSDPEngine(skeleton(name), "policy", **options)
     assert all(parameter.is_meta for parameter in engine.parameters.values())
@@ -73,6 +58,26 @@ def shapes(engine: FSDPEngine) -> dict[str, tuple[int, ...]]:
         assert isinstance(parameter, DTensor)
         found[name] = tuple(parameter.to_local().shape)
     return found
+
+
+def held_by(rank: int, count: int, name: str, **options: Any) -> dict[str, tuple[int, ...]]:
+    """The shapes of what a rank of a group holds."""
+    with only_rank(rank, count):
+        return shapes(sharded(name, **options))
+
+
+def runs_of(rank: int, count: int, name: str, **options: Any) -> dict[str, list[tuple[int, int]]]:
+    """First and last element of each run that a rank of a group holds."""
+    with only_rank(rank, count):
+        engine = sharded(name, **options)
+        return {
+            key: [
+                (start, start + part.values.shape[1])
+                for part in engine.parts("model", key)
+                for start in part.starts.tolist()
+            ]
+            for key in engine.names()
+        }
 
 
 def elements(tensors: dict[str, tuple[int, ...]], name: str) -> int:
@@ -89,8 +94,7 @@ def test_each_rank_holds_its_share(name: str, count: int) -> None:
     whole = {key: tuple(parameter.shape) for key, parameter in skeleton(name).named_parameters()}
     assert elements(whole, name) == pytest.approx(OF_ALL_LAYERS[name][1], rel=2e-3)  # papers round
     for rank in (0, count - 1):
-        with one_of(count, rank):
-            held = shapes(sharded(name, count, rank))
+        held = in_another_process(held_by, rank, count, name)
         assert held == {key: (shape[0] // count, *shape[1:]) for key, shape in whole.items()}
         assert elements(held, name) * count == elements(whole, name)
 
@@ -99,8 +103,7 @@ def test_each_rank_holds_its_share(name: str, count: int) -> None:
 @pytest.mark.parametrize(("count", "team"), [(8, 8), (64, 8), (64, 2)])
 def test_teams_cut_each_matrix(name: str, count: int, team: int) -> None:
     whole = {key: tuple(parameter.shape) for key, parameter in skeleton(name).named_parameters()}
-    with one_of(count, count - 1):
-        held = shapes(sharded(name, count, count - 1, tensor_parallel=team))
+    held = in_another_process(held_by, count - 1, count, name, tensor_parallel=team)
     teams = count // team
     for key, shape in whole.items():
         if key.endswith(tuple(f"{matrix}.weight" for matrix in CUT)):
@@ -119,12 +122,8 @@ def test_teams_cut_each_matrix(name: str, count: int, team: int) -> None:
 def test_all_ranks_together_hold_each_element_once(team: int) -> None:
     ranges: dict[str, list[tuple[int, int]]] = {}
     for rank in range(8):
-        with one_of(8, rank):
-            engine = sharded("7 B", 8, rank, tensor_parallel=team)
-            for key in engine.names():
-                for part in engine.parts("model", key):
-                    length = part.values.shape[1]
-                    ranges.setdefault(key, []).extend((start, start + length) for start in part.starts.tolist())
+        for key, runs in in_another_process(runs_of, rank, 8, "7 B", tensor_parallel=team).items():
+            ranges.setdefault(key, []).extend(runs)
     for key, parameter in skeleton("7 B").named_parameters():
         ends = [0]
         for start, end in sorted(ranges[key]):

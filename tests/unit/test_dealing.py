@@ -7,12 +7,12 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rlhf.engines import ranks
 from rlhf.engines.micro_batches import deal
 from rlhf.engines.sequence_parallel import Team
 from tests.padded import properties
+from tests.ranks import in_another_process, only_rank
 
 LENGTHS = st.lists(st.integers(0, 8192), max_size=300).map(lambda lengths: np.array(lengths, dtype=np.int64))
 
@@ -43,19 +43,22 @@ def test_teams_get_about_the_same_number_of_tokens(lengths: np.ndarray, teams: i
     assert max(tokens) - min(tokens) <= lengths.max(initial=0) - (lengths.min() if even else 0)
 
 
+def dealt_to(rank: int, size: int, lengths: np.ndarray) -> tuple[list[list[int]], int, list[int]]:
+    """The rows of a rank's pieces, its place in its team, and the team's ranks."""
+    with only_rank(rank, 64):
+        team = Team.of(size)
+        own = [piece.tolist() for piece in ranks.pieces(lengths, 16384, packed=True, sharing=size)]
+        return own, team.index, dist.get_process_group_ranks(team.group)
+
+
 @pytest.mark.parametrize("size", [1, 2, 8])
 def test_64_ranks_form_teams_of_neighbours_that_compute_the_same_rows(size: int) -> None:
     lengths = np.random.default_rng(0).integers(100, 8192, 1024)
     seen: dict[int, list[list[int]]] = {}
     for rank in range(64):
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=64)
-        try:
-            team = Team.of(size)
-            assert dist.get_process_group_ranks(team.group) == list(range(rank - team.index, rank - team.index + size))
-            assert team.index == rank % size
-            own = [piece.tolist() for piece in ranks.pieces(lengths, 16384, packed=True, sharing=size)]
-        finally:
-            dist.destroy_process_group()
+        own, index, members = in_another_process(dealt_to, rank, size, lengths)
+        assert index == rank % size
+        assert members == list(range(rank - index, rank - index + size))
         assert seen.setdefault(rank // size, own) == own
     assert len(seen) == 64 // size
     assert sorted(row for pieces in seen.values() for piece in pieces for row in piece) == list(range(1024))
