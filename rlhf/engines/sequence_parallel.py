@@ -43,17 +43,8 @@ class Team:
         assert isinstance(group, dist.ProcessGroup)
         return cls(size, rank % size, group)
 
-    def adopt(self, model: PreTrainedModel) -> None:
-        """Make the model's attention exchange shares between the members.
-
-        Args:
-            model: changed in place.
-
-        Raises:
-            UserError: the model has the wrong number of heads, or layers without full attention.
-        """
-        from transformers import AttentionInterface
-
+    def check(self, model: PreTrainedModel) -> None:
+        """Refuse a model with the wrong number of heads, or layers without full attention."""
         config = model.config.get_text_config()
         if config.num_attention_heads % self.size:
             raise UserError(
@@ -63,6 +54,11 @@ class Team:
         kinds = attention_kinds(model)
         if kinds != {"full_attention"}:
             raise UserError(f"sequence_parallel needs full attention in every layer, but the model has {sorted(kinds)}")
+
+    def adopt(self, model: PreTrainedModel) -> None:
+        """Make the attention of a model that `check` accepts exchange shares between the members, in place."""
+        from transformers import AttentionInterface
+
         AttentionInterface.register(NAME, _attention)
         model.set_attn_implementation(NAME)
 

@@ -74,6 +74,8 @@ class TokenOutputs(torch.nn.Module):
             UserError: the log-probs would be wrong, or the model does not support `team`, `packing` or the head.
         """
         super().__init__()
+        if team is not None:
+            team.check(model)
         attention = model.config._attn_implementation
         # these work on any device, and in float32
         is_plain = attention in ("sdpa", "eager", prefix_sharing.NAME)

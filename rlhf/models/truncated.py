@@ -28,7 +28,7 @@ def truncated(model: PreTrainedModel, *, attention: str, teams_of: int = 1) -> P
     Args:
         model: the model; it may be on the meta device.
         attention: the attention kernel of the small model.
-        teams_of: number of processes that will share the heads. Heads that they cannot share are left as they are.
+        teams_of: number of processes that will share the heads.
 
     Returns:
         The small model, float32.
@@ -90,7 +90,7 @@ def _narrow(config: PreTrainedConfig, teams_of: int) -> None:
     heads, width, vocabulary = config.num_attention_heads, config.hidden_size, config.vocab_size
     of_keys = getattr(config, "num_key_value_heads", None) or heads
     kept = HEADS * teams_of
-    if heads > kept and heads % teams_of == 0 and width % heads == 0:
+    if heads > kept and width % heads == 0:
         kept_of_keys = kept if of_keys == heads else 2 * teams_of if of_keys % (2 * teams_of) == 0 else 1
         size = getattr(config, "head_dim", None) or width // heads
         config.num_attention_heads = kept

@@ -197,7 +197,6 @@ def test_a_large_model_is_tried_on_a_small_one() -> None:
             logits = found(torch.arange(8)[None]).logits
         # a cap, or a factor, that the head has is seen at this size
         assert logits.std() > 5
-    assert small(llama, 5).config.num_attention_heads == 64, "five processes cannot share the heads, which is refused"
 
 
 def test_each_kind_of_layer_is_tried() -> None:
