@@ -477,10 +477,9 @@ def _receiver(pipe: Connection, device: Device) -> None:
 
 def step_twice(device: Device) -> None:
     """Whether an update from the same weights gives the same bits, in deterministic mode."""
-    import torch
+    from rlhf.engines import determinism
 
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read when CUDA starts
-    torch.use_deterministic_algorithms(True)
+    determinism.enforce()
     digests, seconds = [], []
     for _ in range(2):
         trained, batch = engine("1b" if device == "cuda" else "tiny", device), trajectories(device)

@@ -6,6 +6,7 @@ first time, with the config from its manifest. Nothing is generated, scored or c
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -75,9 +76,10 @@ def restore(driver: Driver, role: str, weights: Weights) -> None:
 
 def _restore_copy(driver: Driver, group: WorkerGroup, weights: Weights) -> None:
     """Give the actor's weights to a rollout that has its own tensors."""
-    with driver.weight_sync.measured() as transfers:
-        moved = group.call(Worker.copy_to_rollout, weights)
-        transfers.nbytes += _from_elsewhere(driver, group, weights) if moved is None else moved
+    started = time.perf_counter()
+    moved = group.call(Worker.copy_to_rollout, weights)
+    nbytes = _from_elsewhere(driver, group, weights) if moved is None else moved
+    driver.weight_sync.count(time.perf_counter() - started, nbytes)
 
 
 def _from_elsewhere(driver: Driver, group: WorkerGroup, weights: Weights) -> int:

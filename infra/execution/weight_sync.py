@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from infra.progress import note
@@ -71,14 +68,11 @@ class WeightSync:
         note("the rollout's workers cannot be reached from the trainer's: new weights go through the store")
         return False
 
-    @contextmanager
-    def measured(self) -> Iterator[Transfers]:
-        """Measure a transfer; the caller adds its bytes."""
-        started = time.perf_counter()
-        try:
-            yield self._transfers
-        finally:
-            self._transfers.seconds += time.perf_counter() - started
+    def count(self, seconds: float, nbytes: int) -> None:
+        """Count a transfer, unless the rollout loaded stored weights (0 bytes)."""
+        if nbytes:
+            self._transfers.seconds += seconds
+            self._transfers.nbytes += nbytes
 
     def take(self) -> Transfers:
         """The transfers since the last call."""

@@ -27,6 +27,8 @@ ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.higher_order.flex_attention,
 }
+VARLEN = "torch_attn"
+"""Namespace of PyTorch's attention for variable lengths, which registers its operations when it is first used."""
 PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 
 
@@ -69,7 +71,7 @@ def _policy(
     **options: object,
 ) -> CheckpointPolicy:
     """Whether to keep the outputs of an operation; `counts` has the number of products so far, forward and again."""
-    is_kept = operation in ATTENTION
+    is_kept = operation in ATTENTION or getattr(operation, "namespace", None) == VARLEN
     if operation in PRODUCTS:
         counts[context.is_recompute] += 1
         is_kept = counts[context.is_recompute] % 2 == 1

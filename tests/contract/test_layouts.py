@@ -85,8 +85,8 @@ def run(
     batch: TrajectoryBatch,
     options: dict[str, Any],
     load: Files | None = None,
-    engine: TrainEngine | None = None,
     plan: OptimizerPlan = DEALT,
+    engine: TrainEngine | None = None,
 ) -> dict[str, Any]:
     """Ask, update, and tell everything."""
     engine = engine or kind.build(**options)
@@ -395,7 +395,7 @@ def run_aborted(kind: Kind, batch: TrajectoryBatch, options: dict[str, Any]) -> 
     infer(engine, kind, batch)
     with pytest.raises(KeyboardInterrupt):
         engine.update(batch, Aborts(kind.objective), replace(DEALT, micro_batch_tokens=10))
-    return run(kind, batch, options, files, engine)
+    return run(kind, batch, options, files, engine=engine)
 
 
 def parts_of_rank(rank: int, count: int, folder: Path, options: dict[str, Any]) -> dict[str, list[tuple[int, int]]]:

@@ -19,7 +19,7 @@ def script(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_script_runs_on_a_cpu(tmp_path: Path) -> None:
     """All of its own steps; the others are tests and benchmarks."""
-    own = ("memory", "digest", "sync", "twice")
+    own = ("memory", "digest", "sync", "updates", "twice")
     ran = script("--device", "cpu", "--minutes", "60", "--output", str(tmp_path / "gpu.md"), "--only", *own)
     assert ran.returncode == 0, ran.stderr + ran.stdout
     text = (tmp_path / "gpu.md").read_text()
