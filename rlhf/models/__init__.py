@@ -72,8 +72,12 @@ def parameter_count(folder: Path) -> int:
 
     from safetensors import safe_open
 
+    index = folder / "model.safetensors.index.json"  # a folder may also hold the weights in another layout
+    files = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else None
     count = 0
     for path in folder.glob("*.safetensors"):
+        if files is not None and path.name not in files:
+            continue
         with safe_open(path, framework="numpy") as file:
             count += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
     return count
