@@ -25,13 +25,15 @@ def finalize(driver: Driver, iteration: int) -> dict[str, float]:
     version = iteration + 1
     commits: list[Commit] = []
     last = version == config.train.iterations
-    is_due = config.train.updates and (last or driver.snapshots.is_due(version))
-    if driver.snapshots.being_written != version:  # an earlier try may have started it
-        driver.snapshots.settle(wait=is_due)  # one at a time
-    if is_due:
+    is_begun = driver.snapshots.being_written == version  # by an earlier try
+    if not is_begun:
+        driver.snapshots.settle(wait=False)
+    if config.train.updates and (last or is_begun or driver.snapshots.is_due(version)):
+        if not is_begun:
+            driver.snapshots.settle(wait=True)  # one at a time
         driver.stopping.check()
         started = time.perf_counter()
-        if driver.snapshots.being_written != version:
+        if not is_begun:
             with driver.restoring:  # nobody loads other weights before they are copied
                 for role in config.trained:
                     ensure_weights(driver, role, driver.state.weights[role])

@@ -87,6 +87,13 @@ def _from_elsewhere(driver: Driver, group: WorkerGroup, weights: Weights) -> int
 
     They come from the workers that train the actor, or from a snapshot if these workers have moved on.
     """
+    while (moved := _sent_or_loaded(driver, group, weights)) is None:
+        pass
+    return moved
+
+
+def _sent_or_loaded(driver: Driver, group: WorkerGroup, weights: Weights) -> int | None:
+    """See `_from_elsewhere`; None if the actor was updated meanwhile."""
     state, actor = driver.state, driver.groups.of("actor")
     rollout = driver.config.rollout
     if group is actor and rollout.engine == "server" and rollout.mode == "sync":
@@ -96,22 +103,32 @@ def _from_elsewhere(driver: Driver, group: WorkerGroup, weights: Weights) -> int
         group.call(Worker.load, "rollout", weights, None)
         return 0
     elif not actor.call(Worker.has_weights, "actor", weights):
-        driver.snapshots.settle(wait=True)
-        if (roles := driver.state.snapshots.get(weights.version)) is not None:
-            group.call(Worker.load, "rollout", weights, roles["actor"])
+        if _load_snapshot(driver, group, weights):
             return 0
         ensure_weights(driver, "actor", weights)  # only the workers that train the actor can replay it
     if group is actor:
-        moved = group.call(Worker.copy_to_rollout, weights)
-        assert moved is not None, "the actor holds them"
-        return moved
+        return group.call(Worker.copy_to_rollout, weights)
     if (moved := driver.weight_sync.between(actor, group, weights)) is not None:
         return moved
+    if not actor.call(Worker.has_weights, "actor", weights):
+        return None
+    if _load_snapshot(driver, group, weights):
+        return 0
     actor.call(Worker.begin_save, "actor")
     saved = actor.call(Worker.finish_save, "actor")
-    assert saved is not None
+    if saved is None or driver.store.checkpoint(saved).weights != weights:
+        return None
     group.call(Worker.load, "rollout", weights, saved)
     return 0
+
+
+def _load_snapshot(driver: Driver, group: WorkerGroup, weights: Weights) -> bool:
+    """Let a rollout load weights from the snapshot of their version; False if there is none."""
+    driver.snapshots.settle(wait=True)  # it may be this one, and workers write one at a time
+    roles = driver.state.snapshots.get(weights.version)
+    if roles is not None:
+        group.call(Worker.load, "rollout", weights, roles["actor"])
+    return roles is not None
 
 
 def _replay(driver: Driver, group: WorkerGroup, stage: UpdateStage[C], current: Weights, target: Weights) -> Weights:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -15,6 +17,8 @@ from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
+LIMIT_S = 900.0
+"""For a call; a machine that is busy takes a minute."""
 
 
 class Ranks:
@@ -36,7 +40,11 @@ class Ranks:
         assert all(process.is_alive() for process in self.processes), "an earlier call got stuck"
         for pipe in self.pipes:
             pipe.send((function, arguments))
-        answers = [pipe.recv() if pipe.poll(900) else (False, "no answer in 15 minutes") for pipe in self.pipes]
+        deadline = time.monotonic() + LIMIT_S  # of all together
+        answers = [
+            pipe.recv() if pipe.poll(max(0.0, deadline - time.monotonic())) else (False, "no answer in 15 minutes")
+            for pipe in self.pipes
+        ]
         bad = [f"rank {rank}: {answer}" for rank, (good, answer) in enumerate(answers) if not good]
         if bad:
             self.close()  # whoever has not failed may wait for the other for ever
@@ -71,7 +79,11 @@ def in_another_process(function: Callable[P, T], *args: P.args, **kwargs: P.kwar
     this process may be in use: engines of a single process have one, too."""
     if not _others:
         _others.append(ProcessPoolExecutor(1, multiprocessing.get_context("spawn")))
-    return _others[0].submit(function, *args, **kwargs).result()
+    try:
+        return _others[0].submit(function, *args, **kwargs).result(LIMIT_S)
+    except BrokenProcessPool:  # the next call gets another process
+        _others.clear()
+        raise
 
 
 @contextmanager

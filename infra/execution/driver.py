@@ -33,6 +33,7 @@ from rlhf.data.prompts import PromptDataset
 from rlhf.environments import check_environment, environment_digest
 from rlhf.errors import UserError
 from rlhf.models import (
+    attention_heads,
     attention_of,
     check_architecture,
     check_reward_model,
@@ -269,6 +270,12 @@ def check_inputs(config: RunConfig) -> None:
         check_weights(model_folder(model, key), key)
         say_attention(model)
     check_architecture(config.model, "model", is_critic=False)
+    devices = config.rollout.vllm.tensor_parallel
+    if devices > 1 and (heads := attention_heads(config.model)) % devices:
+        raise UserError(
+            f"rollout.vllm.tensor_parallel is {devices}, which does not divide the model's {heads} attention heads: "
+            "change it"
+        )
     if config.needs_critic:
         check_architecture(config.critic_model, "critic.model", is_critic=True)
     load_tokenizer(config.model)

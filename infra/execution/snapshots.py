@@ -1,7 +1,7 @@
 """Snapshots: every trained role's full state after an iteration, written by the workers that hold it.
 
 A snapshot exists once its record is committed; the same record expires older snapshots. With `checkpoint.background`,
-workers write while the next iteration generates, and the record is committed when all files are durable. A crash before
+workers write while the next iterations compute, and the record is committed when all files are durable. A crash before
 that costs only a replay.
 """
 
@@ -79,7 +79,16 @@ class Snapshots:
             self.being_written = version
 
     def finish(self) -> list[Commit]:
-        """Wait until the snapshot is durable.
+        """Wait until the snapshot is durable; the run waits, too.
+
+        Returns:
+            See `_finished`.
+        """
+        with self._waiting():
+            return self._finished()
+
+    def _finished(self) -> list[Commit]:
+        """Let the workers write the manifests of the snapshot, once it is durable.
 
         Returns:
             The snapshot and the expiry of older ones, for the caller to commit; empty if there is no snapshot, or if a
@@ -89,8 +98,7 @@ class Snapshots:
             version, self.being_written = self.being_written, None
             if version is None:
                 return []
-            with self._waiting():
-                roles = self._in_all_roles(Worker.finish_save)
+            roles = self._in_all_roles(Worker.finish_save)
         durable = {role: ref for role, ref in roles.items() if ref is not None}
         if durable.keys() != roles.keys():
             note(f"the snapshot after {version} iterations was lost with a worker; the next one replaces it")
@@ -120,7 +128,9 @@ class Snapshots:
     def _settle(self, wait: bool) -> None:
         if self.being_written is None:
             return
-        if wait or all(self.groups.of(role).call(Worker.is_saved, role) for role in self.config.trained):
+        if all(self.groups.of(role).call(Worker.is_saved, role) for role in self.config.trained):
+            self.store.commit_snapshot(self._finished())
+        elif wait:
             self.store.commit_snapshot(self.finish())
 
 

@@ -46,6 +46,7 @@ from rlhf.config import RunConfig
 from rlhf.data.prompts import encode
 from rlhf.engines import determinism, ranks
 from rlhf.engines.base import Sampling
+from rlhf.engines.host_buffers import release_memory
 from rlhf.errors import EngineLost, NotFinite
 from rlhf.models import load_actor
 
@@ -399,6 +400,8 @@ class Worker:
             self.engines.rollout_is_empty = False
             if self.config.rollout.engine == "server":
                 self._check_server(rollout, self.engines.model("actor"))
+            if self.config.actor.offload_when_idle:  # gathering has taken memory, which the engine needs to wake
+                release_memory(ranks.device())
             self._rollout_has = weights
             return moved
 
@@ -452,38 +455,44 @@ class Worker:
         """Send the actor's weights over the link, while the rollout's processes call `receive_weights`.
 
         Returns:
-            Bytes that were sent; None: the transfer failed.
+            Bytes that were sent; None: the transfer failed, or the actor has other weights by now.
         """
         from rlhf.engines.weight_link import LinkLost
 
-        assert self._weights.get("actor") == weights, "the caller has ensured them"
-        with self.engines.lock:
-            actor = self.engines.state_of("actor")
-            with _to_the_end(actor.weights(self._rollout_dtype)) as tensors:
-                if ranks.rank() > 0:  # takes part in gathering them
-                    return 0
-                assert self._link is not None, "the caller has connected the workers"
-                try:
-                    return self._link[1].send(tensors, self._rollout_dtype, actor.adapter_config)
-                except LinkLost as error:
-                    note(str(error))
-                    self._link = None
+        link = None if self._link is None else self._link[1]
+        try:
+            with self.engines.lock:
+                if self._weights.get("actor") != weights:  # on all ranks
+                    if link is not None:
+                        link.refuse()
                     return None
+                actor = self.engines.state_of("actor")
+                with _to_the_end(actor.weights(self._rollout_dtype)) as tensors:
+                    if ranks.rank() > 0:  # takes part in gathering them
+                        return 0
+                    assert link is not None, "the caller has connected the workers"
+                    return link.send(tensors, self._rollout_dtype, actor.adapter_config)
+        except LinkLost as error:
+            note(str(error))
+            self._link = None
+            return None
 
     def receive_weights(self, weights: Weights) -> bool:
         """Receive the rollout's weights over the link; False if the transfer failed."""
         from rlhf.engines.weight_link import LinkLost
 
         assert self._link is not None, "the caller has connected the workers"
-        self._rollout_has = None
+        is_changed = False
         try:
             adapter_config, received = self._link[1].receive()
+            is_changed, self._rollout_has = True, None
             with _to_the_end(received) as tensors:  # otherwise the sender waits for this process
                 self._load_rollout(tensors, adapter_config)
         except LinkLost as error:
             note(str(error))
             self._link = None
-            self._end_rollout()  # some of its tensors are new, and some are old
+            if is_changed:
+                self._end_rollout()  # some of its tensors are new, and some are old
             return False
         self.engines.rollout_is_empty = False
         self._rollout_has = weights

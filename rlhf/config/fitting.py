@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rlhf.config.sections import ModelConfig, RunSection, Section
+from rlhf.config.sections import CHECKPOINTING, ModelConfig, RunSection, Section
 
 
 class FitConfig(Section):
@@ -23,10 +23,10 @@ class FitConfig(Section):
     )
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay")
     grad_clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
-    gradient_checkpointing: bool | Literal["selective"] | None = Field(
+    gradient_checkpointing: Annotated[bool | Literal["selective"] | None, CHECKPOINTING] = Field(
         None,
         description="recompute activations in the backward pass, which saves memory and takes time: true (all within a "
-        "layer), selective (no attention, and only every second matrix product), false (none), or null: selective on a "
+        "layer), selective (every second matrix product, and never attention), false (none), or null: selective on a "
         "GPU, none on a CPU",
     )
     checkpoint_steps: int = Field(100, gt=0, description="steps between snapshots; a crash loses at most this many")
@@ -36,7 +36,7 @@ MAY_CHANGE: dict[str, bool | set[str]] = {
     **dict.fromkeys(("output", "micro_batch_tokens", "gradient_checkpointing", "checkpoint_steps"), True),
     **dict.fromkeys(("data", "validation"), True),
     "run": {"name", "store", "deterministic", "single_writer"},
-    "model": {"path", "chat_template", "attention"},
+    "model": {"path", "chat_template", "attention", "kernels"},
 }
 """Keys that may change when a training resumes: they do not change the result, or are paths of files that have a
 digest."""

@@ -78,9 +78,9 @@ def check_combinations(config: RunConfig) -> None:
             _tensor_parallel_fits(config, role, trainer)
         model = {"critic": config.critic_model, "reference": config.reference_model}.get(role, config.model)
         if model.kernels == "compile" and (trainer.engine == "deepspeed" or trainer.tensor_parallel > 1):
-            raise ValueError(
-                f"model.kernels compile does not work with {role}.engine deepspeed or {role}.tensor_parallel: use torch"
-            )
+            conflict = f"{role}.engine deepspeed" if trainer.engine == "deepspeed" else f"{role}.tensor_parallel"
+            key = "model" if model is config.model else f"{role}.model"
+            raise ValueError(f"{key}.kernels compile does not work with {conflict}: set {key}.kernels to torch")
         if trainer.shard_size is not None:
             _shard_size_fits(role, trainer, workers)
         if not trainer.reshard_after_forward and trainer.engine != "fsdp":
@@ -155,6 +155,11 @@ def _rollout_fits(config: RunConfig) -> None:
     _environment_fits(config)
     if rollout.partial and rollout.mode != "async":
         raise ValueError(f"rollout.partial requires rollout.mode async, but rollout.mode is {rollout.mode}")
+    if rollout.engine != "vllm" and rollout.vllm.tensor_parallel > 1:
+        raise ValueError(
+            f"rollout.vllm.tensor_parallel is {rollout.vllm.tensor_parallel}, but rollout.engine is {rollout.engine}: "
+            "remove it, or set rollout.engine to vllm"
+        )
     if rollout.engine != "vllm" and rollout.quantization is not None:
         raise ValueError(f"rollout.quantization {rollout.quantization} is for rollout.engine vllm: remove it")
     if rollout.seeds == "engine" and rollout.engine == "hf":

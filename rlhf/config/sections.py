@@ -25,6 +25,16 @@ OneOrMore = Annotated[tuple[T, ...], BeforeValidator(lambda value: (value,) if i
 """A list of names; a single name may be written without brackets."""
 
 
+def _checkpointing(value: Any) -> Any:
+    if value not in (True, False, "selective", None):
+        raise ValueError("should be true, false, selective or null")
+    return value
+
+
+CHECKPOINTING = BeforeValidator(_checkpointing)
+"""Refuses other values in one line: the type is a union, of which pydantic reports each member."""
+
+
 def _type_may_be_left_out(default: str) -> BeforeValidator:
     """Accept `grpo` for {type: grpo}, and options without a type for the default type."""
 
@@ -395,10 +405,10 @@ class TrainerConfig(Section):
         "gradients once per mini-batch, which is faster, but holds all weights and float32 gradients on each device",
     )
     grad_clip: float | None = Field(1.0, gt=0, description="largest norm of the gradient; null: no limit")
-    gradient_checkpointing: bool | Literal["selective"] | None = Field(
+    gradient_checkpointing: Annotated[bool | Literal["selective"] | None, CHECKPOINTING] = Field(
         None,
         description="recompute activations in the backward pass, which saves memory and takes time: true (all within a "
-        "layer), selective (no attention, and only every second matrix product), false (none), or null: selective on a "
+        "layer), selective (every second matrix product, and never attention), false (none), or null: selective on a "
         "GPU, none on a CPU",
     )
 
@@ -433,10 +443,10 @@ class CheckpointConfig(Section):
         "after max_replay iterations, and whenever keep.every says",
     )
     max_share: float = Field(
-        0.05, gt=0, le=1, description="every: null: largest share of a run's time that it waits for snapshots"
+        0.05, gt=0, le=1, description="if every is null: largest share of the run's time spent waiting for snapshots"
     )
     max_replay: int = Field(
-        10, gt=0, description="every: null: take a snapshot after this many iterations, whatever it costs"
+        10, gt=0, description="if every is null: take a snapshot after this many iterations, whatever it costs"
     )
     background: bool = Field(
         True, description="write a snapshot while the next iterations compute; a crash meanwhile replays the updates"

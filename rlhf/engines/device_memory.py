@@ -49,6 +49,8 @@ def _of_trainer(trainer: TrainerConfig, model: ModelConfig, count: int, ranks: i
     """Bytes of weights and of optimizer state that a rank of a trainer holds; adapters do not count."""
     learns = 0 if model.lora is not None else count
     moments = 4 * len(trainer.optimizer.state) * learns
+    if trainer.engine == "torch" and model.dtype == "bfloat16":  # rounded weights, and those of the optimizer
+        return 2 * count, 4 * learns + moments
     if trainer.engine == "torch" or (trainer.engine == "deepspeed" and trainer.zero_stage == 0):
         return 4 * count, moments
     if trainer.engine == "fsdp":

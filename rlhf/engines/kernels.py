@@ -6,6 +6,7 @@ Triton kernels (arXiv 2410.10989).
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Literal
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+LIGER = (0, 8, 2)
+"""The first release of liger-kernel whose linear cross-entropy gives each token its own gradient."""
 Kernels = Literal["torch", "compile", "liger"]
 
 
@@ -28,6 +31,9 @@ def check_liger(model_type: str) -> None:
         raise UserError(
             f'model.kernels is liger: pip install "ratchet-rlhf[liger]" on a machine with GPUs ({error})'
         ) from None
+    release = importlib.metadata.version("liger-kernel")
+    if tuple(int(part) for part in release.split(".")[:3]) < LIGER:
+        raise UserError(f"model.kernels is liger, and liger-kernel {release} has wrong gradients: upgrade it to 0.8.2")
     if model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise UserError(f"model.kernels is liger, which has no kernels for {model_type}: set it to torch or compile")
 

@@ -305,10 +305,11 @@ class VLLMRollout(RolloutEngine):
         if self.transfers_on_device:
             with closing(DeviceMemory()) as memory:
                 sent = send(weights, self.dtype, [memory], partial(_deliver_on_device, child))
+                child.call("finish_update")  # lets go of the memory, which can then be freed
         else:
-            with closing(SharedMemory()) as one, closing(SharedMemory()) as other:
-                sent = send(weights, self.dtype, [one, other], partial(_deliver, child))
-        child.call("finish_update")
+            with closing(SharedMemory()) as first, closing(SharedMemory()) as second:
+                sent = send(weights, self.dtype, [first, second], partial(_deliver, child))
+            child.call("finish_update")
         return sent
 
     def _load_adapter(self, child: Child, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes) -> int:
@@ -337,12 +338,12 @@ class VLLMRollout(RolloutEngine):
         return bool(self._asleep)
 
     def _sleep(self, level: int) -> None:
-        """Put the process to sleep, if there is one that is awake.
+        """Put the process to sleep, if there is one whose weights are awake; its cache may be asleep.
 
         Args:
             level: vLLM's level: 1 keeps the weights in host memory, 2 loses them.
         """
-        if self._child is not None and self._child.lost is None and not self._asleep:
+        if self._child is not None and self._child.lost is None and "weights" not in self._asleep:
             self._child.call("sleep", level)
             self._asleep = set(MEMORY)
 

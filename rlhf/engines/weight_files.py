@@ -28,7 +28,7 @@ def write_weights(weights: Iterable[tuple[str, Tensor]], folder: Path, stem: str
     part: dict[str, Tensor] = {}
     parts, size, written = 0, 0, 0
     for name, tensor in weights:
-        part[name] = tensor.detach().cpu().contiguous()
+        part[name] = tensor.detach().to("cpu", copy=True).contiguous()  # the next one may take its memory
         size += part[name].nbytes
         written += part[name].nbytes
         if size >= FILE_BYTES:

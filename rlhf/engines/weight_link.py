@@ -111,10 +111,16 @@ class WeightLink:
             self._broadcast_json(packed.as_json())
             self._broadcast(memory.memory[: packed.nbytes])
 
-        self._broadcast_json({"adapter_config": None if adapter_config is None else adapter_config.decode()})
+        self._broadcast_json(
+            {"is_sent": True, "adapter_config": None if adapter_config is None else adapter_config.decode()}
+        )
         sent = send(weights, dtype, [Memory(self._device), Memory(self._device)], deliver)
         self._broadcast_json({})
         return sent
+
+    def refuse(self) -> None:
+        """Tell the members that wait in `receive` that nothing comes. Raises `LinkLost`."""
+        self._broadcast_json({"is_sent": False})
 
     def receive(self) -> tuple[bytes | None, Iterator[tuple[str, Tensor]]]:
         """Receive what the sender sends.
@@ -124,9 +130,12 @@ class WeightLink:
             must be taken to the end.
 
         Raises:
-            LinkLost: a member is gone.
+            LinkLost: a member is gone, or the sender refuses.
         """
-        adapter_config = self._broadcast_json()["adapter_config"]
+        beginning = self._broadcast_json()
+        if not beginning["is_sent"]:
+            raise LinkLost("the trainer has other weights by now")
+        adapter_config = beginning["adapter_config"]
         return None if adapter_config is None else adapter_config.encode(), self._tensors()
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:

@@ -83,6 +83,15 @@ def parameter_count(folder: Path) -> int:
     return count
 
 
+def attention_heads(model: ModelConfig) -> int:
+    """The number of a model's attention heads."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model_folder(model), trust_remote_code=model.trust_remote_code)
+    heads: int = config.get_text_config().num_attention_heads
+    return heads
+
+
 def check_architecture(model: ModelConfig, key: str, *, is_critic: bool) -> None:
     """Refuse a model whose architecture transformers does not support as a policy or as a critic, or its kernels."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, AutoConfig

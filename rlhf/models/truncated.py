@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from copy import deepcopy
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,9 @@ def truncated(model: PreTrainedModel, *, attention: str, teams_of: int = 1) -> P
             return _built(model, _small(model.config, teams_of if narrow else None), attention)
         except Exception:  # fields of a config may depend on others in ways that are not known here
             continue
+    warnings.warn(
+        f"no small {type(model).__name__} can be built, so the checks need memory for a whole one", stacklevel=2
+    )
     return _built(model, deepcopy(model.config), attention)
 
 

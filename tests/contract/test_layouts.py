@@ -283,7 +283,7 @@ def test_a_rollout_gets_all_weights_in_its_type_from_each_rank(
     for in_type, held in ranks(run_weights, kind, dtype):
         assert in_type.keys() == held.keys() == one.keys()
         for name, tensor in in_type.items():
-            assert torch.equal(held[name], one[name]) or dtype == "bfloat16"  # in which DeepSpeed begins
+            assert torch.equal(held[name], one[name])
             assert tensor.dtype == getattr(torch, dtype)
             assert torch.equal(tensor, held[name].to(tensor.dtype)), "rounded once"
 

@@ -287,17 +287,12 @@ def test_how_it_is_computed_changes_nothing(kind: Kind, batch: TrajectoryBatch, 
 def test_compiled_layers_change_nothing(
     engine: str, options: dict[str, bool], policy_folder: Path, batch: TrajectoryBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Traced and differentiated as in a run, but not turned into machine code, which takes minutes; see the next."""
+    """Traced and differentiated as in a run, but not turned into machine code, which takes minutes."""
     kind = kind_of(engine, "policy", policy_folder, policy_folder)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     token_outputs.compiled_log_probs.cache_clear()
     assert_same_when_compiled(kind, batch, options)
     token_outputs.compiled_log_probs.cache_clear()
-
-
-@pytest.mark.slow
-def test_compiled_machine_code_changes_nothing(policy_folder: Path, batch: TrajectoryBatch) -> None:
-    assert_same_when_compiled(kind_of("torch", "policy", policy_folder, policy_folder), batch, {})
 
 
 def assert_same_when_compiled(kind: Kind, batch: TrajectoryBatch, options: dict[str, bool]) -> None:

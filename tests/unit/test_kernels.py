@@ -26,6 +26,9 @@ def liger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (package / "__init__.py").touch()
     (folder / "monkey_patch.py").write_text('MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": None}')
     monkeypatch.syspath_prepend(str(tmp_path / "packages"))
+    about = tmp_path / "packages" / "liger_kernel-0.8.2.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: liger-kernel\nVersion: 0.8.2\n")
     yield
     for name in [name for name in sys.modules if name.startswith("liger_kernel")]:
         del sys.modules[name]
@@ -52,10 +55,20 @@ def test_liger_and_another_architecture() -> None:
         check_liger("opt")
 
 
+@pytest.mark.usefixtures("liger")
+def test_liger_that_is_too_old(tmp_path: Path) -> None:
+    (tmp_path / "packages" / "liger_kernel-0.8.2.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: liger-kernel\nVersion: 0.8.1\n"
+    )
+    with pytest.raises(UserError, match=r"^model.kernels is liger, and liger-kernel 0.8.1 has wrong gradients"):
+        check_liger("llama")
+
+
 def test_generation_does_not_compile(tmp_path: Path) -> None:
     model = load_actor(ModelConfig(path=str(tiny.model_folder(tmp_path))))
     compile_layers(model)
     assert layers(model)
+    torch._dynamo.reset()  # what this process compiled before would be used again
     torch._dynamo.utils.counters.clear()
     with torch.no_grad(), as_written(model):
         model(torch.arange(4)[None])

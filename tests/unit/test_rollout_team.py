@@ -69,7 +69,9 @@ def take_turns(folder: Path) -> None:
             if model != is_there[name]:
                 is_there[name] = model
                 event = f"{name} {'on' if model else 'off'} {rank}"
+                deadline = time.monotonic() + 600
                 while event in late and events().count(late[event]) <= events().count(event):
+                    assert time.monotonic() < deadline, f"{event} waits for {late[event]}"
                     time.sleep(0.01)
                 with (folder / "events").open("a") as file:
                     file.write(f"{event}\n")

@@ -15,6 +15,7 @@ from infra.workers.groups import WorkerGroups
 from infra.workers.worker import Worker
 from rlhf.config import RunConfig
 from tests import tiny
+from tests.padded import properties
 
 
 def snapshots_of(config: RunConfig, folder: Path) -> Snapshots:
@@ -22,6 +23,7 @@ def snapshots_of(config: RunConfig, folder: Path) -> Snapshots:
     return Snapshots(config, store, WorkerGroups(config, store, lambda: ""))
 
 
+@properties
 @given(costs=st.lists(st.floats(0, 100), min_size=1, max_size=30), max_share=st.floats(0.01, 1.0))
 def test_snapshots_cost_at_most_their_share_of_the_time(costs: list[float], max_share: float) -> None:
     """Each follows as soon as it may, after steps of a second."""

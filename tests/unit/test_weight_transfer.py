@@ -13,9 +13,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import Tensor
 
 from rlhf.engines import weight_transfer
+from rlhf.engines.weight_files import write_weights
 from rlhf.engines.weight_link import SENDER, LinkLost, Meeting, WeightLink
 from rlhf.engines.weight_transfer import Memory, Packed, SharedMemory, mapped, send
 from tests.ranks import Ranks
@@ -155,9 +157,40 @@ def test_all_processes_of_a_rollout_receive_what_the_trainer_broadcasts_once(
                 assert torch.equal(tensor, tensor_of(shape, torch.float32, number).to(torch.bfloat16))
 
 
+def run_files(folder: Path) -> dict[str, Tensor]:
+    """The receiver writes what arrives to files, as for a server: buckets use the same memory again."""
+    from rlhf.engines import ranks
+
+    weight_transfer.BUCKET_BYTES = {"cpu": 5000}
+    sends = ranks.rank() == 1
+    meeting = Meeting("127.0.0.1", 600) if sends else None
+    url = ranks.gathered(None if meeting is None else meeting.url)[-1]
+    link = WeightLink(meeting or url, SENDER if sends else 1, 2, "127.0.0.1", 600)
+    if sends:
+        link.send(((name, tensor_of(shape, torch.float32, 0)) for name, shape in WEIGHTS), torch.float32)
+        link.refuse()
+        return {}
+    write_weights(link.receive()[1], folder, "model")
+    with pytest.raises(LinkLost, match="the trainer has other weights by now"):
+        link.receive()
+    return load_file(folder / "model.safetensors")
+
+
+def test_what_arrives_may_be_kept_in_files(tmp_path: Path) -> None:
+    processes = Ranks(tmp_path, 2)
+    try:
+        received, _ = processes(run_files, tmp_path)
+    finally:
+        processes.close()
+    assert received.keys() == {name for name, _ in WEIGHTS}
+    for name, shape in WEIGHTS:
+        assert torch.equal(received[name], tensor_of(shape, torch.float32, 0))
+
+
 RECEIVES_ONE_TENSOR = """
 import os, sys
 from rlhf.engines import weight_transfer
+from rlhf.engines.weight_files import write_weights
 from rlhf.engines.weight_link import WeightLink
 _, tensors = WeightLink(sys.argv[1], 1, 2, "127.0.0.1", 600).receive()
 next(tensors)
