@@ -92,7 +92,7 @@ def test_the_minimal_config_is_the_documented_default(file: Path) -> None:
         ("model.kernels=compile; actor.engine=deepspeed", "model.kernels compile does not work with actor.engine deepspeed: set model.kernels to torch"),  # noqa: E501
         ("critic.model={path: m, kernels: compile}; critic.engine=deepspeed", "critic.model.kernels compile does not work with critic.engine deepspeed: set critic.model.kernels to torch"),  # noqa: E501
         ("rollout.vllm.tensor_parallel=2", "rollout.vllm.tensor_parallel is 2, but rollout.engine is hf: remove it, or set rollout.engine to vllm"),  # noqa: E501
-        ("actor.gradient_checkpointing=full", "actor.gradient_checkpointing: should be true, false, selective or null"),  # noqa: E501
+        ("actor.gradient_checkpointing=full", "actor.gradient_checkpointing: should be true, false, selective or null"),
         ("actor.reshard_after_forward=false", "actor.reshard_after_forward requires actor.engine fsdp, not torch: remove it"),  # noqa: E501
         ("pools={all: {workers: 8}}; actor={engine: fsdp, shard_size: 3}", "actor.shard_size is 3, which does not divide the number of processes that hold the actor (8): change one of them"),  # noqa: E501
         ("pools={all: {workers: 8}}; actor={engine: fsdp, shard_size: 2, tensor_parallel: 4}", "actor.shard_size is 2, which is no multiple of actor.tensor_parallel 4: raise it"),  # noqa: E501

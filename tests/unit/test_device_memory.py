@@ -35,7 +35,7 @@ def grpo(**changes: Any) -> RunConfig:
             {"model__dtype": "float32"},
             1,
             {"weights of the actor": 4, "optimizer state of the actor": 8, "weights of the reference": 4},
-        ),  # noqa: E501
+        ),
         ({"actor__offload_when_idle": True}, 1, {}),
         (
             {"actor__engine": "fsdp"},
