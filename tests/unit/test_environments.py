@@ -156,7 +156,7 @@ def test_how_a_dialogue_ends(
 
 def test_messages_go_through_the_chat_template(tokenizer: Any) -> None:
     messages = [{"role": "user", "content": "more"}]
-    between = "<unk>more<unk>"  # new lines, which this tokenizer does not know
+    between = "<unk>more<unk>"  # this tokenizer has no token for newlines
     assert tokenizer.decode(content_ids(messages, 7, tokenizer)) == between
     tokenizer = AutoTokenizer.from_pretrained(tokenizer.name_or_path, chat_template=TEMPLATE)
     after_eos = content_ids(messages, tokenizer.eos_token_id, tokenizer)

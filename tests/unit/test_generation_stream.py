@@ -390,7 +390,7 @@ class Streaming(Machine):
     @precondition(lambda self: self.can_load)
     @rule()
     def load(self) -> None:
-        """New weights arrive; the next call of the worker goes on with them."""
+        """New weights arrive; the worker's next call uses them."""
         assert not self.engine.running, "new weights arrive while requests are running"
         self.version += 1
         if self.engine.is_lost:

@@ -706,7 +706,7 @@ def test_a_driver_whose_run_is_deleted_is_stopped_and_leaves_nothing(
 
 
 def test_a_damaged_first_record_is_no_other_run(memory: Memory, objects: ObjectStore) -> None:
-    """A driver at work goes on, and who reads the whole log is told."""
+    """A live driver continues, and readers of the whole log get an error."""
     store = claimed(objects)
     memory.objects[slot_key(0)] = memory.objects[slot_key(0)][:-9]
     store.commit(as_stage(store))

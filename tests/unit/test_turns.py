@@ -1,7 +1,7 @@
 """Models that take turns on a device: in which order vLLM gives its memory, gets weights, and gets its memory back.
 
-vLLM's process is a stand-in that notes what it is told: on the CPU vLLM accepts all of it and does nothing.
-`tests/contract/test_rollout_engines.py` tells it to the real one.
+vLLM's process is a stand-in that records its calls: on the CPU, vLLM accepts all of them and does nothing.
+`tests/contract/test_rollout_engines.py` sends them to the real one.
 """
 
 from __future__ import annotations
