@@ -100,11 +100,20 @@ def test_each_rank_holds_its_share(name: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize(("count", "team"), [(8, 8), (64, 8), (64, 2)])
-def test_teams_cut_each_matrix(name: str, count: int, team: int) -> None:
+def test_groups_of_ranks_each_hold_all_of_it(name: str) -> None:
+    """HSDP: eight machines with eight GPUs, each of which has the whole state."""
     whole = {key: tuple(parameter.shape) for key, parameter in skeleton(name).named_parameters()}
-    held = in_another_process(held_by, count - 1, count, name, tensor_parallel=team)
-    teams = count // team
+    for rank in (0, 7, 63):
+        held = in_another_process(held_by, rank, 64, name, shard_size=8)
+        assert held == {key: (shape[0] // 8, *shape[1:]) for key, shape in whole.items()}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("count", "team", "shard_size"), [(8, 8, 8), (64, 8, 64), (64, 2, 64), (64, 8, 16)])
+def test_teams_cut_each_matrix(name: str, count: int, team: int, shard_size: int) -> None:
+    whole = {key: tuple(parameter.shape) for key, parameter in skeleton(name).named_parameters()}
+    held = in_another_process(held_by, count - 1, count, name, tensor_parallel=team, shard_size=shard_size)
+    teams = shard_size // team  # of a group that has all of it
     for key, shape in whole.items():
         if key.endswith(tuple(f"{matrix}.weight" for matrix in CUT)):
             rows, columns = shape
@@ -112,10 +121,8 @@ def test_teams_cut_each_matrix(name: str, count: int, team: int) -> None:
             expected = (rows // teams, columns // team) if by_rows else (rows // team // teams, columns)
             assert held[key] == expected, key
     # embeddings and norms may be whole in each team, and take little memory
-    assert (
-        elements(held, name)
-        <= elements(whole, name) // count + 2 * whole["lm_head.weight"][0] * whole["lm_head.weight"][1] // teams + 10**6
-    )
+    of_embeddings = 2 * whole["lm_head.weight"][0] * whole["lm_head.weight"][1] // teams
+    assert elements(held, name) <= elements(whole, name) // shard_size + of_embeddings + 10**6
 
 
 @pytest.mark.parametrize("team", [1, 2, 8])

@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from infra.store.object_store import ObjectStore
 from infra.store.records import Weights
 from infra.store.run_store import RunStore
+from infra.workers import worker as worker_module
 from infra.workers.worker import Worker
-from rlhf.engines import vllm_rollout
+from rlhf.engines import model_engine, vllm_rollout
+from rlhf.engines.host_buffers import release_memory
 from rlhf.engines.vllm_rollout import without_expandable_segments
 from tests import tiny
 
@@ -115,6 +118,27 @@ def test_moments_do_not_move_when_weights_are_copied_or_saved(tmp_path: Path, mo
     assert placed == []
     built.copy_to_rollout(FIRST)
     assert not any(optimizer for _, optimizer in placed)
+
+
+def test_memory_is_given_back_at_each_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, whose calls are recorded: its driver gets the memory once nothing uses it."""
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty_cache"))
+    for module in (model_engine, worker_module):
+        monkeypatch.setattr(module, "release_memory", lambda device: release_memory(torch.device("cuda")))
+    engines = worker(tmp_path, monkeypatch).engines
+    released = ["synchronize", "empty_cache"]
+    engines.model("reference")
+    for role in ("critic", "actor", "reference"):
+        calls.clear()
+        engines.model(role, learns=role in ("actor", "critic"))
+        assert calls == released, f"the turn of the {role}"
+    calls.clear()
+    engines.rollout()
+    assert calls == released, "the turn of the rollout"
+    engines.rollout()
+    assert calls == released, "nothing has left"
 
 
 @pytest.mark.parametrize(
