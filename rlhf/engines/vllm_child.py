@@ -27,7 +27,8 @@ FLUSH_S = 0.2
 def main() -> None:
     """Serve the parent until the pipe closes.
 
-    Messages of the parent are `("submit", submissions)`, `("cancel", numbers)`, and `("call", method, arguments)`.
+    Messages of the parent are `("submit", submissions)`, `("cancel", numbers)`, and `("call", method, arguments)`,
+    with a method of `Engine`.
     Messages to the parent are `("tokens", new_tokens)` and `("answer", succeeded, result)`.
     """
     # vLLM's worker processes join this process's group, which is killed as a whole. The process that then removes their
@@ -64,7 +65,7 @@ def _serve(pipe: Connection, engine: Engine) -> None:
                 engine.cancel(content[0])
             else:
                 method, arguments = content
-                pipe.send(("answer", True, getattr(engine, method)(*arguments)))
+                pipe.send(("answer", True, method(engine, *arguments)))
         has_ended = engine.step()
         if has_ended or time.monotonic() - flushed > FLUSH_S:
             pipe.send(("tokens", engine.new_tokens()))
@@ -175,4 +176,6 @@ class Engine:
 
 
 if __name__ == "__main__":
-    main()
+    from rlhf.engines import vllm_child
+
+    vllm_child.main()  # the module under its name: the parent sends methods of this `Engine`

@@ -21,19 +21,19 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import closing, suppress
 from functools import partial
 from multiprocessing import Pipe
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
 from rlhf.engines import determinism, device_memory, event_loop
 from rlhf.engines.base import Chunk, Request, RolloutEngine, Sampling, limit_of, seed_of
-from rlhf.engines.vllm_child import NewTokens, Submission
+from rlhf.engines.vllm_child import Engine, NewTokens, Submission
 from rlhf.engines.weight_files import write_weights
 from rlhf.engines.weight_transfer import DeviceMemory, Packed, SharedMemory, send
 from rlhf.errors import EngineLost
@@ -41,6 +41,8 @@ from rlhf.errors import EngineLost
 if TYPE_CHECKING:
     from torch import Tensor
 
+P = ParamSpec("P")
+R = TypeVar("R")
 HOST_MEMORY = "ratchet_host_memory"
 """Name of the backend in `vllm_weights`."""
 START_S = 900.0
@@ -120,16 +122,19 @@ class Child:
         with self._sending, suppress(OSError):
             self._pipe.send(message)
 
-    def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of `vllm_child.Engine`, and return its result. Raises `EngineLost`."""
+    def call(self, method: Callable[Concatenate[Engine, P], R], *arguments: P.args, **named: P.kwargs) -> R:
+        """Call a method in the process, and return its result. Raises `EngineLost`."""
+        assert not named, "arguments are sent by position"
         with self._calling:
             self.send("call", method, arguments)
             self._waits = True
+            answer: Any
             good, answer = (False, self.lost) if self.lost is not None else self._answers.get()
             self._waits = False
         if not good:
             raise answer
-        return answer
+        result: R = answer
+        return result
 
     def end(self) -> None:
         """Kill the process and the worker processes of its vLLM."""
@@ -301,15 +306,15 @@ class VLLMRollout(RolloutEngine):
         self._wake("weights")  # the cache follows when it is needed: weights on their way take memory, too
         if adapter_config is not None:
             return self._load_adapter(child, weights, adapter_config)
-        child.call("begin_update")
+        child.call(Engine.begin_update)
         if self.transfers_on_device:
             with closing(DeviceMemory()) as memory:
                 sent = send(weights, self.dtype, [memory], partial(_deliver_on_device, child))
-                child.call("finish_update")  # lets go of the memory, which can then be freed
+                child.call(Engine.finish_update)  # lets go of the memory, which can then be freed
         else:
             with closing(SharedMemory()) as first, closing(SharedMemory()) as second:
                 sent = send(weights, self.dtype, [first, second], partial(_deliver, child))
-            child.call("finish_update")
+            child.call(Engine.finish_update)
         return sent
 
     def _load_adapter(self, child: Child, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes) -> int:
@@ -319,7 +324,7 @@ class VLLMRollout(RolloutEngine):
         sent = write_weights(weights, folder, "adapter_model")
         (folder / "adapter_config.json").write_bytes(adapter_config)
         self._adapter, old = (self._loads, folder), self._adapter
-        child.call("forget", None if old is None else old[0])
+        child.call(Engine.forget, None if old is None else old[0])
         if old is not None:
             shutil.rmtree(old[1])
         return sent
@@ -344,14 +349,14 @@ class VLLMRollout(RolloutEngine):
             level: vLLM's level: 1 keeps the weights in host memory, 2 loses them.
         """
         if self._child is not None and self._child.lost is None and "weights" not in self._asleep:
-            self._child.call("sleep", level)
+            self._child.call(Engine.sleep, level)
             self._asleep = set(MEMORY)
 
     def _wake(self, *tags: str) -> None:
         """Bring back what is asleep of the memory with these tags."""
         asleep = [tag for tag in tags if tag in self._asleep]
         if self._child is not None and self._child.lost is None and asleep:
-            self._child.call("wake", asleep)
+            self._child.call(Engine.wake, asleep)
             self._asleep -= set(asleep)
 
     def close(self) -> None:
@@ -422,7 +427,7 @@ class VLLMRollout(RolloutEngine):
 
 def _deliver(child: Child, packed: Packed, memory: SharedMemory) -> None:
     bucket = {"path": memory.path, "nbytes": packed.nbytes, "packed": packed.as_json()}
-    child.call("update", bucket)
+    child.call(Engine.update, bucket)
 
 
 def _deliver_on_device(child: Child, packed: Packed, memory: DeviceMemory) -> None:
@@ -435,4 +440,4 @@ def _deliver_on_device(child: Child, packed: Packed, memory: DeviceMemory) -> No
         "tensor_sizes": list(packed.sizes),
         "ipc_handles": memory.handle,
     }
-    child.call("update", bucket)
+    child.call(Engine.update, bucket)

@@ -6,6 +6,7 @@ vLLM's process is a stand-in that records its calls: on the CPU, vLLM accepts al
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from infra.workers import worker as worker_module
 from infra.workers.worker import Worker
 from rlhf.engines import model_engine, vllm_rollout
 from rlhf.engines.host_buffers import release_memory
+from rlhf.engines.vllm_child import Engine
 from rlhf.engines.vllm_rollout import without_expandable_segments
 from tests import tiny
 
@@ -34,9 +36,9 @@ class Told:
     def __init__(self, *_: object) -> None:
         TOLD.append(("start",))
 
-    def call(self, method: str, *arguments: object) -> None:
-        if method in ("sleep", "wake"):
-            TOLD.append((method, *arguments))
+    def call(self, method: Callable[..., object], *arguments: object) -> None:
+        if method in (Engine.sleep, Engine.wake):
+            TOLD.append((method.__name__, *arguments))
         elif ("new weights",) not in TOLD[-1:]:  # which take several calls
             TOLD.append(("new weights",))
 
