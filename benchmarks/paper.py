@@ -148,10 +148,7 @@ def micro_batch_flops(setup: Setup, responses: np.ndarray) -> np.ndarray:
     prompt = np.full(responses.size, setup.lengths.prompt)
     flat = responses.flatten() - 1
     read = flat + prompt // KEYS_PER_TOKEN
-    groups, sizes = by_prompt(prompt_of, prompt, read, setup.micro_batch_tokens)
-    if setup.gpus > 1:  # as `ModelEngine`: no group larger than a rank's share
-        fair = int(sizes.sum()) // setup.gpus + setup.lengths.prompt
-        groups, sizes = by_prompt(prompt_of, prompt, read, min(setup.micro_batch_tokens, fair))
+    groups, sizes = by_prompt(prompt_of, prompt, read, setup.micro_batch_tokens, setup.gpus)
 
     def flops(numbers: np.ndarray) -> float:
         rows = np.concatenate([groups[number] for number in numbers] or [np.arange(0)])

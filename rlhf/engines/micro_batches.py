@@ -82,19 +82,31 @@ def prompt_numbers(batch: TrajectoryBatch) -> np.ndarray:
 
 
 def by_prompt(
-    prompt_of: np.ndarray, prompts: np.ndarray, responses: np.ndarray, limit: int
+    prompt_of: np.ndarray, prompts: np.ndarray, responses: np.ndarray, limit: int, teams: int = 1
 ) -> tuple[list[np.ndarray], np.ndarray]:
-    """Group rows by prompt; the rows of a prompt that exceed the limit are several groups.
+    """Group rows by prompt; the rows of a prompt that exceed the limit are several groups, and so are those that exceed
+    a team's share, because other teams would be idle.
 
     Args:
         prompt_of: number of each row's prompt, shape (rows,).
         prompts: length of each row's prompt in tokens, shape (rows,).
         responses: number of tokens of each row after its prompt, shape (rows,).
         limit: maximum size of a group in tokens, which count a prompt once; a larger row is a group by itself.
+        teams: number of teams that the groups are dealt to.
 
     Returns:
         Row numbers of each group, and the sizes of the groups in tokens, shape (groups,).
     """
+    groups, sizes = _within_limit(prompt_of, prompts, responses, limit)
+    if teams == 1:
+        return groups, sizes
+    share = int(sizes.sum()) // teams + int(prompts.max(initial=0))
+    return _within_limit(prompt_of, prompts, responses, min(limit, share))
+
+
+def _within_limit(
+    prompt_of: np.ndarray, prompts: np.ndarray, responses: np.ndarray, limit: int
+) -> tuple[list[np.ndarray], np.ndarray]:
     order = np.argsort(prompt_of, kind="stable")
     groups: list[list[int]] = []
     sizes: list[int] = []

@@ -341,10 +341,7 @@ class ModelEngine(ABC):
         if self.module.shares_prompts and together == 1:
             prompt_of = prompt_numbers(batch)
             read = responses + prompts // KEYS_PER_TOKEN  # attention copies a prompt's keys for each response
-            shared = by_prompt(prompt_of, prompts, read, budget)
-            if ranks.count() > self.sharing:  # a group larger than a rank's share would leave other ranks idle
-                fair = int(shared[1].sum()) * self.sharing // ranks.count() + int(prompts.max(initial=0))
-                shared = by_prompt(prompt_of, prompts, read, min(budget, fair))
+            shared = by_prompt(prompt_of, prompts, read, budget, ranks.count() // self.sharing)
             padded = sum(len(rows) * sizes[rows].max() for rows in by_token_budget(sizes, budget))
             repeats = len(np.unique(prompt_of)) < len(batch)
             if self.module.varlen:  # then packing needs no shared prompts
