@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+from rich import filesize
+
 from infra.progress import note
 from infra.store.records import Commit, Expire, Snapshot
 from infra.store.run_store import RunStore
@@ -42,7 +44,7 @@ class Snapshots:
     def describe(self) -> str:
         """Say how large snapshots are, and how often they are taken."""
         checkpoint, sizes = self.config.checkpoint, self._sizes()
-        size = "snapshots" if sizes is None else f"snapshots of {_in_bytes(sum(sizes))}"
+        size = "snapshots" if sizes is None else f"snapshots of {filesize.decimal(sum(sizes))}"
         if checkpoint.every is not None:
             return f"{size} every {checkpoint.every} iterations"
         return (
@@ -149,8 +151,3 @@ def is_affordable(cost_s: float, elapsed_s: float, max_share: float) -> bool:
         max_share: largest share of the time that snapshots may cost.
     """
     return cost_s <= max_share * elapsed_s
-
-
-def _in_bytes(count: int) -> str:
-    unit, name = next(((unit, name) for unit, name in ((1e9, "GB"), (1e6, "MB")) if count >= unit), (1e3, "kB"))
-    return f"{count / unit:.3g} {name}"
