@@ -120,8 +120,13 @@ class Rollouts:
         """Wait until trajectories are complete; see `Generator.wait`."""
         assert self._generator is not None
         generated: list[Generated] = []
-        restored, self._restored = self._restored, []
-        for dialogue in restored + self._generator.wait(0.0 if restored else timeout_s):
+        complete, self._restored = self._restored, []
+        try:
+            complete = complete + self._generator.wait(0.0 if complete else timeout_s)
+        except BaseException:
+            self._restored = complete  # for the next call: nobody submits them again
+            raise
+        for dialogue in complete:
             if id(dialogue) not in self._owners:  # it was dropped after it was complete
                 continue
             key, name = self._owners[id(dialogue)], dialogue.request.trajectory_id

@@ -511,6 +511,26 @@ def test_any_history_gives_whole_trajectories(loop: StillLoop) -> None:
     run_state_machine_as_test(lambda: Streaming(loop), settings=many)
 
 
+def test_a_lost_engine_does_not_hide_what_a_journal_has_completed(loop: StillLoop) -> None:
+    """Both are reported by the call that submits it: first the loss, then the trajectory."""
+    streaming = Streaming(loop)
+    streaming.start(interruptible=True)
+    for stage, limit in (("validate", None), ("generate", 1)):
+        key = (stage, 0, 0)
+        streaming.shards[key] = Shard.of(key, [limit])
+    complete = Dialogue(streaming.shards["generate", 0, 0].requests["p0-s0"])
+    complete.wrote(Chunk((token_of("generate p0-s0", 0, 0),), (0.0,), "length"), 0)
+    complete.finish_reason = "length"
+    streaming.journals_read["generate"] = streaming.journals["generate"] = {"p0-s0": complete.journaled()}
+    streaming.generate(streaming.shards["validate", 0, 0], ["p0-s0"])
+    streaming.lose_engine()
+    loop.release(["validate p0-s0"], 1)
+    streaming.generate(streaming.shards["generate", 0, 0], ["p0-s0"])
+    assert not streaming.engine.is_lost, "the loss was reported, and the engine replaced"
+    streaming.generate()
+    assert ("generate", 0, 0) not in streaming.shards, "it is finished"
+
+
 def test_what_is_submitted_to_a_paused_generator_begins_with_the_new_weights(loop: StillLoop) -> None:
     generator = Generator(HeldEngine(loop, version=3), Tokenizer(), interruptible=False)
     dialogue = Dialogue(Request("p", (5,), max_tokens=1))
