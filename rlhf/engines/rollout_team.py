@@ -94,7 +94,7 @@ class LentDevices(RolloutEngine):
 
     def stream(self, request: Request, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
         """Not available: the team's first rank generates."""
-        raise NotImplementedError("only the first rank of a rollout team generates")
+        raise AssertionError("only the first rank of a rollout team generates")
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes | None = None) -> int:
         """Nothing to do: the first rank loads the weights."""
