@@ -16,6 +16,7 @@ from rlhf.engines.checkpointing import Checkpointing
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.models import load_actor
 from tests import tiny
+from tests.ranks import in_another_process
 
 LAYERS, PRODUCTS = 2, 7
 """Of the model, and the matrix products of a layer: q, k, v, o, gate, up, down."""
@@ -38,12 +39,19 @@ class Operations(TorchDispatchMode):
 
 
 def operations(folder: Path, setting: Checkpointing | None) -> Counter[str]:
-    """The operations of a forward and a backward pass."""
+    """The operations of a forward and a backward pass.
+
+    In another process: an engine with ZeRO-3 replaces `torch.nn.functional.linear` for as long as its process lives.
+    """
+    return in_another_process(operations_here, folder, setting)
+
+
+def operations_here(folder: Path, setting: Checkpointing | None) -> Counter[str]:
     engine = TorchEngine(load_actor(ModelConfig(path=str(folder))), "policy", gradient_checkpointing=setting)
     ids = torch.arange(3, 19, device=engine.device)[None]
-    with Operations() as found:
+    with Operations() as operations:
         engine.model.base_model(input_ids=ids, use_cache=False).last_hidden_state.sum().backward()
-    return found.counts
+    return operations.counts
 
 
 def test_full_checkpointing_computes_layers_again_and_selective_only_every_second_product(tmp_path: Path) -> None:
