@@ -202,12 +202,26 @@ def query(
 
 
 @app.command()
+def ui(
+    store: Store = DEFAULT_STORE,
+    host: Annotated[
+        str, typer.Option(help="address to listen on; others than loopback show the runs to the network")
+    ] = ("127.0.0.1"),
+    port: Annotated[int, typer.Option(help="port to listen on; 0: any free one", min=0, max=65535)] = 8265,
+) -> None:
+    """Serve a page that shows the runs of a store while they run, and their trajectories, until Ctrl-C."""
+    from flows.ui.server import serve
+
+    serve(store, host, port, lambda url: console.print(f"the runs of {store} are shown at {url}", highlight=False))
+
+
+@app.command()
 def report(
     names: Annotated[list[str], typer.Argument(metavar="RUN...", help="names in the store, or full URLs")],
     output: Annotated[Path, typer.Option("--output", "-o", help="the HTML file to write or replace")],
     store: Store = DEFAULT_STORE,
 ) -> None:
-    """Compare runs in one HTML file: curves, configs, and a browser of their trajectories."""
+    """Write the page of `ratchet ui` into one HTML file: curves, configs, and a sample of the runs' trajectories."""
     from flows import report as html
     from flows.terminal import progress
     from infra.runs import open_run

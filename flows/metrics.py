@@ -21,7 +21,7 @@ class Shown(Flag):
     PAGES = auto()
     """An iteration's page in Prefect."""
     REPORT = auto()
-    """A curve of `ratchet report`."""
+    """A curve of `ratchet ui` and `ratchet report`."""
 
 
 LINE, STATUS, PAGES, REPORT = Shown
@@ -67,6 +67,8 @@ CATALOGUE = (
     Metric("critic/grad_norm", "gradient norm, critic", "", REPORT),
     Metric("actor/lr", "learning rate, actor", "", REPORT),
     Metric("critic/lr", "learning rate, critic", "", REPORT),
+    Metric("perf/response_tokens_per_s", "throughput", "response tokens per second of compute", REPORT),
+    Metric("perf/iteration_s", "wall-clock time of an iteration", "seconds", REPORT),
     Metric("perf/weight_sync_s", "time to give the rollout new weights", "seconds", PAGES | REPORT),
     Metric("perf/weight_sync_bytes", "weights that each process of the rollout received", "bytes", REPORT),
     Metric("timing_s/stages", "compute time of all stages", "seconds", LINE | STATUS, "s", ".1f"),

@@ -4,6 +4,7 @@ query needs."""
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import duckdb
@@ -49,8 +50,18 @@ def query(run: Run, sql: str) -> pd.DataFrame:
         raise UserError(f"query: {str(error).splitlines()[0]}; tables are {', '.join(_tables(connection))}") from None
 
 
-def answer(connection: duckdb.DuckDBPyConnection, sql: str) -> pd.DataFrame:
+def answer(
+    connection: duckdb.DuckDBPyConnection, sql: str, parameters: Mapping[str, str | float | None] | None = None
+) -> pd.DataFrame:
     """The result of one statement.
+
+    Args:
+        connection: a connection with tables.
+        sql: the statement.
+        parameters: values of the statement's `$name`s.
+
+    Returns:
+        The rows. Lists are arrays, and maps are dicts.
 
     Raises:
         UserError: `sql` holds no statement or several.
@@ -59,7 +70,7 @@ def answer(connection: duckdb.DuckDBPyConnection, sql: str) -> pd.DataFrame:
     statements = connection.extract_statements(sql)
     if len(statements) != 1:
         raise UserError(f"the query has {len(statements)} statements: write one, such as `select * from trajectories`")
-    frame: pd.DataFrame = connection.execute(statements[0]).df()
+    frame: pd.DataFrame = connection.execute(statements[0], dict(parameters or {})).df()
     return frame
 
 
@@ -68,19 +79,26 @@ def isolated() -> duckdb.DuckDBPyConnection:
     return duckdb.connect(config={"enable_external_access": "false", "lock_configuration": "true"})
 
 
-def connect(run: Run) -> duckdb.DuckDBPyConnection:
-    """A connection with the run's tables and access to nothing else."""
+def connect(run: Run, iterations: Sequence[int] | None = None) -> duckdb.DuckDBPyConnection:
+    """A connection with the run's tables and access to nothing else.
+
+    Args:
+        run: the run.
+        iterations: what the tables cover; None for all, including the open one. With less than all there is no table
+            `metrics`.
+    """
     connection = isolated()
-    states = [run.store.iteration_state(iteration) for iteration in range(run.state.iteration + 1)]
+    chosen = range(run.state.iteration + 1) if iterations is None else iterations
+    states = [run.store.iteration_state(iteration) for iteration in chosen]
     columns: dict[str, list[str]] = {}
     for stage in dict.fromkeys(name for state in states for name in row_stages(state)):
-        files = [(number, ref) for number, state in enumerate(states) for ref in run.store.shards_of(state, stage)]
+        files = [(state.iteration, ref) for state in states for ref in run.store.shards_of(state, stage)]
         if files:
             rows = _dataset(run, stage, files)
             connection.register(stage, rows)
             columns[stage] = [name for name in rows.schema.names if name not in ("trajectory_id", "iteration")]
-    metrics = run.metrics()
-    connection.register("metrics", metrics)
+    if iterations is None:
+        connection.register("metrics", run.metrics())
     if TRAJECTORY.stages[0] in columns:
         connection.execute(_joined({stage: names for stage, names in columns.items() if stage != VALIDATE}))
     return connection

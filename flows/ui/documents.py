@@ -1,0 +1,394 @@
+"""What the page shows of runs, as JSON documents. The live page asks for them one by one; a report embeds them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+from flows.metrics import REPORT, shown_in
+from infra.listing import is_driven
+from infra.runs import OnDamage, Run
+from infra.store.log import Corrupt
+from infra.store.records import Fork, StageCommit
+from infra.store.run_store import VALIDATE
+from rlhf.config import RunConfig
+from rlhf.errors import UserError
+from rlhf.models import load_tokenizer
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Decode = Callable[[tuple[int, ...]], str]
+Metrics = Mapping[str, float]
+Row = Mapping[Any, Any]
+"""A row of a frame, as `DataFrame.to_dict("records")` gives it."""
+
+CURVES = {metric.name: metric.heading for metric in shown_in(REPORT)}
+MAIN_KEYS = (
+    "model.path",
+    "data.train",
+    "data.prompts_per_iteration",
+    "rollout.n",
+    "rollout.temperature",
+    "rollout.max_response_tokens",
+    "reward.function",
+    "algorithm.advantage.type",
+    "algorithm.loss.type",
+    "algorithm.kl.in_reward",
+    "algorithm.kl.in_loss",
+    "actor.lr",
+    "actor.ppo_epochs",
+    "actor.mini_batch_trajectories",
+    "critic.lr",
+    "run.seed",
+)
+"""Keys of the config that are shown of a single run."""
+CLIP = 600
+"""Characters of a response in a list."""
+
+
+class Document(BaseModel):
+    """A part of the page's data."""
+
+    model_config = ConfigDict(frozen=True)
+
+
+class Stage(Document):
+    """A stage of the open iteration."""
+
+    name: str
+    label: str
+    progress: str
+    """As `Run.progress` says it; empty if the stage has no commit."""
+    seconds: float | None
+    """Compute time of what is committed."""
+
+
+class RunView(Document):
+    """A run: its state, metrics and config."""
+
+    name: str
+    url: str
+    is_fit: bool
+    driven: bool
+    closed: int
+    iterations: int | None
+    snapshots: list[int]
+    parent: str | None
+    stages: list[Stage]
+    metrics: dict[str, list[float | None]]
+    """By column, `iteration` first. The last row may be the validation of the open iteration."""
+    titles: dict[str, str]
+    """Headings of the metrics that are drawn as curves."""
+    config: dict[str, str]
+    main_keys: list[str]
+    damages: list[str]
+
+
+class TrajectoryLine(Document):
+    """A trajectory in a list."""
+
+    id: str
+    iteration: int
+    prompt_id: str
+    score: float | None
+    length: int
+    finish_reason: str
+    response: str
+    """The first `CLIP` characters."""
+
+
+class Trajectories(Document):
+    """Trajectories that match a filter: the first ones, and how many there are."""
+
+    lines: list[TrajectoryLine]
+    matching: int
+    total: int
+
+
+class Turn(Document):
+    role: str
+    content: str
+
+
+class Trajectory(Document):
+    """One trajectory, with what its tokens are coloured by."""
+
+    id: str
+    prompt_id: str
+    iteration: int
+    prompt: str
+    response: str
+    ground_truth: str
+    finish_reason: str
+    score: float | None
+    parts: dict[str, float | None]
+    turns: list[Turn]
+    errors: list[str]
+    tokens: list[str] | None
+    """The text of each token; None if the run's tokenizer was not found."""
+    length: int
+    quantities: dict[str, list[float | None]]
+    scales: dict[str, tuple[float, float]]
+    """The values of full colour of each quantity, so that trajectories can be compared."""
+
+    def line(self) -> TrajectoryLine:
+        """The trajectory in a list."""
+        return TrajectoryLine(
+            id=self.id,
+            iteration=self.iteration,
+            prompt_id=self.prompt_id,
+            score=self.score,
+            length=self.length,
+            finish_reason=self.finish_reason,
+            response=self.response[:CLIP],
+        )
+
+
+Order = Literal["best", "worst", "longest", "shortest"]
+
+
+class Filter(Document):
+    """Which trajectories to list."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    iteration: int | None = None
+    where: str = ""
+    """A condition in SQL over the columns of `trajectories`."""
+    text: str = ""
+    """A part of prompt, response or ground truth, in any case."""
+    low: float | None = None
+    high: float | None = None
+    prompt_id: str = ""
+    order: Order = "best"
+
+
+def run_view(run: Run, name: str, closed_metrics: Sequence[Metrics], damages: Iterable[str] = ()) -> RunView:
+    """Describe a run.
+
+    Args:
+        run: the run.
+        name: what the page calls it.
+        closed_metrics: the metrics of closed iterations.
+        damages: what could not be read so far.
+
+    Returns:
+        The description; it names what else could not be read.
+    """
+    every_damage = dict.fromkeys(damages)
+
+    def damaged(damage: Corrupt) -> None:
+        every_damage[str(damage)] = None
+
+    rows = [*closed_metrics, *_open_validation(run, damaged)]
+    columns = dict.fromkeys(column for row in rows for column in row)
+    claim = run.state.claim
+    assert claim is not None
+    parent = _parent(run, damaged)
+    stages = [] if run.is_fit else _stages(run, damaged)
+    titles = _titles(columns, run.is_fit)
+    config = _flat(claim.config if run.is_fit else run.config.model_dump(mode="json"))
+    return RunView(
+        name=name,
+        url=run.store.url,
+        is_fit=run.is_fit,
+        driven=is_driven(run.store.objects),
+        closed=run.state.iteration,
+        iterations=None if run.is_fit else run.config.train.iterations,
+        snapshots=sorted(run.state.snapshots),
+        parent=parent,
+        stages=stages,
+        metrics={column: [_number(row.get(column), 7) for row in rows] for column in ("iteration", *titles)},
+        titles=titles,
+        config=config,
+        main_keys=[key for key in MAIN_KEYS if key in config] if not run.is_fit else list(config),
+        damages=list(every_damage),
+    )
+
+
+def _titles(columns: Iterable[str], is_fit: bool) -> dict[str, str]:
+    """Headings of the metrics that are drawn: the score, the validations, then the others. The compute time of stages
+    has none, because it is drawn in one chart."""
+    present = [column for column in columns if column != "iteration"]
+    if is_fit:
+        return {column: column for column in present}
+    validations = {name: f"validation: {name.removeprefix('val/')}" for name in present if name.startswith("val/")}
+    curves = [name for name in CURVES if name in present]
+    times = {name: "" for name in present if name.startswith("timing_s/") and name != "timing_s/stages"}
+    first, others = ({name: CURVES[name] for name in names} for names in (curves[:1], curves[1:]))
+    return first | validations | others | times
+
+
+def _open_validation(run: Run, damaged: OnDamage) -> list[Metrics]:
+    validation = run.state.stages.get(VALIDATE)
+    if not isinstance(validation, StageCommit):
+        return []
+    try:
+        return [{"iteration": run.state.iteration, **run.store.manifest(validation).metrics}]
+    except Corrupt as damage:
+        damaged(damage)
+        return []
+
+
+def _stages(run: Run, damaged: OnDamage) -> list[Stage]:
+    """The stages of the open iteration."""
+    from tasks.pipeline import stages_of  # imports torch
+
+    progress = run.progress(run.state.iteration)
+    stages = []
+    for stage in stages_of(run.config):
+        committed = run.state.stages.get(stage.name)
+        shards = run.state.shards.get(stage.name, {})
+        seconds = sum(shard.seconds for shard in shards.values()) if shards else None
+        if isinstance(committed, StageCommit):
+            try:
+                seconds = run.store.manifest(committed).seconds
+            except Corrupt as damage:
+                damaged(damage)
+        if stage.name in progress or stage.name != VALIDATE:  # most iterations have no validation
+            text = progress.get(stage.name, "")
+            stages.append(Stage(name=stage.name, label=stage.label, progress=text, seconds=_number(seconds)))
+    return stages
+
+
+def _parent(run: Run, damaged: OnDamage) -> str | None:
+    try:
+        [first, *_] = run.store.log.record(0).commits
+    except Corrupt as damage:
+        damaged(damage)
+        return None
+    return f"{run.store.objects.of_run(first.parent).url} at {first.at}" if isinstance(first, Fork) else None
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    values: dict[str, str] = {}
+    for key, value in tree.items():
+        inner = isinstance(value, dict) and value
+        values |= _flat(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": json.dumps(value).strip('"')}
+    return values
+
+
+def trajectory(row: Row, decode: Decode | None, scales: Mapping[str, tuple[float, float]]) -> Trajectory:
+    """Describe a trajectory.
+
+    Args:
+        row: a row with the columns of all stages that have processed it.
+        decode: from `decoder`.
+        scales: from `scales_of`.
+
+    Returns:
+        The description.
+    """
+    ids = tuple(int(token) for token in row["response_ids"])
+    quantities = {name: [_number(x) for x in values] for name, values in quantities_of(row).items()}
+    return Trajectory(
+        id=row["trajectory_id"],
+        prompt_id=row["prompt_id"],
+        iteration=int(row["iteration"]),
+        prompt=row["prompt"],
+        response=row["response"],
+        ground_truth=_text(row.get("ground_truth")),
+        finish_reason=row["finish_reason"],
+        score=_number(row.get("score")),
+        parts={name: _number(value) for name, value in (_present(row.get("reward_parts")) or {}).items()},
+        turns=[Turn(**turn) for turn in _array(row.get("turns"))],
+        errors=[text for name in ("rollout_error", "reward_error") if (text := _text(row.get(name)))],
+        tokens=token_texts(ids, decode) if decode is not None else None,
+        length=len(ids),
+        quantities=quantities,
+        scales={name: scales[name] for name in quantities if name in scales},
+    )
+
+
+def quantities_of(row: Row) -> dict[str, np.ndarray[Any, Any]]:
+    """The quantities that tokens may be coloured by, those that the run has."""
+    arrays = {name: value for name, value in row.items() if isinstance(value, np.ndarray)}
+    old = arrays.get("old_log_probs", arrays["rollout_log_probs"])
+    quantities = {"advantage": arrays["advantages"]} if "advantages" in arrays else {}
+    if "ref_log_probs" in arrays:
+        quantities["log-prob less the reference's"] = old - arrays["ref_log_probs"]
+    if "old_log_probs" in arrays:
+        quantities["log-prob less the rollout's"] = old - arrays["rollout_log_probs"]
+    if not arrays["response_mask"].all():
+        quantities["written by the policy"] = arrays["response_mask"]
+    return quantities | ({"entropy": arrays["entropy"]} if "entropy" in arrays else {})
+
+
+def scales_of(frame: pd.DataFrame) -> dict[str, tuple[float, float]]:
+    """The values of full colour over some trajectories: the largest 2 % are beyond them.
+
+    Args:
+        frame: trajectories with their token columns.
+
+    Returns:
+        The lowest and highest value by quantity: between them is 0, except for the entropy.
+    """
+    by_name: dict[str, list[np.ndarray[Any, Any]]] = {}
+    for row in frame.to_dict("records"):
+        for name, values in quantities_of(row).items():
+            by_name.setdefault(name, []).append(values)
+    scales = {}
+    for name, parts in by_name.items():
+        values = np.concatenate(parts).astype(float)
+        values = values[np.isfinite(values)]
+        if values.size:
+            low, high = np.quantile(values, (0.02, 0.98)) if name == "entropy" else (0, np.quantile(abs(values), 0.98))
+            scales[name] = (float(low) if name == "entropy" else -float(high), float(high))
+    return scales
+
+
+def decoder(config: RunConfig) -> Decode | None:
+    """The decode function of the run's tokenizer; None if its files are missing, so that the page needs no model."""
+    try:
+        tokenizer = load_tokenizer(config.model)
+    except UserError:
+        return None
+
+    @cache
+    def decode(ids: tuple[int, ...]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    return decode
+
+
+def token_texts(ids: tuple[int, ...], decode: Decode) -> list[str]:
+    """The text that each token adds.
+
+    Tokens decoded alone lose spaces and parts of characters, so each is decoded together with the tokens before it. A
+    character of several tokens belongs to the last of them.
+    """
+    texts: list[str] = []
+    context = shown = 0  # ids[context:shown] are the tokens before
+    for end in range(1, len(ids) + 1):
+        text = decode(ids[context:end])
+        if text.endswith("\ufffd") and end < len(ids):
+            texts.append("")
+            continue
+        texts.append(text[len(decode(ids[context:shown])) :])
+        context, shown = shown, end
+    return texts
+
+
+def _present(value: Any) -> Any:
+    """The value; None if it is a missing one, which pandas may give as NaN."""
+    return None if value is None or (isinstance(value, float) and math.isnan(value)) else value
+
+
+def _text(value: Any) -> str:
+    return "" if _present(value) is None else str(value)
+
+
+def _array(value: Any) -> Sequence[Any]:
+    return [] if _present(value) is None else value
+
+
+def _number(value: Any, digits: int = 4) -> float | None:
+    """A value rounded to `digits` digits; None if it is missing or not finite, which JSON cannot express."""
+    return float(f"{value:.{digits}g}") if value is not None and math.isfinite(value) else None

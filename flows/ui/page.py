@@ -1,0 +1,55 @@
+"""The HTML of the page. A report is the same page with everything inside: one file, which asks for nothing."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from pathlib import Path
+
+import jinja2
+
+STATIC = Path(__file__).parent / "static"
+MODULES = ("dom", "address", "source", "charts", "runs", "trajectories", "uplot")
+"""The modules that others import, by the name `ui/<module>`."""
+
+
+def live_page() -> str:
+    """The page as `ratchet ui` serves it, with its files under ``static/``."""
+    return _render("ratchet", imports={f"ui/{name}": f"./static/{name}.js" for name in MODULES})
+
+
+def live_policy() -> str:
+    """The Content-Security-Policy of the live page: its own files, and the import map inside it."""
+    import_map = live_page().partition('<script type="importmap">')[2].partition("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(import_map.encode()).digest()).decode()
+    return (
+        f"default-src 'none'; script-src 'self' 'sha256-{digest}'; style-src 'self'; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+def report_page(title: str, data: str) -> str:
+    """The page as one file.
+
+    Args:
+        title: its title.
+        data: the JSON of what it shows.
+
+    Returns:
+        The HTML. Its modules are `data:` URLs in an import map, because a file cannot import its own parts.
+    """
+    styles = "".join((STATIC / name).read_text() for name in ("uplot.css", "style.css"))
+    imports = {f"ui/{name}": _data_url((STATIC / f"{name}.js").read_bytes()) for name in MODULES}
+    escaped = data.replace("<", "\\u003c")  # so that no string in it ends the script
+    return _render(title, imports=imports, styles=styles, main=(STATIC / "main.js").read_text(), data=escaped)
+
+
+def _data_url(source: bytes) -> str:
+    return f"data:text/javascript;base64,{base64.b64encode(source).decode()}"
+
+
+def _render(title: str, *, imports: dict[str, str], styles: str = "", main: str = "", data: str = "") -> str:
+    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True)
+    template = environment.get_template("page.html.jinja")
+    return template.render(title=title, imports=json.dumps({"imports": imports}), styles=styles, main=main, data=data)

@@ -1,0 +1,91 @@
+/* Where the page's data comes from: the server of `ratchet ui`, or the report's own file. */
+
+class Server {
+  live = true;
+  #views = new Map();
+
+  async #ask(path, parameters) {
+    const answer = await fetch(`api/${path}?${new URLSearchParams(parameters)}`, {cache: "no-cache"});
+    if (!answer.ok) {
+      const said = await answer.json().catch(() => ({error: `the server answered ${answer.status}`}));
+      throw new Error(said.error);
+    }
+    return answer;
+  }
+
+  async runs() {
+    return (await this.#ask("runs", {})).json();
+  }
+
+  /** A run; the same object as before if nothing was committed since. */
+  async run(name) {
+    const answer = await this.#ask("run", {run: name});
+    const tag = answer.headers.get("etag");
+    const before = this.#views.get(name);
+    if (before?.tag !== tag) this.#views.set(name, {tag, view: await answer.json()});
+    return this.#views.get(name).view;
+  }
+
+  async trajectories(run, filter) {
+    return (await this.#ask("trajectories", {run, ...filter})).json();
+  }
+
+  async trajectory(run, iteration, id) {
+    return (await this.#ask("trajectory", {run, iteration, id})).json();
+  }
+}
+
+const ORDERS = {
+  best: (a, b) => (b.score ?? -Infinity) - (a.score ?? -Infinity),
+  worst: (a, b) => (a.score ?? Infinity) - (b.score ?? Infinity),
+  longest: (a, b) => b.length - a.length,
+  shortest: (a, b) => a.length - b.length,
+};
+
+class Report {
+  live = false;
+
+  constructor(data) {
+    this.written = data.written;
+    this.all = data.runs;
+  }
+
+  #of(name) {
+    const run = this.all.find(({view}) => view.name === name);
+    if (!run) throw new Error(`there is no run ${name} in this report`);
+    return run;
+  }
+
+  async runs() {
+    return this.all.map(({view}) => {
+      const done = view.iterations !== null && view.closed >= view.iterations;
+      const state = view.is_fit ? "fit" : done ? "finished" : view.driven ? "running" : "stopped";
+      return {name: view.name, url: view.url, state, iteration: view.closed, iterations: view.iterations,
+        best_validation: null, age_s: null, bytes: null, problem: ""};
+    });
+  }
+
+  async run(name) {
+    return this.#of(name).view;
+  }
+
+  async trajectories(name, {iteration, order, low, high, text, prompt_id}) {
+    const all = this.#of(name).trajectories;
+    const lines = all.filter(trajectory =>
+      (!iteration || trajectory.iteration === Number(iteration)) && (!low || trajectory.score >= Number(low))
+      && (!high || trajectory.score <= Number(high)) && (!prompt_id || trajectory.prompt_id === prompt_id)
+      && [trajectory.prompt, trajectory.response, trajectory.ground_truth]
+        .some(part => part.toLowerCase().includes((text ?? "").toLowerCase()))
+    ).sort((a, b) => ORDERS[order || "best"](a, b) || b.iteration - a.iteration || (a.id < b.id ? -1 : 1));
+    return {lines, matching: lines.length, total: all.length};
+  }
+
+  async trajectory(name, iteration, id) {
+    const trajectory = this.#of(name).trajectories.find(trajectory => trajectory.id === id);
+    if (!trajectory) throw new Error(`this report has no trajectory ${id} of ${name}`);
+    return trajectory;
+  }
+}
+
+const embedded = document.getElementById("data");
+export const source = embedded ? new Report(JSON.parse(embedded.textContent)) : new Server();

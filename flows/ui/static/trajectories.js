@@ -1,0 +1,308 @@
+/* The browser of trajectories: a list that is filtered, one trajectory with coloured tokens, and what lies beside it. */
+
+import {read, write} from "ui/address";
+import {at, make, number, options} from "ui/dom";
+import {source} from "ui/source";
+
+const GROUP = "";
+const form = at("filters");
+const filters = ["iteration", "order", "low", "high", "text", "where"];
+let views = [];
+let listed = [];
+let opened = null;
+let compared = null;
+let asked = 0;
+let asking = "";
+
+const run = () => {
+  const {of} = read();
+  return views.find(view => view.name === of) ?? views[0];
+};
+
+const newest = view => Math.max(0, Math.min(view.closed, view.iterations) - 1);
+
+/** The filter as the source wants it. A server is asked about one iteration, unless it shall read all of them. */
+function filter(view) {
+  const state = read();
+  const iteration = !source.live ? state.iteration : state.iteration === "all" ? "" : state.iteration || String(newest(view));
+  const wanted = Object.fromEntries(filters.map(name => [name, state[name]]));
+  return {...wanted, iteration};
+}
+
+/** Show the trajectories of these runs, as the address says. */
+export async function show(shown) {
+  views = shown.filter(view => !view.is_fit);
+  at("trajectories").hidden = !views.length;
+  if (!views.length) return;
+  const view = run();
+  const state = read();
+  options(form.elements.of, views.map(({name}) => [name, name]), view.name);
+  options(form.elements.iteration, await iterations(view), state.iteration);
+  at("sql").hidden = !source.live;
+  for (const name of ["low", "high", "text", "where"]) {
+    if (document.activeElement !== form.elements[name]) form.elements[name].value = state[name];
+  }
+  form.elements.order.value = state.order || "best";
+  await list();
+}
+
+async function iterations(view) {
+  if (source.live) {
+    const last = view.closed < view.iterations ? view.closed : view.closed - 1;
+    const all = Array.from({length: last + 1}, (_, back) => last - back);
+    return [["", `newest closed`], ["all", "all"], ...all.map(iteration =>
+      [String(iteration), iteration === view.closed ? `${iteration} (open)` : String(iteration)])];
+  }
+  const {lines} = await source.trajectories(view.name, {});
+  return [["", "all in this report"], ...[...new Set(lines.map(line => line.iteration))].sort((a, b) => b - a)
+    .map(iteration => [String(iteration), String(iteration)])];
+}
+
+/** Ask for the list, unless the same was asked and nothing has been committed since. */
+async function list() {
+  const view = run();
+  const wanted = filter(view);
+  const changes = wanted.iteration !== "" && Number(wanted.iteration) < view.closed ? "" : JSON.stringify([view.closed, view.stages]);
+  const question = JSON.stringify([view.name, wanted, changes]);
+  if (question !== asking) {
+    asking = question;
+    const turn = ++asked;
+    try {
+      const answer = await source.trajectories(view.name, wanted);
+      if (turn !== asked) return;
+      listed = answer.lines;
+      at("filter-error").hidden = true;
+      at("count").textContent = count(view, answer, wanted.iteration);
+    } catch (error) {
+      if (turn !== asked) return;
+      if (error instanceof TypeError) asking = "";  // the server was not reached: ask again
+      at("filter-error").textContent = error.message;
+      at("filter-error").hidden = false;
+      return;
+    }
+  }
+  rows();
+  await open();
+}
+
+function count(view, {lines, matching, total}, iteration) {
+  if (!total) return iteration === "" ? "no iteration is closed yet" : `iteration ${iteration} has no trajectories yet`;
+  if (!source.live) {
+    const closed = new Set(lines.map(line => line.iteration)).size;
+    return `${matching} of ${total} trajectories: a sample of the newest closed iterations${closed ? "" : ", none of which match"}, `
+      + "with the best, the worst, and others evenly spread between them";
+  }
+  const where = iteration === "" ? "all iterations" : `iteration ${iteration}`;
+  const first = matching > lines.length ? `; the first ${lines.length} are listed` : "";
+  return `${matching} of ${total} trajectories of ${where}${first}`;
+}
+
+const facts = line => [`score ${number(line.score)}`, `iteration ${line.iteration}`, `${line.length} tokens`, line.finish_reason].join(" · ");
+
+function button(line, pressed, shown = facts(line)) {
+  const element = make("button", {type: "button", "aria-pressed": String(pressed), "data-id": line.id},
+    make("div", {className: "dim"}, shown), make("div", {className: "clip"}, line.response || "(empty)"));
+  element.onclick = () => choose(line.id);
+  return element;
+}
+
+function choose(id) {
+  write({id}, {step: true});
+  rows();
+  open(true);
+}
+
+function rows() {
+  const {id} = read();
+  const chosen = id || listed[0]?.id;
+  const focused = at("list").contains(document.activeElement) ? document.activeElement.dataset.id : null;
+  const buttons = listed.map(line => button(line, line.id === chosen));
+  const reachable = buttons.find(element => element.dataset.id === chosen) ?? buttons[0];
+  for (const element of buttons) element.tabIndex = element === reachable ? 0 : -1;
+  const nothing = make("p", {className: "dim"}, "no trajectory matches");
+  at("list").replaceChildren(...(buttons.length ? buttons : [nothing]));
+  if (focused !== null) buttons.find(element => element.dataset.id === focused)?.focus({preventScroll: true});
+}
+
+/** Arrow keys go through the list. */
+function walk(event) {
+  const buttons = [...at("list").querySelectorAll("button")];
+  const place = buttons.indexOf(document.activeElement);
+  const next = {ArrowDown: place + 1, ArrowUp: place - 1, Home: 0, End: buttons.length - 1}[event.key];
+  if (next === undefined || place < 0) return;
+  event.preventDefault();
+  const target = buttons[Math.min(buttons.length - 1, Math.max(0, next))];
+  target.focus();
+  if (target.dataset.id !== buttons[place].dataset.id) choose(target.dataset.id);
+}
+
+const iterationOf = id => Number(/^it(\d+)-/.exec(id)?.[1] ?? 0);
+
+/** Show the trajectory of the address, or the first of the list. */
+async function open(bySelection = false) {
+  const view = run();
+  const state = read();
+  const id = state.id || listed[0]?.id;
+  const other = views.some(({name}) => name === state.beside) && state.beside !== view.name ? state.beside : GROUP;
+  if (!id) {
+    opened = compared = null;
+    at("reader").replaceChildren(make("p", {className: "dim"}, "no trajectory"));
+    at("beside").replaceChildren();
+    at("beside").hidden = true;
+    return;
+  }
+  const key = JSON.stringify([view.name, id, other, view.closed > iterationOf(id) ? "" : asking]);
+  if (opened?.key !== key) {
+    opened = {key};
+    try {
+      const trajectory = await source.trajectory(view.name, iterationOf(id), id);
+      const beside = other === GROUP
+        ? await source.trajectories(view.name, {iteration: String(trajectory.iteration), prompt_id: trajectory.prompt_id})
+        : await source.trajectory(other, iterationOf(id), id).catch(error => error);
+      if (opened.key !== key) return;
+      opened = {key, trajectory, beside};
+    } catch (error) {
+      if (opened.key !== key) return;
+      opened = compared = null;
+      at("reader").replaceChildren(make("p", {role: "alert"}, error.message));
+      at("beside").replaceChildren();
+      return;
+    }
+  } else if (!opened.trajectory) return;
+  compared = other === GROUP || opened.beside instanceof Error ? null : opened.beside;
+  reader(at("reader"), opened.trajectory, view.name, true);
+  beside(view, other);
+  if (bySelection && matchMedia("(max-width: 800px)").matches) at("reader").scrollIntoView();
+}
+
+function beside(view, other) {
+  const others = views.filter(({name}) => name !== view.name).map(({name}) => [name, `the same in ${name}`]);
+  const select = make("select", {id: "beside-what", "aria-label": "what is shown beside it"});
+  options(select, [[GROUP, "its group"], ...others], other);
+  select.onchange = () => {
+    write({beside: select.value});
+    open();
+  };
+  const focused = document.activeElement?.id === "beside-what";
+  at("beside").hidden = false;
+  if (other === GROUP) {
+    const {lines} = opened.beside;
+    const mean = lines.reduce((sum, line) => sum + (line.score ?? 0), 0) / lines.length;
+    const sample = source.live ? "" : " in this report";
+    at("beside").replaceChildren(select, make("p", {className: "dim"}, `${lines.length} answers to the same prompt${sample}, mean score ${number(mean)}`),
+      make("div", {className: "group"}, ...lines.map(line =>
+        button(line, line.id === opened.trajectory.id, `score ${number(line.score)} · ${line.length} tokens · ${line.finish_reason}`))));
+  } else if (compared) {
+    const content = make("div");
+    at("beside").replaceChildren(select, content);
+    reader(content, compared, other, false);
+  } else {
+    at("beside").replaceChildren(select, make("p", {className: "dim"}, opened.beside.message));
+  }
+  if (focused) select.focus();
+}
+
+/* ---- one trajectory ---- */
+
+const isEntropy = name => name === "entropy";
+
+/* Blue above zero and orange below; for the entropy, violet. */
+function shade(value, name, [low, high]) {
+  if (value === null || value === undefined) return "transparent";
+  const share = isEntropy(name) ? (value - low) / (high - low || 1) : value / (high || 1);
+  const rgb = isEntropy(name) ? "138, 99, 201" : share < 0 ? "230, 120, 40" : "50, 120, 220";
+  return `rgba(${rgb}, ${(Math.min(1, Math.abs(Math.max(share, isEntropy(name) ? 0 : -1))) * .7).toFixed(3)})`;
+}
+
+function paint(place, trajectory, name) {
+  const range = trajectory.scales[name] ?? [-1, 1];
+  const values = trajectory.quantities[name] ?? [];
+  place.querySelectorAll(".token").forEach((token, index) => {
+    token.style.backgroundColor = shade(values[index], name, range);
+    token.title = `${name} ${number(values[index])}`;
+  });
+  const steps = [0, .25, .5, .75, 1].map(share => shade(range[0] + share * (range[1] - range[0]), name, range));
+  const bar = make("i");
+  bar.style.background = `linear-gradient(to right, ${steps.join(", ")})`;
+  place.querySelector(".range").replaceChildren(number(range[0], 2), bar, number(range[1], 2));
+}
+
+function reader(place, trajectory, name, isMain) {
+  const parts = Object.entries(trajectory.parts).map(([part, value]) => `${part} ${number(value)}`).join(", ");
+  const facts = [["score", number(trajectory.score)], ["reward parts", parts], ["ground truth", trajectory.ground_truth],
+    ["finish reason", trajectory.finish_reason], ["length", `${trajectory.length} tokens`], ["error", trajectory.errors.join("; ")]]
+    .filter(([, value]) => value);
+  const response = make("pre", {className: "response"});
+  const told = make("div", {className: "dim told", "aria-live": "polite"});
+  const controls = make("div", {className: "scale"});
+  const names = Object.keys(trajectory.quantities);
+  const coloured = trajectory.tokens && names.length;
+  const colour = names.includes(read().colour) ? read().colour : names[0];
+  if (coloured) {
+    if (isMain) {
+      const select = make("select", {id: "quantity", "aria-label": "what tokens are coloured by"});
+      options(select, names.map(quantity => [quantity, quantity]), colour);
+      select.onchange = () => {
+        write({colour: select.value});
+        paint(at("reader"), opened.trajectory, select.value);
+        if (compared) paint(at("beside"), compared, select.value);
+      };
+      controls.append(select);
+    }
+    controls.append(make("span", {className: "dim range"}));
+    trajectory.tokens.forEach((text, index) => {
+      const token = make("span", {className: text.includes("\n") ? "token break" : "token"}, text);
+      token.dataset.index = index;
+      response.append(token);
+    });
+    inspect(response, told, trajectory);
+  } else {
+    response.textContent = trajectory.response;
+    controls.append(make("span", {className: "dim"}, "tokens are not coloured: the run's tokenizer was not found"));
+  }
+  const turns = trajectory.turns.map(({role, content}) => make("li", {}, make("span", {className: "dim"}, role), make("pre", {}, content)));
+  const focused = document.activeElement?.id === "quantity";
+  place.replaceChildren(
+    make("h3", {}, `${trajectory.id} of ${name}`),
+    make("dl", {}, ...facts.flatMap(([fact, value]) => [make("dt", {}, fact), make("dd", {}, value)])),
+    make("h4", {}, "prompt"), make("pre", {className: "prompt"}, trajectory.prompt),
+    ...(turns.length ? [make("h4", {}, "turns"), make("ol", {className: "turns"}, ...turns)] : []),
+    make("h4", {}, "response"), controls, response, told);
+  if (coloured) paint(place, trajectory, colour);
+  if (focused && isMain) at("quantity")?.focus();
+}
+
+/** Tell the numbers of a token under the mouse, or of the one to which the arrow keys have gone. */
+function inspect(response, told, trajectory) {
+  let place = -1;
+  const tell = index => {
+    if (!(index >= 0 && index < trajectory.tokens.length)) return;
+    response.children[place]?.classList.remove("chosen");
+    place = index;
+    response.children[place].classList.add("chosen");
+    const numbers = Object.entries(trajectory.quantities).map(([name, values]) => `${name} ${number(values[index])}`);
+    told.textContent = [`token ${index} ${JSON.stringify(trajectory.tokens[index])}`, ...numbers].join(" · ");
+  };
+  response.tabIndex = 0;
+  response.onpointerover = response.onclick = event => tell(Number(event.target.dataset?.index ?? NaN));
+  response.onkeydown = event => {
+    const step = {ArrowRight: 1, ArrowLeft: -1}[event.key];
+    if (!step) return;
+    event.preventDefault();
+    tell(Math.min(trajectory.tokens.length - 1, Math.max(0, place + step)));
+  };
+}
+
+let typing = 0;
+form.addEventListener("input", event => {
+  const {name, value} = event.target;
+  clearTimeout(typing);
+  const change = () => {
+    write({[name]: value, id: ""});
+    show(views);
+  };
+  if (event.target.tagName === "SELECT" || !source.live) change();
+  else typing = setTimeout(change, 300);
+});
+form.addEventListener("submit", event => event.preventDefault());
+at("list").addEventListener("keydown", walk);
