@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import cached_property, lru_cache
 
 import psutil
@@ -242,7 +243,8 @@ def serve(store_url: str, host: str, port: int, ready: Callable[[str], None]) ->
     shown_host = f"[{host}]" if ":" in host else host
     server = uvicorn.Server(uvicorn.Config(app(store_url, host), log_level="warning"))
     ready(f"http://{shown_host}:{listener.getsockname()[1]}/")
-    server.run(sockets=[listener])
+    with suppress(KeyboardInterrupt):
+        server.run(sockets=[listener])
 
 
 def _names_of(host: str) -> list[str]:

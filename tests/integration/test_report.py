@@ -1,232 +1,40 @@
-"""The report of runs, opened in a real Chromium: what it shows, and that nothing in it is ever more than text."""
+"""A report of runs, opened in a real Chromium: what it shows, and that nothing in it is ever more than text."""
 
 from __future__ import annotations
 
-import base64
-import json
-import os
-import shutil
-import signal
-import subprocess
-import sys
-import time
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
-from websockets.sync.client import connect
+from playwright.sync_api import Browser, Page
 
 from flows import report
 from flows.metrics import CATALOGUE
-from flows.train import train
+from flows.ui import documents
 from infra.runs import Run, open_run
 from rlhf.errors import UserError
-from tasks.plan import fork_run
-from tests import tiny
+from tests.browser import opened
+from tests.integration.conftest import HOSTILE
 from tests.integration.test_cli import Ratchet
-from tests.ports import free_port
 
-HOSTILE = '</script><img src=x onerror="hacked=1"><script>hacked=1</script>'
-QT_BROWSER = """
-import sys
-from PySide6.QtWebEngineWidgets import QWebEngineView
-from PySide6.QtWidgets import QApplication
-app = QApplication(sys.argv)
-view = QWebEngineView()
-view.resize(1280, 900)
-view.show()
-app.exec()
-"""
-
-
-class Chromium:
-    """A headless Chromium in a process of its own, driven over the DevTools protocol.
-
-    It is Qt WebEngine, since that is a Chromium that pip brings (PySide6, a dev dependency) and that needs no display
-    (Qt's `offscreen` platform). Where it does not start, for want of system libraries such as libnss3, a Chromium or
-    Chrome on the PATH serves. There is no third way: without a browser these tests fail and do not pass unseen.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.events: list[dict[str, Any]] = []
-        self.calls = 0
-        installed = (shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome"))
-        flags = ("--headless=new", "--no-sandbox", "--remote-allow-origins=*", f"--user-data-dir={folder}")
-        commands = [[sys.executable, "-c", QT_BROWSER], *([name, *flags] for name in installed if name)]
-        self.log = folder / "browser.log"
-        urls = (self._start(command) for command in commands)
-        url = next((url for url in urls if url is not None), None)
-        assert url is not None, f"no Chromium starts here (see this class): {self.log.read_text()[-2000:]}"
-        self.socket = connect(url, max_size=None, ping_interval=None)  # a busy machine does not answer pings in time
-        for domain in ("Page", "Runtime", "Network", "Log"):
-            self.call(f"{domain}.enable")
-
-    def _start(self, command: list[str]) -> str | None:
-        """Start a browser; the URL by which its page is driven, or None if it does not come up."""
-        port = free_port()
-        environment = os.environ | {
-            "QT_QPA_PLATFORM": "offscreen",
-            "QTWEBENGINE_DISABLE_SANDBOX": "1",  # it does not start for root otherwise; the page is our own
-            "QTWEBENGINE_REMOTE_DEBUGGING": f"127.0.0.1:{port}",
-            "QTWEBENGINE_CHROMIUM_FLAGS": "--disable-gpu",
-        }
-        if command[0] != sys.executable:
-            command = [*command, f"--remote-debugging-port={port}"]
-        with self.log.open("a") as log:
-            self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
-        deadline = time.monotonic() + 300
-        while time.monotonic() < deadline and self.process.poll() is None:
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list", timeout=5) as answer:
-                    pages = [page for page in json.load(answer) if page["type"] == "page"]
-            except OSError:
-                pages = []
-            if pages:
-                return str(pages[0]["webSocketDebuggerUrl"])
-            time.sleep(0.1)
-        self._end()
-        return None
-
-    def close(self) -> None:
-        self.socket.close()
-        self._end()
-
-    def _end(self) -> None:
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        self.calls += 1
-        self.socket.send(json.dumps({"id": self.calls, "method": method, "params": parameters}))
-        while True:
-            message = json.loads(self.socket.recv(timeout=300))
-            if message.get("id") == self.calls:
-                assert "error" not in message, message
-                return dict(message["result"])
-            self.events.append(message)
-
-    def open(self, path: Path) -> None:
-        self.events.clear()
-        self.call("Page.navigate", url=path.as_uri())
-        self.wait("document.readyState === 'complete'")
-
-    def __call__(self, expression: str) -> Any:
-        """The value of a JavaScript expression."""
-        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in answer, answer
-        return answer["result"].get("value")
-
-    def wait(self, condition: str) -> None:
-        deadline = time.monotonic() + 300
-        while not self(condition):
-            assert time.monotonic() < deadline, f"this did not come about: {condition}"
-            time.sleep(0.05)
-
-    def click(self, selector: str) -> None:
-        """With the mouse, where the element is to be seen."""
-        quoted = json.dumps(selector)
-        self(f"document.querySelector({quoted}).scrollIntoView({{block: 'center'}})")
-        box = self(f"document.querySelector({quoted}).getBoundingClientRect().toJSON()")
-        place = {"x": box["x"] + box["width"] / 2, "y": box["y"] + box["height"] / 2}
-        for kind in ("mousePressed", "mouseReleased"):
-            self.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **place)
-
-    def enter(self, selector: str, text: str) -> None:
-        """Replace what a field holds, by the keyboard."""
-        self(f"document.querySelector({json.dumps(selector)}).select()")
-        if text:
-            self.call("Input.insertText", text=text)
-        else:
-            for kind in ("keyDown", "keyUp"):
-                self.call("Input.dispatchKeyEvent", type=kind, key="Delete", windowsVirtualKeyCode=46)
-
-    def select(self, selector: str, value: str) -> None:
-        element = f"document.querySelector({json.dumps(selector)})"
-        self(f"{element}.value = {json.dumps(value)}")
-        for event in ("input", "change"):
-            self(f"{element}.dispatchEvent(new Event('{event}', {{bubbles: true}}))")
-
-    def look(self, *, width: int, height: int, scheme: str) -> None:
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
-        features = [{"name": "prefers-color-scheme", "value": scheme}]
-        self.call("Emulation.setEmulatedMedia", features=features)
-
-    def screenshot(self, path: Path) -> None:
-        self("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
-
-    def trouble(self) -> list[dict[str, Any]]:
-        """Requests for anything but the page itself, and whatever the console calls an error."""
-        self("new Promise(done => setTimeout(done, 100))")
-        return [event for event in self.events if _is_trouble(event)]
-
-
-def _is_trouble(event: dict[str, Any]) -> bool:
-    match event["method"]:
-        case "Network.requestWillBeSent":
-            return event["params"]["type"] != "Document" and not event["params"]["request"]["url"].startswith("data:")
-        case "Log.entryAdded":
-            return event["params"]["entry"]["level"] == "error"
-        case "Runtime.consoleAPICalled":
-            return event["params"]["type"] in ("error", "assert")
-        case method:
-            return bool(method == "Runtime.exceptionThrown")
-
-
-@pytest.fixture(scope="module")
-def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
-    browser = Chromium(tmp_path_factory.mktemp("chromium"))
-    yield browser
-    browser.close()
-
-
-@pytest.fixture
-def browser(chromium: Chromium) -> Chromium:
-    chromium.look(width=1280, height=900, scheme="light")
-    return chromium
-
-
-@pytest.fixture(scope="module")
-def hostile_workspace(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose very tokens are markup, so that what it writes is; so are the prompts and what they ask for."""
-    folder = tmp_path_factory.mktemp("hostile")
-    shutil.copytree(workspace, folder, dirs_exist_ok=True)
-    path = folder / "model" / "tokenizer.json"
-    tokenizer = json.loads(path.read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    tokenizer["model"]["vocab"] = {
-        f"{HOSTILE}{token}\n" if token.isupper() and len(token) == 1 else token: number
-        for token, number in vocabulary.items()
+CHARTS = """[...document.querySelectorAll(".chart")].map(place => ({
+    title: place.parentElement.querySelector("h3").textContent,
+    names: place.chart.series.slice(1).map(series => series.label),
+    y: place.chart.data.slice(1).map(values => [...values]),
+    range: [place.chart.scales.y.min, place.chart.scales.y.max],
+}))"""
+LISTED = "[...document.querySelectorAll('#list .clip')].map(row => row.textContent)"
+TOKENS = """[...document.querySelectorAll("#reader .token")].map(token =>
+    [token.textContent, getComputedStyle(token).backgroundColor, token.title])"""
+PAINTED = """[...document.querySelectorAll("#curves canvas")].map(canvas => {
+    const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+    let blue = 0;
+    for (let place = 0; place < pixels.length; place += 4) {
+        if (pixels[place] === 0x3b && pixels[place + 1] === 0x76 && pixels[place + 2] === 0xd0) blue += 1;
     }
-    path.write_text(json.dumps(tokenizer))
-    prompts = pd.read_parquet(folder / "prompts.parquet")
-    prompts["prompt"] = [[{"role": "user", "content": f"{HOSTILE} {one[0]['content']}"}] for one in prompts["prompt"]]
-    prompts["reward_model"] = [one | {"ground_truth": HOSTILE} for one in prompts["reward_model"]]
-    prompts.to_parquet(folder / "prompts.parquet")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def store(
-    workspace: Path, hostile_workspace: Path, tmp_path_factory: pytest.TempPathFactory, prefect_server: str
-) -> Path:
-    """A folder with runs: `ppo`; `grpo` without reference and validation; forks that are open; one that is hostile."""
-    folder = tmp_path_factory.mktemp("runs")
-    changes = {"run__store": f"file://{folder}", "reward__function": "tests.rewards:letters"}
-    validation = {"data": str(workspace / "held_out.parquet"), "every": 2}
-    ppo = tiny.config(workspace, run__name="ppo", validation=validation, **changes)
-    train(ppo)
-    grpo = {"algorithm__advantage": "grpo", "algorithm__kl__in_reward": None, "actor__lr": 0.002}
-    train(tiny.config(workspace, run__name="grpo", **changes | grpo))
-    train(tiny.config(hostile_workspace, run__name="hostile", data__max_prompt_tokens=400, **changes))
-    for name, iteration in (("open", 2), ("new", 0)):
-        fork_run(open_run(f"file://{folder}/ppo"), ppo.with_values({"run.name": name}), iteration, "score")
-    return folder
+    return blue;
+})"""
 
 
 def plain(text: str) -> str:
@@ -240,188 +48,185 @@ def runs(store: Path, *names: str) -> list[Run]:
     return [open_run(f"file://{store}/{name}") for name in names]
 
 
-def test_runs_are_overlaid(browser: Chromium, store: Path, tmp_path: Path) -> None:
-    both = runs(store, "ppo", "grpo")
-    report.write(both, tmp_path / "report.html")
-    browser.open(tmp_path / "report.html")
-    charts = {
-        chart["title"]: chart["lines"]
-        for chart in browser(
-            "[...document.querySelectorAll('.chart')].map(chart => ({title: chart.previousSibling.textContent,"
-            " lines: chart.data.map(line => ({name: line.name, y: [...line.y]}))}))"
-        )
-    }
-    metrics = [run.metrics() for run in both]
-    reported = {name for frame in metrics for name in frame}
+def show(page: Page, path: Path, *reported: Run) -> None:
+    report.write(reported, path)
+    page.goto(path.as_uri())
+    page.wait_for_selector("body[data-ready]")
+
+
+def chosen(page: Page, frame: pd.DataFrame) -> pd.Series:
+    """The row of the trajectory that is shown."""
+    return frame.loc[page.inner_text("#reader h3").split()[0]]
+
+
+def test_runs_are_overlaid(page: Page, shown_runs: Path, tmp_path: Path) -> None:
+    both = runs(shown_runs, "ppo", "grpo")
+    show(page, tmp_path / "report.html", *both)
+    charts = {chart["title"]: dict(zip(chart["names"], chart["y"], strict=True)) for chart in page.evaluate(CHARTS)}
+    metrics = dict(zip(("ppo", "grpo"), (run.metrics() for run in both), strict=True))
+    reported = {name for frame in metrics.values() for name in frame}
     of_copies = {"perf/weight_sync_s", "perf/weight_sync_bytes"}  # here the rollout shares the actor's tensors
     assert {metric.name for metric in CATALOGUE} - of_copies <= reported, "stages report all that is shown"
-    for key, title in report.CURVES.items():
-        expected = [
-            {"name": name, "y": pytest.approx(list(frame[key]), rel=1e-5)}
-            for name, frame in zip(("ppo", "grpo"), metrics, strict=True)
-            if key in frame
-        ]
-        lines = [{**line, "y": line["y"][:3]} for line in charts.get(title, [])]  # then comes the last validation
+    for key, title in documents.CURVES.items():
+        expected = {name: pytest.approx(list(frame[key]), rel=1e-5) for name, frame in metrics.items() if key in frame}
+        lines = {name: values[:3] for name, values in charts.get(title, {}).items()}  # then comes the last validation
         assert lines == expected, key
-    assert [line["name"] for line in charts["score"]] == ["ppo", "grpo"]
-    assert [line["name"] for line in charts["value loss"]] == ["ppo"]
-    rates = open_run(f"file://{store}/ppo").validation().groupby("iteration")["score"].mean()
-    (validated,) = charts["validation: countdown/mean_score"]
-    assert validated["y"] == [pytest.approx(rates[at], rel=1e-3) if at in rates else None for at in range(4)]
-    assert [line["name"] for line in charts["grpo: seconds by stage"]][:3] == ["generate", "score", "old_log_probs"]
-    drawn = browser("[...document.querySelectorAll('path.js-line')].filter(path => path.getTotalLength() > 20).length")
-    assert drawn >= 2 * 8
-    assert browser("document.querySelectorAll('#seconds .bars path').length") > 2 * 3 * 5
-    keys = browser(
-        "[...document.querySelectorAll('#config tr')].map(row => [...row.cells].map(one => one.textContent))"
-    )
+    assert list(charts["score"]) == ["ppo", "grpo"]
+    assert list(charts["value loss"]) == ["ppo"]
+    rates = both[0].validation().groupby("iteration")["score"].mean()
+    validated = charts["validation: countdown/mean_score"]["ppo"]
+    assert validated == [pytest.approx(rates[at], rel=1e-3) if at in rates else None for at in range(4)]
+    assert list(charts["grpo: seconds by stage"])[:3] == ["generate", "score", "old_log_probs"]
+    assert sum(pixels > 20 for pixels in page.evaluate(PAINTED)) >= 8
+    keys = [row.locator("td, th").all_inner_texts() for row in page.locator("#config tr").all()]
     assert ["actor.lr", "0.001", "0.002"] in keys
     assert "train.iterations" not in [key for key, *_ in keys]
 
-    browser.click("#legend button")
-    assert browser("document.querySelector('.chart').data.map(line => line.name)") == ["grpo"]
-    assert browser.trouble() == []
+    page.click("#legend button")
+    assert page.evaluate(CHARTS)[0]["names"] == ["grpo"]
 
 
-def test_trajectories_are_filtered_and_sorted(browser: Chromium, store: Path, tmp_path: Path) -> None:
-    (run,) = runs(store, "ppo")
-    report.write([run], tmp_path / "report.html")
-    browser.open(tmp_path / "report.html")
+def test_a_constant_is_drawn_at_its_scale(page: Page, shown_runs: Path, tmp_path: Path) -> None:
+    show(page, tmp_path / "report.html", *runs(shown_runs, "ppo"))
+    ranges = {chart["title"]: chart["range"] for chart in page.evaluate(CHARTS)}
+    assert ranges["learning rate, actor"] == [pytest.approx(0.0009), pytest.approx(0.0011)]
+
+
+def test_trajectories_are_filtered_and_sorted(page: Page, shown_runs: Path, tmp_path: Path) -> None:
+    (run,) = runs(shown_runs, "ppo")
+    show(page, tmp_path / "report.html", run)
     frame = run.trajectories()
-    shown = "[...document.querySelectorAll('#list .clip')].map(row => row.textContent)"
-    assert len(browser(shown)) == len(frame) == 24
+    assert len(page.evaluate(LISTED)) == len(frame) == 24
     best = frame.sort_values(["score", "iteration", "trajectory_id"], ascending=[False, False, True])
-    assert browser(shown) == list(best["response"])
 
-    browser.select("#iteration", "1")
-    assert browser(shown) == list(best[best["iteration"] == 1]["response"])
+    def listed(expected: pd.DataFrame) -> None:
+        texts = [text or "(empty)" for text in expected["response"]]
+        page.wait_for_function(f"expected => JSON.stringify({LISTED}) === JSON.stringify(expected)", arg=texts)
+
+    listed(best)
+    page.select_option("[name=iteration]", "1")
+    listed(best[best["iteration"] == 1])
     middle = float(np.median(frame["score"])) + 1e-3
-    browser.enter("#low", str(middle))
-    assert browser(shown) == list(best[(best["iteration"] == 1) & (best["score"] >= middle)]["response"])
-    browser.enter("#low", "")
-    browser.enter("#high", str(middle))
-    browser.select("#iteration", "")
-    browser.select("#sort", "+score")
-    expected = frame.sort_values(["score", "iteration", "trajectory_id"], ascending=[True, False, True])
-    assert browser(shown) == list(expected[expected["score"] <= middle]["response"])
-    browser.enter("#high", "")
+    page.fill("[name=low]", str(middle))
+    listed(best[(best["iteration"] == 1) & (best["score"] >= middle)])
+    page.fill("[name=low]", "")
+    page.fill("[name=high]", str(middle))
+    page.select_option("[name=iteration]", "")
+    page.select_option("[name=order]", "worst")
+    worst = frame.sort_values(["score", "iteration", "trajectory_id"], ascending=[True, False, True])
+    listed(worst[worst["score"] <= middle])
+    page.fill("[name=high]", "")
     wanted = next(text[at : at + 2] for text in frame["response"] for at in range(6) if text[at : at + 2].isupper())
-    browser.enter("#text", wanted.lower())
-    assert sorted(browser(shown)) == sorted(
-        row.response
-        for row in frame.itertuples()
-        if any(wanted.lower() in text.lower() for text in (row.response, row.prompt, row.ground_truth))
+    page.fill("[name=text]", wanted.lower())
+    has_text = worst[["response", "prompt", "ground_truth"]].apply(
+        lambda row: any(wanted.lower() in text.lower() for text in row), axis=1
     )
-    assert browser.trouble() == []
+    listed(worst[has_text])
+    assert page.is_hidden("#sql"), "only a server filters by SQL"
 
 
-def test_tokens_are_coloured_by_what_is_chosen(browser: Chromium, store: Path, tmp_path: Path) -> None:
-    report.write(runs(store, "ppo", "grpo"), tmp_path / "report.html")
-    browser.open(tmp_path / "report.html")
-    frame = open_run(f"file://{store}/ppo").trajectories().set_index("trajectory_id")
-    browser.click("#list button:nth-child(3)")
-    assert browser("document.querySelector('#list button:nth-child(3)').getAttribute('aria-pressed')") == "true"
-    row = frame.loc[browser("document.querySelector('#reader h3').textContent").split()[0]]
-    assert browser("document.getElementById('prompt').textContent") == row["prompt"]
-    facts = browser("document.querySelector('#reader dl').textContent")
+def test_tokens_are_coloured_by_what_is_chosen(page: Page, shown_runs: Path, tmp_path: Path) -> None:
+    both = runs(shown_runs, "ppo", "grpo")
+    show(page, tmp_path / "report.html", *both)
+    frame = both[0].trajectories().set_index("trajectory_id")
+    third = page.locator("#list button").nth(2)
+    third.click()
+    page.wait_for_selector("#list button:nth-child(3)[aria-pressed=true]")
+    page.wait_for_function(
+        "document.querySelector('#reader h3').textContent.startsWith("
+        "document.querySelector('#list [aria-pressed=true]').dataset.id)"
+    )
+    row = chosen(page, frame)
+    assert page.text_content("#reader .prompt") == row["prompt"]
+    facts = page.inner_text("#reader dl")
     assert row["ground_truth"] in facts and f"{row['score']:.4g}" in facts and row["finish_reason"] in facts
-
-    names = browser("[...document.getElementById('quantity').options].map(one => one.value)")
     quantities = {
         "advantage": row["advantages"],
         "log-prob less the reference's": row["old_log_probs"] - row["ref_log_probs"],
         "log-prob less the rollout's": row["old_log_probs"] - row["rollout_log_probs"],
         "entropy": row["entropy"],
     }
-    assert names == list(quantities)
-    seen = []
+    assert page.locator("#quantity option").all_inner_texts() == list(quantities)
+    colourings = []
     for name, values in quantities.items():
-        browser.select("#quantity", name)
-        tokens = browser(
-            "[...document.querySelectorAll('.token')].map(token =>"
-            " [token.textContent, getComputedStyle(token).backgroundColor, token.title])"
-        )
+        page.select_option("#quantity", name)
+        tokens = page.evaluate(TOKENS)
         assert len(tokens) == len(row["response_ids"])
         assert plain("".join(text for text, *_ in tokens)) == row["response"]
         assert [float(title.rsplit(" ", 1)[1]) for *_, title in tokens] == pytest.approx(list(values), rel=1e-3)
-        for value, (_, color, _) in zip(values, tokens, strict=True):
-            assert color.startswith("rgba(") or color.startswith("rgb(")
+        for value, (_, colour, _) in zip(values, tokens, strict=True):
+            assert colour.startswith(("rgba(", "rgb("))
             if name == "advantage" and abs(value) > 1e-2:
-                assert color.startswith("rgba(50, 120, 220" if value > 0 else "rgba(230, 120, 40"), value
-        seen.append([color for _, color, _ in tokens])
-    assert len({tuple(colors) for colors in seen}) == 4
-    browser.click(".token:nth-child(2)")
-    told = browser("document.getElementById('told').textContent")
+                assert colour.startswith("rgba(50, 120, 220" if value > 0 else "rgba(230, 120, 40"), value
+        colourings.append(tuple(colour for _, colour, _ in tokens))
+    assert len(set(colourings)) == 4
+    page.click("#reader .token:nth-child(2)")
+    told = page.inner_text("#reader .told")
     assert told.startswith("token 1 ") and f"entropy {row['entropy'][1]:.4g}" in told
 
-    browser.select("#run", "1")
-    assert "log-prob less the reference's" not in browser(
-        "[...document.getElementById('quantity').options].map(one => one.value)"
-    )
-    assert browser.trouble() == []
+    page.select_option("[name=of]", "grpo")
+    page.wait_for_function("document.querySelector('#reader h3').textContent.endsWith('of grpo')")
+    assert "log-prob less the reference's" not in page.locator("#quantity option").all_inner_texts()
 
 
-def test_what_a_model_writes_stays_text(browser: Chromium, store: Path, tmp_path: Path) -> None:
-    (run,) = runs(store, "hostile")
+def test_what_a_model_writes_stays_text(page: Page, shown_runs: Path, tmp_path: Path) -> None:
+    (run,) = runs(shown_runs, "hostile")
     frame = run.trajectories().set_index("trajectory_id")
     assert frame["response"].str.contains("<script>", regex=False).sum() > 5
-    report.write([run], tmp_path / "report.html")
-    browser.open(tmp_path / "report.html")
-    for number in range(1, len(frame) + 1):
-        browser.click(f"#list button:nth-child({number})")
-        row = frame.loc[browser("document.querySelector('#reader h3').textContent").split()[0]]
-        assert plain(browser("document.getElementById('response').textContent")) == row["response"]
-        assert browser("document.getElementById('prompt').textContent") == row["prompt"]
-    assert HOSTILE in browser("document.querySelector('#reader dl').textContent")
-    browser.click(".token")
-    assert browser("document.querySelectorAll('img').length") == 0
-    assert browser("document.querySelectorAll('script').length") == 3
-    assert browser("typeof hacked") == "undefined"
-    assert browser.trouble() == []
+    show(page, tmp_path / "report.html", run)
+    for button in page.locator("#list button").all():
+        button.click()
+        trajectory_id = button.get_attribute("data-id")
+        page.wait_for_function(
+            "id => document.querySelector('#reader h3').textContent.startsWith(id)", arg=trajectory_id
+        )
+        row = frame.loc[trajectory_id]
+        assert plain(page.text_content("#reader .response") or "") == row["response"]
+        assert page.text_content("#reader .prompt") == row["prompt"]
+    assert HOSTILE in (page.text_content("#reader dl") or "")
+    page.click("#reader .token")
+    assert page.locator("img").count() == 0
+    assert page.locator("script").count() == 3
 
 
-def test_a_run_that_goes_on(browser: Chromium, store: Path, tmp_path: Path) -> None:
+def test_a_run_that_goes_on(page: Page, shown_runs: Path, tmp_path: Path) -> None:
     """Its closed iterations are shown; where there is none, so is what it will be."""
     path = tmp_path / "report.html"
-    report.write(runs(store, "open"), path)
-    browser.open(path)
-    said = browser("document.getElementById('summary').textContent")
-    assert "2 of 3 iterations closed" in said and "forked from" in said and "2:score" in said
-    assert browser("[...document.querySelector('.chart').data[0].x]") == [0, 1, 2]
-    assert browser("document.querySelector('.chart').data[0].y[2]") is None, "only the validation is committed"
-    assert browser("new Set(chosenRun().trajectories.map(one => one.iteration)).size") == 2
-    report.write(runs(store, "new"), path)
-    browser.open(path)
-    assert "no iteration is closed yet" in browser("document.getElementById('count').textContent")
-    assert browser("document.querySelectorAll('.token').length") == 0
-    assert browser.trouble() == []
+    show(page, path, *runs(shown_runs, "open"))
+    summary = page.inner_text("#now")
+    assert "2 of 3 iterations closed" in summary and "forked from" in summary and "2:score" in summary
+    assert page.evaluate("[...document.querySelector('.chart').chart.data[0]]") == [0, 1, 2]
+    assert page.evaluate("document.querySelector('.chart').chart.data[1][2]") is None, (
+        "only the validation is committed"
+    )
+    assert page.locator("[name=iteration] option").all_inner_texts() == ["all in this report", "1", "0"]
+    show(page, path, *runs(shown_runs, "new"))
+    assert "no iteration is closed yet" in page.inner_text("#count")
+    assert page.locator(".token").count() == 0
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_report_needs_no_model(
-    browser: Chromium, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_needs_no_model(page: Page, shown_runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_: object) -> None:
         raise UserError("the model is on another machine")
 
-    monkeypatch.setattr(report, "load_tokenizer", missing)
-    (run,) = runs(store, "ppo")
-    report.write([run], tmp_path / "report.html")
-    browser.open(tmp_path / "report.html")
-    assert browser("document.getElementById('response').textContent") in set(run.trajectories()["response"])
-    assert browser("document.querySelectorAll('.token').length") == 0
-    assert browser.trouble() == []
+    monkeypatch.setattr(documents, "load_tokenizer", missing)
+    (run,) = runs(shown_runs, "ppo")
+    show(page, tmp_path / "report.html", run)
+    assert page.text_content("#reader .response") in set(run.trajectories()["response"])
+    assert page.locator(".token").count() == 0
 
 
-def test_phones_and_the_dark(browser: Chromium, store: Path, tmp_path: Path) -> None:
-    report.write(runs(store, "ppo", "grpo"), tmp_path / "report.html")
+def test_phones_and_the_dark(browser: Browser, shown_runs: Path, tmp_path: Path) -> None:
     grounds = []
-    for width, height, scheme in ((1280, 900, "light"), (390, 844, "dark")):
-        browser.look(width=width, height=height, scheme=scheme)
-        browser.open(tmp_path / "report.html")
-        assert browser("document.documentElement.scrollWidth") <= width, "nothing sticks out"
-        assert browser("Math.max(...[...document.querySelectorAll('.main-svg')].map(s => s.clientWidth))") <= width
-        grounds.append(browser("getComputedStyle(document.body).backgroundColor"))
+    for width, scheme in ((1280, "light"), (390, "dark")):
+        with opened(browser, width=width, scheme=scheme) as page:
+            show(page, tmp_path / "report.html", *runs(shown_runs, "ppo", "grpo"))
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, "nothing sticks out"
+            assert (
+                page.evaluate("Math.max(...[...document.querySelectorAll('canvas')].map(c => c.clientWidth))") <= width
+            )
+            grounds.append(page.evaluate("getComputedStyle(document.body).backgroundColor"))
     assert grounds == ["rgb(246, 246, 244)", "rgb(19, 20, 23)"]
 
 
@@ -454,14 +259,14 @@ def test_tokens_that_are_parts_of_characters() -> None:
         return bytes(ids).decode(errors="replace")
 
     text = "a é 日本 🙂\n"
-    texts = report.token_texts(tuple(text.encode()), decode)
+    texts = documents.token_texts(tuple(text.encode()), decode)
     assert texts == ["a", " ", "", "é", " ", "", "", "日", "", "", "本", " ", "", "", "", "🙂", "\n"]
-    cut = report.token_texts(tuple("é🙂".encode()[:-1]), decode)
+    cut = documents.token_texts(tuple("é🙂".encode()[:-1]), decode)
     assert "".join(cut) == "é\ufffd"
 
 
-def test_mistakes(store: Path, tmp_path: Path) -> None:
-    both = runs(store, "ppo", "ppo")
+def test_mistakes(shown_runs: Path, tmp_path: Path) -> None:
+    both = runs(shown_runs, "ppo", "ppo")
     with pytest.raises(UserError, match="is named twice"):
         report.write(both, tmp_path / "report.html")
     with pytest.raises(UserError, match="cannot write there: No such file or directory"):
@@ -469,12 +274,12 @@ def test_mistakes(store: Path, tmp_path: Path) -> None:
 
 
 def test_the_command(
-    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    shown_runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ratchet = Ratchet(monkeypatch, capfd)
     path = tmp_path / "report.html"
-    code, out, err = ratchet("report", "ppo", "grpo", "--store", f"file://{store}", "-o", path)
+    code, out, err = ratchet("report", "ppo", "grpo", "--store", f"file://{shown_runs}", "-o", path)
     assert code == 0, err
     assert str(path) in out.replace("\n", "")
     assert "<title>ppo, grpo</title>" in path.read_text()
-    assert ratchet("report", "nowhere", "--store", f"file://{store}", "-o", path)[0] == 2
+    assert ratchet("report", "nowhere", "--store", f"file://{shown_runs}", "-o", path)[0] == 2

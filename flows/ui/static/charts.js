@@ -11,9 +11,9 @@ const together = uPlot.sync("iterations");
 const style = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 /** The range of an axis: a tenth of room; around a constant, a tenth of its value. */
-export function range(low, high) {
-  if (low === null || high === null) return [0, 1];
-  const room = (high - low) / 10 || Math.abs(high) / 10 || 1;
+function range(low, high) {
+  if (low === null || high === null || (low === 0 && high === 0)) return [0, 1];
+  const room = (high - low) / 10 || Math.abs(high) / 10;
   return [low - room, high + room];
 }
 

@@ -88,10 +88,13 @@ function repeat(action, pause) {
   }, pause);
 }
 
-document.querySelector(".skip").onclick = event => {
+document.querySelector("nav").onclick = event => {
+  const link = event.target.closest("a");
+  if (!link) return;
   event.preventDefault();  // the address holds the state of the page
-  at("trajectories").focus();
-  at("trajectories").scrollIntoView();
+  const section = document.querySelector(link.getAttribute("href"));
+  section.focus({preventScroll: true});
+  section.scrollIntoView();
 };
 addEventListener("popstate", refresh);
 addEventListener("hashchange", refresh);

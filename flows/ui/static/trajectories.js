@@ -97,11 +97,10 @@ function count(view, {lines, matching, total}, iteration) {
   return `${matching} of ${total} trajectories of ${where}${first}`;
 }
 
-const facts = line => [`score ${number(line.score)}`, `iteration ${line.iteration}`, `${line.length} tokens`, line.finish_reason].join(" · ");
-
-function button(line, pressed, shown = facts(line)) {
+function button(line, pressed, named) {
+  const facts = [`score ${number(line.score)}`, ...(named ? [`iteration ${line.iteration}`] : []), `${line.length} tokens`, line.finish_reason];
   const element = make("button", {type: "button", "aria-pressed": String(pressed), "data-id": line.id},
-    make("div", {className: "dim"}, shown), make("div", {className: "clip"}, line.response || "(empty)"));
+    make("div", {className: "dim"}, facts.join(" · ")), make("div", {className: "clip"}, line.response || "(empty)"));
   element.onclick = () => choose(line.id);
   return element;
 }
@@ -116,7 +115,8 @@ function rows() {
   const {id} = read();
   const chosen = id || listed[0]?.id;
   const focused = at("list").contains(document.activeElement) ? document.activeElement.dataset.id : null;
-  const buttons = listed.map(line => button(line, line.id === chosen));
+  const several = new Set(listed.map(line => line.iteration)).size > 1;
+  const buttons = listed.map(line => button(line, line.id === chosen, several));
   const reachable = buttons.find(element => element.dataset.id === chosen) ?? buttons[0];
   for (const element of buttons) element.tabIndex = element === reachable ? 0 : -1;
   const nothing = make("p", {className: "dim"}, "no trajectory matches");
@@ -191,7 +191,7 @@ function beside(view, other) {
     const sample = source.live ? "" : " in this report";
     at("beside").replaceChildren(select, make("p", {className: "dim"}, `${lines.length} answers to the same prompt${sample}, mean score ${number(mean)}`),
       make("div", {className: "group"}, ...lines.map(line =>
-        button(line, line.id === opened.trajectory.id, `score ${number(line.score)} · ${line.length} tokens · ${line.finish_reason}`))));
+        button(line, line.id === opened.trajectory.id, false))));
   } else if (compared) {
     const content = make("div");
     at("beside").replaceChildren(select, content);

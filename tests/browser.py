@@ -1,0 +1,63 @@
+"""A real Chromium for tests, driven by Playwright. `make browser` installs it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+
+TIMEOUT_MS = 300_000
+"""A busy machine is slow; nothing is asserted about time."""
+FLAGS = (
+    "--no-sandbox",  # Chromium does not start for root otherwise; the pages are our own
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    """Start it; skip the test where none is installed. While it runs, this thread is in an event loop of Playwright's:
+    flows run before it starts, or in other processes."""
+    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if path is None:
+        pytest.skip("no Chromium is installed: `make browser` installs it")
+    with sync_playwright() as playwright:
+        yield playwright.chromium.launch(executable_path=path, args=FLAGS)
+
+
+@contextmanager
+def opened(browser: Browser, *, width: int = 1280, height: int = 900, scheme: str = "light") -> Iterator[Page]:
+    """A page of its own, without trouble when it is closed: errors, and requests to other places than its own."""
+    page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+    page.set_default_timeout(TIMEOUT_MS)
+    trouble: list[str] = []
+    page.on("pageerror", lambda error: trouble.append(str(error)))
+    page.on(
+        "console", lambda message: trouble.append(message.text) if _is_trouble(message.text, message.type) else None
+    )
+    page.on("request", lambda request: trouble.append(request.url) if _is_foreign(page.url, request.url) else None)
+    try:
+        yield page
+        assert page.evaluate("typeof hacked") == "undefined"
+        assert trouble == []
+    finally:
+        page.close()
+
+
+def _is_trouble(text: str, kind: str) -> bool:
+    is_refusal = "status of 400" in text  # the page shows it: a mistake in a filter
+    return kind in ("error", "assert") and not is_refusal
+
+
+def _is_foreign(page: str, request: str) -> bool:
+    return not request.startswith(("data:", "file:", "http://127.0.0.1:")) or (
+        page.startswith("file:") and not request.startswith(("data:", page.partition("#")[0]))
+    )

@@ -1,0 +1,79 @@
+"""Fixtures of the tests of what people see."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from playwright.sync_api import Browser, Page
+
+from flows.train import train
+from infra.runs import open_run
+from tasks.plan import fork_run
+from tests import tiny
+from tests.browser import chromium, opened
+from tests.prefect_server import locked
+
+HOSTILE = '</script><img src=x onerror="hacked=1"><script>hacked=1</script>'
+
+
+@pytest.fixture(scope="session")
+def shown_runs(common: Path, workspace: Path, prefect_server: str) -> Path:
+    """A folder with runs: `ppo`; `grpo` without reference and validation; forks that are open; one that is hostile."""
+    folder = common / "shown"
+    folder.mkdir(exist_ok=True)
+    with locked(folder):
+        if not (folder / "done").exists():
+            _make(folder / "runs", workspace, _hostile(folder / "hostile", workspace))
+            (folder / "done").touch()
+    return folder / "runs"
+
+
+def _make(folder: Path, workspace: Path, hostile: Path) -> None:
+    changes = {"run__store": f"file://{folder}", "reward__function": "tests.rewards:letters"}
+    validation = {"data": str(workspace / "held_out.parquet"), "every": 2}
+    ppo = tiny.config(workspace, run__name="ppo", validation=validation, **changes)
+    train(ppo)
+    grpo = {"algorithm__advantage": "grpo", "algorithm__kl__in_reward": None, "actor__lr": 0.002}
+    train(tiny.config(workspace, run__name="grpo", **changes | grpo))
+    train(tiny.config(hostile, run__name="hostile", data__max_prompt_tokens=400, **changes))
+    for name, iteration in (("open", 2), ("new", 0)):
+        fork_run(open_run(f"file://{folder}/ppo"), ppo.with_values({"run.name": name}), iteration, "score")
+
+
+def _hostile(folder: Path, workspace: Path) -> Path:
+    """A model whose very tokens are markup, so that what it writes is; so are the prompts and what they ask for."""
+    shutil.copytree(workspace, folder)
+    path = folder / "model" / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    tokenizer["model"]["vocab"] = {
+        f"{HOSTILE}{token}\n" if token.isupper() and len(token) == 1 else token: number
+        for token, number in vocabulary.items()
+    }
+    path.write_text(json.dumps(tokenizer))
+    prompts = pd.read_parquet(folder / "prompts.parquet")
+    prompts["prompt"] = [
+        [{"role": "user", "content": f"{HOSTILE} {messages[0]['content']}"}] for messages in prompts["prompt"]
+    ]
+    prompts["reward_model"] = [asked | {"ground_truth": HOSTILE} for asked in prompts["reward_model"]]
+    prompts.to_parquet(folder / "prompts.parquet")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser(shown_runs: Path) -> Iterator[Browser]:
+    """A Chromium, which starts after the runs are made."""
+    with chromium() as started:
+        yield started
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    """An empty page of 1280 pixels. Requests elsewhere and errors fail the test that uses it."""
+    with opened(browser) as empty:
+        yield empty
