@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -50,6 +51,15 @@ def opened(browser: Browser, *, width: int = 1280, height: int = 900, scheme: st
         assert trouble == []
     finally:
         page.close()
+
+
+def wait_until(page: Page, condition: str, argument: object = None) -> None:
+    """Wait until a condition in JavaScript holds. (`Page.wait_for_function` needs `eval` in the page, which its
+    Content-Security-Policy forbids.)"""
+    deadline = time.monotonic() + TIMEOUT_MS / 1000
+    while not page.evaluate(condition, argument):
+        assert time.monotonic() < deadline, f"this did not come about: {condition}, {argument}"
+        page.wait_for_timeout(50)
 
 
 def _is_trouble(text: str, kind: str) -> bool:

@@ -237,8 +237,10 @@ def serve(store_url: str, host: str, port: int, ready: Callable[[str], None]) ->
     try:
         listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
+        reason = (error.strerror or str(error)).partition(" (")[0]
         raise UserError(
-            f"cannot listen on {host}, port {port}: {error.strerror}; choose others with --host, --port"
+            f"cannot listen on {host}, port {port}: {reason}; choose another port with --port, or another "
+            "address with --host"
         ) from None
     shown_host = f"[{host}]" if ":" in host else host
     server = uvicorn.Server(uvicorn.Config(app(store_url, host), log_level="warning"))

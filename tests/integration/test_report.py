@@ -14,7 +14,7 @@ from flows.metrics import CATALOGUE
 from flows.ui import documents
 from infra.runs import Run, open_run
 from rlhf.errors import UserError
-from tests.browser import opened
+from tests.browser import opened, wait_until
 from tests.integration.conftest import HOSTILE
 from tests.integration.test_cli import Ratchet
 
@@ -101,7 +101,7 @@ def test_trajectories_are_filtered_and_sorted(page: Page, shown_runs: Path, tmp_
 
     def listed(expected: pd.DataFrame) -> None:
         texts = [text or "(empty)" for text in expected["response"]]
-        page.wait_for_function(f"expected => JSON.stringify({LISTED}) === JSON.stringify(expected)", arg=texts)
+        wait_until(page, f"expected => JSON.stringify({LISTED}) === JSON.stringify(expected)", texts)
 
     listed(best)
     page.select_option("[name=iteration]", "1")
@@ -132,9 +132,10 @@ def test_tokens_are_coloured_by_what_is_chosen(page: Page, shown_runs: Path, tmp
     third = page.locator("#list button").nth(2)
     third.click()
     page.wait_for_selector("#list button:nth-child(3)[aria-pressed=true]")
-    page.wait_for_function(
+    wait_until(
+        page,
         "document.querySelector('#reader h3').textContent.startsWith("
-        "document.querySelector('#list [aria-pressed=true]').dataset.id)"
+        "document.querySelector('#list [aria-pressed=true]').dataset.id)",
     )
     row = chosen(page, frame)
     assert page.text_content("#reader .prompt") == row["prompt"]
@@ -165,7 +166,7 @@ def test_tokens_are_coloured_by_what_is_chosen(page: Page, shown_runs: Path, tmp
     assert told.startswith("token 1 ") and f"entropy {row['entropy'][1]:.4g}" in told
 
     page.select_option("[name=of]", "grpo")
-    page.wait_for_function("document.querySelector('#reader h3').textContent.endsWith('of grpo')")
+    wait_until(page, "document.querySelector('#reader h3').textContent.endsWith('of grpo')")
     assert "log-prob less the reference's" not in page.locator("#quantity option").all_inner_texts()
 
 
@@ -177,9 +178,7 @@ def test_what_a_model_writes_stays_text(page: Page, shown_runs: Path, tmp_path: 
     for button in page.locator("#list button").all():
         button.click()
         trajectory_id = button.get_attribute("data-id")
-        page.wait_for_function(
-            "id => document.querySelector('#reader h3').textContent.startsWith(id)", arg=trajectory_id
-        )
+        wait_until(page, "id => document.querySelector('#reader h3').textContent.startsWith(id)", trajectory_id)
         row = frame.loc[trajectory_id]
         assert plain(page.text_content("#reader .response") or "") == row["response"]
         assert page.text_content("#reader .prompt") == row["prompt"]

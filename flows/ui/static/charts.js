@@ -53,7 +53,7 @@ function walk(event, chart) {
 
 function draw(entry, title, data, series, extra, tell) {
   const wanted = JSON.stringify([data, series.map(({label, stroke, fill}) => [label, stroke, fill])]);
-  const told = chart => tell(entry, chart.cursor.idx ?? chart.data[0].length - 1);
+  const told = chart => tell(entry, chart.cursor.idx ?? null);
   if (entry.drawn !== wanted) {
     entry.place.chart?.destroy();
     entry.place.replaceChildren();
@@ -86,9 +86,9 @@ function curve(parent, key, title, drawn, sparse) {
   draw(entry, title, data, series, {
     scales: {x: {time: false, range: (_, low, high) => low === high ? [low - 1, high + 1] : [low, high]},
       y: {range: (_, low, high) => range(low, high)}},
-  }, ({values}, at) => values.replaceChildren(make("span", {className: "dim"}, `it ${x[at] ?? "–"}`),
+  }, ({values}, at) => values.replaceChildren(make("span", {className: "dim"}, at === null ? "last" : `it ${x[at]}`),
     ...drawn.map(({index}, row) => make("span", {}, dot(index),
-      number(data[row + 1][at] ?? (at === x.length - 1 ? newest(data[row + 1]) : null))))));
+      number(at === null ? newest(data[row + 1]) : data[row + 1][at])))));
   return entry;
 }
 
@@ -106,13 +106,12 @@ function seconds(parent, view, stages) {
     fill: color(stages.indexOf(stage)), width: 0, paths: bars, points: {show: false}}));
   draw(entry, title, [x, ...stacked], series, {
     scales: {x: {time: false, range: (_, low, high) => [low - 0.6, high + 0.6]}, y: {range: (_, low, high) => [0, (high || 1) * 1.05]}},
-  }, ({values, place}, at) => {
-    const hovered = place.chart && place.chart.cursor.idx !== null && place.chart.cursor.idx !== undefined;
-    const of = hovered ? [at] : x.map((_, row) => row).slice(-SHARES_OVER);
+  }, ({values}, at) => {
+    const of = at === null ? x.map((_, row) => row).slice(-SHARES_OVER) : [at];
     const means = own.map(stage => of.reduce((sum, row) => sum + stage[row], 0) / of.length);
     const total = means.reduce((sum, value) => sum + value, 0) || 1;
     values.replaceChildren(
-      make("span", {className: "dim"}, hovered ? `it ${x[at]}` : `mean of the last ${of.length}`),
+      make("span", {className: "dim"}, at === null ? `mean of the last ${of.length}` : `it ${x[at]}`),
       ...present.map((stage, row) => make("span", {}, dot(stages.indexOf(stage)),
         `${stage.slice(TIME.length)} ${number(means[row], 2)} s, ${Math.round(100 * means[row] / total)} %`)));
   });

@@ -5,6 +5,7 @@ import {at, make, number, options} from "ui/dom";
 import {source} from "ui/source";
 
 const GROUP = "";
+const TYPING_MS = 300;
 const form = at("filters");
 const filters = ["iteration", "order", "low", "high", "text", "where"];
 let views = [];
@@ -293,16 +294,21 @@ function inspect(response, told, trajectory) {
   };
 }
 
+/** What the form says; a default is left out of the address. */
+function said() {
+  const values = Object.fromEntries(["of", ...filters].map(name => [name, form.elements[name].value]));
+  return {...values, of: values.of === views[0].name ? "" : values.of, order: values.order === "best" ? "" : values.order};
+}
+
 let typing = 0;
 form.addEventListener("input", event => {
-  const {name, value} = event.target;
   clearTimeout(typing);
   const change = () => {
-    write({[name]: value, id: ""});
+    write({...said(), id: ""});
     show(views);
   };
   if (event.target.tagName === "SELECT" || !source.live) change();
-  else typing = setTimeout(change, 300);
+  else typing = setTimeout(change, TYPING_MS);
 });
 form.addEventListener("submit", event => event.preventDefault());
 at("list").addEventListener("keydown", walk);
