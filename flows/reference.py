@@ -180,8 +180,9 @@ def _macros(formula: str) -> str:
 METRICS = """# Metrics
 
 Generated from `flows/metrics.py` by `make docs`. These are the main metrics, and where each is shown: in the line that
-an iteration prints, in `ratchet status`, on the iteration's page in Prefect, or as a curve of `ratchet report`. An
-iteration stores every metric that its stages report; `ratchet query RUN "select * from metrics"` prints them all.
+an iteration prints, in `ratchet status`, on the iteration's page in Prefect, or as a curve of `ratchet ui` and
+`ratchet report`. An iteration stores every metric that its stages report; `ratchet query RUN "select * from metrics"`
+prints them all.
 
 | metric | meaning | unit | shown |
 |---|---|---|---|

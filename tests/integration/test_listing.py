@@ -52,7 +52,9 @@ def test_runs_are_listed(store: Path) -> None:
     assert ppo.url == f"file://{store}/ppo"
     assert ppo.bytes == sum(path.stat().st_size for path in (store / "ppo").rglob("*") if path.is_file())
     rates = open_run(ppo.url).validation().groupby("iteration")["score"].mean()
-    assert ppo.best_validation == ("val/countdown/mean_score", pytest.approx(rates.max()))
+    assert ppo.best_validation is not None
+    metric, best = ppo.best_validation
+    assert metric == "val/countdown/mean_score" and best == pytest.approx(rates.max())
     assert (runs["open"].state, runs["open"].iteration) == ("stopped", 2)
     assert runs["open"].age_s < ppo.age_s, "it was forked later"
     assert [summary.name for summary in runs_of(f"file://{store}")] == ["open", "ppo"]

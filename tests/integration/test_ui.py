@@ -6,6 +6,7 @@ import re
 import signal
 import threading
 import urllib.error
+import urllib.parse
 import urllib.request
 import uuid
 from collections.abc import Iterator
@@ -308,7 +309,7 @@ def test_only_the_page_is_answered(url: str, shown_runs: Path) -> None:
     assert ask(url, Sec_Fetch_Site="cross-site")[0] == 200, "a link to the page may be anywhere"
     (shown_runs.parent / "beside").mkdir(exist_ok=True)
     for name in ("../beside", "..", ".", "", "ppo/../ppo", str(shown_runs / "ppo"), "ppo::file:///etc", "ppo/log"):
-        status, text = ask(f"{url}api/run?run={urllib.request.quote(name)}")
+        status, text = ask(f"{url}api/run?run={urllib.parse.quote(name)}")
         assert status == 400 and "there is no run" in text, name
     assert ask(f"{url}static/../server.py")[0] == 404
     assert ask(f"{url}static/%2e%2e/server.py")[0] == 404
