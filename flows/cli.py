@@ -9,6 +9,7 @@ import warnings
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, TextIO
+from urllib.parse import urlsplit
 
 import typer
 from rich.console import Console
@@ -31,12 +32,17 @@ app = typer.Typer(
 )
 app.add_typer(data, name="data")
 
-console = Console(soft_wrap=True)
-errors = Console(stderr=True, soft_wrap=True)
+console = Console(soft_wrap=True, markup=False)
+errors = Console(stderr=True, soft_wrap=True, markup=False)
 
 Name = Annotated[str, typer.Argument(metavar="RUN", help="a run's name in the store, or its full URL")]
 Store = Annotated[str, typer.Option(envvar="RATCHET_STORE", help="folder of runs, any fsspec URL")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[a.b=c ...]", help="values to change")]
+TakeOver = Annotated[bool, typer.Option("--take-over", help="continue even if another driver is alive")]
+AcceptChanges = Annotated[
+    bool,
+    typer.Option("--accept-changes", help="continue the run with other data, another reward or another algorithm"),
+]
 DEFAULT_STORE = "file://./runs"
 
 
@@ -68,7 +74,7 @@ def main() -> None:
         app()
     except RatchetError as error:
         for line in str(error).splitlines():
-            errors.print(f"error: {visible(line)}", highlight=False, markup=False)
+            errors.print(f"error: {visible(line)}", highlight=False)
         sys.exit(error.exit_code)
 
 
@@ -84,7 +90,7 @@ def _show_warning(
     line: str | None = None,
 ) -> None:
     if issubclass(category, RenamedKey):
-        errors.print(f"note: {message}", highlight=False, markup=False)
+        errors.print(f"note: {message}", highlight=False)
     else:
         _show_other_warnings(message, category, filename, lineno, file, line)
 
@@ -100,26 +106,35 @@ def train(
     overrides: Overrides = None,
     run: Annotated[str | None, typer.Option(help="the run's name (run.name)")] = None,
     store: Annotated[str | None, typer.Option(envvar="RATCHET_STORE", help="folder of runs (run.store)")] = None,
-    take_over: Annotated[bool, typer.Option("--take-over", help="continue even if another driver is alive")] = False,
+    take_over: TakeOver = False,
+    accept_changes: AcceptChanges = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="only check everything, and say what would happen")
+    ] = False,
 ) -> None:
     """Start a run, or resume it if it exists."""
     given = {"run.name": run, "run.store": store}
     values = {key: value for key, value in given.items() if value}
-    _drive(load_config(config, overrides or []).with_values(values), take_over)
+    loaded = load_config(config, overrides or []).with_values(values)
+    if dry_run:
+        _announce(loaded, accept_changes)
+    else:
+        _drive(loaded, take_over, accept_changes)
 
 
 @app.command()
 def resume(
     name: Name,
     store: Store = DEFAULT_STORE,
-    take_over: Annotated[bool, typer.Option("--take-over", help="continue even if another driver is alive")] = False,
+    take_over: TakeOver = False,
+    accept_changes: AcceptChanges = False,
 ) -> None:
     """Resume from the last committed stage, with the config of the last driver."""
     from infra.runs import open_run
 
     url = _url(name, store)
     parent, _, leaf = url.rpartition("/")  # where the run was opened, which may differ from its config
-    _drive(open_run(url).config.with_values({"run.store": parent, "run.name": leaf}), take_over)
+    _drive(open_run(url).config.with_values({"run.store": parent, "run.name": leaf}), take_over, accept_changes)
 
 
 @app.command()
@@ -263,7 +278,7 @@ def rescore(
     source = _url(name, store)
     config = rescoring_config(source, run, reward, learn, overrides or [])
     begin(config)
-    _drive(config, take_over=False)
+    _drive(config)
     views.compare_scores(console, open_run(source), open_run(run_url(config.run.store, run)))
 
 
@@ -369,7 +384,7 @@ def verify(
         finding.repair()
     views.findings(console, [finding for finding in findings if finding not in repaired])
     for finding in repaired:
-        console.print(f"{finding.key} {finding.what}: repaired", highlight=False, markup=False)
+        console.print(f"{finding.key} {finding.what}: repaired", highlight=False)
     wrong = [finding for finding in findings if not finding.harmless]
     if wrong:
         raise RatchetError(f"{len(wrong)} objects of {name} have errors: {wrong[0].key} {wrong[0].what}")
@@ -402,7 +417,11 @@ def evaluate(
     api: Annotated[Api, typer.Option(help="type of the server")] = Api.vllm,
     output: Annotated[Path | None, typer.Option(help="write the trajectories to this Parquet file")] = None,
 ) -> None:
-    """Answer and score held-out prompts; prints the solve rate of each data source, with a confidence interval."""
+    """Answer and score held-out prompts; prints the solve rate of each data source, with a confidence interval.
+
+    With the run's own prompts and settings, the answers are those of its validation at that iteration, if the same
+    engine generates: a run on servers is evaluated with hf, whose answers may differ.
+    """
     import tempfile
 
     from flows import views
@@ -410,7 +429,7 @@ def evaluate(
     if output is not None:
         make_folder(output.parent)
     with tempfile.TemporaryDirectory() as folder:
-        config = views.evaluation_config(name, store, iteration, Path(folder))
+        config, version = views.evaluation_config(name, store, iteration, Path(folder))
         changes: dict[str, object] = {"validation.n": n} if n is not None else {}
         changes |= {"validation.temperature": temperature} if temperature is not None else {}
         changes |= {"validation.data": data} if data else {}
@@ -425,7 +444,7 @@ def evaluate(
         from tasks.recording import recorded
 
         with progress(console):
-            answers = recorded(lambda: flow(config), lambda: flow.fn(config))
+            answers = recorded(lambda: flow(config, version), lambda: flow.fn(config, version))
     if output is not None:
         views.write(answers, output)
     alone = config.reward.model is None and config.rollout.environment is None
@@ -556,6 +575,8 @@ def deploy(
     for name in names:
         console.print(name, highlight=False)
     console.print(f"start a worker with `ratchet worker --pool {pool}`; then `prefect deployment run {names[0]}`")
+    if urlsplit(api := os.environ["PREFECT_API_URL"]).port != 4200:
+        console.print(f"the server's pages stay blank unless it was started with PREFECT_UI_API_URL={api}")
 
 
 @app.command()
@@ -591,9 +612,24 @@ def doctor(
     examine(console, engines)
 
 
-def _drive(config: RunConfig, take_over: bool) -> None:
+def _announce(config: RunConfig, accept_changes: bool) -> None:
+    """Check everything that a start would, and say what it would do."""
+    _quiet()
+    from flows.summary import summary
     from flows.terminal import progress
-    from infra.execution.driver import check_inputs
+    from infra.execution.driver import check_start
+    from tasks.changes import check_open_iteration
+
+    with progress(console):
+        state = check_start(config, take_over=True, accept_changes=accept_changes, check=check_open_iteration)
+    for line in summary(config, state.iteration):
+        console.print(visible(line), highlight=False)
+
+
+def _drive(config: RunConfig, take_over: bool = False, accept_changes: bool = False) -> None:
+    _quiet()
+    from flows.terminal import progress
+    from infra.execution.driver import check_start
     from infra.execution.stopping import on_signals
 
     def stop(*_: object) -> None:
@@ -603,13 +639,18 @@ def _drive(config: RunConfig, take_over: bool) -> None:
         raise SystemExit(1)
 
     with on_signals(stop), progress(console, config.train.iterations):
-        check_inputs(config)
+        from tasks.changes import check_open_iteration
+
+        check_start(config, take_over=take_over, accept_changes=accept_changes, check=check_open_iteration)
         _prefect()
         from flows.train import drive
         from flows.train import train as flow
         from tasks.recording import recorded
 
-        ended = recorded(lambda: flow(config, take_over=take_over), lambda: drive(config, take_over))
+        ended = recorded(
+            lambda: flow(config, take_over=take_over, accept_changes=accept_changes),
+            lambda: drive(config, take_over, accept_changes),
+        )
         if ended is not None:  # a `Failed` state, if Prefect did not record the flow
             ended.result()
     elsewhere = "" if config.run.store == DEFAULT_STORE else f" --store {config.run.store}"

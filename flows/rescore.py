@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from prefect import flow
 
@@ -17,8 +17,10 @@ from tasks.plan import fork_run
 
 
 @flow(name="rescore", flow_run_name="{config.run.name}", persist_result=False)
-def rescore(config: RunConfig, take_over: bool = False) -> None:
-    """Create the run that `config` names next to the run at `data.generations`, unless it exists, and drive it."""
+def rescore(config: RunConfig, take_over: bool = False, overrides: Sequence[str] = ()) -> None:
+    """Create the run that `config` names next to the run at `data.generations`, unless it exists, and drive it.
+    `overrides` change single values of `config`."""
+    config = config.with_values({}, overrides)
     begin(config)
     train(config, take_over=take_over)
 

@@ -36,7 +36,7 @@ BIDIRECTIONAL = set("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 def progress(console: Console, iterations: int | None = None) -> Iterator[None]:
     """Show the events reported inside: live bars on a terminal, plain lines elsewhere."""
     bars = Progress(
-        TextColumn("{task.description:<24}"),
+        TextColumn("{task.description:<24}", markup=False),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
         TimeElapsedColumn(),

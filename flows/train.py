@@ -1,6 +1,6 @@
 """A run: its iterations, one after the other, from the point that the log has reached."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from prefect import flow
@@ -13,6 +13,7 @@ from prefect.utilities.asyncutils import run_coro_as_sync
 
 from flows.iteration import iteration
 from flows.prefect_pages import show_report, shown, tagged
+from flows.summary import summary
 from flows.tracking import tracking
 from infra.execution.driver import driving
 from infra.progress import note
@@ -28,33 +29,47 @@ from tasks.validate import VALIDATE
 
 @flow(name="train", flow_run_name="{config.run.name}", persist_result=False)
 @noted
-def train(config: RunConfig, take_over: bool = False, new_run: bool = False) -> State[None] | None:
+def train(
+    config: RunConfig,
+    take_over: bool = False,
+    new_run: bool = False,
+    accept_changes: bool = False,
+    overrides: Sequence[str] = (),
+) -> State[None] | None:
     """Start or resume the run that `config` names, until it has `train.iterations` iterations.
 
-    With `new_run`, the flow run's id is appended to the run's name: every flow run begins a new run, and one that
-    Prefect starts again resumes its own.
+    `overrides` change single values of `config`, such as ``actor.lr=1e-5``. With `accept_changes`, a run continues with
+    other data, another reward or another algorithm. With `new_run`, the flow run's id is appended to the run's name:
+    every flow run begins a new run, and one that Prefect starts again resumes its own.
     """
+    config = config.with_values({}, overrides)
     if new_run:
         config = config.with_values({"run.name": f"{config.run.name}-{flow_run.id[:8]}"})
     try:
-        drive(config, take_over)
+        drive(config, take_over, accept_changes)
     except Fenced as error:  # a separate state, so that no automation takes it for a crash
         return Failed(name="Fenced", message=str(error), data=error)
     return None
 
 
-def drive(config: RunConfig, take_over: bool) -> None:
+def drive(config: RunConfig, take_over: bool, accept_changes: bool = False) -> None:
     """Run the remaining iterations and the last validation, recorded by Prefect if its server works."""
     # a Prefect heartbeat of its own would add a second to each iteration; the heartbeat of this flow covers both
     quiet = temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
     with (
-        driving(config, dependencies(config), take_over=take_over, check=check_open_iteration) as driver,
+        driving(
+            config,
+            dependencies(config),
+            take_over=take_over,
+            accept_changes=accept_changes,
+            check=check_open_iteration,
+        ) as driver,
         tracking(config) as track,
         quiet,
         _shared_client(),
     ):
-        if config.train.updates and driver.state.iteration < config.train.iterations:
-            note(driver.snapshots.describe())
+        if driver.state.iteration < config.train.iterations:
+            note("\n".join(summary(config, driver.state.iteration)))
         while (k := driver.state.iteration) < config.train.iterations:
             with tagged(config.run.name):
                 metrics = _iteration(config, k)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
@@ -19,6 +18,7 @@ from infra.execution import heartbeat
 from infra.execution.claims import run_url
 from infra.query import answer, isolated
 from infra.runs import Run, open_run
+from infra.store.run_store import VALIDATE
 from rlhf.config import RunConfig, parse_config
 from rlhf.errors import UserError
 from rlhf.schema import TRAJECTORY
@@ -49,7 +49,6 @@ def status(console: Console, run: Run, last: int) -> None:
 
 def _status(console: Console, run: Run, last: int) -> None:
     from tasks.pipeline import stages_of  # imports torch
-    from tasks.validate import VALIDATE
 
     state, config = run.state, run.config
     first = max(0, state.iteration - last)
@@ -63,7 +62,7 @@ def _status(console: Console, run: Run, last: int) -> None:
         progress = run.progress(iteration)
         missing = "·" if iteration >= state.iteration else ""
         if progress or not missing:
-            stages_done = [progress.get(stage.name, "" if stage is VALIDATE else missing) for stage in stages]
+            stages_done = [progress.get(stage.name, "" if stage.name == VALIDATE else missing) for stage in stages]
             table.add_row(str(iteration), *stages_done)
     console.print(table, "✓ committed, – skipped, 2/4 shards committed, · missing", highlight=False)
     metrics = run.metrics(last)
@@ -133,13 +132,13 @@ def rows(console: Console, frame: pd.DataFrame, format: str, title: str | None =
             table.add_column(name, overflow="fold")
         for texts in cells:
             table.add_row(*texts)
-        console.print(table, markup=False)
+        console.print(table)
 
 
 def findings(console: Console, all_findings: Sequence[Finding]) -> None:
     """Print the findings of a verification, the harmless ones last."""
     for finding in sorted(all_findings, key=lambda finding: finding.harmless):
-        console.print(f"{finding.key} {finding.what}: {finding.means}", highlight=False, markup=False)
+        console.print(f"{finding.key} {finding.what}: {finding.means}", highlight=False)
 
 
 def compare_scores(console: Console, old: Run, new: Run) -> None:
@@ -165,12 +164,15 @@ def plan(console: Console, run: Run, config: RunConfig, iteration: int | None, n
     from tasks.plan import plan as planned
 
     state = run.state
-    chosen = iteration if iteration is not None else state.iteration if state.stages else max(state.iteration - 1, 0)
+    has_begun = any(
+        stage != VALIDATE for stage in (*state.stages, *state.shards)
+    )  # a finished run ends in a validation
+    chosen = iteration if iteration is not None else state.iteration if has_begun else max(state.iteration - 1, 0)
     stages = planned(run, config, chosen)
     table = Table("stage", "with this config", "why", title=f"{name}, iteration {chosen}", box=box.SIMPLE_HEAD)
     for entry in stages:
         table.add_row(entry.stage, "stays" if entry.keeps else "runs", "; ".join(entry.why))
-    console.print(table, markup=False)
+    console.print(table)
     if (stage := first_changed(stages)) is None:
         console.print("nothing that is committed would run again: `ratchet train` continues with this config")
     else:
@@ -187,20 +189,19 @@ def tree(origin: Origin) -> Tree:
     return branch
 
 
-def evaluation_config(name: str, store: str, iteration: int | None, folder: Path) -> RunConfig:
-    """The config to evaluate a model folder, or a snapshot of a run, which is exported to `folder`."""
+def evaluation_config(name: str, store: str, iteration: int | None, folder: Path) -> tuple[RunConfig, int]:
+    """The config to evaluate a model folder, or a snapshot of a run, which is exported to `folder`; and the number of
+    iterations of the snapshot, 0 for a model folder."""
     if (Path(name) / "config.json").is_file():
         if iteration is not None:
             raise UserError("--iteration chooses a snapshot of a run, and a model folder has none: leave it out")
-        return parse_config(
-            {
-                "run": {"name": "evaluate"},
-                "model": {"path": name, "dtype": "float32"},
-                "data": {"train": ["none"]},
-                "rollout": {"max_response_tokens": 512, "prompts_per_shard": 128},
-            },
-            "evaluate",
-        )
+        tree = {
+            "run": {"name": "evaluate"},
+            "model": {"path": name, "dtype": "float32"},
+            "data": {"train": ["none"]},
+            "rollout": {"max_response_tokens": 512, "prompts_per_shard": 128},
+        }
+        return parse_config(tree, "evaluate"), 0
     run = open_run(name if "://" in name else run_url(store, name))
     version = run.newest_snapshot() if iteration is None else iteration
     run.export(version, folder)
@@ -208,7 +209,7 @@ def evaluation_config(name: str, store: str, iteration: int | None, folder: Path
     changes: dict[str, object] = {"model.path": str(folder), "model.lora": None, "algorithm.kl": {}}
     if run.config.rollout.engine == "server":  # the server may not have the weights of this snapshot
         changes["rollout.engine"] = "hf"
-    return run.config.with_values(changes)
+    return run.config.with_values(changes), version
 
 
 def write(answers: pd.DataFrame, path: Path) -> None:
@@ -230,9 +231,7 @@ def solve_rates(answers: pd.DataFrame, title: str, on_error: str, solved: float 
         failed = answers[column].notna()
         if failed.any():
             counted = "left out" if left_out else "count as 0"
-            captions.append(
-                f"{failed.sum()} {what} failed, and {counted}: {escape(visible(answers[column][failed].iloc[0]))}"
-            )
+            captions.append(f"{failed.sum()} {what} failed, and {counted}: {visible(answers[column][failed].iloc[0])}")
         if left_out:
             answers = answers[~failed]
     if captions:

@@ -22,8 +22,8 @@ from infra.execution.stopping import Stopping, on_signals
 from infra.execution.weight_sync import WeightSync
 from infra.progress import note
 from infra.store.log import Corrupt
-from infra.store.object_store import ObjectStore, StoreUnavailable
-from infra.store.records import RunState, Weights
+from infra.store.object_store import StoreUnavailable
+from infra.store.records import Claim, RunState, Weights
 from infra.store.run_store import RunStore
 from infra.workers.groups import WorkerGroups
 from infra.workers.ray_group import GroupLost
@@ -208,6 +208,7 @@ def driving(
     dependencies: Dependencies,
     *,
     take_over: bool = False,
+    accept_changes: bool = False,
     check: Callable[[Driver], None] = lambda driver: None,
 ) -> Iterator[Driver]:
     """Claim the run and drive it; within an open driver of the same run, reuse that driver.
@@ -216,6 +217,7 @@ def driving(
         config: names the run.
         dependencies: recorded in the claim; leftover files of its stages are deleted.
         take_over: fence another driver even if it is alive.
+        accept_changes: continue a run that has iterations with other data, another reward or another algorithm.
         check: may reject the driver before the claim, so that a config that cannot continue changes nothing.
 
     Yields:
@@ -231,7 +233,7 @@ def driving(
         with on_signals(active.stopping.request):
             yield active
         return
-    driver = _open(config, dependencies, take_over, check)
+    driver = _open(config, dependencies, take_over, accept_changes, check)
     with driver.stopping.watching(), beating(driver.store.log, driver.stopping):
         token = _open_drivers.set((*drivers, driver))
         try:
@@ -353,22 +355,88 @@ def _has_gpus(config: RunConfig) -> bool:
     return all(pool is not None and config.pools[pool].gpus_per_worker > 0 for pool in pools)
 
 
-def _open(config: RunConfig, dependencies: Dependencies, take_over: bool, check: Callable[[Driver], None]) -> Driver:
-    """Check everything that may be wrong on the user's side, then claim the run. Loads no model."""
-    store = RunStore(ObjectStore(run_url(config.run.store, config.run.name)))
-    driver = Driver(config, store)
+def check_start(
+    config: RunConfig, *, take_over: bool, accept_changes: bool, check: Callable[[Driver], None] = lambda driver: None
+) -> RunState:
+    """Check everything that `driving` refuses, without a claim: nothing is written, and no model is loaded.
+
+    Args:
+        config: names the run.
+        take_over: whether another driver may be alive.
+        accept_changes: whether the run may continue with other data, another reward or another algorithm.
+        check: may reject the driver.
+
+    Returns:
+        The run's state; its slot is -1 if the run does not exist.
+
+    Raises:
+        UserError: the config, the store or the inputs are wrong, or do not fit the run.
+        Fenced: another driver is alive.
+    """
+    store = RunStore.at(run_url(config.run.store, config.run.name))
+    state = _check(Driver(config, store), take_over, accept_changes, check)
+    if state.slot < 0:
+        store.objects.delete_empty_folders()  # left by the check of the store
+    return state
+
+
+def _check(driver: Driver, take_over: bool, accept_changes: bool, check: Callable[[Driver], None]) -> RunState:
+    """Check everything that may be wrong on the user's side; returns the run's state, slot -1 if there is no run."""
+    config, store = driver.config, driver.store
     check_inputs(config)
     state = begin(store, config, take_over)
-    for role, weights in driver.initial_weights.items():
-        first = state.initial.get(role)
-        if first is not None and first.digest != weights.digest:
-            raise UserError(
-                f"the {role}'s model is not the one that run {config.run.name} started with (model.path "
-                f"{config.model.path}, model.lora {yaml_text(config.model.lora)}): choose another run.name, or restore "
-                "the first model"
-            )
+    mistakes = [
+        f"the {role}'s model is not the one that run {config.run.name} started with (model.path {config.model.path}, "
+        f"model.lora {yaml_text(config.model.lora)}): choose another run.name, or restore the first model"
+        for role, weights in driver.initial_weights.items()
+        if (first := state.initial.get(role)) is not None and first.digest != weights.digest
+    ]
+    committed = []
+    try:
+        check(driver)
+    except UserError as error:
+        committed = [str(error)]
+    if state.claim is not None and state.iteration > 0 and not accept_changes:
+        mistakes += _other_run(driver, state.claim, can_continue=not committed)
+    if mistakes := mistakes + committed:
+        raise UserError("\n".join(mistakes))
+    return state
+
+
+def _other_run(driver: Driver, claim: Claim, can_continue: bool) -> list[str]:
+    """The refusal of a config that learns from something else than the run did; empty if it does not.
+
+    Args:
+        driver: the driver.
+        claim: the claim of the driver before.
+        can_continue: whether the open iteration can continue with the config.
+    """
+    before, config = stored_config(claim.config, "the claim"), driver.config
+    changed = differences(before.learned_from(), config.learned_from())
+    if claim.outside.get("dataset") == driver.digest("dataset"):  # other paths, the same prompts
+        changed = [change for change in changed if not change.startswith("data.train ")]
+    if not changed:
+        return []
+    run = config.run.name
+    remedies = f"choose another run.name, or continue with the run's own settings (`ratchet resume {run}`)"
+    return [
+        f"run {run} has {driver.state.iteration} iterations with other settings ({'; '.join(changed)}): {remedies}"
+        + (", or add --accept-changes" if can_continue else "")
+    ]
+
+
+def _open(
+    config: RunConfig,
+    dependencies: Dependencies,
+    take_over: bool,
+    accept_changes: bool,
+    check: Callable[[Driver], None],
+) -> Driver:
+    """Check everything that may be wrong on the user's side, then claim the run. Loads no model."""
+    store = RunStore.at(run_url(config.run.store, config.run.name))
+    driver = Driver(config, store)
+    state = _check(driver, take_over, accept_changes, check)
     checked = store.state.slot
-    check(driver)
     if state.claim is not None:
         _say_what_changed(state.claim.config, config)
     claim(

@@ -76,7 +76,8 @@ def validated(model: type[M], tree: Mapping[str, Any], where: str, context: obje
         problems: dict[str, str] = {}
         for problem in error.errors():  # of a key that takes several types, each type has a problem: the first one's
             problems.setdefault(_key(problem["loc"], tree), _explain(problem, tree, model))
-        raise UserError("\n".join(f"{where}: {text}" for text in problems.values())) from None
+        lines = [line for text in problems.values() for line in text.splitlines()]
+        raise UserError("\n".join(f"{where}: {line}" for line in lines)) from None
 
 
 def keys(model: type[BaseModel], prefix: str = "") -> list[tuple[str, str, str, str]]:

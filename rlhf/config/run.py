@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, model_validator
 
-from rlhf.config.incompatibilities import check_combinations
+from rlhf.config.incompatibilities import incompatible
 from rlhf.config.older import RENAMED, as_of_today, with_new_names
 from rlhf.config.reading import overridden, read_yaml, renamed, set_value, validated
 from rlhf.config.rollouts import generates_stale, generates_with_other_rounding
@@ -35,6 +35,18 @@ from rlhf.config.sections import (
 
 ALLOW_INCOMPATIBLE = "anything fits"
 """Validation context in which incompatible combinations are accepted."""
+
+
+LEARNED: dict[str, bool | set[str]] = {
+    **dict.fromkeys(("data", "reward", "algorithm"), True),
+    "rollout": {"n", "environment"},
+}
+"""Sections that say what a run learns from; models are compared by their files instead."""
+HOW_COMPUTED: dict[str, bool | set[str] | dict[str, set[str]]] = {
+    "reward": {"timeout_s", "on_error", "workers", "allow_code"},
+    "rollout": {"environment": {"timeout_s", "on_error", "max_error_share", "concurrency"}},
+}
+"""Keys of these sections that only say how it is computed."""
 
 
 class RunConfig(Section):
@@ -183,9 +195,14 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _combinations(self, info: ValidationInfo) -> Self:
-        if info.context != ALLOW_INCOMPATIBLE:
-            check_combinations(self)
+        if info.context != ALLOW_INCOMPATIBLE and (mistakes := dict.fromkeys(incompatible(self))):
+            raise ValueError("\n".join(mistakes))
         return self
+
+    def learned_from(self) -> dict[str, Any]:
+        """The values that say what the run learns from: prompts, reward, algorithm. A run may continue with others only
+        if the user says so."""
+        return self.model_dump(mode="json", include=LEARNED, exclude=HOW_COMPUTED)
 
     def value(self, key: str) -> Any:
         """The JSON value at a dotted key: a scalar, or a whole section."""

@@ -139,6 +139,13 @@ def test_all_mistakes_are_said_at_once(file: Path) -> None:
     assert sorted(keys) == ["actor.lrr", "actor.share_prompts", "data.train", "rollout.n", "trainer"]
 
 
+def test_all_combinations_that_do_not_work_are_said_at_once(file: Path) -> None:
+    with pytest.raises(UserError) as refused:
+        load_config(file, ["validation.every=1", "actor.tensor_parallel=2", "critic=null", "pools={a: {workers: 3}}"])
+    keys = [line.removeprefix(f"{file}: ").split()[0] for line in str(refused.value).splitlines()]
+    assert keys == ["critic", "actor.tensor_parallel", "actor.tensor_parallel", "validation.every"]
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
