@@ -12,7 +12,7 @@ import pyarrow as pa
 from infra.execution.claims import is_fit
 from infra.store.log import Corrupt
 from infra.store.object_store import ObjectStore
-from infra.store.records import RunState, StageCommit
+from infra.store.records import ObjectRef, RunState, StageCommit
 from infra.store.run_store import VALIDATE, RunStore
 from rlhf.config import RunConfig, stored_config
 from rlhf.errors import UserError
@@ -177,12 +177,24 @@ class Run:
         rows = []
         for iteration in range(0 if last is None else max(0, closed - last), closed):
             try:
-                rows.append(self._metrics(self.store.iteration_state(iteration)))
+                rows.append(self.metrics_of(self.store.index_of(iteration)))
             except Corrupt as damage:
                 damaged(damage)
         return pd.DataFrame(rows) if rows else pd.DataFrame(columns=["iteration"])
 
-    def _metrics(self, index: RunState) -> dict[str, float]:
+    def metrics_of(self, closed: ObjectRef) -> dict[str, float]:
+        """The metrics of one closed iteration.
+
+        Args:
+            closed: the iteration's index, from `RunStore.index_of`.
+
+        Returns:
+            Values by name; `iteration` is among them.
+
+        Raises:
+            Corrupt: an object is missing or damaged.
+        """
+        index = self.store.log.load_index(closed)
         if index.metric_values or index.metrics is None:
             return {"iteration": index.iteration, **index.metric_values}
         [row] = self.store.read_shard(index.metrics).to_pylist()  # indexes of older releases hold no values

@@ -152,8 +152,8 @@ def is_alive(objects: ObjectStore, waiting: Callable[[str], None] = lambda messa
     beat = read(objects)
     if beat is None or beat.stopped:
         return None
-    if beat.host == socket.gethostname() and beat.boot == _boot_id():
-        return beat if _runs(beat) else None
+    if (lives := lives_here(beat)) is not None:
+        return beat if lives else None
     if _silent.get(objects.url) == beat:
         return None
     waiting(f"watching whether the driver on {beat.host} is alive ({2.5 * INTERVAL_S:.0f} s)")
@@ -173,7 +173,10 @@ _silent: dict[str, Beat] = {}
 """By run, a beat after which this process has watched in vain for another."""
 
 
-def _runs(beat: Beat) -> bool:
+def lives_here(beat: Beat) -> bool | None:
+    """Whether the process of a beat lives; None if it is one of another host, or of this host before it was booted."""
+    if beat.host != socket.gethostname() or beat.boot != _boot_id():
+        return None
     try:
         return is_same(psutil.Process(beat.pid), beat.born)
     except psutil.NoSuchProcess:

@@ -1,0 +1,197 @@
+"""The runs of a store, from what their logs and indexes hold. No data file is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import lru_cache
+from typing import Literal
+
+import fsspec
+
+from infra.execution import heartbeat
+from infra.execution.claims import run_url
+from infra.runs import Run
+from infra.store.log import Corrupt
+from infra.store.object_store import ObjectStore
+from infra.store.records import ObjectRef, StageCommit
+from infra.store.run_store import VALIDATE, RunStore
+from rlhf.errors import UserError
+
+READERS = 16
+"""Threads that read, so that a remote store's latency adds up less."""
+FRESH_S = 60.0
+"""A driver on another host counts as alive while its heartbeat is younger."""
+
+State = Literal["running", "stopped", "finished", "fit", "damaged"]
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What a list of runs shows of one run."""
+
+    name: str
+    url: str
+    state: State
+    """`fit`: an SFT or a reward model, running or not; `damaged`: the log cannot be read."""
+    iteration: int
+    """The open iteration, which is the number of closed ones."""
+    iterations: int | None
+    """The number of iterations of the config; None for a fit, and if the log cannot be read."""
+    best_validation: tuple[str, float] | None
+    """The metric `val/<data source>/mean_score` of the first data source, and its best value."""
+    age_s: float
+    """Seconds since the last commit."""
+    bytes: int
+    """Size of all files in the run's folder. A fork's folder lacks what it shares with its parent."""
+    problem: str = ""
+    """If the run is damaged: what is wrong."""
+
+
+def runs_of(store_url: str) -> list[RunSummary]:
+    """List the runs of a store.
+
+    The cost of a run is a listing of its folder, its newest log records, and the index of each closed iteration, which
+    is read once per process.
+
+    Args:
+        store_url: the folder of runs, as any fsspec URL or a local path.
+
+    Returns:
+        A summary of each run, the newest commit first. Empty if the store does not exist.
+
+    Raises:
+        UserError: fsspec does not support the protocol, or the store refuses access.
+        StoreUnavailable: the store does not answer.
+    """
+    names = run_names(store_url)
+    with ThreadPoolExecutor(READERS) as readers:
+        summaries = readers.map(lambda name: _summary(store_url, name), names)
+        return sorted((summary for summary in summaries if summary is not None), key=lambda summary: summary.age_s)
+
+
+def run_names(store_url: str) -> list[str]:
+    """Name the folders of a store, which are its runs and perhaps others.
+
+    Args:
+        store_url: the folder of runs.
+
+    Returns:
+        The names, sorted. Empty if the store does not exist.
+
+    Raises:
+        UserError: fsspec does not support the protocol, or the store refuses access.
+        StoreUnavailable: the store does not answer.
+    """
+    objects = ObjectStore(store_url)
+    fs, root = fsspec.core.url_to_fs(store_url, use_listings_cache=False)
+    try:
+        entries = objects.retry("list its runs", lambda: fs.ls(root.rstrip("/"), detail=True))
+    except FileNotFoundError:
+        return []
+    folders = (entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory")
+    return sorted(name for name in folders if not name.startswith("."))
+
+
+def _summary(store_url: str, name: str) -> RunSummary | None:
+    """The summary of a run; None if the folder holds no run."""
+    url = run_url(store_url, name)
+    objects = ObjectStore(url)
+    size = _size(objects)
+    try:
+        store = RunStore(objects)
+        if store.log.read().slot < 0:
+            return None
+        run = Run(store)
+        iterations = None if run.is_fit else run.config.train.iterations
+        closed = run.state.iteration
+        age_s = (datetime.now(UTC) - run.store.log.record(run.state.slot).at).total_seconds()
+        best = None if run.is_fit else best_validation(validations(run))
+    except (Corrupt, UserError) as error:
+        return RunSummary(name, url, "damaged", 0, None, None, float("inf"), size, str(error).splitlines()[0])
+    state: State = "stopped"
+    if iterations is None:
+        state = "fit"
+    elif closed >= iterations:
+        state = "finished"
+    elif is_driven(objects):
+        state = "running"
+    return RunSummary(name, url, state, closed, iterations, best, max(age_s, 0.0), size)
+
+
+def is_driven(objects: ObjectStore) -> bool:
+    """Tell whether a driver is at work, without waiting for its next heartbeat.
+
+    Args:
+        objects: the run's folder.
+
+    Returns:
+        Whether the driver's process lives; on another host, whether its heartbeat is younger than `FRESH_S`.
+    """
+    beat = heartbeat.read(objects)
+    if beat is None or beat.stopped:
+        return False
+    lives = heartbeat.lives_here(beat)
+    if lives is not None:
+        return lives
+    fs, path = fsspec.core.url_to_fs(f"{objects.url}/{heartbeat.KEY}", use_listings_cache=False)
+    try:
+        written: datetime = objects.retry("look at the heartbeat", lambda: fs.modified(path))
+    except FileNotFoundError:
+        return False
+    return (datetime.now(UTC) - written).total_seconds() < FRESH_S
+
+
+def validations(run: Run) -> list[dict[str, float]]:
+    """Collect the validation metrics of a run, those of the open iteration included.
+
+    Args:
+        run: the run.
+
+    Returns:
+        The metrics that begin with ``val/``, for each validation in order.
+
+    Raises:
+        Corrupt: an index or a manifest is missing or damaged.
+    """
+    state, url = run.state, run.store.url
+    refs = [ref for page in state.pages for ref in (*_page(url, page), page)] + state.recent
+    metrics = [dict(_validation(url, ref)) for ref in refs]
+    committed = state.stages.get(VALIDATE)
+    if isinstance(committed, StageCommit):
+        metrics.append(run.store.manifest(committed).metrics)
+    return [values for row in metrics if (values := {name: row[name] for name in row if name.startswith("val/")})]
+
+
+def best_validation(metrics: Iterable[dict[str, float]]) -> tuple[str, float] | None:
+    """Choose the best validation by the mean score of the first data source.
+
+    Args:
+        metrics: from `validations`.
+
+    Returns:
+        The metric's name and its best value; None without a validation.
+    """
+    scores = [{name: value for name, value in row.items() if name.endswith("/mean_score")} for row in metrics]
+    name = min((name for row in scores for name in row), default=None)
+    return None if name is None else (name, max(row[name] for row in scores if name in row))
+
+
+@lru_cache(maxsize=4096)
+def _page(url: str, page: ObjectRef) -> tuple[ObjectRef, ...]:
+    """The other indexes in a page of closed iterations."""
+    return tuple(RunStore.at(url).log.load_index(page).recent)
+
+
+@lru_cache(maxsize=262_144)
+def _validation(url: str, index: ObjectRef) -> tuple[tuple[str, float], ...]:
+    """The validation metrics in an index. Indexes are immutable, so they are read once."""
+    metrics = Run(RunStore.at(url)).metrics_of(index)
+    return tuple((name, value) for name, value in metrics.items() if name.startswith("val/"))
+
+
+def _size(objects: ObjectStore) -> int:
+    fs, path = fsspec.core.url_to_fs(objects.url, use_listings_cache=False)
+    return int(objects.retry("list its files", lambda: fs.du(path)))
