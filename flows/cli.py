@@ -26,16 +26,30 @@ app = typer.Typer(
     name="ratchet",
     help="Reinforcement learning for language models as a workflow: every stage is committed and can be resumed.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
 app.add_typer(data, name="data")
 
+DEFAULT_STORE = "file://./runs"
 console = Console(soft_wrap=True, markup=False)
 errors = Console(stderr=True, soft_wrap=True, markup=False)
 
-Name = Annotated[str, typer.Argument(metavar="RUN", help="a run's name in the store, or its full URL")]
+
+def run_names(context: typer.Context, incomplete: str) -> list[str]:
+    """Complete the name of a run in the store."""
+    from infra.listing import run_names as names_of
+
+    store = context.params.get("store") or os.environ.get("RATCHET_STORE", DEFAULT_STORE)
+    try:
+        return [name for name in names_of(store) if name.startswith(incomplete)]
+    except RatchetError:  # a shell shows no errors while it completes
+        return []
+
+
+Name = Annotated[
+    str, typer.Argument(metavar="RUN", help="a run's name in the store, or its full URL", autocompletion=run_names)
+]
 Store = Annotated[str, typer.Option(envvar="RATCHET_STORE", help="folder of runs, any fsspec URL")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[a.b=c ...]", help="values to change")]
 TakeOver = Annotated[bool, typer.Option("--take-over", help="continue even if another driver is alive")]
@@ -43,7 +57,6 @@ AcceptChanges = Annotated[
     bool,
     typer.Option("--accept-changes", help="continue the run with other data, another reward or another algorithm"),
 ]
-DEFAULT_STORE = "file://./runs"
 
 
 class Format(StrEnum):
@@ -183,6 +196,18 @@ def status(
 
 
 @app.command()
+def ls(
+    store: Store = DEFAULT_STORE,
+    format: Annotated[Format, typer.Option(help="output format")] = Format.table,
+) -> None:
+    """List the runs of a store: state, iterations, best validation, age, size."""
+    from flows import views
+    from infra.listing import runs_of
+
+    views.runs(console, runs_of(store), store, format.value)
+
+
+@app.command()
 def show(
     name: Name,
     store: Store = DEFAULT_STORE,
@@ -201,24 +226,35 @@ def show(
 
 @app.command()
 def query(
-    name: Name,
-    sql: Annotated[
-        str, typer.Argument(metavar="SQL", help='such as "select iteration, avg(score) from score group by 1"')
+    arguments: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN... SQL",
+            help='runs, then SQL such as "select iteration, avg(score) from score group by 1"',
+            autocompletion=run_names,
+        ),
     ],
     store: Store = DEFAULT_STORE,
     format: Annotated[Format, typer.Option(help="output format")] = Format.table,
 ) -> None:
-    """Run SQL (DuckDB) on the committed data: tables trajectories, metrics, and one for each stage."""
+    """Run SQL (DuckDB) on the committed data of one run or several: tables trajectories, metrics, and one for each
+    stage; their column `run` names the run."""
     from flows import views
     from infra.query import query as ask
     from infra.runs import open_run
 
-    views.rows(console, ask(open_run(_url(name, store)), sql), format.value)
+    *names, sql = arguments
+    if not names:
+        raise UserError(f"query {sql!r}: name a run, then the SQL")
+    views.rows(console, ask([open_run(_url(name, store)) for name in names], sql), format.value)
 
 
 @app.command()
 def report(
-    names: Annotated[list[str], typer.Argument(metavar="RUN...", help="names in the store, or full URLs")],
+    names: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN...", help="names in the store, or full URLs", autocompletion=run_names),
+    ],
     output: Annotated[Path, typer.Option("--output", "-o", help="the HTML file to write or replace")],
     store: Store = DEFAULT_STORE,
 ) -> None:
@@ -393,7 +429,9 @@ def verify(
 
 @app.command()
 def evaluate(
-    name: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="a run, or a Hugging Face model folder")],
+    name: Annotated[
+        str, typer.Argument(metavar="RUN|MODEL", help="a run, or a Hugging Face model folder", autocompletion=run_names)
+    ],
     overrides: Overrides = None,
     data: Annotated[str | None, typer.Option(help="prompt file; by default the run's validation.data")] = None,
     store: Store = DEFAULT_STORE,

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich import box
+from rich import box, filesize
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
+    from infra.listing import RunSummary
     from infra.verify import Finding
     from tasks.explain import Origin
 
@@ -74,6 +75,35 @@ def _status(console: Console, run: Run, last: int) -> None:
         console.print(numbers)
     snapshots = ", ".join(map(str, sorted(state.snapshots))) or "none"
     console.print(f"term {state.term}, {state.slot + 1} log records, snapshots after iterations: {snapshots}")
+
+
+def runs(console: Console, summaries: Sequence[RunSummary], store: str, format: str) -> None:
+    """Print the runs of a store, the newest first."""
+    import pandas as pd
+
+    if not summaries:
+        console.print(f"there are no runs in {store}")
+        return
+    columns = ("run", "state", "iterations", "best validation", "age", "size")
+    rows(console, pd.DataFrame([_cells(summary) for summary in summaries], columns=columns), format)
+    for summary in summaries:
+        if summary.problem:
+            console.print(f"{summary.name} is damaged: {visible(summary.problem)}", highlight=False)
+
+
+def _cells(summary: RunSummary) -> tuple[str, ...]:
+    of = "" if summary.iterations is None else f"/{summary.iterations}"
+    best = "" if summary.best_validation is None else "{} {:.3f}".format(*summary.best_validation)
+    age = "" if math.isinf(summary.age_s) else _age(summary.age_s)
+    return summary.name, summary.state, f"{summary.iteration}{of}", best, age, filesize.decimal(summary.bytes)
+
+
+def _age(seconds: float) -> str:
+    """A time span in its largest unit, such as 3 h."""
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds // size:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def show(

@@ -268,6 +268,38 @@ def test_vacuum_deletes_what_nothing_reaches(ratchet: Ratchet, config: RunConfig
     assert "0 objects were deleted" in out
 
 
+def test_runs_are_listed_completed_and_queried_together(
+    ratchet: Ratchet, parent: History, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(tmp_path / "runs" / "parent", tmp_path / "runs" / "copy")
+    (tmp_path / "runs" / "notes").mkdir()
+    store = ("--store", config.run.store)
+    code, out, err = ratchet("ls", *store, "--format", "json")
+    assert code == 0, err
+    listed = {row["run"]: row for row in map(json.loads, out.splitlines())}
+    assert listed.keys() == {"parent", "copy"}
+    assert {(row["state"], row["iterations"]) for row in listed.values()} == {("finished", "3/3")}
+
+    sql = "select run, iteration, count(*) as n, avg(score) as score from trajectories group by all order by all"
+    code, out, err = ratchet("query", "parent", "copy", sql, *store, "--format", "json")
+    assert code == 0, err
+    answers = [json.loads(line) for line in out.splitlines()]
+    assert [(row["run"], row["iteration"], row["n"]) for row in answers] == [
+        (run, iteration, 8) for run in ("copy", "parent") for iteration in range(3)
+    ]
+    assert [row["score"] for row in answers[:3]] == [row["score"] for row in answers[3:]]
+    code, out, err = ratchet("query", "parent", "copy", "select * from nowhere", *store)
+    assert code == 2
+    assert "tables are advantages, generate, metrics" in err
+
+    monkeypatch.setenv("RATCHET_STORE", config.run.store)
+    monkeypatch.setenv("_RATCHET_COMPLETE", "complete_bash")
+    for command in ("status", "query", "report", "evaluate"):
+        monkeypatch.setenv("COMP_WORDS", f"ratchet {command} p")
+        monkeypatch.setenv("COMP_CWORD", "2")
+        assert ratchet()[1].split() == ["parent"]
+
+
 def _files(url: str) -> list[Path]:
     return [path for path in Path(url.removeprefix("file://")).rglob("*") if path.is_file()]
 

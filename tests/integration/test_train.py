@@ -33,11 +33,12 @@ class Ratchet:
     def __init__(self, workspace: Path, processes: Processes) -> None:
         self.workspace, self.processes = workspace, processes
 
-    def __call__(self, *faults: Fault, setup: Any = None, **changes: Any) -> Child:
+    def __call__(self, *faults: Fault, setup: Any = None, accept_changes: bool = False, **changes: Any) -> Child:
         self.config = self.at(**changes)
         path = self.processes.folder / "config.yaml"
         path.write_text(yaml.safe_dump(self.config.model_dump(mode="json")))
-        return self.processes.cli("train", path, faults=faults, setup=setup)
+        options = ("--accept-changes",) if accept_changes else ()
+        return self.processes.cli("train", path, *options, faults=faults, setup=setup)
 
     def at(self, **changes: Any) -> RunConfig:
         defaults = {
@@ -178,18 +179,18 @@ def test_a_changed_learning_rate_keeps_the_rollouts(ratchet: Ratchet) -> None:
 
 
 def test_a_changed_reward_keeps_the_generations_and_never_the_scores(ratchet: Ratchet) -> None:
-    other = {"reward__function": "tests.rewards:digits"}
+    other: dict[str, Any] = {"reward__function": "tests.rewards:digits", "accept_changes": True}
     done(ratchet(Fault("put", "trajectories/score/iteration=000001/.*part-00000", "before")), -9)
     # of generations alone there is something: accepted; killed again with one of two shards of the new scores
     changed = ratchet(Fault("put", "trajectories/score/iteration=000001/.*part-00001"), **other)
     done(changed, -9)
     assert ("generate", 1, 0) not in changed.computed_shards
     before = History.of(ratchet.config)
-    refused = done(ratchet(), 2)
+    refused = done(ratchet(accept_changes=True), 2)
     assert "config.reward.function: tests.rewards:digits -> tests.rewards:letters" in refused
     assert "ratchet fork" in refused
     done(ratchet(dies_after("stage", "score", 1), **other), -9)
-    refused = done(ratchet(), 2)
+    refused = done(ratchet(accept_changes=True), 2)
     assert "config.reward.function: tests.rewards:digits -> tests.rewards:letters" in refused
     then = History.of(ratchet.config)
     then.check_sound(killed=True)
@@ -239,9 +240,12 @@ def test_a_reward_that_is_not_a_number_commits_nothing(ratchet: Ratchet) -> None
 
 def test_a_reward_that_is_not_a_number_can_be_passed_over(ratchet: Ratchet, workspace: Path) -> None:
     bad: dict[str, Any] = {"reward__function": "tests.rewards:not_a_number", "train__on_nan": "skip"}
+    bad |= {"accept_changes": True}
     killed = ratchet(dies_after("skip", "update_actor", 0), **bad)
     assert killed.wait() == -9
-    done(ratchet(train__on_nan="skip", train__iterations=1))  # a good reward now, but the actor has been told to wait
+    done(
+        ratchet(train__on_nan="skip", train__iterations=1, accept_changes=True)
+    )  # a good reward now, but the actor has been told to wait
     done(ratchet(**bad))
     history = ratchet.history
     others = UPDATES | ROWS - {"score", "advantages"}
@@ -251,7 +255,7 @@ def test_a_reward_that_is_not_a_number_can_be_passed_over(ratchet: Ratchet, work
     assert {role: (roles[role].version, roles[role].digest) for role in ("actor", "critic")} == {
         role: (2, history.state.initial[role].digest) for role in ("actor", "critic")
     }
-    done(ratchet(train__iterations=3))
+    done(ratchet(train__iterations=3, accept_changes=True))
     frame = ratchet.history.run.trajectories()
     assert frame.groupby("iteration")["score"].count().to_dict() == {0: 0, 1: 0, 2: 8}
     assert frame["prompt"].nunique() == 12, "every iteration draws the next prompts"
