@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 import typer
 from rich.console import Console
 
-from flows import temporary_server
 from flows.cli_data import data, make_folder
+from flows.temporary_server import TemporaryServer
 from flows.terminal import visible
 from rlhf.config import RewardTraining, RunConfig, SFTConfig, keys, load_config, overridden, validated
 from rlhf.config.older import RenamedKey
@@ -476,11 +476,12 @@ def evaluate(
         if server:
             changes |= {"rollout.engine": "server", "rollout.server.urls": [server], "rollout.server.api": api.value}
         config = config.with_values(changes, overrides or [])
-        _prefect()
+        prefect = _starting()
         from flows.evaluate import evaluate as flow
         from flows.terminal import progress
         from tasks.recording import recorded
 
+        _wait_for(prefect)
         with progress(console):
             answers = recorded(lambda: flow(config, version), lambda: flow.fn(config, version))
     if output is not None:
@@ -578,12 +579,13 @@ def reward_model(
 
 def _fit(config: SFTConfig | RewardTraining) -> dict[str, float]:
     make_folder(Path(config.output))
-    _prefect()
+    server = _starting()
     from flows.sft import sft as supervise
     from flows.terminal import progress
     from flows.train_reward_model import train_reward_model
     from tasks.recording import recorded
 
+    _wait_for(server)
     with progress(console):
         if isinstance(config, SFTConfig):
             return recorded(lambda: supervise(config), lambda: supervise.fn(config))
@@ -665,7 +667,7 @@ def _announce(config: RunConfig, accept_changes: bool) -> None:
 
 
 def _drive(config: RunConfig, take_over: bool = False, accept_changes: bool = False) -> None:
-    _quiet()
+    server = _starting()
     from flows.terminal import progress
     from infra.execution.driver import check_start
     from infra.execution.stopping import on_signals
@@ -680,11 +682,11 @@ def _drive(config: RunConfig, take_over: bool = False, accept_changes: bool = Fa
         from tasks.changes import check_open_iteration
 
         check_start(config, take_over=take_over, accept_changes=accept_changes, check=check_open_iteration)
-        _prefect()
         from flows.train import drive
         from flows.train import train as flow
         from tasks.recording import recorded
 
+        _wait_for(server)
         ended = recorded(
             lambda: flow(config, take_over=take_over, accept_changes=accept_changes),
             lambda: drive(config, take_over, accept_changes),
@@ -707,13 +709,18 @@ def _quiet() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
-def _prefect() -> None:
-    """Prepare Prefect, and tell the user that importing it and starting a temporary server take a while."""
+def _starting() -> TemporaryServer | None:
+    """Start a temporary Prefect server in the background; None if PREFECT_API_URL names a server."""
     _quiet()
-    if not os.environ.get("PREFECT_API_URL"):
-        temporary_server.end_orphans()
-        temporary_server.mark()
-        console.print("starting Prefect (a temporary server on this machine; 5 to 40 s)")
+    return None if os.environ.get("PREFECT_API_URL") else TemporaryServer()
+
+
+def _wait_for(server: TemporaryServer | None) -> None:
+    """Wait for a temporary server, and tell the user if that takes a while."""
+    if server is not None:
+        if not server.is_ready:
+            console.print("starting Prefect (a temporary server on this machine; 5 to 40 s)")
+        server.wait()
 
 
 def _url(name: str, store: str) -> str:

@@ -7,12 +7,12 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.context import AsyncClientContext, FlowRunContext
 from prefect.runtime import flow_run
-from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 from prefect.states import Failed
 from prefect.utilities.asyncutils import run_coro_as_sync
 
 from flows.iteration import iteration
-from flows.prefect_pages import show_report, shown, tagged
+from flows.prefect_pages import has_pages, show_report, shown, tagged
 from flows.summary import summary
 from flows.tracking import tracking
 from infra.execution.driver import driving
@@ -79,7 +79,7 @@ def drive(config: RunConfig, take_over: bool, accept_changes: bool = False) -> N
                 validated = start(driver, VALIDATE, driver.state.iteration, {})
                 finish(driver)
                 track(driver.state.iteration, validated.manifest().metrics)
-    if PREFECT_API_URL.value():
+    if has_pages():
         try:
             show_report(driver.store.url)
         except RatchetError as error:  # the run is complete, and the report can be written at any time

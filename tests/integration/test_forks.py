@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -319,6 +320,14 @@ def test_rescore_compares_new_scores_with_the_old(ratchet: Ratchet, parent: Hist
     summary = [line.split() for line in out.splitlines() if line.strip().startswith("all")]
     assert summary[0][1:4] == ["24", f"{old['score'].mean():.3f}", f"{new['score'].mean():.3f}"]
     assert ratchet("resume", "other", *store)[0] == 0  # it is done
+    as_in_the_demo = "algorithm.rollout_correction={bypass: true}"  # which matters only if somebody learns
+    assert ratchet("rescore", "parent", *reward, "--run", "bypass", *store, as_in_the_demo)[0] == 0
+    code, _, err = ratchet("rescore", "parent", *reward, "--train", "--run", "learns", *store, as_in_the_demo)
+    assert code == 2
+    remedy = re.search(r"set (algorithm\.rollout_correction\.bypass): false", err)
+    assert remedy is not None
+    arguments = (*reward, "--train", "--run", "learns", *store, as_in_the_demo, f"{remedy[1]}=false")
+    assert ratchet("rescore", "parent", *arguments)[0] == 0
     assert ratchet("rescore", "parent", *reward, "--run", "other", *store)[0] == 0
 
 
