@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 import yaml
 
-from flows.rescore import begin
+from flows.rescore import begin, rescoring_config
 from flows.train import train
 from infra.runs import open_run
 from infra.store.records import Fork
@@ -288,6 +288,16 @@ def test_rescore_compares_new_scores_with_the_old(ratchet: Ratchet, parent: Hist
     assert summary[0][1:4] == ["24", f"{old['score'].mean():.3f}", f"{new['score'].mean():.3f}"]
     assert ratchet("resume", "other", *store)[0] == 0  # it is done
     assert ratchet("rescore", "parent", *reward, "--run", "other", *store)[0] == 0
+
+
+def test_trackers_are_for_training(
+    parent: History, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    train(config.with_values({"tracking": "tensorboard"}))  # the run is done: this only claims it
+    url = parent.run.store.url
+    assert rescoring_config(url, "other", None, learn=False).tracking == ()
+    assert rescoring_config(url, "other", None, learn=True).tracking == ("tensorboard",)
 
 
 def test_rescore_can_learn_from_old_generations(

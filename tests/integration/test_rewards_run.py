@@ -148,7 +148,7 @@ def test_a_failed_reward_is_recorded_and_the_policy_decides(workspace: Path, pro
         found = history.run.store.manifests(2)["validate"].metrics
         assert found["val/reward_errors"] == failed.sum()
         kept = held_out if policy == "zero" else held_out[~failed]
-        assert found["val-core/countdown/reward/mean@1"] == pytest.approx(kept["score"].mean(), rel=1e-5)
+        assert found["val-core/countdown/reward/mean@2"] == pytest.approx(kept["score"].mean(), rel=1e-5)
         table = processes.cli("evaluate", policy, "--store", config.run.store, "--temperature", 1, "validation.n=1")
         assert table.wait() == 0, table.text
         counted = "count as 0" if policy == "zero" else "left out"
