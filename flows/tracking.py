@@ -129,7 +129,7 @@ def _wandb(config: RunConfig, run_id: str) -> GeneralTracker:
         tags=list(config.run.tags),
         config=config.model_dump(mode="json"),
         dir=str(folder),
-        settings=wandb.Settings(silent=True, console="off", x_stats_sampling_interval=60.0),
+        settings=wandb.Settings(silent=True, console="off"),
     )
 
 
@@ -137,9 +137,9 @@ def _mlflow(config: RunConfig, run_id: str) -> GeneralTracker:
     import mlflow
     from accelerate.tracking import MLflowTracker
 
-    experiments = mlflow.search_experiments(filter_string=f"name = '{config.run.project}'")
-    ids = [experiment.experiment_id for experiment in experiments]
-    runs = mlflow.search_runs(ids, f"tags.run_id = '{run_id}'", output_format="list") if ids else []
+    runs = []
+    if (project := mlflow.get_experiment_by_name(config.run.project)) is not None:
+        runs = mlflow.search_runs([project.experiment_id], f"tags.run_id = '{run_id}'", output_format="list")
     return MLflowTracker(
         config.run.project,
         run_id=runs[0].info.run_id if runs else None,

@@ -55,11 +55,12 @@ class TrainingFlops:
             is_experts = parameter.dim() == 3 and top_k is not None
             used = parameter.numel() * (top_k / parameter.shape[0] if is_experts else 1.0)
             per_token += used * (6 if parameter.requires_grad else 4)
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        heads = getattr(config, "num_attention_heads", 0)  # a model without attention has none
+        width = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
         return cls(
             per_token,
             0.0 if head_weight is None else head_weight.numel() * (6 if head_weight.requires_grad else 4),
-            12.0 * config.num_hidden_layers * config.num_attention_heads * width,
+            12.0 * config.num_hidden_layers * heads * width,
         )
 
     def __call__(self, prompts: np.ndarray, responses: np.ndarray) -> float:
