@@ -232,7 +232,8 @@ writes its own columns and `trajectory_id` to `trajectories/<stage>/iteration=<k
 from the folder's name. [metrics.md](metrics.md) describes the metrics.
 
 Shapes: `[T]` has an element for each token of the response, `[P]` for each token of the prompt; a column without a shape
-is a single value. A stage that did not run has no rows; `run.trajectories()` and `ratchet query` join the stages.
+is a single value. In `validate`, `iteration` is the one before which the validation ran. A stage that did not run has no
+rows; `run.trajectories()` and `ratchet query` join the stages.
 
 ## Reading them
 
@@ -244,7 +245,7 @@ duckdb.sql("from read_parquet('runs/countdown/trajectories/score/*/*.parquet', h
 pl.read_parquet("runs/countdown/trajectories/score")
 ```
 
-| | pandas | DuckDB | polars | `run.trajectories()` |
+| | pandas | DuckDB | polars 2 | `run.trajectories()` |
 |---|---|---|---|---|
 | `iteration` | category of int32: `frame.iteration.astype(int)` | with `hive_types` as above INTEGER; else VARCHAR, such as `000007` | Int64 | int64 |
 | int32, int64 | int32, int64 | INTEGER, BIGINT | Int32, Int64 | int32, int64 |
