@@ -156,9 +156,9 @@ def markdown(run: Run, iteration: int, metrics: Mapping[str, float]) -> str:
     place = f"{config.run.name} --store {config.run.store}"
     lines = [f"# {config.run.name}, iteration {iteration}", "", "| metric | value |", "|---|---|"]
     lines += [
-        f"| {metric.name} | {metrics[metric.name]:{metric.format}} |"
-        for metric in shown_in(PAGES)
-        if metric.name in metrics
+        f"| {display.name} | {metrics[display.name]:{display.format}} |"
+        for display in shown_in(PAGES)
+        if display.name in metrics
     ]
     lines += [
         "",

@@ -1,4 +1,4 @@
-"""Generate `docs/configuration.md`, `docs/algorithms.md` and `docs/metrics.md`: `python -m flows.reference [--check]`."""
+"""Generate the reference pages in `docs/` (`main` lists them): `python -m flows.reference [--check]`."""
 
 import inspect
 import re
@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
 from pydantic import BaseModel
 
 from flows.metrics import CATALOGUE
@@ -16,7 +17,10 @@ from rlhf.algorithms.policy_losses import PolicyLoss
 from rlhf.algorithms.reward_shaping import OverlongPenalty
 from rlhf.algorithms.rollout_correction import ImportanceWeights, Rejection, off_policy_metrics
 from rlhf.config import DynamicSamplingConfig, RewardTraining, RunConfig, SFTConfig, keys, models_in, parse_config
-from tasks.pipeline import names_of
+from rlhf.metrics import METRICS
+from rlhf.schema import TRAJECTORY, Column
+from tasks.pipeline import STAGES, names_of
+from tasks.stage import RowsStage
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
@@ -70,6 +74,7 @@ VERL = """
 | `trainer.save_freq` | `checkpoint.every` | iterations in between are replayed, not lost |
 | `trainer.total_training_steps` | `train.iterations` | |
 | `trainer.logger` | `tracking` | |
+| `trainer.project_name`, `trainer.experiment_name` | `run.project`, `run.name` | |
 | `trainer.test_freq` | `validation.every` | |
 """
 
@@ -177,27 +182,132 @@ def _macros(formula: str) -> str:
     return formula.replace("\\operatorname", "\\mathrm")
 
 
-METRICS = """# Metrics
+METRICS_HEAD = """# Metrics
 
-Generated from `flows/metrics.py` by `make docs`. These are the main metrics, and where each is shown: in the line that
-an iteration prints, in `ratchet status`, on the iteration's page in Prefect, or as a curve of `ratchet report`. An
-iteration stores every metric that its stages report; `ratchet query RUN "select * from metrics"` prints them all.
+Generated from `rlhf/metrics.py` and `flows/metrics.py` by `make docs`. A metric that verl also has is named as in verl
+([decision 030](decisions/030-metric-names.md)). Each iteration writes one file with one row, in
+`metrics/iteration=<k>.*.parquet`, and **every file has all columns of this table**, so pandas, DuckDB and polars read the
+folder as one table:
 
-| metric | meaning | unit | shown |
-|---|---|---|---|
+```python
+import duckdb, pandas as pd, polars as pl
+
+pd.read_parquet("runs/countdown/metrics")
+duckdb.sql("select * from read_parquet('runs/countdown/metrics/*.parquet') order by iteration")
+pl.read_parquet("runs/countdown/metrics")
+```
+
+`iteration` is an int64, and everything else a float64 that is null if the iteration did not compute it: if its stage did
+not run (a rescored run trains nothing, and `train.on_nan: skip` leaves updates out), or without what the column "needs"
+names. `run.metrics()` gives the same rows without the columns that are null throughout, includes the iterations that a
+fork shares, and translates names of older releases, whose files have fewer columns.
+
+A validation adds `val-core/<data source>/reward/mean@<n>`, the mean score;
+`val-core/<data source>/acc/mean@<n>`, the share of solved answers ([rewards.md](rewards.md)); and with `validation.n` above
+1, `reward/maj@<n>` and `reward/best@<n>`. They are null in iterations without a validation. These columns follow from the
+data sources of `validation.data` and from `validation.n`: files from before a change of them have the columns of then.
+
+"Shown" says where a metric is shown: in the line of an iteration, in `ratchet status`, on the iteration's page in Prefect,
+or as a curve of `ratchet report`. `ratchet query RUN "select * from metrics"` prints all.
+
+| metric | meaning | unit | stage | needs | shown |
+|---|---|---|---|---|---|
 """
 
 
 def metrics() -> str:
+    shown = {display.name: display.shown for display in CATALOGUE}
     rows = []
-    for metric in CATALOGUE:
-        places = ", ".join(place.name.lower() for place in metric.shown if place.name is not None)
-        rows.append(f"| `{metric.name}` | {metric.title} | {metric.unit} | {places} |\n")
-    return METRICS + "".join(rows)
+    for metric in METRICS:
+        places = ", ".join(str(place.name).lower() for place in shown.get(metric.name, ()))
+        cells = (f"`{metric.name}`", metric.meaning, metric.unit, f"`{metric.stage}`", metric.only, places)
+        rows.append(f"| {' | '.join(cells)} |\n")
+    return METRICS_HEAD + "".join(rows)
+
+
+COLUMNS_HEAD = """# Columns
+
+Generated from `rlhf/schema.py` and the stages of `tasks/pipeline.py` by `make docs`. One row is one trajectory. Each stage
+writes its own columns and `trajectory_id` to `trajectories/<stage>/iteration=<k>/*.parquet`; the column `iteration` comes
+from the folder's name. [metrics.md](metrics.md) describes the metrics.
+
+Shapes: `[T]` has an element for each token of the response, `[P]` for each token of the prompt; a column without a shape
+is a single value. In `validate`, `iteration` is the one before which the validation ran. A stage that did not run has no
+rows; `run.trajectories()` and `ratchet query` join the stages.
+
+## Reading them
+
+```python
+import duckdb, pandas as pd, polars as pl
+
+pd.read_parquet("runs/countdown/trajectories/score")
+duckdb.sql("from read_parquet('runs/countdown/trajectories/score/*/*.parquet', hive_types={'iteration': int})")
+pl.read_parquet("runs/countdown/trajectories/score")
+```
+
+| | pandas | DuckDB | polars 2 | `run.trajectories()` |
+|---|---|---|---|---|
+| `iteration` | category of int32: `frame.iteration.astype(int)` | with `hive_types` as above INTEGER; else VARCHAR, such as `000007` | Int64 | int64 |
+| int32, int64 | int32, int64 | INTEGER, BIGINT | Int32, Int64 | int32, int64 |
+| float | float32 | FLOAT | Float32 | float32 |
+| string | str | VARCHAR | String | str |
+| bool | bool | BOOLEAN | Boolean | bool |
+| `messages`, `extra_info`: JSON in a string | `frame.messages.map(json.loads)` | `messages->>'$[0].content'` | `pl.col("messages").str.json_path_match("$[0].content")` | as pandas |
+| list, `[T]` | NumPy array | `INTEGER[]`, `FLOAT[]`, `TINYINT[]` | List | NumPy array |
+| `turns` | array of dicts | `STRUCT("role" VARCHAR, "content" VARCHAR)[]` | List(Struct) | array of dicts |
+| `reward_parts` | list of (name, value): `dict(row)` | MAP: `reward_parts['length']` | Map: `pl.col("reward_parts").map.get("length")` | dict |
+
+A fork shares the files of its parent: its folder has only the rows that it computed itself. This reads all of them:
+
+```python
+open_run("file://./runs/other").trajectories()
+```
+
+"""
+
+
+def columns() -> str:
+    """A table of the columns of each stage."""
+    parts = [COLUMNS_HEAD]
+    for stage in STAGES:
+        if not isinstance(stage, RowsStage):
+            continue
+        parts.append(
+            f"## `{stage.name}`\n\n| column | type | shape | unit | null if | meaning |\n|---|---|---|---|---|---|\n"
+        )
+        for column in (TRAJECTORY["trajectory_id"], *stage.writes):
+            cells = (
+                f"`{column.name}`",
+                _type(column.type),
+                _shape(column),
+                column.unit,
+                column.null or "never",
+                column.meaning,
+            )
+            parts.append(f"| {' | '.join(cells)} |\n")
+        parts.append("\n")
+    return "".join(parts).rstrip() + "\n"
+
+
+def _type(kind: pa.DataType) -> str:
+    if pa.types.is_list(kind):
+        return f"list of {_type(kind.value_type)}"
+    if pa.types.is_struct(kind):
+        return f"struct of {', '.join(field.name for field in kind)}"
+    if pa.types.is_map(kind):
+        return f"map of {kind.key_type} to {kind.item_type}"
+    return str(kind)
+
+
+def _shape(column: Column) -> str:
+    if not pa.types.is_list(column.type):
+        return ""
+    return {"prompt_ids": "[P]", "turns": "[turns]"}.get(column.name, "[T]")
 
 
 def main() -> None:
-    for name, text in (("configuration", configuration()), ("algorithms", algorithms()), ("metrics", metrics())):
+    pages = {"configuration": configuration, "algorithms": algorithms, "metrics": metrics, "columns": columns}
+    for name, text in ((name, page()) for name, page in pages.items()):
         target = DOCS / f"{name}.md"
         if "--check" not in sys.argv:
             target.write_text(text)

@@ -25,13 +25,14 @@ from infra.store.log import Corrupt
 from infra.store.records import Fork, StageCommit
 from rlhf.config import RunConfig
 from rlhf.errors import UserError
+from rlhf.metrics import current
 from rlhf.models import load_tokenizer
 
 if TYPE_CHECKING:
     import pandas as pd
 
 CURVES = {metric.name: metric.heading for metric in shown_in(REPORT)}
-VALIDATION, SECONDS, ALL_SECONDS = "val/", "timing_s/", "timing_s/stages"
+VALIDATION, SECONDS, WHOLE_SECONDS = ("val-core/", "val/"), "timing_s/", ("timing_s/stages", "timing_s/step")
 MAIN_KEYS = (
     "model.path",
     "data.train",
@@ -133,11 +134,11 @@ def _metrics(run: Run, damaged: OnDamage) -> dict[str, list[Any]]:
     validation = run.state.stages.get("validate")
     if isinstance(validation, StageCommit):
         try:
-            rows.append({"iteration": run.state.iteration, **run.store.manifest(validation).metrics})
+            rows.append({"iteration": run.state.iteration, **current(run.store.manifest(validation).metrics)})
         except Corrupt as damage:
             damaged(damage)
     names = dict.fromkeys(name for row in rows for name in row)
-    stages = (name for name in names if name.startswith(SECONDS) and name != ALL_SECONDS)
+    stages = (name for name in names if name.startswith(SECONDS) and name not in WHOLE_SECONDS)
     drawn = [*CURVES, *stages, *(name for name in names if name.startswith(VALIDATION))]
     return {name: [_number(row.get(name), 7) for row in rows] for name in ("iteration", *drawn) if name in names}
 

@@ -54,6 +54,7 @@ def rescoring_config(
         **({} if reward is None else {"reward.function": reward, "reward.model": None, "reward.options": {}}),
         "train": {"iterations": parent.state.iteration, "updates": learn},
         "validation": parent.config.validation.model_dump() if learn else {},
+        "tracking": list(parent.config.tracking) if learn else [],
     }
     if learn and (correction := parent.config.algorithm.rollout_correction) is not None and correction.weights is None:
         changes["algorithm.rollout_correction"] = {"weights": {}, "rejection": [*correction.model_dump()["rejection"]]}

@@ -1,7 +1,11 @@
 """A run: its iterations, one after the other, from the point that the log has reached."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING
 
 from prefect import flow
 from prefect.client.schemas.objects import State
@@ -17,6 +21,7 @@ from flows.summary import summary
 from flows.tracking import tracking
 from infra.execution.driver import driving
 from infra.progress import note
+from infra.runs import open_run
 from infra.store.log import Fenced
 from rlhf.config import RunConfig
 from rlhf.errors import RatchetError
@@ -25,6 +30,12 @@ from tasks.pipeline import dependencies
 from tasks.recording import noted, recorded
 from tasks.runner import finish, start
 from tasks.validate import VALIDATE
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SAMPLES = 8
+"""Trajectories of an iteration that trackers with tables get."""
 
 
 @flow(name="train", flow_run_name="{config.run.name}", persist_result=False)
@@ -64,7 +75,7 @@ def drive(config: RunConfig, take_over: bool, accept_changes: bool = False) -> N
             accept_changes=accept_changes,
             check=check_open_iteration,
         ) as driver,
-        tracking(config) as track,
+        tracking(config, driver.store.log.first, partial(_samples, driver.store.url)) as track,
         quiet,
         _shared_client(),
     ):
@@ -89,6 +100,12 @@ def drive(config: RunConfig, take_over: bool, accept_changes: bool = False) -> N
 def _iteration(config: RunConfig, k: int) -> dict[str, float]:
     """Run or resume iteration `k`, recorded by Prefect if its server works."""
     return recorded(lambda: iteration(config, k), lambda: iteration.fn(config, k))
+
+
+def _samples(url: str, iteration: int) -> pd.DataFrame:
+    """The first trajectories of an iteration."""
+    columns = ["trajectory_id", "prompt", "response", "score"]
+    return open_run(url).trajectories([iteration], columns).head(SAMPLES)
 
 
 @contextmanager

@@ -67,10 +67,10 @@ def _status(console: Console, run: Run, last: int) -> None:
             table.add_row(str(iteration), *stages_done)
     console.print(table, "✓ committed, – skipped, 2/4 shards committed, · missing", highlight=False)
     metrics = run.metrics(last)
-    shown = [metric for metric in shown_in(STATUS) if metric.name in metrics]
-    numbers = Table("it", *(metric.label for metric in shown), box=box.SIMPLE_HEAD)
+    shown = [display for display in shown_in(STATUS) if display.name in metrics]
+    numbers = Table("it", *(display.name for display in shown), box=box.SIMPLE_HEAD)
     for row in metrics.to_dict("records"):
-        numbers.add_row(f"{row['iteration']:.0f}", *(f"{row[metric.name]:{metric.format}}" for metric in shown))
+        numbers.add_row(f"{row['iteration']:.0f}", *(f"{row[display.name]:{display.format}}" for display in shown))
     if shown:
         console.print(numbers)
     snapshots = ", ".join(map(str, sorted(state.snapshots))) or "none"

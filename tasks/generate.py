@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -72,6 +73,8 @@ class GenerateSummary(ShardSummary):
     oldest_version: int | None = None
     """The oldest version of the policy that drew any of the tokens; None: an older release, or there are no tokens."""
     errors: int = 0
+    num_turns: dict[int, int] = {}
+    """With an environment: how many trajectories have a number of turns."""
 
 
 def shards_of(driver: Driver) -> int:
@@ -94,9 +97,12 @@ def share_that_differs(config: RunConfig, scored: Sequence[Mapping[str, JsonValu
     return differ / config.data.prompts_per_iteration
 
 
-def generated_tokens(summaries: Sequence[GenerateSummary]) -> dict[str, float]:
+def generation_metrics(summaries: Sequence[GenerateSummary]) -> dict[str, float]:
     errors = sum(shard.errors for shard in summaries)
     metrics = {"perf/generated_tokens": float(sum(shard.tokens for shard in summaries))}
+    if turns := [turns for shard in summaries for turns in Counter(shard.num_turns).elements()]:
+        mean = sum(turns) / len(turns)
+        metrics |= {"num_turns/min": float(min(turns)), "num_turns/max": float(max(turns)), "num_turns/mean": mean}
     return metrics | ({"rollout/errors": float(errors)} if errors else {})
 
 
@@ -154,6 +160,7 @@ def generate(context: Context[GenerateConfig]) -> ShardOutput[GenerateSummary]:
         tokens=int(batch.flat("response_mask").sum()),
         oldest_version=min((version for dialogue in context.dialogues for version in dialogue.versions), default=None),
         errors=sum(dialogue.error is not None for dialogue in context.dialogues),
+        num_turns={} if prompts.environment is None else Counter(dialogue.num_turns for dialogue in context.dialogues),
         cursor=context.call.cursor + prompts.rows[-1][0] + 1,
     )
     return ShardOutput(batch, summary)
@@ -278,7 +285,7 @@ GENERATE = RowsStage(
     compute=generate,
     begin=begin,
     summary=GenerateSummary,
-    metrics=generated_tokens,
+    metrics=generation_metrics,
     count=shards_of,
     until=Until(
         applies=samples_dynamically,

@@ -256,7 +256,7 @@ def check_inputs(config: RunConfig) -> None:
     Raises:
         UserError: one of them is missing or unsuitable.
     """
-    _check_packages(config)
+    check_packages(config)
     server = config.rollout.server
     if config.rollout.engine == "server" and server.weights_folder is None and config.train.updates:
         raise UserError(
@@ -324,7 +324,12 @@ def check_prompts(dataset: PromptDataset, model: ModelConfig, data: DataConfig, 
     dataset.check_lengths(load_tokenizer(model), data.max_prompt_tokens, data.system_prompt)
 
 
-def _check_packages(config: RunConfig) -> None:
+def check_packages(config: RunConfig) -> None:
+    """Check that what the config asks for is installed.
+
+    Raises:
+        UserError: a package is not installed.
+    """
     trains = any(trainer.engine == "deepspeed" for trainer in config.trainers.values())
     models = (config.model, config.critic_model, config.reference_model)
     adapts = config.model.lora is not None or config.critic_model.lora is not None
@@ -336,6 +341,7 @@ def _check_packages(config: RunConfig) -> None:
         ("model.kernels: liger", fuses, "liger_kernel", "liger"),
         ("rollout.engine: vllm", config.rollout.engine == "vllm", "vllm", "vllm"),
         ("tracking", bool(config.tracking), "accelerate", "tracking"),
+        *((f"tracking: {name}", True, name, "tracking" if name == "tensorboard" else name) for name in config.tracking),
     ):
         if asked and importlib.util.find_spec(package) is None:
             raise UserError(f'{key} needs the package {package}: pip install "ratchet-rlhf[{extra}]"')

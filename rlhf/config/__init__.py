@@ -17,6 +17,7 @@ from rlhf.config.sections import (
     RewardModelConfig,
     RunSection,
     Section,
+    Tracker,
     TrainerConfig,
 )
 
@@ -38,6 +39,7 @@ __all__ = [
     "RunSection",
     "SFTConfig",
     "Section",
+    "Tracker",
     "TrainerConfig",
     "differences",
     "keys",

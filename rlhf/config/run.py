@@ -28,6 +28,7 @@ from rlhf.config.sections import (
     RolloutConfig,
     RunSection,
     Section,
+    Tracker,
     TrainConfig,
     TrainerConfig,
     ValidationConfig,
@@ -71,8 +72,8 @@ class RunConfig(Section):
     )
     checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="snapshots")
     validation: ValidationConfig = Field(ValidationConfig(), description="validation on held-out prompts")
-    tracking: OneOrMore[Literal["tensorboard", "wandb"]] = Field(
-        (), description="services that receive the metrics, in addition to the store"
+    tracking: OneOrMore[Tracker] = Field(
+        (), description="services that receive the metrics, in addition to the store; one that fails is left out"
     )
     train: TrainConfig = Field(TrainConfig(), description="length of the run, and handling of NaN")
 
@@ -134,6 +135,11 @@ class RunConfig(Section):
         if isinstance(self.placement, dict):
             return self.placement.get(role)  # type: ignore[call-overload, no-any-return]
         return role if self.placement == "separate" else next(iter(self.pools))
+
+    @property
+    def devices(self) -> int:
+        """Number of devices of the run: the GPUs of its pools, where a worker without a GPU is one device."""
+        return sum(math.ceil(pool.workers * max(1.0, pool.gpus_per_worker)) for pool in self.pools.values()) or 1
 
     @property
     def rollout_team_size(self) -> int:

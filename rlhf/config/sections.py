@@ -60,6 +60,9 @@ class Section(BaseModel):
 class RunSection(Section):
     name: str = Field("run", pattern=RUN_NAME, description="name of the run in the store")
     store: str = Field("file://./runs", description="folder of runs: any fsspec URL (file://, s3://, memory://)")
+    project: str = Field("ratchet", min_length=1, description="project of the run in `tracking` (MLflow: experiment)")
+    group: str | None = Field(None, description="group of the run in W&B, MLflow and trackio")
+    tags: OneOrMore[str] = Field((), description="tags of the run in W&B and MLflow")
     seed: int = Field(0, ge=0, description="seed of all randomness in the run")
     deterministic: bool = Field(
         False,
@@ -499,4 +502,5 @@ class PoolConfig(Section):
     idle_minutes: float = Field(30, gt=0, description="minutes without a call after which the workers end")
 
 
+Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 Role = Literal["actor", "critic", "reference", "reward", "rollout"]

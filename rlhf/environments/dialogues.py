@@ -130,6 +130,11 @@ class Dialogue:
         self.mask += [0] * len(ids)
         self.versions += [self.versions[-1]] * len(ids)
 
+    @property
+    def num_turns(self) -> int:
+        """Number of turns, of which the prompt is the first."""
+        return 1 + sum(1 for _ in groupby(self.mask))
+
     def turns(self, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, str]]:
         """The turns as messages with the roles `policy` and `environment`."""
         turns = groupby(zip(self.ids, self.mask, strict=True), key=itemgetter(1))

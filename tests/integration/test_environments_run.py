@@ -66,6 +66,9 @@ def test_what_the_environment_says_is_read_and_never_learned(start: Any, process
     assert metrics["response_length/mean"].tolist() == pytest.approx(
         frame.groupby("iteration")["response_mask"].apply(lambda rows: rows.map(sum).mean()).tolist()
     )
+    turns = frame["turns"].map(len) + 1
+    assert metrics["num_turns/mean"].tolist() == pytest.approx(turns.groupby(frame["iteration"]).mean().tolist())
+    assert metrics["num_turns/max"].tolist() == turns.groupby(frame["iteration"]).max().tolist()
     shown = processes.cli("show", "quiet", "--store", config.run.store)
     assert shown.wait() == 0, shown.text
     assert "environment: XY" in shown.text

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import yaml
 
-from flows.rescore import begin
+from flows.rescore import begin, rescoring_config
 from flows.train import train
 from infra.runs import open_run
 from infra.store.records import Fork
@@ -329,6 +329,16 @@ def test_rescore_compares_new_scores_with_the_old(ratchet: Ratchet, parent: Hist
     arguments = (*reward, "--train", "--run", "learns", *store, as_in_the_demo, f"{remedy[1]}=false")
     assert ratchet("rescore", "parent", *arguments)[0] == 0
     assert ratchet("rescore", "parent", *reward, "--run", "other", *store)[0] == 0
+
+
+def test_trackers_are_for_training(
+    parent: History, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    train(config.with_values({"tracking": "tensorboard"}))  # the run is done: this only claims it
+    url = parent.run.store.url
+    assert rescoring_config(url, "other", None, learn=False).tracking == ()
+    assert rescoring_config(url, "other", None, learn=True).tracking == ("tensorboard",)
 
 
 def test_rescore_can_learn_from_old_generations(

@@ -253,8 +253,9 @@ def test_runs_are_overlaid(browser: Chromium, store: Path, tmp_path: Path) -> No
     }
     metrics = [run.metrics() for run in both]
     reported = {name for frame in metrics for name in frame}
-    of_copies = {"perf/weight_sync_s", "perf/weight_sync_bytes"}  # here the rollout shares the actor's tensors
-    assert {metric.name for metric in CATALOGUE} - of_copies <= reported, "stages report all that is shown"
+    elsewhere = {"timing_s/update_weights", "perf/weight_sync_bytes"}  # here the rollout shares the actor's tensors
+    elsewhere |= {"perf/mfu/actor", "perf/max_memory_allocated_gb", "num_turns/mean", "actor/kl_loss"}
+    assert {display.name for display in CATALOGUE} - elsewhere <= reported, "stages report all that is shown"
     for key, title in report.CURVES.items():
         expected = [
             {"name": name, "y": pytest.approx(list(frame[key]), rel=1e-5)}
@@ -263,12 +264,12 @@ def test_runs_are_overlaid(browser: Chromium, store: Path, tmp_path: Path) -> No
         ]
         lines = [{**line, "y": line["y"][:3]} for line in charts.get(title, [])]  # then comes the last validation
         assert lines == expected, key
-    assert [line["name"] for line in charts["score"]] == ["ppo", "grpo"]
-    assert [line["name"] for line in charts["value loss"]] == ["ppo"]
+    assert [line["name"] for line in charts["critic/score/mean: score, mean"]] == ["ppo", "grpo"]
+    assert [line["name"] for line in charts["critic/vf_loss: value loss"]] == ["ppo"]
     rates = open_run(f"file://{store}/ppo").validation().groupby("iteration")["score"].mean()
-    (validated,) = charts["validation: countdown/mean_score"]
+    (validated,) = charts["validation: countdown/reward/mean@1"]
     assert validated["y"] == [pytest.approx(rates[at], rel=1e-3) if at in rates else None for at in range(4)]
-    assert [line["name"] for line in charts["grpo: seconds by stage"]][:3] == ["generate", "score", "old_log_probs"]
+    assert [line["name"] for line in charts["grpo: seconds by stage"]][:3] == ["gen", "reward", "old_log_prob"]
     drawn = browser("[...document.querySelectorAll('path.js-line')].filter(path => path.getTotalLength() > 20).length")
     assert drawn >= 2 * 8
     assert browser("document.querySelectorAll('#seconds .bars path').length") > 2 * 3 * 5

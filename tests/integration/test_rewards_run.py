@@ -74,8 +74,8 @@ def test_gsm8k_from_its_own_files(workspace: Path, processes: Processes) -> None
     assert (metrics["iteration"] == 1).all(), "not before the training"
     store = History.of(config).run.store
     found = store.manifests(1)["validate"].metrics
-    metrics = {"mean_score", "mean@2", "maj@2", "best@2"}
-    assert {name.rpartition("/")[2] for name in found} == metrics, "of a sum of rewards, no score means solved"
+    expected = {f"val-core/openai/gsm8k/reward/{name}@2" for name in ("mean", "maj", "best")}
+    assert set(found) == expected, "of a sum of rewards, no score means solved"
     answered = processes.cli("evaluate", "gsm8k", "--store", config.run.store, "--data", out / "test.parquet", "--n", 2)
     assert answered.wait() == 0, answered.text
     assert "best@2" in answered.text
@@ -148,7 +148,7 @@ def test_a_failed_reward_is_recorded_and_the_policy_decides(workspace: Path, pro
         found = history.run.store.manifests(2)["validate"].metrics
         assert found["val/reward_errors"] == failed.sum()
         kept = held_out if policy == "zero" else held_out[~failed]
-        assert found["val/countdown/mean_score"] == pytest.approx(kept["score"].mean(), rel=1e-5)
+        assert found["val-core/countdown/reward/mean@2"] == pytest.approx(kept["score"].mean(), rel=1e-5)
         table = processes.cli("evaluate", policy, "--store", config.run.store, "--temperature", 1, "validation.n=1")
         assert table.wait() == 0, table.text
         counted = "count as 0" if policy == "zero" else "left out"

@@ -7,7 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import pandas as pd
+import polars as pl
 import pytest
 import yaml
 from prefect.client.orchestration import SyncPrefectClient
@@ -19,6 +21,8 @@ from infra.store.records import Claim, Diverged, Skip
 from infra.store.run_store import RunStore
 from rlhf.algorithms.kl import AdaptiveCoefficient
 from rlhf.config import RunConfig
+from tasks.pipeline import STAGES
+from tasks.stage import RowsStage
 from tests import tiny
 from tests.history import History
 from tests.processes import Child, Fault, Processes
@@ -135,7 +139,10 @@ def test_grpo_on_policy_has_no_critic_no_reference_and_no_old_log_probs(ratchet:
 
 
 def test_the_critic_warms_up(ratchet: Ratchet, workspace: Path) -> None:
+    """Metrics that only later iterations have are columns of every metrics file, for every reader."""
     warm: dict[str, Any] = {"critic__warmup_iterations": 1, "actor__lr_schedule": {"warmup_iterations": 4}}
+    held_out = str(workspace / "held_out.parquet")
+    warm |= {"validation": {"data": held_out, "n": 2, "every": 1, "before_train": False}}
     done(ratchet(dies_after("skip", "update_actor", 0), **warm), -9)
     refused = done(ratchet(critic__warmup_iterations=0), 2)
     assert "critic warms up" in refused
@@ -143,7 +150,20 @@ def test_the_critic_warms_up(ratchet: Ratchet, workspace: Path) -> None:
     done(ratchet(**warm))
     history = ratchet.history
     assert [(skip.iteration, skip.weights.version) for skip in history.commits(Skip)] == [(0, 1)]
-    rates = history.run.metrics()["actor/lr"].dropna().tolist()
+    folder = str(history.folder / "metrics")
+    plain = pd.read_parquet(folder)
+    for frame in (pl.read_parquet(folder).to_pandas(), duckdb.sql(f"from read_parquet('{folder}/*.parquet')").df()):
+        pd.testing.assert_frame_equal(frame, plain, check_dtype=False)
+    assert plain["actor/pg_loss"].isna().tolist() == [True, False], "the first iteration has the column, too"
+    assert plain["val-core/countdown/reward/mean@2"].isna().tolist() == [True, False]
+    metrics = history.run.metrics()
+    assert set(metrics) == set(plain.dropna(axis=1, how="all"))
+    pd.testing.assert_frame_equal(metrics, plain[list(metrics)])
+    for stage in (stage for stage in STAGES if isinstance(stage, RowsStage) and stage.name in ROWS):
+        rows = pd.read_parquet(history.folder / "trajectories" / stage.name)
+        never = [column.name for column in stage.writes if not column.null]
+        assert rows[never].notna().all(axis=None), "docs/columns.md says so"
+    rates = metrics["actor/lr"].dropna().tolist()
     assert rates[:1] == pytest.approx([1e-3 / 4]), "the actor's own warm-up begins with its own first update"
     initial = load_file(workspace / "model" / "model.safetensors")
     for version, same in ((1, True), (2, False)):
@@ -162,7 +182,7 @@ def test_the_kl_coefficient_goes_from_iteration_to_iteration(ratchet: Ratchet) -
     expected = [0.1]
     for kl in metrics["actor/ref_kl"]:
         expected.append(steer(expected[-1], kl, 8))
-    assert metrics["actor/kl_coef"].tolist() == pytest.approx(expected[:-1])
+    assert metrics["actor/reward_kl_penalty_coeff"].tolist() == pytest.approx(expected[:-1])
     assert len(set(expected)) > 2
     assert ratchet.history.state.controllers == pytest.approx({"kl_in_reward": expected[-1]})
 

@@ -157,7 +157,6 @@ def test_metrics_of_several_answers_by_hand() -> None:
     assert found["a"] == {
         "mean_score": pytest.approx(0.5),
         "pass@1": pytest.approx(0.5),
-        "mean@3": pytest.approx(0.5),
         "maj@3": pytest.approx(0.5),
         "best@3": pytest.approx(1.0),
     }
