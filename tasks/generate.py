@@ -217,6 +217,7 @@ def trajectories(context: Context[C], prompts: Prompts) -> TrajectoryBatch:
             "sample": place % prompts.n,
             "data_source": prompt.data_source,
             "messages": json.dumps(prompt.after(prompts.config.system_prompt), ensure_ascii=False),
+            "prompt_is_text": prompt.is_text,
             "prompt": text,
             "prompt_ids": ids,
             "ground_truth": prompt.ground_truth,

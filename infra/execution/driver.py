@@ -29,7 +29,7 @@ from infra.workers.groups import WorkerGroups
 from infra.workers.ray_group import GroupLost
 from rlhf.config import DataConfig, ModelConfig, RewardConfig, RunConfig, differences, stored_config, yaml_text
 from rlhf.config.older import changed_since
-from rlhf.data.prompts import PromptDataset
+from rlhf.data.prompts import Prompt, PromptDataset, check_length
 from rlhf.environments import check_environment, environment_digest
 from rlhf.errors import UserError
 from rlhf.models import (
@@ -44,9 +44,11 @@ from rlhf.models import (
     model_folder,
     tokenizer_digest,
 )
-from rlhf.rewards import COMPARING, check_rewards, reward_digest
+from rlhf.rewards import COMPARING, auto, check_rewards, reward_digest
 from rlhf.rewards.pool import try_rewards
 
+SOURCES = 8
+"""Largest number of data sources of a file whose rewards are tried, and of mistakes that are reported at once."""
 MANY_PROMPTS = 10_000
 """Measuring the lengths of more prompts takes over two seconds, so the driver says that it does."""
 
@@ -303,23 +305,44 @@ def check_prompts(dataset: PromptDataset, model: ModelConfig, data: DataConfig, 
     """Check the prompts' lengths, ground truths and rewards.
 
     Raises:
-        UserError: a prompt is too long, lacks the ground truth for a built-in reward, or cannot be scored.
+        UserError: prompts are too long, lack the ground truth for a built-in reward, have a data source that `auto` has
+            no reward for, or cannot be scored; a line for each.
     """
-    if comparing := [name for name in reward.functions if name in COMPARING]:
-        for prompt in dataset.prompts:
-            if prompt.ground_truth is None:
-                raise UserError(
-                    f"{prompt.where}: reward.function {comparing[0]} needs reward_model.ground_truth, which is missing"
-                )
-    for failure in try_rewards(reward, dataset.prompts):
-        if reward.on_error == "fail":
-            raise UserError(failure)
-        note(failure)
-    if data.truncation != "error":
-        return
-    if len(dataset) > MANY_PROMPTS:
+    firsts: dict[str, dict[str, Prompt]] = {}
+    """The first prompt of each data source, by file."""
+    problems: dict[str, str] = {}
+    """The first problem of each kind and data source."""
+    comparing = next((name for name in reward.functions if name in COMPARING), None)
+    tokenizer = load_tokenizer(model) if data.truncation == "error" else None
+    if tokenizer is not None and len(dataset) > MANY_PROMPTS:
         note(f"checking the lengths of {len(dataset)} prompts")
-    dataset.check_lengths(load_tokenizer(model), data.max_prompt_tokens, data.system_prompt)
+    for prompt in dataset:
+        sources = firsts.setdefault(prompt.where.rpartition(",")[0], {})
+        if prompt.data_source not in sources and len(sources) < SOURCES:
+            sources[prompt.data_source] = prompt
+        if "auto" in reward.functions and (problem := auto.problem_of(prompt.data_source, prompt.style)) is not None:
+            problems.setdefault(f"source {prompt.data_source}", f"{prompt.where}: {problem}")
+        elif comparing is not None and prompt.ground_truth is None:
+            problems.setdefault(
+                "truth",
+                f"{prompt.where}: reward.function {comparing} needs reward_model.ground_truth (or a column "
+                "ground_truth, solution or answer), which is missing",
+            )
+        if tokenizer is not None and "length" not in problems:
+            try:
+                check_length(prompt, tokenizer, data.max_prompt_tokens, data.system_prompt)
+            except UserError as error:
+                problems["length"] = str(error)
+    if not problems:
+        for number, failure in enumerate(
+            try_rewards(reward, [p for sources in firsts.values() for p in sources.values()])
+        ):
+            if reward.on_error == "fail":
+                problems[f"reward {number}"] = failure
+            else:
+                note(failure)
+    if problems:
+        raise UserError("\n".join(list(problems.values())[:SOURCES]))
 
 
 def _check_packages(config: RunConfig) -> None:

@@ -102,7 +102,9 @@ class ModelConfig(Section):
 
 class DataConfig(Section):
     train: OneOrMore[str] = Field(
-        min_length=1, description="prompt files (Parquet or JSON lines, any fsspec URL), in order"
+        min_length=1,
+        description="prompt files (Parquet or JSON, any fsspec URL), or local folders of datasets (folder:split), in "
+        "order",
     )
     prompts_per_iteration: int = Field(64, gt=0, description="prompts per iteration")
     max_prompt_tokens: int = Field(512, gt=0, description="longest prompt in tokens, including the chat template")
@@ -262,8 +264,9 @@ class RewardModelConfig(ModelConfig):
 
 class RewardConfig(Section):
     function: str | dict[str, float] | None = Field(
-        "countdown",
-        description="a built-in, package.module:function or file.py:function; or several, mapped to their weights; "
+        "auto",
+        description="a built-in (auto: chosen by each row's data_source), package.module:function or file.py:function; "
+        "or several, mapped to their weights; "
         "null: only reward.model (the default if it is set) or the environment",
     )
     model: RewardModelConfig | None = Field(

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.data.prompts import Prompt, PromptDataset, encode
+from rlhf.data.prompts import Prompt, PromptDataset, check_length, encode
 from rlhf.errors import UserError
 from tests.padded import properties
 
@@ -61,10 +61,11 @@ MALFORMED: list[tuple[Any, str]] = [
     ({**ROW, "prompt": None}, "prompt is missing; there are data_source, prompt"),
     ({"question": "1 + 1?", "answer": "2"}, "prompt is missing; there are question, answer"),
     ({**ROW, "reward_model": '{"ground_truth": "2"}'}, "reward_model should be an object"),
-    ({**ROW, "data_source": None}, "data_source is missing"),
     ({**ROW, "prompt": [{"role": "user"}]}, "prompt should be a list of messages"),
     ({**ROW, "prompt": [{"role": "user", "content": 1}]}, "prompt should be a list of messages"),
-    ({"prompt": "x"}, "data_source is missing"),
+    ({"messages": [{"role": "assistant", "content": "2"}]}, "the prompt is empty"),
+    ({"conversations": [{"from": "narrator", "value": "x"}]}, "conversations has a message from 'narrator'"),
+    ({"conversations": [{"from": "human", "text": "x"}]}, "conversations should be a list of messages"),
 ]
 
 
@@ -179,14 +180,16 @@ def test_truncation() -> None:
         )
 
 
-def test_the_first_prompt_that_is_too_long_is_found_early(tmp_path: Path) -> None:
+def test_a_prompt_that_is_too_long_is_found_early(tmp_path: Path) -> None:
     rows = [ROW, {**ROW, "prompt": "x" * 300}, {**ROW, "prompt": "y" * 301}]
     dataset = PromptDataset([json_lines(tmp_path / "a.jsonl", *rows)])
-    dataset.check_lengths(tokenizer(), 301, None)
+    for prompt in dataset:
+        check_length(prompt, tokenizer(), 301, None)
+    _, second, third = dataset
     with pytest.raises(UserError, match=r"line 3: the prompt has 301 tokens, more than data.max_prompt_tokens"):
-        dataset.check_lengths(tokenizer(), 300, None)
+        check_length(third, tokenizer(), 300, None)
     with pytest.raises(UserError, match="line 2"):
-        dataset.check_lengths(tokenizer(), 301, "Short.")
+        check_length(second, tokenizer(), 301, "Short.")
 
 
 @pytest.mark.parametrize("truncation", ["error", "drop"])
@@ -209,4 +212,4 @@ def test_a_prompt_of_millions_of_characters_is_not_tokenized(tmp_path: Path, tru
     with pytest.raises(
         UserError, match=r"line 2: the prompt has 10,000,000 bytes, far more than data.max_prompt_tokens"
     ):
-        dataset.check_lengths(untouched, 512, None)
+        check_length(list(dataset)[1], untouched, 512, None)

@@ -22,7 +22,7 @@ HOSTILE = "tests.rewards:hostile"
 
 
 def row(response: str, source: str = "any", truth: str = "") -> Row:
-    return source, response, truth, None
+    return source, response, truth, None, ""
 
 
 @pytest.fixture
