@@ -27,10 +27,20 @@ from infra.store.records import RunState, Weights
 from infra.store.run_store import RunStore
 from infra.workers.groups import WorkerGroups
 from infra.workers.ray_group import GroupLost
-from rlhf.config import DataConfig, ModelConfig, RewardConfig, RunConfig, differences, stored_config, yaml_text
+from rlhf.config import (
+    DataConfig,
+    EnvironmentConfig,
+    ModelConfig,
+    RewardConfig,
+    RunConfig,
+    differences,
+    stored_config,
+    yaml_text,
+)
 from rlhf.config.older import changed_since
 from rlhf.data.prompts import Prompt, PromptDataset, check_length
 from rlhf.environments import check_environment, environment_digest
+from rlhf.environments.calls import try_environment
 from rlhf.errors import UserError
 from rlhf.models import (
     attention_heads,
@@ -285,7 +295,14 @@ def check_inputs(config: RunConfig) -> None:
         check_reward_model(config.reward.model)
         load_tokenizer(config.reward.model, writes=False)
     held_out = [] if config.validation.data is None else [config.validation.data]
-    _check_files((*config.data.train, *held_out), config.model, config.data, config.reward.model_dump_json())
+    environment = config.rollout.environment
+    _check_files(
+        (*config.data.train, *held_out),
+        config.model,
+        config.data,
+        config.reward.model_dump_json(),
+        None if environment is None else environment.model_dump_json(),
+    )
 
 
 @cache
@@ -297,16 +314,25 @@ def say_attention(model: ModelConfig) -> None:
 
 
 @cache  # called twice: by the command line before it starts Prefect, and by the driver before it claims
-def _check_files(paths: tuple[str, ...], model: ModelConfig, data: DataConfig, reward: str) -> None:
-    check_prompts(PromptDataset(paths), model, data, RewardConfig.model_validate_json(reward))
+def _check_files(
+    paths: tuple[str, ...], model: ModelConfig, data: DataConfig, reward: str, environment: str | None
+) -> None:
+    section = None if environment is None else EnvironmentConfig.model_validate_json(environment)
+    check_prompts(PromptDataset(paths), model, data, RewardConfig.model_validate_json(reward), section)
 
 
-def check_prompts(dataset: PromptDataset, model: ModelConfig, data: DataConfig, reward: RewardConfig) -> None:
-    """Check the prompts' lengths, ground truths and rewards.
+def check_prompts(
+    dataset: PromptDataset,
+    model: ModelConfig,
+    data: DataConfig,
+    reward: RewardConfig,
+    environment: EnvironmentConfig | None,
+) -> None:
+    """Check the prompts' lengths and ground truths, and try reward and environment on a row of each file.
 
     Raises:
         UserError: prompts are too long, lack the ground truth for a built-in reward, have a data source that `auto` has
-            no reward for, or cannot be scored; a line for each.
+            no reward for, cannot be scored, or make the environment fail; a line for each.
     """
     firsts: dict[str, dict[str, Prompt]] = {}
     """The first prompt of each data source, by file."""
@@ -333,12 +359,14 @@ def check_prompts(dataset: PromptDataset, model: ModelConfig, data: DataConfig, 
                 check_length(prompt, tokenizer, data.max_prompt_tokens, data.system_prompt)
             except UserError as error:
                 problems["length"] = str(error)
+    tried = [prompt for sources in firsts.values() for prompt in sources.values()]
+    if environment is not None:
+        failures = try_environment(environment, tried, data.system_prompt)
+        problems |= {failure: failure for failure in failures}
     if not problems:
-        for number, failure in enumerate(
-            try_rewards(reward, [p for sources in firsts.values() for p in sources.values()])
-        ):
+        for failure in try_rewards(reward, tried):
             if reward.on_error == "fail":
-                problems[f"reward {number}"] = failure
+                problems[failure] = failure
             else:
                 note(failure)
     if problems:
