@@ -593,7 +593,7 @@ def doctor(
 
 def _drive(config: RunConfig, take_over: bool) -> None:
     from flows.terminal import progress
-    from infra.execution.driver import check_inputs
+    from infra.execution.driver import check_inputs, with_iterations
     from infra.execution.stopping import on_signals
 
     def stop(*_: object) -> None:
@@ -602,7 +602,9 @@ def _drive(config: RunConfig, take_over: bool) -> None:
         os.write(2, b"error: stopped as asked: repeat the command to continue\n")
         raise SystemExit(1)
 
-    with on_signals(stop), progress(console, config.train.iterations):
+    with on_signals(stop), progress(console):
+        config = with_iterations(config)
+    with on_signals(stop), progress(console, config.iterations):
         check_inputs(config)
         _prefect()
         from flows.train import drive
@@ -614,7 +616,7 @@ def _drive(config: RunConfig, take_over: bool) -> None:
             ended.result()
     elsewhere = "" if config.run.store == DEFAULT_STORE else f" --store {config.run.store}"
     console.print(
-        f"run {config.run.name} has its {config.train.iterations} iterations\n"
+        f"run {config.run.name} has its {config.iterations} iterations\n"
         f"  ratchet status {config.run.name}{elsewhere}    what each iteration did\n"
         f"  ratchet show {config.run.name}{elsewhere}      the trajectories"
     )

@@ -14,7 +14,7 @@ from prefect.utilities.asyncutils import run_coro_as_sync
 from flows.iteration import iteration
 from flows.prefect_pages import show_report, shown, tagged
 from flows.tracking import tracking
-from infra.execution.driver import driving
+from infra.execution.driver import driving, with_iterations
 from infra.progress import note
 from infra.store.log import Fenced
 from rlhf.config import RunConfig
@@ -36,6 +36,7 @@ def train(config: RunConfig, take_over: bool = False, new_run: bool = False) -> 
     """
     if new_run:
         config = config.with_values({"run.name": f"{config.run.name}-{flow_run.id[:8]}"})
+    config = with_iterations(config)
     try:
         drive(config, take_over)
     except Fenced as error:  # a separate state, so that no automation takes it for a crash
@@ -53,9 +54,9 @@ def drive(config: RunConfig, take_over: bool) -> None:
         quiet,
         _shared_client(),
     ):
-        if config.train.updates and driver.state.iteration < config.train.iterations:
+        if config.train.updates and driver.state.iteration < config.iterations:
             note(driver.snapshots.describe())
-        while (k := driver.state.iteration) < config.train.iterations:
+        while (k := driver.state.iteration) < config.iterations:
             with tagged(config.run.name):
                 metrics = _iteration(config, k)
             track(k, metrics)

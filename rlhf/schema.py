@@ -65,6 +65,9 @@ TRAJECTORY = TrajectorySchema(
         Column("trajectory_id", pa.string(), "", "stable id, such as it000007-p00012-s03: iteration, prompt, sample"),
         Column("prompt_id", pa.string(), "generate", "id of the prompt, which is also the trajectory's group"),
         Column("sample", pa.int32(), "generate", "index of the trajectory among those of its prompt", "index"),
+        Column(
+            "dataset_row", pa.int64(), "generate", "row of the prompt in the files, counted over all of them", "index"
+        ),
         Column("data_source", pa.string(), "generate", "data source of the prompt"),
         Column("messages", pa.string(), "generate", "messages of the prompt [{role, content}], as JSON"),
         Column(

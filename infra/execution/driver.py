@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -147,6 +148,8 @@ class Driver:
         self.restoring = threading.RLock()
         """Held while weights are loaded: two executors may find at the same time that a role needs other weights."""
         self.has_said_that_replays_differ = False
+        self.solve_rates: dict[int, dict[int, float]] = {}
+        """Solve rates of prompts, by closed iteration and row of the dataset, as far as they were read."""
         self.stopping = Stopping(f"`ratchet resume {config.run.name}`")
 
     @property
@@ -258,6 +261,35 @@ def driving(
             if driver.rollout.replicas is not None:
                 driver.rollout.replicas.close()
             driver.groups.close()
+
+
+def with_iterations(config: RunConfig) -> RunConfig:
+    """Convert `train.epochs` into `train.iterations`, the number that a run stores.
+
+    Args:
+        config: the config of a run.
+
+    Returns:
+        The config; unchanged if it has no epochs.
+
+    Raises:
+        UserError: the prompts cannot be read.
+    """
+    epochs, per_iteration = config.train.epochs, config.data.prompts_per_iteration
+    if epochs is None:
+        return config
+    prompts = _size_of(config.model, config.data)
+    iterations = max(1, math.ceil(epochs * prompts / per_iteration))
+    note(f"train.epochs {epochs:g} of {prompts} prompts: {iterations} iterations of {per_iteration} prompts")
+    return config.with_values({"train.iterations": iterations, "train.epochs": None})
+
+
+@cache  # called by the command line and by the flow
+def _size_of(model: ModelConfig, data: DataConfig) -> int:
+    dataset = PromptDataset(data.train)
+    if data.truncation == "drop":
+        dataset = dataset.without_overlong(load_tokenizer(model), data.max_prompt_tokens, data.system_prompt)
+    return len(dataset)
 
 
 def check_inputs(config: RunConfig) -> None:

@@ -6,6 +6,7 @@ from rlhf.config.run import RunConfig, load_config, parse_config, stored_config
 from rlhf.config.sections import (
     ActorConfig,
     CheckpointConfig,
+    CurriculumConfig,
     DataConfig,
     DynamicSamplingConfig,
     EnvironmentConfig,
@@ -24,6 +25,7 @@ from rlhf.config.sections import (
 __all__ = [
     "ActorConfig",
     "CheckpointConfig",
+    "CurriculumConfig",
     "DataConfig",
     "DynamicSamplingConfig",
     "EnvironmentConfig",

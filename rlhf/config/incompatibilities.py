@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rlhf.config.reading import yaml_text
+from rlhf.rewards import solved_score
 
 if TYPE_CHECKING:
     from rlhf.config.run import RunConfig
@@ -55,6 +56,7 @@ def check_combinations(config: RunConfig) -> None:
     """Raise `ValueError`, with one line that names the fix, for the first incompatible combination."""
     _algorithms_fit(config)
     _rollout_fits(config)
+    _drawing_fits(config)
     _roles_are_placed(config)
     _rollout_teams_fit(config)
     total = config.trajectories_per_iteration
@@ -192,6 +194,34 @@ def _rollout_fits(config: RunConfig) -> None:
         raise ValueError(
             f"rollout.vllm.max_model_len is {rollout.vllm.max_model_len}, less than data.max_prompt_tokens + "
             f"rollout.max_response_tokens = {longest}: raise it, or leave it out"
+        )
+
+
+def _drawing_fits(config: RunConfig) -> None:
+    curriculum = config.data.curriculum
+    for key, is_set in (("train.epochs", config.train.epochs is not None), ("data.curriculum", curriculum is not None)):
+        if is_set and config.data.generations is not None:
+            raise ValueError(f"{key} is set, but data.generations draws no prompts: remove one of them")
+    if config.train.epochs is not None and config.algorithm.dynamic_sampling is not None:
+        raise ValueError(
+            "train.epochs is set, but algorithm.dynamic_sampling draws as many prompts as it needs: set "
+            "train.iterations instead"
+        )
+    if curriculum is None:
+        return
+    if config.rollout.n == 1:
+        raise ValueError("data.curriculum compares the trajectories of a prompt, but rollout.n is 1: raise rollout.n")
+    if curriculum.lag <= config.rollout.ahead:
+        raise ValueError(
+            f"data.curriculum.lag is {curriculum.lag}, but rollout.mode {config.rollout.mode} draws "
+            f"{config.rollout.ahead} iterations ahead, before those scores are committed: set data.curriculum.lag to "
+            f"{config.rollout.ahead + 1} or more"
+        )
+    alone = config.reward.model is None and config.rollout.environment is None
+    if solved_score(curriculum.solved_score, config.reward.function, alone=alone) is None:
+        raise ValueError(
+            "data.curriculum needs the smallest score of a solved answer, which this reward does not tell: set "
+            "data.curriculum.solved_score"
         )
 
 

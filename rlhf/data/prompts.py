@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from copy import copy
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import takewhile
+from functools import cached_property, partial
+from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf import seeding
-from rlhf.data import files
-from rlhf.data.folders import name_of
+from rlhf.data import drawing, files
+from rlhf.data.drawing import Drawn
+from rlhf.data.folders import data_files, name_of
 from rlhf.data.formats import Messages, question_of, truth_of
 from rlhf.errors import UserError
 
@@ -96,27 +97,68 @@ TEMPLATE = 128
 
 
 class PromptDataset:
-    """The prompts of some files, in order."""
+    """The prompts of some files, in order. They are read when they are asked for; see `rlhf.data.files`."""
 
     def __init__(self, paths: Sequence[str | Path]) -> None:
-        """Read the files.
+        """Index the files.
 
         Args:
             paths: files, fsspec URLs, or local folders; see `data_files`.
 
         Raises:
-            UserError: a file or a row is malformed (the message names it), or there are no prompts.
+            UserError: a file cannot be read, or there are no prompts.
         """
         self.paths = [str(path) for path in paths]
-        self.prompts = [_prompt(row, where, name_of(path)) for path in self.paths for where, row in files.read(path)]
-        if not self.prompts:
-            raise UserError(f"{', '.join(self.paths)}: no prompts")
+        self._files = [
+            (number, name_of(path), files.open_rows(file))
+            for number, path in enumerate(self.paths)
+            for file in data_files(path)
+        ]
+        """The rows of each file, with the number and the name of its path."""
+        self._starts = list(accumulate((len(rows) for _, _, rows in self._files), initial=0))
+        self._kept: array[int] | None = None
+        """The rows that are prompts of this dataset; None: all."""
+        for number, path in enumerate(self.paths):
+            if not self._sizes[number]:
+                raise UserError(f"{path}: no prompts")
+
+    @cached_property
+    def _sizes(self) -> list[int]:
+        """Number of prompts of each path."""
+        sizes = [0] * len(self.paths)
+        for (number, _, rows), start in zip(self._files, self._starts, strict=False):
+            end = start + len(rows)
+            sizes[number] += (
+                end - start if self._kept is None else bisect_left(self._kept, end) - bisect_left(self._kept, start)
+            )
+        return sizes
 
     def __len__(self) -> int:
-        return len(self.prompts)
+        return sum(self._sizes)
+
+    def __getitem__(self, index: int) -> Prompt:
+        """Read a prompt. Raises `UserError` if its row is malformed; the message names it."""
+        row = self.row(index)
+        file = bisect_right(self._starts, row) - 1
+        _, name, rows = self._files[file]
+        where, values = rows[row - self._starts[file]]
+        return _prompt(values, where, name)
 
     def __iter__(self) -> Iterator[Prompt]:
-        return iter(self.prompts)
+        """Read the prompts in order, as `__getitem__` does."""
+        if self._kept is not None:
+            yield from (self[index] for index in range(len(self)))
+            return
+        for _, name, rows in self._files:
+            yield from (_prompt(values, where, name) for where, values in rows)
+
+    def row(self, index: int) -> int:
+        """The number of a prompt's row in the files, which does not depend on the prompts that are left out.
+
+        Args:
+            index: index of the prompt.
+        """
+        return index if self._kept is None else self._kept[index]
 
     @cached_property
     def digest(self) -> str:
@@ -137,31 +179,60 @@ class PromptDataset:
             system_prompt: system message for prompts that have none.
 
         Raises:
-            UserError: no prompt is left.
+            UserError: no prompt of a file is left.
         """
-        kept = copy(self)
-        kept.prompts = [
-            prompt
-            for prompt in self.prompts
-            if prompt.size(system_prompt) <= BYTES_A_TOKEN * max_tokens
-            and len(tokens(prompt, tokenizer, system_prompt)[1]) <= max_tokens
-        ]
-        if not kept.prompts:
-            raise UserError(f"{self.prompts[0].where}: every prompt has more than data.max_prompt_tokens {max_tokens}")
+        kept = PromptDataset(self.paths)
+        kept._kept = array(
+            "q",
+            (
+                self.row(index)
+                for index, prompt in enumerate(self)
+                if prompt.size(system_prompt) <= BYTES_A_TOKEN * max_tokens
+                and len(tokens(prompt, tokenizer, system_prompt)[1]) <= max_tokens
+            ),
+        )
+        del kept._sizes
+        for path, size in zip(self.paths, kept._sizes, strict=True):
+            if not size:
+                raise UserError(f"{path}: every prompt has more than data.max_prompt_tokens {max_tokens}")
         return kept
 
-    def draw(self, seed: int, cursor: int, count: int) -> list[int]:
+    def draw(
+        self,
+        seed: int,
+        cursor: int,
+        count: int,
+        weights: Sequence[float] | None = None,
+        chance: Callable[[int], float] | None = None,
+    ) -> list[int]:
         """Draw prompts from an endless sequence of epochs, each shuffled differently.
 
         Args:
             seed: seed of the run.
             cursor: number of prompts drawn before.
             count: number of prompts to draw.
+            weights: weight of each path in the mixture; None: every prompt counts the same.
+            chance: the probability with which a prompt is taken, by its `row`; otherwise others of its file are tried.
+                None: always.
 
         Returns:
-            Indices into `prompts`.
+            Indices of prompts.
         """
-        return seeding.epochs(seed, "data", len(self), cursor, count)
+        sizes = self._sizes
+        starts = list(accumulate(sizes, initial=0))
+        drawn = drawing.draw(seed, sizes, weights, cursor, count)
+        if chance is not None:
+            chances = partial(_chance, chance, self, starts)
+            drawn = [
+                drawing.redraw(seed, position, pair, sizes[pair[0]], chances)
+                for position, pair in enumerate(drawn, cursor)
+            ]
+        return [starts[path] + index for path, index in drawn]
+
+
+def _chance(chance: Callable[[int], float], dataset: PromptDataset, starts: Sequence[int], drawn: Drawn) -> float:
+    path, index = drawn
+    return chance(dataset.row(starts[path] + index))
 
 
 def check_length(

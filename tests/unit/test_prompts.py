@@ -36,8 +36,8 @@ def test_json_lines_and_parquet_hold_the_same_prompts(tmp_path: Path) -> None:
     lines = json_lines(tmp_path / "a.jsonl", ROW)
     table = tmp_path / "a.parquet"
     pq.write_table(pa.Table.from_pylist([ROW]), table)
-    assert PromptDataset([lines]).prompts == PromptDataset([table]).prompts == [PROMPT]
-    assert PromptDataset([lines, table]).prompts == [PROMPT, PROMPT]
+    assert list(PromptDataset([lines])) == list(PromptDataset([table])) == [PROMPT]
+    assert list(PromptDataset([lines, table])) == [PROMPT, PROMPT]
 
 
 def test_what_a_row_may_leave_out_or_put_differently(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_what_a_row_may_leave_out_or_put_differently(tmp_path: Path) -> None:
         {**ROW, "reward_model": {"ground_truth": {"target": 24, "numbers": [1, 2]}}},
         {**ROW, "reward_model": None, "extra_info": None},
     ]
-    found = PromptDataset([json_lines(tmp_path / "a.jsonl", *rows)]).prompts
+    found = list(PromptDataset([json_lines(tmp_path / "a.jsonl", *rows)]))
     assert found[0] == Prompt("x", PROMPT.messages, None, False, "{}")
     assert json.loads(found[1].ground_truth or "") == {"target": 24, "numbers": [1, 2]}
     assert found[1].ground_truth_is_json
@@ -75,7 +75,7 @@ def test_a_malformed_line_is_named(tmp_path: Path, row: Any, says: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(f"{json.dumps(ROW)}\n\n{json.dumps(row)}\n")
     with pytest.raises(UserError) as refused:
-        PromptDataset([path])
+        list(PromptDataset([path]))
     assert str(refused.value).startswith(f"{path}, line 3")
     assert says in str(refused.value)
 
@@ -84,7 +84,7 @@ def test_a_malformed_row_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.Table.from_pylist([ROW, {**ROW, "prompt": None}]), path)
     with pytest.raises(UserError, match="row 2: prompt is missing"):
-        PromptDataset([json_lines(tmp_path / "a.jsonl", ROW, ROW, ROW), path])
+        list(PromptDataset([json_lines(tmp_path / "a.jsonl", ROW, ROW, ROW), path]))
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_what_is_no_prompt_file(tmp_path: Path, name: str, content: bytes | None
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(UserError, match=says) as refused:
-        PromptDataset([path])
+        list(PromptDataset([path]))
     assert str(path) in str(refused.value)
 
 
@@ -205,9 +205,7 @@ def test_a_prompt_of_millions_of_characters_is_not_tokenized(tmp_path: Path, tru
     dataset = PromptDataset([json_lines(tmp_path / "a.jsonl", *rows)])
     untouched: Any = Untouched(chat_template=None, bos_token_id=None)
     if truncation == "drop":
-        assert [prompt.where for prompt in dataset.without_overlong(untouched, 512, None).prompts] == [
-            dataset.prompts[0].where
-        ]
+        assert [prompt.where for prompt in dataset.without_overlong(untouched, 512, None)] == [dataset[0].where]
         return
     with pytest.raises(
         UserError, match=r"line 2: the prompt has 10,000,000 bytes, far more than data.max_prompt_tokens"
