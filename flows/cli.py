@@ -657,10 +657,11 @@ def _announce(config: RunConfig, accept_changes: bool) -> None:
     _quiet()
     from flows.summary import summary
     from flows.terminal import progress
-    from infra.execution.driver import check_start
+    from infra.execution.driver import check_start, with_iterations
     from tasks.changes import check_open_iteration
 
     with progress(console):
+        config = with_iterations(config)
         state = check_start(config, take_over=True, accept_changes=accept_changes, check=check_open_iteration)
     for line in summary(config, state.iteration):
         console.print(visible(line), highlight=False)
@@ -669,7 +670,7 @@ def _announce(config: RunConfig, accept_changes: bool) -> None:
 def _drive(config: RunConfig, take_over: bool = False, accept_changes: bool = False) -> None:
     server = _starting()
     from flows.terminal import progress
-    from infra.execution.driver import check_start
+    from infra.execution.driver import check_start, with_iterations
     from infra.execution.stopping import on_signals
 
     def stop(*_: object) -> None:
@@ -678,7 +679,9 @@ def _drive(config: RunConfig, take_over: bool = False, accept_changes: bool = Fa
         os.write(2, b"error: stopped as asked: repeat the command to continue\n")
         raise SystemExit(1)
 
-    with on_signals(stop), progress(console, config.train.iterations):
+    with on_signals(stop), progress(console):
+        config = with_iterations(config)
+    with on_signals(stop), progress(console, config.iterations):
         from tasks.changes import check_open_iteration
 
         check_start(config, take_over=take_over, accept_changes=accept_changes, check=check_open_iteration)
@@ -695,7 +698,7 @@ def _drive(config: RunConfig, take_over: bool = False, accept_changes: bool = Fa
             ended.result()
     elsewhere = "" if config.run.store == DEFAULT_STORE else f" --store {config.run.store}"
     console.print(
-        f"run {config.run.name} has its {config.train.iterations} iterations\n"
+        f"run {config.run.name} has its {config.iterations} iterations\n"
         f"  ratchet status {config.run.name}{elsewhere}    what each iteration did\n"
         f"  ratchet show {config.run.name}{elsewhere}      the trajectories"
     )

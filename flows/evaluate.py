@@ -54,7 +54,7 @@ def answer(config: RunConfig, iteration: int) -> pd.DataFrame:
 def _answers(config: RunConfig, iteration: int, worker: Worker) -> pd.DataFrame:
     assert config.validation.data is not None
     dataset = worker.resources.dataset((config.validation.data,))
-    check_prompts(dataset, config.model, config.data, config.reward)
+    check_prompts(dataset, config.model, config.data, config.reward, config.rollout.environment)
     shards = -(-len(dataset) // config.rollout.prompts_per_shard)
     requests = [
         RowsCall(

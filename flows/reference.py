@@ -72,7 +72,7 @@ VERL = """
 | `critic.cliprange_value` | `critic.cliprange_value` | |
 | `trainer.critic_warmup` | `critic.warmup_iterations` | |
 | `trainer.save_freq` | `checkpoint.every` | iterations in between are replayed, not lost |
-| `trainer.total_training_steps` | `train.iterations` | |
+| `trainer.total_training_steps`, `trainer.total_epochs` | `train.iterations`, `train.epochs` | one of them |
 | `trainer.logger` | `tracking` | |
 | `trainer.project_name`, `trainer.experiment_name` | `run.project`, `run.name` | |
 | `trainer.test_freq` | `validation.every` | |

@@ -108,7 +108,7 @@ def _run(run: Run) -> dict[str, Any]:
     shown = {
         "url": run.store.url,
         "closed": run.state.iteration,
-        "iterations": run.config.train.iterations,
+        "iterations": run.config.iterations,
         "snapshots": sorted(run.state.snapshots),
         "parent": _parent(run, damaged),
         "metrics": _metrics(run, damaged),

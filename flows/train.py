@@ -19,7 +19,7 @@ from flows.iteration import iteration
 from flows.prefect_pages import has_pages, show_report, shown, tagged
 from flows.summary import summary
 from flows.tracking import tracking
-from infra.execution.driver import driving
+from infra.execution.driver import driving, with_iterations
 from infra.progress import note
 from infra.runs import open_run
 from infra.store.log import Fenced
@@ -56,6 +56,7 @@ def train(
     config = config.with_values({}, overrides)
     if new_run:
         config = config.with_values({"run.name": f"{config.run.name}-{flow_run.id[:8]}"})
+    config = with_iterations(config)
     try:
         drive(config, take_over, accept_changes)
     except Fenced as error:  # a separate state, so that no automation takes it for a crash
@@ -79,9 +80,9 @@ def drive(config: RunConfig, take_over: bool, accept_changes: bool = False) -> N
         quiet,
         _shared_client(),
     ):
-        if driver.state.iteration < config.train.iterations:
+        if driver.state.iteration < config.iterations:
             note("\n".join(summary(config, driver.state.iteration)))
-        while (k := driver.state.iteration) < config.train.iterations:
+        while (k := driver.state.iteration) < config.iterations:
             with tagged(config.run.name):
                 metrics = _iteration(config, k)
             track(k, metrics)

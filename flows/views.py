@@ -54,7 +54,7 @@ def _status(console: Console, run: Run, last: int) -> None:
     state, config = run.state, run.config
     first = max(0, state.iteration - last)
     stages = stages_of(config)
-    done = f"{state.iteration} of {config.train.iterations} iterations"
+    done = f"{state.iteration} of {config.iterations} iterations"
     table = Table(title=f"{config.run.name}: {done}", box=box.SIMPLE_HEAD)
     table.add_column("it", justify="right")
     for stage in stages:

@@ -67,8 +67,17 @@ TRAJECTORY = TrajectorySchema(
         Column("trajectory_id", pa.string(), "", "stable id, such as it000007-p00012-s03: iteration, prompt, sample"),
         Column("prompt_id", pa.string(), "generate", "id of the prompt, which is also the trajectory's group"),
         Column("sample", pa.int32(), "generate", "index of the trajectory among those of its prompt", "index"),
+        Column(
+            "dataset_row", pa.int64(), "generate", "row of the prompt in the files, counted over all of them", "index"
+        ),
         Column("data_source", pa.string(), "generate", "data source of the prompt"),
         Column("messages", pa.string(), "generate", "messages of the prompt [{role, content}], as JSON"),
+        Column(
+            "prompt_is_text",
+            pa.bool_(),
+            "generate",
+            "whether the dataset has the prompt as a text, and not as messages",
+        ),
         Column("prompt", pa.string(), "generate", "text of the prompt, rendered by the chat template"),
         Column("response", pa.string(), "generate", "text of the response"),
         Column("prompt_ids", _TOKENS, "generate", "tokens of the prompt", "token id"),

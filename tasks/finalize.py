@@ -26,7 +26,7 @@ def finalize(driver: Driver, iteration: int) -> dict[str, float]:
         return metrics
     version = iteration + 1
     commits: list[Commit] = []
-    last = version == config.train.iterations
+    last = version == config.iterations
     is_begun = driver.snapshots.being_written == version  # by an earlier try
     if not is_begun:
         driver.snapshots.settle(wait=False)

@@ -132,7 +132,7 @@ def validation_columns(driver: Driver) -> list[str]:
     validation = driver.config.validation
     if validation.data is None:
         return []
-    prompts = driver.groups.local.worker.resources.dataset((validation.data,)).prompts
+    prompts = driver.groups.local.worker.resources.dataset((validation.data,))
     several = {f"maj@{validation.n}": 0.0, f"best@{validation.n}": 0.0} if validation.n > 1 else {}
     statistics = {"mean_score": 0.0, "pass@1": 0.0} | several
     sources = dict.fromkeys(prompt.data_source for prompt in prompts)

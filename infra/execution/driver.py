@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,10 +28,20 @@ from infra.store.records import Claim, RunState, Weights
 from infra.store.run_store import RunStore
 from infra.workers.groups import WorkerGroups
 from infra.workers.ray_group import GroupLost
-from rlhf.config import DataConfig, ModelConfig, RewardConfig, RunConfig, differences, stored_config, yaml_text
+from rlhf.config import (
+    DataConfig,
+    EnvironmentConfig,
+    ModelConfig,
+    RewardConfig,
+    RunConfig,
+    differences,
+    stored_config,
+    yaml_text,
+)
 from rlhf.config.older import changed_since
-from rlhf.data.prompts import PromptDataset
+from rlhf.data.prompts import Prompt, PromptDataset, check_length
 from rlhf.environments import check_environment, environment_digest
+from rlhf.environments.calls import try_environment
 from rlhf.errors import UserError
 from rlhf.models import (
     attention_heads,
@@ -44,9 +55,11 @@ from rlhf.models import (
     model_folder,
     tokenizer_digest,
 )
-from rlhf.rewards import COMPARING, check_rewards, reward_digest
+from rlhf.rewards import COMPARING, auto, check_rewards, reward_digest
 from rlhf.rewards.pool import try_rewards
 
+SOURCES = 8
+"""Largest number of data sources of a file whose rewards are tried, and of mistakes that are reported at once."""
 MANY_PROMPTS = 10_000
 """Measuring the lengths of more prompts takes over two seconds, so the driver says that it does."""
 
@@ -135,6 +148,8 @@ class Driver:
         self.restoring = threading.RLock()
         """Held while weights are loaded: two executors may find at the same time that a role needs other weights."""
         self.has_said_that_replays_differ = False
+        self.solve_rates: dict[int, dict[int, float]] = {}
+        """Solve rates of prompts, by closed iteration and row of the dataset, as far as they were read."""
         self.stopping = Stopping(f"`ratchet resume {config.run.name}`")
 
     @property
@@ -250,6 +265,35 @@ def driving(
             driver.groups.close()
 
 
+def with_iterations(config: RunConfig) -> RunConfig:
+    """Convert `train.epochs` into `train.iterations`, the number that a run stores.
+
+    Args:
+        config: the config of a run.
+
+    Returns:
+        The config; unchanged if it has no epochs.
+
+    Raises:
+        UserError: the prompts cannot be read.
+    """
+    epochs, per_iteration = config.train.epochs, config.data.prompts_per_iteration
+    if epochs is None:
+        return config
+    prompts = _size_of(config.model, config.data)
+    iterations = max(1, math.ceil(epochs * prompts / per_iteration))
+    note(f"train.epochs {epochs:g} of {prompts} prompts: {iterations} iterations of {per_iteration} prompts")
+    return config.with_values({"train.iterations": iterations, "train.epochs": None})
+
+
+@cache  # called by the command line and by the flow
+def _size_of(model: ModelConfig, data: DataConfig) -> int:
+    dataset = PromptDataset(data.train)
+    if data.truncation == "drop":
+        dataset = dataset.without_overlong(load_tokenizer(model), data.max_prompt_tokens, data.system_prompt)
+    return len(dataset)
+
+
 def check_inputs(config: RunConfig) -> None:
     """Check the config's packages, prompts, reward and models before anything starts.
 
@@ -285,7 +329,14 @@ def check_inputs(config: RunConfig) -> None:
         check_reward_model(config.reward.model)
         load_tokenizer(config.reward.model, writes=False)
     held_out = [] if config.validation.data is None else [config.validation.data]
-    _check_files((*config.data.train, *held_out), config.model, config.data, config.reward.model_dump_json())
+    environment = config.rollout.environment
+    _check_files(
+        (*config.data.train, *held_out),
+        config.model,
+        config.data,
+        config.reward.model_dump_json(),
+        None if environment is None else environment.model_dump_json(),
+    )
 
 
 @cache
@@ -297,31 +348,63 @@ def say_attention(model: ModelConfig) -> None:
 
 
 @cache  # called twice: by the command line before it starts Prefect, and by the driver before it claims
-def _check_files(paths: tuple[str, ...], model: ModelConfig, data: DataConfig, reward: str) -> None:
-    check_prompts(PromptDataset(paths), model, data, RewardConfig.model_validate_json(reward))
+def _check_files(
+    paths: tuple[str, ...], model: ModelConfig, data: DataConfig, reward: str, environment: str | None
+) -> None:
+    section = None if environment is None else EnvironmentConfig.model_validate_json(environment)
+    check_prompts(PromptDataset(paths), model, data, RewardConfig.model_validate_json(reward), section)
 
 
-def check_prompts(dataset: PromptDataset, model: ModelConfig, data: DataConfig, reward: RewardConfig) -> None:
-    """Check the prompts' lengths, ground truths and rewards.
+def check_prompts(
+    dataset: PromptDataset,
+    model: ModelConfig,
+    data: DataConfig,
+    reward: RewardConfig,
+    environment: EnvironmentConfig | None,
+) -> None:
+    """Check the prompts' lengths and ground truths, and try reward and environment on a row of each file.
 
     Raises:
-        UserError: a prompt is too long, lacks the ground truth for a built-in reward, or cannot be scored.
+        UserError: prompts are too long, lack the ground truth for a built-in reward, have a data source that `auto` has
+            no reward for, cannot be scored, or make the environment fail; a line for each.
     """
-    if comparing := [name for name in reward.functions if name in COMPARING]:
-        for prompt in dataset.prompts:
-            if prompt.ground_truth is None:
-                raise UserError(
-                    f"{prompt.where}: reward.function {comparing[0]} needs reward_model.ground_truth, which is missing"
-                )
-    for failure in try_rewards(reward, dataset.prompts):
-        if reward.on_error == "fail":
-            raise UserError(failure)
-        note(failure)
-    if data.truncation != "error":
-        return
-    if len(dataset) > MANY_PROMPTS:
+    firsts: dict[str, dict[str, Prompt]] = {}
+    """The first prompt of each data source, by file."""
+    problems: dict[str, str] = {}
+    """The first problem of each kind and data source."""
+    comparing = next((name for name in reward.functions if name in COMPARING), None)
+    tokenizer = load_tokenizer(model) if data.truncation == "error" else None
+    if tokenizer is not None and len(dataset) > MANY_PROMPTS:
         note(f"checking the lengths of {len(dataset)} prompts")
-    dataset.check_lengths(load_tokenizer(model), data.max_prompt_tokens, data.system_prompt)
+    for prompt in dataset:
+        sources = firsts.setdefault(prompt.where.rpartition(",")[0], {})
+        if prompt.data_source not in sources and len(sources) < SOURCES:
+            sources[prompt.data_source] = prompt
+        if "auto" in reward.functions and (problem := auto.problem_of(prompt.data_source, prompt.style)) is not None:
+            problems.setdefault(f"source {prompt.data_source}", f"{prompt.where}: {problem}")
+        elif comparing is not None and prompt.ground_truth is None:
+            problems.setdefault(
+                "truth",
+                f"{prompt.where}: reward.function {comparing} needs reward_model.ground_truth (or a column "
+                "ground_truth, solution or answer), which is missing",
+            )
+        if tokenizer is not None and "length" not in problems:
+            try:
+                check_length(prompt, tokenizer, data.max_prompt_tokens, data.system_prompt)
+            except UserError as error:
+                problems["length"] = str(error)
+    tried = [prompt for sources in firsts.values() for prompt in sources.values()]
+    if environment is not None:
+        failures = try_environment(environment, tried, data.system_prompt)
+        problems |= {failure: failure for failure in failures}
+    if not problems:
+        for failure in try_rewards(reward, tried):
+            if reward.on_error == "fail":
+                problems[failure] = failure
+            else:
+                note(failure)
+    if problems:
+        raise UserError("\n".join(list(problems.values())[:SOURCES]))
 
 
 def check_packages(config: RunConfig) -> None:

@@ -6,8 +6,10 @@ from rlhf.config.run import RunConfig, load_config, parse_config, stored_config
 from rlhf.config.sections import (
     ActorConfig,
     CheckpointConfig,
+    CurriculumConfig,
     DataConfig,
     DynamicSamplingConfig,
+    EnvironmentConfig,
     LoRAConfig,
     LRScheduleConfig,
     ModelConfig,
@@ -24,8 +26,10 @@ from rlhf.config.sections import (
 __all__ = [
     "ActorConfig",
     "CheckpointConfig",
+    "CurriculumConfig",
     "DataConfig",
     "DynamicSamplingConfig",
+    "EnvironmentConfig",
     "FitConfig",
     "LRScheduleConfig",
     "LoRAConfig",

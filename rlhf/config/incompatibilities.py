@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rlhf.config.reading import yaml_text
+from rlhf.rewards import solved_score
 
 if TYPE_CHECKING:
     from rlhf.config.run import RunConfig
@@ -56,6 +57,7 @@ def incompatible(config: RunConfig) -> Iterator[str]:
     """All incompatible combinations, one line each, which names the fix."""
     yield from _algorithms_fit(config)
     yield from _rollout_fits(config)
+    yield from _drawing_fits(config)
     if misplaced := list(_roles_are_placed(config)):
         yield from misplaced
         return  # the checks below ask for the pool of each role
@@ -187,6 +189,34 @@ def _rollout_fits(config: RunConfig) -> Iterator[str]:
         yield (
             f"rollout.vllm.max_model_len is {rollout.vllm.max_model_len}, less than data.max_prompt_tokens + "
             f"rollout.max_response_tokens = {longest}: raise it, or leave it out"
+        )
+
+
+def _drawing_fits(config: RunConfig) -> Iterator[str]:
+    curriculum = config.data.curriculum
+    for key, is_set in (("train.epochs", config.train.epochs is not None), ("data.curriculum", curriculum is not None)):
+        if is_set and config.data.generations is not None:
+            yield f"{key} is set, but data.generations draws no prompts: remove one of them"
+    if config.train.epochs is not None and config.algorithm.dynamic_sampling is not None:
+        yield (
+            "train.epochs is set, but algorithm.dynamic_sampling draws as many prompts as it needs: set "
+            "train.iterations instead"
+        )
+    if curriculum is None:
+        return
+    if config.rollout.n == 1:
+        yield "data.curriculum compares the trajectories of a prompt, but rollout.n is 1: raise rollout.n"
+    if curriculum.lag <= config.rollout.ahead:
+        yield (
+            f"data.curriculum.lag is {curriculum.lag}, but rollout.mode {config.rollout.mode} draws "
+            f"{config.rollout.ahead} iterations ahead, before those scores are committed: set data.curriculum.lag to "
+            f"{config.rollout.ahead + 1} or more"
+        )
+    alone = config.reward.model is None and config.rollout.environment is None
+    if solved_score(curriculum.solved_score, config.reward.function, alone=alone) is None:
+        yield (
+            "data.curriculum needs the smallest score of a solved answer, which this reward does not tell: set "
+            "data.curriculum.solved_score"
         )
 
 

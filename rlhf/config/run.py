@@ -96,6 +96,12 @@ class RunConfig(Section):
         return with_new_names(tree) if isinstance(tree, Mapping) else tree
 
     @property
+    def iterations(self) -> int:
+        """Total number of iterations, of a config whose epochs were converted; see `with_iterations`."""
+        assert self.train.iterations is not None, "a run starts with a number of iterations"
+        return self.train.iterations
+
+    @property
     def trajectories_per_iteration(self) -> int:
         return self.data.prompts_per_iteration * self.rollout.n
 

@@ -9,7 +9,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rlhf.data.prompts import Messages
+from rlhf.data.formats import Messages
 from rlhf.engines.base import Chunk, Request, Sampling
 from rlhf.environments import KEY
 from rlhf.errors import UserError

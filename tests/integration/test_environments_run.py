@@ -200,6 +200,10 @@ def test_what_does_not_go_together_is_refused(changes: dict[str, Any], says: str
         ({"name": "tests.environments:Mute"}, "Mute has no `stop`: the texts that end a turn"),
         ({"name": "tests.environments:Deaf"}, "Deaf has no method step: it needs reset("),
         ({"name": "calculator", "options": {"a": 1}}, "calculator cannot be made with rollout.environment.options: "),
+        (
+            {"name": "tests.environments:Structured"},
+            "in reset (at reset, which is tried before the run starts); ground",
+        ),
     ],
 )
 def test_what_is_no_environment_is_refused(environment: dict[str, Any], says: str, start: Any) -> None:
