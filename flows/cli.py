@@ -483,7 +483,7 @@ def sft(
         "warmup_steps": warmup_steps,
         "weight_decay": weight_decay,
     }
-    metrics = _fit(validated(SFTConfig, overridden(config, overrides or []), "sft"))
+    metrics = _fit(validated(SFTConfig, overridden(config, overrides or [], SFTConfig), "sft"))
     console.print(f"supervised model in {output} (loss {metrics['sft/loss']:.3f})")
 
 
@@ -512,7 +512,7 @@ def reward_model(
         "batch_pairs": batch_pairs,
         "lr": lr,
     }
-    metrics = _fit(validated(RewardTraining, overridden(config, overrides or []), "reward-model"))
+    metrics = _fit(validated(RewardTraining, overridden(config, overrides or [], RewardTraining), "reward-model"))
     held_out = f", {metrics['val/accuracy']:.1%} of the held-out pairs" if "val/accuracy" in metrics else ""
     console.print(
         f"reward model in {output} ({metrics['reward/accuracy']:.1%} of the pairs are ranked correctly{held_out})"
