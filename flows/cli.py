@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from flows import temporary_server
+from flows.cli_convert import convert
 from flows.cli_data import data, make_folder
 from flows.terminal import visible
 from rlhf.config import RewardTraining, RunConfig, SFTConfig, keys, load_config, overridden, validated
@@ -30,6 +31,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(data, name="data")
+app.command(context_settings={"ignore_unknown_options": True})(convert)  # those of the other program
 
 console = Console(soft_wrap=True)
 errors = Console(stderr=True, soft_wrap=True)

@@ -21,7 +21,7 @@ M = TypeVar("M", bound=BaseModel)
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
     try:
-        tree = _yaml(Path(path).read_text())
+        tree = plain_value(Path(path).read_text())
     except OSError as error:
         raise UserError(f"cannot read the config {path}: {error.strerror or error}") from None
     except yaml.YAMLError as error:
@@ -100,7 +100,7 @@ def _change(override: str) -> tuple[str, Any] | None:
     if not equals or not key:
         raise UserError(f"{override!r} is not an override: write key.subkey=value, such as actor.lr=1e-5")
     try:
-        value = _yaml(text)
+        value = plain_value(text)
     except yaml.YAMLError:
         raise UserError(f"{override!r}: {text!r} is not a YAML value") from None
     single: dict[str, Any] = {}
@@ -136,7 +136,8 @@ def validated(model: type[M], tree: Mapping[str, Any], where: str, context: obje
     except ValidationError as error:
         problems: dict[str, str] = {}
         for problem in error.errors():  # of a key that takes several types, each type has a problem: the first one's
-            problems.setdefault(_key(problem["loc"], tree), _explain(problem, tree, model))
+            for key, text in _explain(problem, tree, model).items():
+                problems.setdefault(key, text)
         raise UserError("\n".join(f"{where}: {text}" for text in problems.values())) from None
 
 
@@ -217,12 +218,24 @@ _Loader.add_implicit_resolver(
 )
 
 
-def _yaml(text: str) -> Any:
+def plain_value(text: str) -> Any:
+    """Parse YAML, in which 1e-5 is a number."""
     return yaml.load(text, _Loader)
 
 
-def _explain(problem: ErrorDetails, tree: Mapping[str, Any], model: type[BaseModel]) -> str:
+def _explain(problem: ErrorDetails, tree: Mapping[str, Any], model: type[BaseModel]) -> dict[str, str]:
+    """What is wrong and how to fix it, by key: an unknown section has a line for each key that another program has."""
     key = _key(problem["loc"], tree)
+    if problem["type"] == "extra_forbidden" and key not in GONE and "rollout" in model.model_fields:
+        from rlhf.config.counterparts import SOURCES, answers  # only errors need the tables
+
+        foreign = answers(key, problem["input"], tuple(model.model_fields), SOURCES)
+        if foreign:
+            return foreign
+    return {key: _explain_key(key, problem, model)}
+
+
+def _explain_key(key: str, problem: ErrorDetails, model: type[BaseModel]) -> str:
     message, given = problem["msg"], problem["input"]
     if problem["type"] == "union_tag_not_found":
         return f"{key}.type is missing: set it"
