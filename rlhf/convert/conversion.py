@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf.config import RunConfig, parse_config, yaml_text
-from rlhf.config.counterparts import Assumed, Counterpart, NoEqual, Settings, Value
+from rlhf.config.counterparts import Assumed, NoEqual, Settings, Value
 from rlhf.convert.reading import Given, read_settings
 from rlhf.errors import UserError
 
@@ -25,6 +25,8 @@ class Line:
     key: str
     value: Value
     comment: str
+    theirs: tuple[str, ...] = ()
+    """The other program's keys that it comes from."""
 
 
 @dataclass(frozen=True)
@@ -93,50 +95,46 @@ def convert(path: Path, program: str, overrides: Sequence[str] = ()) -> Conversi
         UserError: the file cannot be read, or starts no such program; or settings have the wrong type, one line each.
     """
     given = read_settings(path, program, overrides)
-    source = given.source
-    settings = Settings(given.settings, source.defaults, _rows)
+    settings = Settings(given.settings, given.source.defaults, _rows)
     lines: dict[str, Line] = {}
-    without_equal: dict[str, str] = {}
-    mistakes: list[str] = []
-    for row in source.counterparts:
-        keys = [key for key in given.settings if source.counterpart(key) is row or key in row.theirs]
+    reasons: dict[str, str] = {}
+    mistakes: dict[str, None] = {}
+    for row in given.source.counterparts:
+        keys = [key for key in given.settings if key in row.theirs or given.source.counterpart(key) is row]
         try:
             converted = row.convert(settings)
         except NoEqual as reason:
-            without_equal |= {key: str(reason) for key in keys}
+            reasons |= {key: str(reason) for key in keys}
             continue
         except UserError as error:
-            mistakes.append(f"{given.where}: {error}")
+            mistakes[f"{given.where}: {error}"] = None
             continue
-        for line in _lines(converted, keys, given, row):
+        for line in _lines(converted, keys, given):
             lines.setdefault(line.key, line)
-        if not converted:
-            without_equal |= dict.fromkeys(keys, row.note or "changes nothing here")
     if mistakes:
-        raise UserError("\n".join(dict.fromkeys(mistakes)))
-    known = {key for key in given.settings if source.counterpart(key) is not None}
-    without_equal |= {key: "no equal is known" for key in given.settings if key not in known}
+        raise UserError("\n".join(mistakes))
+    used = {key for line in lines.values() for key in line.theirs}
+    without_equal = {key: reasons.get(key, "no equal is known") for key in given.settings if key not in used}
+    sections = list(RunConfig.model_fields)
     return Conversion(
-        tuple(sorted(lines.values(), key=lambda line: list(RunConfig.model_fields).index(line.key.split(".")[0]))),
-        tuple(f"{given.shown(key, SECRET)}: {why}" for key, why in without_equal.items()),
+        tuple(sorted(lines.values(), key=lambda line: sections.index(line.key.split(".")[0]))),
+        tuple(f"{given.shown(key, SECRET)}: {reason}" for key, reason in without_equal.items()),
         given.assumptions,
         given.where,
-        source.name,
+        given.source.name,
     )
 
 
-def _lines(
-    converted: Mapping[str, Value | Assumed], keys: Sequence[str], given: Given, row: Counterpart
-) -> Iterator[Line]:
+def _lines(converted: Mapping[str, Value | Assumed], keys: Sequence[str], given: Given) -> Iterator[Line]:
     """The lines of a row: all that was given or assumed, and defaults of the program that differ from ours."""
-    names = ", ".join(given.name(key) for key in keys)
+    names = ", ".join(given.names[key] for key in keys)
     for key, value in converted.items():
         if isinstance(value, Assumed):
-            yield Line(key, value.value, f"{names}: {value.why}" if names else value.why)
+            yield Line(key, value.value, f"{names}: {value.why}" if names else value.why, tuple(keys))
         elif keys:
-            yield Line(key, value, names)
+            yield Line(key, value, names, tuple(keys))
         elif value != _default(key):
-            yield Line(key, value, f"{given.source.name}'s default")
+            yield Line(key, value, f"{given.source.name.split()[0]}'s default")
 
 
 def _default(key: str) -> Value:

@@ -16,7 +16,6 @@ from rlhf.config.reading import plain_value
 from rlhf.convert.shell import launches, read_script
 from rlhf.errors import UserError
 
-PROGRAMS = tuple(dict.fromkeys(source.name.lower() for source in SOURCES))
 STARTS = {"verl": ("verl", "dapo", "ppo"), "trl": ("trl", ".py"), "openrlhf": ("openrlhf",)}
 """Parts of the names of modules and files that start each program."""
 
@@ -32,14 +31,13 @@ class Given:
     names: Mapping[str, str]
     """Keys as the file has them, by today's keys."""
     assumptions: tuple[str, ...]
-
-    def name(self, key: str) -> str:
-        """A key as the file has it."""
-        return self.names[key]
+    """What was assumed to read the file, one sentence each."""
 
     def shown(self, key: str, secret: re.Pattern[str]) -> str:
-        """A setting as text; secrets have no value."""
-        return self.name(key) if secret.search(self.name(key)) else f"{self.name(key)}={yaml_text(self.settings[key])}"
+        """A setting as text; without its value if the key is that of a secret."""
+        return (
+            self.names[key] if secret.search(self.names[key]) else f"{self.names[key]}={yaml_text(self.settings[key])}"
+        )
 
 
 def read_settings(path: Path, program: str, overrides: Sequence[str]) -> Given:
@@ -66,7 +64,8 @@ def read_settings(path: Path, program: str, overrides: Sequence[str]) -> Given:
     settings |= (
         _overrides(str(path), [*arguments, *overrides]) if program == "verl" else _options([*arguments, *overrides])
     )
-    source = next(source for source in SOURCES if source.name.lower() == program)
+    sources = [source for source in SOURCES if source.program == program]
+    source = max(sources, key=lambda source: sum(source.counterpart(key) is not None for key in settings))
     names = {source.today(key): key for key in settings}
     today = {source.today(key): value for key, value in settings.items()}
     if not any(source.counterpart(key) is not None for key in today):

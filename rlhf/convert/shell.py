@@ -355,15 +355,22 @@ class _Shell:
 
 
 def launches(commands: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """The commands that start a Python program, as (module or file, arguments)."""
+    """Find the commands that start a Python program.
+
+    Args:
+        commands: the words of each command.
+
+    Yields:
+        The module or file, and its arguments; accelerate's number of processes is one of them.
+    """
     for words in commands:
         for position, word in enumerate(words):
-            if word in ("-m", "--module") and position + 2 < len(words) and "." in words[position + 1]:
-                yield words[position + 1], words[position + 2 :]
+            before, after = words[:position], words[position + 1 :]
+            if word == "trl" and after:
+                yield f"trl {after[0]}", after[1:]
                 break
-            if word.endswith(".py") and position > 0 and not words[position - 1].startswith("-"):
-                yield word, words[position + 1 :]
-                break
-            if word == "trl" and position + 1 < len(words):
-                yield f"trl {words[position + 1]}", words[position + 2 :]
+            is_module = bool(before) and before[-1] in ("-m", "--module") and "." in word
+            if is_module or (word.endswith(".py") and bool(before) and not before[-1].startswith("--")):
+                at = before.index("--num_processes") if "--num_processes" in before else None
+                yield word, (*(before[at : at + 2] if at is not None else ()), *after)
                 break

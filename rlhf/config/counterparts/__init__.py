@@ -5,7 +5,9 @@
 
 from rlhf.config.counterparts.answers import answers
 from rlhf.config.counterparts.base import Assumed, Converted, Counterpart, NoEqual, Settings, Source, Value
+from rlhf.config.counterparts.openrlhf import OPENRLHF
+from rlhf.config.counterparts.trl import GRPO, PPO
 from rlhf.config.counterparts.verl import VERL
 
 __all__ = ["SOURCES", "Assumed", "Converted", "Counterpart", "NoEqual", "Settings", "Source", "Value", "answers"]
-SOURCES: tuple[Source, ...] = (VERL,)
+SOURCES: tuple[Source, ...] = (VERL, GRPO, PPO, OPENRLHF)

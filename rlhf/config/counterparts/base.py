@@ -21,6 +21,8 @@ class Assumed:
 
     value: Value
     why: str
+    is_guess: bool = False
+    """Whether the value only stands for one that the user must choose."""
 
 
 Converted: TypeAlias = Mapping[str, Value | Assumed]
@@ -166,6 +168,8 @@ class Source:
     """Its defaults, where they change what is computed."""
     older: Mapping[str, str]
     """Older names of its keys, and today's."""
+    program: str
+    """How `ratchet convert --from` names it; a program with several trainers has several tables."""
 
     def today(self, key: str) -> str:
         """Today's name of a key."""

@@ -39,7 +39,7 @@ def iterations(settings: Settings, names: Sequence[str], epochs: float, prompts:
     rows = settings.rows(names)
     if rows is None:
         why = f"the data cannot be read here: set it to {epochs:g} ({key}) x rows / {prompts}, rounded down"
-        return {"train.iterations": Assumed(DEFAULT_ITERATIONS, why)}
+        return {"train.iterations": Assumed(DEFAULT_ITERATIONS, why, is_guess=True)}
     why = f"{epochs:g} ({key}) x {rows} rows / {prompts} prompts; dropped prompts are not counted"
     return {"train.iterations": Assumed(max(1, int(rows // prompts * epochs)), why)}
 
@@ -48,7 +48,7 @@ def known_iterations(converted: Converted) -> int | None:
     """The number of iterations, if it follows from the settings or the data."""
     value = converted["train.iterations"]
     if isinstance(value, Assumed):
-        return value.value if isinstance(value.value, int) and value.value != DEFAULT_ITERATIONS else None
+        value = None if value.is_guess else value.value
     return value if isinstance(value, int) else None
 
 
@@ -75,3 +75,53 @@ def services(names: Sequence[str]) -> Converted:
     if others:
         return {"tracking": Assumed(ours, f"there is no {', '.join(others)}")}
     return {"tracking": ours}
+
+
+NO_DUAL_CLIP = 1e6
+"""A bound that no ratio reaches: the loss then has no dual clip."""
+
+
+def data_file(settings: Settings, key: str) -> Converted:
+    """A prompt file; a data set of the hub becomes the file that `ratchet data` could write."""
+    if not settings.has(key):
+        return {}
+    names = files(settings, key)
+    if all(name.endswith((".parquet", ".jsonl", ".json")) for name in names):
+        return {"data.train": names}
+    local = [f"data/{run_name(name)}/train.parquet" for name in names]
+    return {"data.train": Assumed(local, f"write {', '.join(names)} there, in verl's columns (`ratchet data --help`)")}
+
+
+def python_reward(name: str) -> str:
+    """`package.module.function` in our notation."""
+    module, _, function = name.rpartition(".")
+    return f"{module}:{function}" if module else name
+
+
+def lr_schedule(role: str, shape: str, warmup: int, ratio: float, least: float, total: int | None) -> Converted:
+    """The schedule of the learning rate.
+
+    Args:
+        role: whose.
+        shape: the other program's name of the schedule, one of transformers'.
+        warmup: iterations of warm-up; 0: by `ratio`.
+        ratio: iterations of warm-up as a share of all.
+        least: smallest learning rate, as a share of the largest.
+        total: iterations of the run; None if they are unknown.
+
+    Returns:
+        The keys of `lr_schedule`.
+    """
+    prefix, decay = f"{role}.lr_schedule", next((ours for ours in ("linear", "cosine") if shape.startswith(ours)), None)
+    if decay is None and not shape.startswith("constant"):
+        raise NoEqual(f"{prefix} has no {shape}: it is constant, linear or cosine")
+    if total is None and (decay is not None or ratio):
+        why = f"{shape} depends on the number of iterations, which is unknown: set {prefix}"
+        return {f"{prefix}.type": Assumed("constant", why)}
+    iterations_of_warmup = warmup or int(ratio * (total or 0))
+    schedule: dict[str, Value | Assumed] = {f"{prefix}.warmup_iterations": iterations_of_warmup}
+    if decay is not None and total is not None:
+        schedule[f"{prefix}.type"] = decay
+        schedule[f"{prefix}.decay_iterations"] = max(1, total - iterations_of_warmup)
+        schedule[f"{prefix}.min_ratio"] = least
+    return schedule

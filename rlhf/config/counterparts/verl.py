@@ -23,6 +23,7 @@ from rlhf.config.counterparts.shared import (
     iterations,
     known_iterations,
     loss_option,
+    lr_schedule,
     run_name,
     services,
     sole_file,
@@ -302,22 +303,12 @@ def _shard_size(key: str, role: str) -> Conversion:
 
 def _schedule(optimizer: str, role: str) -> Conversion:
     def convert(settings: Settings) -> Converted:
-        steps, share = settings[f"{optimizer}.lr_warmup_steps"], settings[f"{optimizer}.lr_warmup_steps_ratio"]
-        shape = settings[f"{optimizer}.lr_scheduler_type"]
-        warmup = steps if isinstance(steps, int) and steps >= 0 else 0
-        if not warmup and not share and shape in ("constant", None):
-            return {f"{role}.lr_schedule.warmup_iterations": 0}
-        total = known_iterations(_iterations(settings))
-        if total is None and (shape == "cosine" or not warmup):
-            raise NoEqual(f"the schedule depends on the number of iterations, which is unknown: set {role}.lr_schedule")
-        if not warmup and total is not None and share:
-            warmup = int(settings.number(f"{optimizer}.lr_warmup_steps_ratio") * total)
-        converted: dict[str, Value] = {f"{role}.lr_schedule.warmup_iterations": warmup}
-        if shape == "cosine" and total is not None:
-            converted[f"{role}.lr_schedule.type"] = "cosine"
-            converted[f"{role}.lr_schedule.decay_iterations"] = max(1, total - warmup)
-            converted[f"{role}.lr_schedule.min_ratio"] = settings.number(f"{optimizer}.min_lr_ratio")
-        return converted
+        steps, ratio = settings[f"{optimizer}.lr_warmup_steps"], settings[f"{optimizer}.lr_warmup_steps_ratio"]
+        shape = settings[f"{optimizer}.lr_scheduler_type"] or "constant"
+        warmup = steps if isinstance(steps, int) and steps > 0 else 0
+        share = settings.number(f"{optimizer}.lr_warmup_steps_ratio") if ratio and not warmup else 0.0
+        least, total = settings.number(f"{optimizer}.min_lr_ratio"), known_iterations(_iterations(settings))
+        return lr_schedule(role, str(shape), warmup, share, least, total)
 
     return convert
 
@@ -758,4 +749,4 @@ DEFAULTS: dict[str, Value] = {
     **{f"{engine}.fsdp_size": -1 for engine in (f"{ACTOR}.fsdp_config", "critic.fsdp")},
 }
 
-VERL = Source("verl", COUNTERPARTS, DEFAULTS, OLDER)
+VERL = Source("verl", COUNTERPARTS, DEFAULTS, OLDER, "verl")
