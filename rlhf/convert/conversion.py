@@ -96,11 +96,12 @@ def convert(path: Path, program: str, overrides: Sequence[str] = ()) -> Conversi
     """
     given = read_settings(path, program, overrides)
     settings = Settings(given.settings, given.source.defaults, _rows)
+    owners = {key: given.source.counterpart(key) for key in given.settings}
     lines: dict[str, Line] = {}
     reasons: dict[str, str] = {}
     mistakes: dict[str, None] = {}
     for row in given.source.counterparts:
-        keys = [key for key in given.settings if key in row.theirs or given.source.counterpart(key) is row]
+        keys = [key for key in given.settings if key in row.theirs or owners[key] is row]
         try:
             converted = row.convert(settings)
         except NoEqual as reason:

@@ -1,6 +1,6 @@
 """Tables of correspondences between the settings of other programs and ours, one module per program.
 
-`ratchet convert` converts by them, errors about unknown keys quote them, and `docs/configuration.md` prints them.
+`ratchet convert` converts by them, errors about unknown keys quote them, and `docs/migration.md` prints them.
 """
 
 from rlhf.config.counterparts.answers import answers

@@ -44,8 +44,7 @@ def _answer(key: str, value: Value, sections: Sequence[str], sources: Sequence[S
 def _is_alike(key: str, theirs: str, ours: Sequence[str], source: Source) -> bool:
     """Whether a key is one of theirs but for its section: actor.learning_rate is TRL's learning_rate."""
     section, _, last = key.rpartition(".")
-    older = [old for old, new in source.older.items() if new == theirs]
-    is_same = key.replace(".", "_") in [name.replace(".", "_") for name in (theirs, *older)]
+    is_same = key.replace(".", "_") in [name.replace(".", "_") for name in (theirs, *source.older_names(theirs))]
     return is_same or (theirs.rpartition(".")[2] == last and ours[0].startswith(f"{section}.") and section != "")
 
 

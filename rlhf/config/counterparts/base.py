@@ -180,6 +180,20 @@ class Source:
                 return new.removesuffix("*") + key.removeprefix(old[:-1])
         return key
 
+    def older_names(self, key: str) -> list[str]:
+        """Older names of one of today's keys."""
+        names = []
+        for old, new in self.older.items():
+            if key == new:
+                names.append(old)
+            elif (
+                new.endswith(".*")
+                and key.startswith(new[:-1])
+                and self.today(old[:-1] + key.removeprefix(new[:-1])) == key
+            ):
+                names.append(old[:-1] + key.removeprefix(new[:-1]))
+        return names
+
     def counterpart(self, key: str) -> Counterpart | None:
         """The row of a key, by today's or an older name."""
         today = self.today(key)

@@ -1,7 +1,7 @@
 """OpenRLHF's settings, and ours.
 
-Its keys and defaults are those of `openrlhf.cli.train_ppo_ray` in August 2026. Older releases have flags with underscores
-for the same.
+Its keys and defaults are those of `openrlhf.cli.train_ppo_ray` in August 2026. Older releases have flags with
+underscores for the same.
 """
 
 from __future__ import annotations

@@ -401,6 +401,17 @@ def _of_the_critic(row: Counterpart) -> Counterpart:
     return replace(row, convert=convert)
 
 
+def _of_vllm(row: Counterpart) -> Counterpart:
+    """A row that applies only to runs that generate with vLLM, or another engine of its kind."""
+
+    def convert(settings: Settings) -> Converted:
+        if settings[f"{ROLLOUT}.name"] == "hf":
+            raise NoEqual("rollout.engine hf has no such setting")
+        return row.convert(settings)
+
+    return replace(row, convert=convert)
+
+
 COUNTERPARTS: tuple[Counterpart, ...] = (
     computed(
         "trainer.experiment_name",
@@ -436,11 +447,11 @@ COUNTERPARTS: tuple[Counterpart, ...] = (
     computed(f"{ROLLOUT}.top_k", (), _no_top_k, "there is no top_k: all tokens can be drawn"),
     direct(f"{ROLLOUT}.ignore_eos", "rollout.ignore_eos"),
     direct(f"{ROLLOUT}.quantization", "rollout.quantization", values={"fp8": "fp8"}),
-    direct(f"{ROLLOUT}.tensor_model_parallel_size", "rollout.vllm.tensor_parallel"),
-    direct(f"{ROLLOUT}.gpu_memory_utilization", "rollout.vllm.gpu_memory_utilization"),
-    direct(f"{ROLLOUT}.max_model_len", "rollout.vllm.max_model_len"),
-    direct(f"{ROLLOUT}.enforce_eager", "rollout.vllm.enforce_eager"),
-    direct(f"{ROLLOUT}.enable_prefix_caching", "rollout.vllm.prefix_caching"),
+    _of_vllm(direct(f"{ROLLOUT}.tensor_model_parallel_size", "rollout.vllm.tensor_parallel")),
+    _of_vllm(direct(f"{ROLLOUT}.gpu_memory_utilization", "rollout.vllm.gpu_memory_utilization")),
+    _of_vllm(direct(f"{ROLLOUT}.max_model_len", "rollout.vllm.max_model_len")),
+    _of_vllm(direct(f"{ROLLOUT}.enforce_eager", "rollout.vllm.enforce_eager")),
+    _of_vllm(direct(f"{ROLLOUT}.enable_prefix_caching", "rollout.vllm.prefix_caching")),
     direct(f"{ROLLOUT}.max_num_seqs", "rollout.max_in_flight"),
     computed(
         (
