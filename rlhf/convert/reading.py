@@ -67,7 +67,7 @@ def read_settings(path: Path, program: str, overrides: Sequence[str]) -> Given:
     sources = [source for source in SOURCES if source.program == program]
     source = max(sources, key=lambda source: sum(source.counterpart(key) is not None for key in settings))
     names = {source.today(key): key for key in settings}
-    today = {source.today(key): value for key, value in settings.items()}
+    today = {source.today(key): _at_home(value) for key, value in settings.items()}
     if not any(source.counterpart(key) is not None for key in today):
         raise UserError(f"{path} has no settings of {source.name}: give the file, or another --from")
     return Given(source, str(path), today, names, assumptions)
@@ -97,10 +97,10 @@ def _arguments(path: Path, program: str) -> tuple[Sequence[str], tuple[str, ...]
 def _overrides(where: str, arguments: Sequence[str]) -> dict[str, Value]:
     """Hydra's overrides, as plain values; ``~a.b`` removes a key."""
     settings: dict[str, Value] = {}
-    for argument in arguments:
+    for before, argument in zip(["", *arguments], arguments, strict=False):
         key, equals, text = argument.partition("=")
-        if argument.startswith("-"):
-            continue  # an option of Hydra, such as --config-name
+        if argument.startswith("-") or (not equals and before.startswith("-") and "=" not in before):
+            continue  # an option of Hydra, such as --config-name, or its value
         if argument.startswith("~"):
             settings.pop(key[1:], None)
         elif not equals:
@@ -121,7 +121,7 @@ def _options(arguments: Sequence[str]) -> dict[str, Value]:
         if key is not None:
             settings[key] = True if not values else values[0] if len(values) == 1 else values
         name, equals, text = argument.lstrip("-").partition("=")
-        key, values = name, [_value(text)] if equals else []
+        key, values = name.replace("-", "_"), [_value(text)] if equals else []
     return settings
 
 
@@ -132,6 +132,13 @@ def _value(text: str) -> Value:
     except yaml.YAMLError:
         return text
     return text if isinstance(value, dict) and not text.startswith("{") else value
+
+
+def _at_home(value: Value) -> Value:
+    """A value in which ``~/`` is written out."""
+    if isinstance(value, list | tuple):
+        return [_at_home(item) for item in value]
+    return str(Path(value).expanduser()) if isinstance(value, str) and value.startswith("~/") else value
 
 
 def _leaves(tree: Mapping[str, Value], prefix: str = "") -> Iterator[tuple[str, Value]]:

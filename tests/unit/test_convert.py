@@ -223,7 +223,7 @@ def test_a_config_of_verl_may_be_yaml_with_references(tmp_path: Path) -> None:
     path = tmp_path / "verl.yaml"
     path.write_text(
         """
-        data: {train_files: p.parquet, train_batch_size: 64, max_response_length: 128}
+        data: {train_files: [~/p.parquet], train_batch_size: 64, max_response_length: 128}
         actor_rollout_ref:
           model: {path: m}
           rollout: {name: hf, n: 4, response_length: "${oc.select:data.max_response_length,512}"}
@@ -241,6 +241,7 @@ def test_a_config_of_verl_may_be_yaml_with_references(tmp_path: Path) -> None:
     config = converted.config()
     assert (config.data.prompts_per_iteration, config.actor.mini_batch_trajectories) == (64, 256)
     assert (config.rollout.engine, config.run.name) == ("hf", "run")
+    assert config.data.train == (f"{Path.home()}/p.parquet",)
     assert "_target_" not in converted.text()
 
 

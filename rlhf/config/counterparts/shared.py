@@ -13,11 +13,6 @@ DEFAULT_ITERATIONS = 30
 """`train.iterations` where the number cannot be computed."""
 
 
-def files(settings: Settings, key: str) -> list[str]:
-    """Names of data files, with the home folder written out."""
-    return [str(Path(name).expanduser()) if name.startswith("~") else name for name in settings.texts(key)]
-
-
 def sole_file(names: Sequence[str]) -> Value | Assumed:
     """The first of several files, where we take one."""
     return names[0] if len(names) == 1 else Assumed(names[0], f"one file: {', '.join(names[1:])} left out")
@@ -85,7 +80,7 @@ def data_file(settings: Settings, key: str) -> Converted:
     """A prompt file; a data set of the hub becomes the file that `ratchet data` could write."""
     if not settings.has(key):
         return {}
-    names = files(settings, key)
+    names = settings.texts(key)
     if all(name.endswith((".parquet", ".jsonl", ".json")) for name in names):
         return {"data.train": names}
     local = [f"data/{run_name(name)}/train.parquet" for name in names]

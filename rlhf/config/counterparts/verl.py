@@ -19,7 +19,6 @@ from rlhf.config.counterparts.base import (
     without_equal,
 )
 from rlhf.config.counterparts.shared import (
-    files,
     iterations,
     known_iterations,
     loss_option,
@@ -176,11 +175,11 @@ def _truncation(settings: Settings) -> Converted:
 
 
 def _train_files(settings: Settings) -> Converted:
-    return {"data.train": files(settings, "data.train_files")} if settings.has("data.train_files") else {}
+    return {"data.train": settings.texts("data.train_files")} if settings.has("data.train_files") else {}
 
 
 def _validation_data(settings: Settings) -> Converted:
-    return {"validation.data": sole_file(files(settings, "data.val_files"))} if settings.has("data.val_files") else {}
+    return {"validation.data": sole_file(settings.texts("data.val_files"))} if settings.has("data.val_files") else {}
 
 
 def _validation(conversion: Conversion) -> Conversion:
@@ -208,8 +207,10 @@ def _validation_temperature(settings: Settings) -> Converted:
 
 def _engine(settings: Settings) -> Converted:
     name = settings[f"{ROLLOUT}.name"]
-    if name in (None, "vllm", "hf"):
-        return {} if name is None else {"rollout.engine": name}
+    if name is None:
+        return {"rollout.engine": Assumed("vllm", f"{ROLLOUT}.name is not given")}
+    if name in ("vllm", "hf"):
+        return {"rollout.engine": name}
     return {"rollout.engine": Assumed("vllm", f"{name} does not run in Ratchet's processes; see rollout.server")}
 
 
@@ -228,7 +229,7 @@ def _pool(settings: Settings) -> Converted:
 def _iterations(settings: Settings) -> Converted:
     if settings.has("trainer.total_training_steps"):
         return {"train.iterations": settings.count("trainer.total_training_steps")}
-    names = files(settings, "data.train_files") if settings.has("data.train_files") else []
+    names = settings.texts("data.train_files") if settings.has("data.train_files") else []
     epochs = settings.count("trainer.total_epochs")
     return iterations(settings, names, epochs, _prompts_drawn(settings), "trainer.total_epochs")
 
