@@ -130,7 +130,7 @@ class _Shell:
         adds = any(child.type == "+=" for child in node.children)
         variable = self._text(name)
         if value is not None and value.type == "array":
-            words = [word for child in value.named_children if child.type != "comment" for word in self.words(child)]
+            words = [word for child in value.named_children if child.type != "comment" for word in self._words(child)]
             self.variables[variable] = (self.variables.get(variable, []) if adds else []) + words
         else:
             before = "".join(self.variables.get(variable, [])[:1]) if adds else ""
@@ -147,9 +147,9 @@ class _Shell:
         words: list[str] = []
         for child in node.named_children:
             if child.type == "command_name":
-                words += self.words(child.named_children[0])
+                words += self._words(child.named_children[0])
             elif child.type not in ("variable_assignment", "file_redirect", "herestring_redirect"):
-                words += self.words(child)
+                words += self._words(child)
         if not words:
             return True
         if words[0] == "exit":
@@ -230,7 +230,7 @@ class _Shell:
             raise self._error(node, "is not understood")
         return " ".join(self._expand(node)) != ""
 
-    def words(self, node: Node) -> list[str]:
+    def _words(self, node: Node) -> list[str]:
         """The words that a word of the script expands to: quoted ones stay whole, others are split at spaces."""
         expanded = self._expand(node)
         is_quoted = node.type in ("string", "raw_string", "ansi_c_string", "concatenation", "word", "number")

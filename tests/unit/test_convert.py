@@ -312,6 +312,9 @@ def test_openrlhfs_older_flags_mean_the_same() -> None:
     assert ppo.critic is not None
     assert ppo.critic.model is not None
     assert ppo.critic.model.path == "OpenRLHF/Llama-3-8b-rm-700k"
+    assert ppo.validation.data is None
+    held_out = convert(SCRIPTS / "openrlhf_ppo.sh", "openrlhf", ["--eval.dataset", "test.parquet"]).config().validation
+    assert (held_out.data, held_out.n, held_out.temperature, held_out.every) == ("test.parquet", 4, 0.6, 0)
 
 
 def test_epochs_become_iterations_if_the_data_can_be_read(tmp_path: Path) -> None:

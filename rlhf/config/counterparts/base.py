@@ -53,35 +53,35 @@ class Settings:
         return self[key] is not None
 
     def flag(self, key: str) -> bool:
-        """A switch; one without a value is off."""
+        """A switch; one without a value is off. Raises `UserError` for anything but true and false."""
         value = self[key]
         if isinstance(value, bool) or value is None:
             return bool(value)
         raise UserError(f"{key} is {value!r}: it should be true or false")
 
     def number(self, key: str) -> float:
-        """A number, which must be there."""
+        """A number. Raises `UserError` if there is none."""
         value = self[key]
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise UserError(f"{key} is {value!r}: it should be a number")
         return value
 
     def count(self, key: str) -> int:
-        """A whole number, which must be there."""
+        """A whole number. Raises `UserError` if there is none."""
         value = self.number(key)
         if value != int(value):
             raise UserError(f"{key} is {value!r}: it should be a whole number")
         return int(value)
 
     def text(self, key: str) -> str:
-        """A text, which must be there."""
+        """A text. Raises `UserError` if there is none."""
         value = self[key]
         if not isinstance(value, str):
             raise UserError(f"{key} is {value!r}: it should be a text")
         return value
 
     def texts(self, key: str) -> list[str]:
-        """A list of texts; a single one may stand alone."""
+        """A list of texts; a single one may stand alone. Raises `UserError` if there is none."""
         value = self[key]
         values = [value] if isinstance(value, str) else value
         if not isinstance(values, list | tuple) or not all(isinstance(item, str) for item in values):

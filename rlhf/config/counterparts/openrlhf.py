@@ -272,14 +272,22 @@ def _lora(settings: Settings) -> Converted:
     }
 
 
-def _every(key: str, ours: str, otherwise: str) -> Conversion:
-    def convert(settings: Settings) -> Converted:
-        every = settings.count(key)
-        if every <= 0:
-            raise NoEqual(otherwise)
-        return {ours: every}
+def _snapshots(settings: Settings) -> Converted:
+    every = settings.count("ckpt.save_steps")
+    if every <= 0:
+        raise NoEqual("checkpoint.every null takes snapshots as often as they are cheap")
+    return {"checkpoint.every": every}
 
-    return convert
+
+def _evaluation(theirs: str, ours: str, note: str = "") -> Counterpart:
+    """A row that applies only to runs that evaluate."""
+
+    def convert(settings: Settings) -> Converted:
+        if not settings.has("eval.dataset"):
+            raise NoEqual("there is no eval.dataset")
+        return {ours: max(0, settings.number(theirs))}
+
+    return computed(theirs, ours, convert, note)
 
 
 def _critic_path(settings: Settings) -> Converted:
@@ -432,9 +440,7 @@ COUNTERPARTS: tuple[Counterpart, ...] = (
     computed(
         "ckpt.save_steps",
         "checkpoint.every",
-        _every(
-            "ckpt.save_steps", "checkpoint.every", "checkpoint.every null takes snapshots as often as they are cheap"
-        ),
+        _snapshots,
         "iterations in between are replayed, not lost",
     ),
     direct("ckpt.max_num", "checkpoint.keep.last"),
@@ -444,13 +450,9 @@ COUNTERPARTS: tuple[Counterpart, ...] = (
         lambda settings: {"validation.data": settings["eval.dataset"]} if settings.has("eval.dataset") else {},
         "a prompt file",
     ),
-    direct("eval.n_samples_per_prompt", "validation.n"),
-    direct("eval.temperature", "validation.temperature"),
-    computed(
-        "eval.steps",
-        "validation.every",
-        _every("eval.steps", "validation.every", "validation runs before the first iteration and after the last"),
-    ),
+    _evaluation("eval.n_samples_per_prompt", "validation.n"),
+    _evaluation("eval.temperature", "validation.temperature"),
+    _evaluation("eval.steps", "validation.every", "-1 is 0"),
     computed(
         "logger.wandb.key",
         "tracking",
@@ -643,6 +645,8 @@ DEFAULTS: dict[str, Value] = {
     "critic.value_clip": 0.5,
     "ckpt.save_steps": -1,
     "eval.steps": -1,
+    "eval.temperature": 0.6,
+    "eval.n_samples_per_prompt": 4,
     "actor.adam.lr": 1e-6,
     "critic.adam.lr": 9e-6,
     **{f"{role}.adam.betas": [0.9, 0.95] for role in ("actor", "critic")},

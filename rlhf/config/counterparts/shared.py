@@ -48,7 +48,19 @@ def known_iterations(converted: Converted) -> int | None:
 
 
 def loss_option(loss: str, option: str, value: Value) -> Converted:
-    """An option of our policy loss, if that loss has it."""
+    """An option of our policy loss.
+
+    Args:
+        loss: type of the loss.
+        option: the option's name.
+        value: its value; null: not given.
+
+    Returns:
+        The option's key and value.
+
+    Raises:
+        NoEqual: the loss has no such option.
+    """
     from rlhf.config.reading import models_in
 
     model = next(model for model in models_in(PolicyLoss) if model.model_fields["type"].default == loss)
@@ -106,6 +118,9 @@ def lr_schedule(role: str, shape: str, warmup: int, ratio: float, least: float, 
 
     Returns:
         The keys of `lr_schedule`.
+
+    Raises:
+        NoEqual: there is no such schedule.
     """
     prefix, decay = f"{role}.lr_schedule", next((ours for ours in ("linear", "cosine") if shape.startswith(ours)), None)
     if decay is None and not shape.startswith("constant"):
