@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import typer
 from rich.console import Console
 
+from flows.cli_convert import convert
 from flows.cli_data import data, make_folder
 from flows.temporary_server import TemporaryServer
 from flows.terminal import visible
@@ -30,6 +31,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(data, name="data")
+app.command(context_settings={"ignore_unknown_options": True})(convert)  # those of the other program
 
 DEFAULT_STORE = "file://./runs"
 console = Console(soft_wrap=True, markup=False)
@@ -541,7 +543,7 @@ def sft(
         "warmup_steps": warmup_steps,
         "weight_decay": weight_decay,
     }
-    metrics = _fit(validated(SFTConfig, overridden(config, overrides or []), "sft"))
+    metrics = _fit(validated(SFTConfig, overridden(config, overrides or [], SFTConfig), "sft"))
     console.print(f"supervised model in {output} (loss {metrics['sft/loss']:.3f})")
 
 
@@ -570,7 +572,7 @@ def reward_model(
         "batch_pairs": batch_pairs,
         "lr": lr,
     }
-    metrics = _fit(validated(RewardTraining, overridden(config, overrides or []), "reward-model"))
+    metrics = _fit(validated(RewardTraining, overridden(config, overrides or [], RewardTraining), "reward-model"))
     held_out = f", {metrics['val/accuracy']:.1%} of the held-out pairs" if "val/accuracy" in metrics else ""
     console.print(
         f"reward model in {output} ({metrics['reward/accuracy']:.1%} of the pairs are ranked correctly{held_out})"

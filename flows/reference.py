@@ -17,6 +17,7 @@ from rlhf.algorithms.policy_losses import PolicyLoss
 from rlhf.algorithms.reward_shaping import OverlongPenalty
 from rlhf.algorithms.rollout_correction import ImportanceWeights, Rejection, off_policy_metrics
 from rlhf.config import DynamicSamplingConfig, RewardTraining, RunConfig, SFTConfig, keys, models_in, parse_config
+from rlhf.config.counterparts import SOURCES, Counterpart, Source
 from rlhf.metrics import METRICS
 from rlhf.schema import TRAJECTORY, Column
 from tasks.pipeline import STAGES, names_of
@@ -28,54 +29,31 @@ HEAD = """# Configuration
 
 Generated from the models in `rlhf/config/` by `make docs`; `ratchet train --help` prints the same keys. Set a key
 in the YAML file (as nested sections) or on the command line (`a.b=c`). Unknown keys are errors. Where a `type` selects
-an algorithm, the keys of each choice follow in brackets.
+an algorithm, the keys of each choice follow in brackets. [migration.md](migration.md) lists the counterparts of the
+settings of verl, TRL and OpenRLHF.
 
 """
 
-VERL = """
-## Coming from verl
+MIGRATION = """# Coming from verl, TRL or OpenRLHF
 
-| verl | here | note |
-|---|---|---|
-| `data.train_files` | `data.train` | the same Parquet rows |
-| `data.train_batch_size` | `data.prompts_per_iteration` | prompts, not trajectories |
-| `data.max_prompt_length`, `data.max_response_length` | `data.max_prompt_tokens`, `rollout.max_response_tokens` | |
-| `data.truncation` | `data.truncation` | |
-| `actor_rollout_ref.model.path` | `model.path` | the default of critic and reference too |
-| `actor_rollout_ref.rollout.n` | `rollout.n` | |
-| `actor_rollout_ref.actor.ppo_mini_batch_size` | `actor.mini_batch_trajectories` | trajectories of the whole run: verl counts prompts, and multiplies by n |
-| `actor_rollout_ref.actor.ppo_max_token_len_per_gpu` | `actor.micro_batch_tokens` | changes memory and speed, never the result |
-| `actor_rollout_ref.actor.ppo_epochs` | `actor.ppo_epochs` | |
-| `actor_rollout_ref.actor.optim.lr` | `actor.lr` | |
-| `actor_rollout_ref.actor.clip_ratio_low`, `_high`, `_c` | `algorithm.loss.clip_ratio_low`, `_high`, `_c` | |
-| `actor_rollout_ref.actor.loss_agg_mode` | `algorithm.loss.aggregate` | |
-| `actor_rollout_ref.actor.entropy_coeff` | `algorithm.entropy_coef` | |
-| `actor_rollout_ref.actor.use_kl_loss`, `kl_loss_coef` | `algorithm.kl.in_loss` | null: no KL loss |
-| `algorithm.use_kl_in_reward`, `algorithm.kl_ctrl.kl_coef` | `algorithm.kl.in_reward` | null: no KL in the reward |
-| `algorithm.kl_penalty` | `algorithm.kl.reward_estimator` | `kl` is `k1`, the only choice: the others have the wrong gradient in the reward |
-| `actor_rollout_ref.actor.kl_loss_type` | `algorithm.kl.loss_estimator` | `low_var_kl` is `k3`, `low_var_kl+` is `k3+`, `mse` is `k2` |
-| `algorithm.adv_estimator` | `algorithm.advantage.type` | the same names |
-| `algorithm.norm_adv_by_std_in_grpo: false` | `algorithm.advantage.type: dr_grpo` | or `grpo` with `norm_by_std: false` |
-| `algorithm.gdpo_reward_keys`, `gdpo_reward_weights` | `algorithm.advantage.parts`, `.weights` | |
-| `actor_rollout_ref.actor.policy_loss.loss_mode` | `algorithm.loss.type` | the same names; `vanilla` is `ppo` |
-| `algorithm.rollout_correction.rollout_is`, `rollout_is_threshold` | `algorithm.rollout_correction.weights` `level`, `upper` and `lower` | |
-| `algorithm.rollout_correction.rollout_rs`, `rollout_rs_threshold` | `algorithm.rollout_correction.rejection` | a list of `statistic`, `upper` and `lower` |
-| `algorithm.rollout_correction.rollout_is_batch_normalize` | `algorithm.rollout_correction.weights.normalize` | |
-| `algorithm.rollout_correction.bypass_mode` | `algorithm.rollout_correction.bypass` | |
-| `algorithm.filter_groups.enable`, `max_num_gen_batches` | `algorithm.dynamic_sampling.max_prompts` | a bound in prompts; drawn shard by shard |
-| `custom_reward_function.path`, `.name` | `reward.function: path.py:name` | the same signature; several with weights |
-| `reward_model.enable`, `reward_model.model.path` | `reward.model` | in addition to a function, or alone (`reward.function: null`) |
-| `reward_model.model.input_tokenizer` | – | the reward model's own tokenizer and chat template are always used |
-| `actor_rollout_ref.rollout.multi_turn` | `rollout.environment` | a class with `reset` and `step` |
-| `reward_model.overlong_buffer` | `algorithm.overlong_penalty` | |
-| `algorithm.gamma`, `algorithm.lam` | `algorithm.advantage.gamma`, `.lam` | |
-| `critic.cliprange_value` | `critic.cliprange_value` | |
-| `trainer.critic_warmup` | `critic.warmup_iterations` | |
-| `trainer.save_freq` | `checkpoint.every` | iterations in between are replayed, not lost |
-| `trainer.total_training_steps`, `trainer.total_epochs` | `train.iterations`, `train.epochs` | one of them |
-| `trainer.logger` | `tracking` | |
-| `trainer.project_name`, `trainer.experiment_name` | `run.project`, `run.name` | |
-| `trainer.test_freq` | `validation.every` | |
+Generated from the tables in `rlhf/config/counterparts/` by `make docs`. `ratchet convert` writes a config by these
+tables, and errors about unknown keys quote them:
+
+```console
+$ ratchet convert run_qwen3_8b_fsdp.sh -o run.yaml
+run.yaml: 33 keys; 10 settings have no equal (see the comments at its end)
+$ ratchet convert trl.yaml --from trl --num_processes 8 -o run.yaml
+$ ratchet convert train_ppo_ray.sh --from openrlhf -o run.yaml
+```
+
+It takes a YAML file, or a shell script that starts the program; a script is read, not run. Variables that the script
+does not set have the values of this shell, and further settings may follow the file, as on the program's command line.
+Every line of the config says which setting it comes from. Defaults of the program that differ from ours are written
+out. Comments say what was assumed, and which settings have no equal. The number of iterations is computed from epochs
+if the data files can be read.
+
+Sizes are converted to these units: `data.prompts_per_iteration` counts prompts, `actor.mini_batch_trajectories`
+trajectories, and `actor.micro_batch_tokens` tokens; all but the last are totals over all processes.
 """
 
 
@@ -105,7 +83,24 @@ def configuration() -> str:
         f"\n## `{command}`\n\n{table(model)}"
         for command, model in (("ratchet sft", SFTConfig), (REWARD, RewardTraining))
     )
-    return HEAD + table(RunConfig) + VERL + fits
+    return HEAD + table(RunConfig) + fits
+
+
+def migration() -> str:
+    """A table for each program that configs can be converted from."""
+    parts = [MIGRATION]
+    for source in SOURCES:
+        parts.append(f"\n## {source.name}\n\n| {source.name} | here | note |\n|---|---|---|\n")
+        parts += [_counterpart(source, row) for row in source.counterparts if row.theirs]
+    return "".join(parts)
+
+
+def _counterpart(source: Source, row: Counterpart) -> str:
+    names = []
+    for key in row.theirs:
+        older = ", ".join(f"`{name}`" for name in source.older_names(key))
+        names.append(f"`{key}` (older: {older})" if older else f"`{key}`")
+    return f"| {', '.join(names)} | {', '.join(f'`{key}`' for key in row.ours) or '–'} | {row.note} |\n"
 
 
 def table(model: type[BaseModel]) -> str:
@@ -306,7 +301,13 @@ def _shape(column: Column) -> str:
 
 
 def main() -> None:
-    pages = {"configuration": configuration, "algorithms": algorithms, "metrics": metrics, "columns": columns}
+    pages = {
+        "configuration": configuration,
+        "migration": migration,
+        "algorithms": algorithms,
+        "metrics": metrics,
+        "columns": columns,
+    }
     for name, text in ((name, page()) for name, page in pages.items()):
         target = DOCS / f"{name}.md"
         if "--check" not in sys.argv:

@@ -225,7 +225,7 @@ class RunConfig(Section):
 
     def with_values(self, values: Mapping[str, Any], overrides: Iterable[str] = ()) -> RunConfig:
         """Replace the values at dotted keys, apply ``a.b=c`` overrides, and validate the result."""
-        return validated(RunConfig, overridden(self._with(values), overrides), "config")
+        return validated(RunConfig, overridden(self._with(values), overrides, RunConfig), "config")
 
     def as_committed(self, values: Mapping[str, Any]) -> RunConfig:
         """This config with the values that a stage was committed with, by this release or an older one.
@@ -248,7 +248,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
         UserError: the config is invalid; a line per mistake names the key and the fix.
     """
     tree = renamed(read_yaml(path), str(path))
-    return parse_config(overridden(tree, overrides), str(path))
+    return parse_config(overridden(tree, overrides, RunConfig), str(path))
 
 
 def parse_config(tree: Mapping[str, Any], where: str) -> RunConfig:

@@ -78,6 +78,26 @@ def read(url: str) -> Iterator[Row]:
         yield from open_rows(file)
 
 
+def count(url: str) -> int:
+    """Count the rows of a file; of a Parquet file, only the footer is read.
+
+    Args:
+        url: path or fsspec URL, as for `read`.
+
+    Returns:
+        The number of rows.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    import pyarrow.parquet as pq
+
+    with _opened(url) as file:
+        if url.endswith(".parquet"):
+            return int(pq.ParquetFile(file).metadata.num_rows)
+        return sum(1 for line in file if line.strip())
+
+
 def digest(url: str) -> str:
     """sha256 of a file's bytes, in hexadecimal; of a folder, over the digests of its files.
 
