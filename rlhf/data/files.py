@@ -123,6 +123,7 @@ class _Parquet:
         self.url = url
         self._lock = threading.Lock()
         self._held: OrderedDict[int, pa.Table] = OrderedDict()
+        self._held_bytes = 0
         with _errors_of(url):
             files, path = _located(url)
             self._file = pq.ParquetFile(files.open(path, "rb"))
@@ -138,18 +139,23 @@ class _Parquet:
         return f"{self.url}, row {index + 1}", row
 
     def __iter__(self) -> Iterator[Row]:
-        for group, start in enumerate(self._starts[:-1]):
-            yield from _numbered(self.url, self._group(group), start)
+        import pyarrow.parquet as pq
+
+        with _opened(self.url) as opened:
+            file = pq.ParquetFile(opened)  # of its own, so that what is drawn stays held
+            for group, start in enumerate(self._starts[:-1]):
+                yield from _numbered(self.url, file.read_row_group(group), start)
 
     def _group(self, group: int) -> pa.Table:
         with self._lock, _errors_of(self.url):
-            table = self._held.pop(group, None)
-            if table is None:
-                table = self._file.read_row_group(group)
-            self._held[group] = table
-            while len(self._held) > 1 and sum(held.nbytes for held in self._held.values()) > HELD_BYTES:
-                self._held.popitem(last=False)
-            return table
+            if group in self._held:
+                self._held.move_to_end(group)
+            else:
+                self._held[group] = self._file.read_row_group(group)
+                self._held_bytes += self._held[group].nbytes
+            while len(self._held) > 1 and self._held_bytes > HELD_BYTES:
+                self._held_bytes -= self._held.popitem(last=False)[1].nbytes
+            return self._held[group]
 
 
 class _Arrow:
@@ -200,15 +206,15 @@ class _Lines:
     def __init__(self, url: str) -> None:
         self.url = url
         self._starts, self._ends, self._numbers = array("q"), array("q"), array("q")
+        """Of each row: its first byte, the byte after its last, and the number of its line."""
         self._content: bytes | None = None
         with _errors_of(url):
             self._files, self._path = _located(url)
             self._is_of = self._files.ukey(self._path)
+            size = self._files.size(self._path)
         with _opened(url) as file:
-            self._content = file.read(HELD_BYTES + 1)
-            if len(self._content) > HELD_BYTES:
-                self._content = None
-                file.seek(0)
+            if size is None or size <= HELD_BYTES:
+                self._content = file.read()
             position = 0
             for number, line in enumerate(file if self._content is None else BytesIO(self._content), 1):
                 if line.strip():

@@ -76,16 +76,19 @@ def structures(ground_truth: str | None, is_json: bool | None, extra_info: str) 
     return truth, json.loads(extra_info) or {}
 
 
-def original(messages: str, is_text: bool | None) -> str | Messages:
+def original(messages: str | None, is_text: bool | None) -> str | Messages:
     """Decode a prompt for a reward.
 
     Args:
-        messages: JSON; a system message may precede a prompt that is a text.
+        messages: JSON; a system message may precede a prompt that is a text. None, in trajectories of the first
+            releases, gives an empty text.
         is_text: whether the dataset has the prompt as a text; None, in trajectories of older releases, means no.
 
     Returns:
         The text, or the messages.
     """
+    if messages is None:
+        return ""
     decoded: Messages = json.loads(messages)
     return decoded[-1]["content"] if is_text else decoded
 
