@@ -280,11 +280,10 @@ def test_trl_counts_completions_of_all_processes_and_accumulated_steps(tmp_path:
     assert (config.algorithm.kl.in_loss, config.algorithm.kl.loss_estimator) == (0.04, "k3")
     assert (config.algorithm.advantage.type, config.algorithm.loss.type) == ("dr_grpo", "ppo")
     assert config.algorithm.loss.aggregate == "seq-mean-token-sum-norm"  # type: ignore[union-attr]
-    assert (config.reward.function, config.tracking, config.pools["all"].workers) == ("format", ("wandb",), 2)
+    assert (config.reward.function, config.tracking, config.pools["all"].workers) == ("format", ("wandb", "trackio"), 2)
     alone = convert(path, "trl")
     assert alone.config().actor.mini_batch_trajectories == 4 * 4
     assert "one process is assumed: num_processes is not given" in comments(alone)
-    assert "there is no trackio" in comments(alone)
     config = convert(path, "trl", ["--importance_sampling_level=sequence", "--loss_type", "grpo"]).config()
     assert config.algorithm.loss.type == "gspo"
 
