@@ -51,6 +51,7 @@ bench: .venv/installed ## the figures of docs/benchmarks.md
 	OMP_NUM_THREADS=1 python benchmarks/iteration.py
 	OMP_NUM_THREADS=1 python benchmarks/engines.py --ray
 	OMP_NUM_THREADS=1 python benchmarks/resume.py
+	OMP_NUM_THREADS=1 python benchmarks/prompts.py
 
 bench-vllm: .venv/vllm ## those of rollout engines
 	OMP_NUM_THREADS=1 python benchmarks/rollout.py

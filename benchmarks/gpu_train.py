@@ -35,6 +35,7 @@ import yaml
 from benchmarks import parts
 from infra.runs import Run, open_run
 from rlhf.config import RunConfig, parse_config
+from rlhf.metrics import timer
 
 ROOT = Path(__file__).parents[1]
 KILLED_IN = 2
@@ -201,7 +202,7 @@ def table(run: Run, spans: dict[int, tuple[float, float]]) -> str:
         spans: see `spans_of`.
     """
     metrics = run.metrics()
-    names = [name for name in STAGES if f"timing_s/{name}" in metrics]
+    names = [name for name in STAGES if timer(name) in metrics]
     head = [*names, "weight sync", "snapshot", "everything else"]
     lines = [
         "| iteration | seconds | " + " | ".join(head) + " | of all this: turns | MB to vLLM | gap of log-probs |",
@@ -209,8 +210,8 @@ def table(run: Run, spans: dict[int, tuple[float, float]]) -> str:
     ]
     for row in metrics.to_dict("records"):
         iteration = int(row["iteration"])
-        seconds = [row.get(f"timing_s/{name}", 0.0) for name in names]
-        seconds += [row.get("perf/weight_sync_s", 0.0), row.get("timing_s/snapshot", 0.0)]
+        seconds = [row.get(timer(name), 0.0) for name in names]
+        seconds += [row.get("timing_s/update_weights", 0.0), row.get("timing_s/save_checkpoint", 0.0)]
         seconds = [0.0 if np.isnan(value) else float(value) for value in seconds]
         wall, turns = spans.get(iteration, (float("nan"), float("nan")))
         moved = row.get("perf/weight_sync_bytes", 0.0)

@@ -44,7 +44,8 @@ def stage_seconds(run: Run) -> Table:
         table.add_column(column, justify="left" if column == "stage" else "right")
     timings = [name for name in metrics if name.startswith("timing_s/")]  # a stage that did not run took no time
     means = {name.removeprefix("timing_s/"): metrics[name].fillna(0.0).mean() for name in timings}
-    total = means.pop("stages") + means["snapshot"]
+    total = means.pop("stages") + means["save_checkpoint"]
+    del means["step"]  # wall-clock time, while stages may overlap
     for name, seconds in means.items():
         table.add_row(name, f"{seconds:.2f}", f"{seconds / total:.0%}")
     return table

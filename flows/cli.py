@@ -9,12 +9,14 @@ import warnings
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, TextIO
+from urllib.parse import urlsplit
 
 import typer
 from rich.console import Console
 
-from flows import temporary_server
+from flows.cli_convert import convert
 from flows.cli_data import data, make_folder
+from flows.temporary_server import TemporaryServer
 from flows.terminal import visible
 from rlhf.config import RewardTraining, RunConfig, SFTConfig, keys, load_config, overridden, validated
 from rlhf.config.older import RenamedKey
@@ -25,19 +27,38 @@ app = typer.Typer(
     name="ratchet",
     help="Reinforcement learning for language models as a workflow: every stage is committed and can be resumed.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
 app.add_typer(data, name="data")
+app.command(context_settings={"ignore_unknown_options": True})(convert)  # those of the other program
 
-console = Console(soft_wrap=True)
-errors = Console(stderr=True, soft_wrap=True)
+DEFAULT_STORE = "file://./runs"
+console = Console(soft_wrap=True, markup=False)
+errors = Console(stderr=True, soft_wrap=True, markup=False)
 
-Name = Annotated[str, typer.Argument(metavar="RUN", help="a run's name in the store, or its full URL")]
+
+def run_names(context: typer.Context, incomplete: str) -> list[str]:
+    """Complete the name of a run in the store."""
+    from infra.listing import run_names as names_of
+
+    store = context.params.get("store") or os.environ.get("RATCHET_STORE", DEFAULT_STORE)
+    try:
+        return [name for name in names_of(store) if name.startswith(incomplete)]
+    except RatchetError:  # a shell shows no errors while it completes
+        return []
+
+
+Name = Annotated[
+    str, typer.Argument(metavar="RUN", help="a run's name in the store, or its full URL", autocompletion=run_names)
+]
 Store = Annotated[str, typer.Option(envvar="RATCHET_STORE", help="folder of runs, any fsspec URL")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[a.b=c ...]", help="values to change")]
-DEFAULT_STORE = "file://./runs"
+TakeOver = Annotated[bool, typer.Option("--take-over", help="continue even if another driver is alive")]
+AcceptChanges = Annotated[
+    bool,
+    typer.Option("--accept-changes", help="continue the run with other data, another reward or another algorithm"),
+]
 
 
 class Format(StrEnum):
@@ -68,7 +89,7 @@ def main() -> None:
         app()
     except RatchetError as error:
         for line in str(error).splitlines():
-            errors.print(f"error: {visible(line)}", highlight=False, markup=False)
+            errors.print(f"error: {visible(line)}", highlight=False)
         sys.exit(error.exit_code)
 
 
@@ -84,7 +105,7 @@ def _show_warning(
     line: str | None = None,
 ) -> None:
     if issubclass(category, RenamedKey):
-        errors.print(f"note: {message}", highlight=False, markup=False)
+        errors.print(f"note: {message}", highlight=False)
     else:
         _show_other_warnings(message, category, filename, lineno, file, line)
 
@@ -100,26 +121,35 @@ def train(
     overrides: Overrides = None,
     run: Annotated[str | None, typer.Option(help="the run's name (run.name)")] = None,
     store: Annotated[str | None, typer.Option(envvar="RATCHET_STORE", help="folder of runs (run.store)")] = None,
-    take_over: Annotated[bool, typer.Option("--take-over", help="continue even if another driver is alive")] = False,
+    take_over: TakeOver = False,
+    accept_changes: AcceptChanges = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="only check everything, and say what would happen")
+    ] = False,
 ) -> None:
     """Start a run, or resume it if it exists."""
     given = {"run.name": run, "run.store": store}
     values = {key: value for key, value in given.items() if value}
-    _drive(load_config(config, overrides or []).with_values(values), take_over)
+    loaded = load_config(config, overrides or []).with_values(values)
+    if dry_run:
+        _announce(loaded, accept_changes)
+    else:
+        _drive(loaded, take_over, accept_changes)
 
 
 @app.command()
 def resume(
     name: Name,
     store: Store = DEFAULT_STORE,
-    take_over: Annotated[bool, typer.Option("--take-over", help="continue even if another driver is alive")] = False,
+    take_over: TakeOver = False,
+    accept_changes: AcceptChanges = False,
 ) -> None:
     """Resume from the last committed stage, with the config of the last driver."""
     from infra.runs import open_run
 
     url = _url(name, store)
     parent, _, leaf = url.rpartition("/")  # where the run was opened, which may differ from its config
-    _drive(open_run(url).config.with_values({"run.store": parent, "run.name": leaf}), take_over)
+    _drive(open_run(url).config.with_values({"run.store": parent, "run.name": leaf}), take_over, accept_changes)
 
 
 @app.command()
@@ -168,6 +198,18 @@ def status(
 
 
 @app.command()
+def ls(
+    store: Store = DEFAULT_STORE,
+    format: Annotated[Format, typer.Option(help="output format")] = Format.table,
+) -> None:
+    """List the runs of a store: state, iterations, best validation, age, size."""
+    from flows import views
+    from infra.listing import runs_of
+
+    views.runs(console, runs_of(store), store, format.value)
+
+
+@app.command()
 def show(
     name: Name,
     store: Store = DEFAULT_STORE,
@@ -186,19 +228,27 @@ def show(
 
 @app.command()
 def query(
-    name: Name,
-    sql: Annotated[
-        str, typer.Argument(metavar="SQL", help='such as "select iteration, avg(score) from score group by 1"')
+    arguments: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN... SQL",
+            help='runs, then SQL such as "select iteration, avg(score) from score group by 1"',
+            autocompletion=run_names,
+        ),
     ],
     store: Store = DEFAULT_STORE,
     format: Annotated[Format, typer.Option(help="output format")] = Format.table,
 ) -> None:
-    """Run SQL (DuckDB) on the committed data: tables trajectories, metrics, and one for each stage."""
+    """Run SQL (DuckDB) on the committed data of one run or several: tables trajectories, metrics, and one for each
+    stage; their column `run` names the run."""
     from flows import views
     from infra.query import query as ask
     from infra.runs import open_run
 
-    views.rows(console, ask(open_run(_url(name, store)), sql), format.value)
+    *names, sql = arguments
+    if not names:
+        raise UserError(f"query {sql!r}: name a run, then the SQL")
+    views.rows(console, ask([open_run(_url(name, store)) for name in names], sql), format.value)
 
 
 @app.command()
@@ -217,7 +267,10 @@ def ui(
 
 @app.command()
 def report(
-    names: Annotated[list[str], typer.Argument(metavar="RUN...", help="names in the store, or full URLs")],
+    names: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN...", help="names in the store, or full URLs", autocompletion=run_names),
+    ],
     output: Annotated[Path, typer.Option("--output", "-o", help="the HTML file to write or replace")],
     store: Store = DEFAULT_STORE,
 ) -> None:
@@ -277,7 +330,7 @@ def rescore(
     source = _url(name, store)
     config = rescoring_config(source, run, reward, learn, overrides or [])
     begin(config)
-    _drive(config, take_over=False)
+    _drive(config)
     views.compare_scores(console, open_run(source), open_run(run_url(config.run.store, run)))
 
 
@@ -383,7 +436,7 @@ def verify(
         finding.repair()
     views.findings(console, [finding for finding in findings if finding not in repaired])
     for finding in repaired:
-        console.print(f"{finding.key} {finding.what}: repaired", highlight=False, markup=False)
+        console.print(f"{finding.key} {finding.what}: repaired", highlight=False)
     wrong = [finding for finding in findings if not finding.harmless]
     if wrong:
         raise RatchetError(f"{len(wrong)} objects of {name} have errors: {wrong[0].key} {wrong[0].what}")
@@ -392,7 +445,9 @@ def verify(
 
 @app.command()
 def evaluate(
-    name: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="a run, or a Hugging Face model folder")],
+    name: Annotated[
+        str, typer.Argument(metavar="RUN|MODEL", help="a run, or a Hugging Face model folder", autocompletion=run_names)
+    ],
     overrides: Overrides = None,
     data: Annotated[str | None, typer.Option(help="prompt file; by default the run's validation.data")] = None,
     store: Store = DEFAULT_STORE,
@@ -416,7 +471,11 @@ def evaluate(
     api: Annotated[Api, typer.Option(help="type of the server")] = Api.vllm,
     output: Annotated[Path | None, typer.Option(help="write the trajectories to this Parquet file")] = None,
 ) -> None:
-    """Answer and score held-out prompts; prints the solve rate of each data source, with a confidence interval."""
+    """Answer and score held-out prompts; prints the solve rate of each data source, with a confidence interval.
+
+    With the run's own prompts and settings, the answers are those of its validation at that iteration, if the same
+    engine generates: a run on servers is evaluated with hf, whose answers may differ.
+    """
     import tempfile
 
     from flows import views
@@ -424,7 +483,7 @@ def evaluate(
     if output is not None:
         make_folder(output.parent)
     with tempfile.TemporaryDirectory() as folder:
-        config = views.evaluation_config(name, store, iteration, Path(folder))
+        config, version = views.evaluation_config(name, store, iteration, Path(folder))
         changes: dict[str, object] = {"validation.n": n} if n is not None else {}
         changes |= {"validation.temperature": temperature} if temperature is not None else {}
         changes |= {"validation.data": data} if data else {}
@@ -433,13 +492,14 @@ def evaluate(
         if server:
             changes |= {"rollout.engine": "server", "rollout.server.urls": [server], "rollout.server.api": api.value}
         config = config.with_values(changes, overrides or [])
-        _prefect()
+        prefect = _starting()
         from flows.evaluate import evaluate as flow
         from flows.terminal import progress
         from tasks.recording import recorded
 
+        _wait_for(prefect)
         with progress(console):
-            answers = recorded(lambda: flow(config), lambda: flow.fn(config))
+            answers = recorded(lambda: flow(config, version), lambda: flow.fn(config, version))
     if output is not None:
         views.write(answers, output)
     alone = config.reward.model is None and config.rollout.environment is None
@@ -497,7 +557,7 @@ def sft(
         "warmup_steps": warmup_steps,
         "weight_decay": weight_decay,
     }
-    metrics = _fit(validated(SFTConfig, overridden(config, overrides or []), "sft"))
+    metrics = _fit(validated(SFTConfig, overridden(config, overrides or [], SFTConfig), "sft"))
     console.print(f"supervised model in {output} (loss {metrics['sft/loss']:.3f})")
 
 
@@ -526,7 +586,7 @@ def reward_model(
         "batch_pairs": batch_pairs,
         "lr": lr,
     }
-    metrics = _fit(validated(RewardTraining, overridden(config, overrides or []), "reward-model"))
+    metrics = _fit(validated(RewardTraining, overridden(config, overrides or [], RewardTraining), "reward-model"))
     held_out = f", {metrics['val/accuracy']:.1%} of the held-out pairs" if "val/accuracy" in metrics else ""
     console.print(
         f"reward model in {output} ({metrics['reward/accuracy']:.1%} of the pairs are ranked correctly{held_out})"
@@ -535,12 +595,13 @@ def reward_model(
 
 def _fit(config: SFTConfig | RewardTraining) -> dict[str, float]:
     make_folder(Path(config.output))
-    _prefect()
+    server = _starting()
     from flows.sft import sft as supervise
     from flows.terminal import progress
     from flows.train_reward_model import train_reward_model
     from tasks.recording import recorded
 
+    _wait_for(server)
     with progress(console):
         if isinstance(config, SFTConfig):
             return recorded(lambda: supervise(config), lambda: supervise.fn(config))
@@ -570,6 +631,8 @@ def deploy(
     for name in names:
         console.print(name, highlight=False)
     console.print(f"start a worker with `ratchet worker --pool {pool}`; then `prefect deployment run {names[0]}`")
+    if urlsplit(api := os.environ["PREFECT_API_URL"]).port != 4200:
+        console.print(f"the server's pages stay blank unless it was started with PREFECT_UI_API_URL={api}")
 
 
 @app.command()
@@ -605,9 +668,25 @@ def doctor(
     examine(console, engines)
 
 
-def _drive(config: RunConfig, take_over: bool) -> None:
+def _announce(config: RunConfig, accept_changes: bool) -> None:
+    """Check everything that a start would, and say what it would do."""
+    _quiet()
+    from flows.summary import summary
     from flows.terminal import progress
-    from infra.execution.driver import check_inputs
+    from infra.execution.driver import check_start, with_iterations
+    from tasks.changes import check_open_iteration
+
+    with progress(console):
+        config = with_iterations(config)
+        state = check_start(config, take_over=True, accept_changes=accept_changes, check=check_open_iteration)
+    for line in summary(config, state.iteration):
+        console.print(visible(line), highlight=False)
+
+
+def _drive(config: RunConfig, take_over: bool = False, accept_changes: bool = False) -> None:
+    server = _starting()
+    from flows.terminal import progress
+    from infra.execution.driver import check_start, with_iterations
     from infra.execution.stopping import on_signals
 
     def stop(*_: object) -> None:
@@ -616,19 +695,26 @@ def _drive(config: RunConfig, take_over: bool) -> None:
         os.write(2, b"error: stopped as asked: repeat the command to continue\n")
         raise SystemExit(1)
 
-    with on_signals(stop), progress(console, config.train.iterations):
-        check_inputs(config)
-        _prefect()
+    with on_signals(stop), progress(console):
+        config = with_iterations(config)
+    with on_signals(stop), progress(console, config.iterations):
+        from tasks.changes import check_open_iteration
+
+        check_start(config, take_over=take_over, accept_changes=accept_changes, check=check_open_iteration)
         from flows.train import drive
         from flows.train import train as flow
         from tasks.recording import recorded
 
-        ended = recorded(lambda: flow(config, take_over=take_over), lambda: drive(config, take_over))
+        _wait_for(server)
+        ended = recorded(
+            lambda: flow(config, take_over=take_over, accept_changes=accept_changes),
+            lambda: drive(config, take_over, accept_changes),
+        )
         if ended is not None:  # a `Failed` state, if Prefect did not record the flow
             ended.result()
     elsewhere = "" if config.run.store == DEFAULT_STORE else f" --store {config.run.store}"
     console.print(
-        f"run {config.run.name} has its {config.train.iterations} iterations\n"
+        f"run {config.run.name} has its {config.iterations} iterations\n"
         f"  ratchet status {config.run.name}{elsewhere}    what each iteration did\n"
         f"  ratchet show {config.run.name}{elsewhere}      the trajectories"
     )
@@ -642,13 +728,18 @@ def _quiet() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
-def _prefect() -> None:
-    """Prepare Prefect, and tell the user that importing it and starting a temporary server take a while."""
+def _starting() -> TemporaryServer | None:
+    """Start a temporary Prefect server in the background; None if PREFECT_API_URL names a server."""
     _quiet()
-    if not os.environ.get("PREFECT_API_URL"):
-        temporary_server.end_orphans()
-        temporary_server.mark()
-        console.print("starting Prefect (a temporary server on this machine; 5 to 40 s)")
+    return None if os.environ.get("PREFECT_API_URL") else TemporaryServer()
+
+
+def _wait_for(server: TemporaryServer | None) -> None:
+    """Wait for a temporary server, and tell the user if that takes a while."""
+    if server is not None:
+        if not server.is_ready:
+            console.print("starting Prefect (a temporary server on this machine; 5 to 40 s)")
+        server.wait()
 
 
 def _url(name: str, store: str) -> str:

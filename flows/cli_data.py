@@ -13,7 +13,7 @@ from rich.console import Console
 from rlhf.errors import UserError, in_one_line
 
 data = typer.Typer(help="Write prompt datasets.", no_args_is_help=True)
-console = Console(soft_wrap=True)
+console = Console(soft_wrap=True, markup=False)
 
 
 @data.command()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pandas as pd
 from prefect import flow
 
@@ -21,39 +23,45 @@ from tasks.validate import VALIDATE
 
 @flow(name="evaluate", flow_run_name="evaluate {config.model.path}", persist_result=False)
 @noted
-def evaluate(config: RunConfig) -> pd.DataFrame:
+def evaluate(config: RunConfig, iteration: int = 0, overrides: Sequence[str] = ()) -> pd.DataFrame:
     """Answer the prompts of `config.validation` with the model at `config.model`.
+
+    Args:
+        config: The model, the prompts and the sampling.
+        iteration: The iteration whose random numbers are drawn: those of the validation before it.
+        overrides: Changes of single values of the config, such as ``validation.n=4``.
 
     Returns:
         The columns of `validate`, with a row per trajectory.
     """
+    config = config.with_values({}, overrides)
     if config.validation.data is None:
         raise UserError("validation.data is null: name the prompts to evaluate on (--data)")
     say_attention(config.model)
     check_rewards(config.reward.functions, config.reward.options, config.reward.allow_code)
-    return answer(config)
+    return answer(config, iteration)
 
 
 @recorded_task("answer", "answer")
-def answer(config: RunConfig) -> pd.DataFrame:
+def answer(config: RunConfig, iteration: int) -> pd.DataFrame:
     worker = Worker(config, RunStore(ObjectStore("memory://evaluate")), ["rollout"])
     try:
-        return _answers(config, worker)
+        return _answers(config, iteration, worker)
     finally:
         worker.close()
 
 
-def _answers(config: RunConfig, worker: Worker) -> pd.DataFrame:
+def _answers(config: RunConfig, iteration: int, worker: Worker) -> pd.DataFrame:
     assert config.validation.data is not None
     dataset = worker.resources.dataset((config.validation.data,))
-    check_prompts(dataset, config.model, config.data, config.reward)
+    check_prompts(dataset, config.model, config.data, config.reward, config.rollout.environment)
     shards = -(-len(dataset) // config.rollout.prompts_per_shard)
     requests = [
         RowsCall(
             Call(
                 term=0,
                 stage=VALIDATE.name,
-                iteration=0,
+                iteration=iteration,
                 shard=shard,
                 config=VALIDATE.config.of(config),
                 role="rollout",
@@ -66,9 +74,9 @@ def _answers(config: RunConfig, worker: Worker) -> pd.DataFrame:
         for shard in range(shards)
     ]
     frames: dict[int, pd.DataFrame] = {}
-    report(StageProgress(iteration=0, stage="evaluate", done=0, total=shards))
+    report(StageProgress(iteration=iteration, stage="evaluate", done=0, total=shards))
     for shard, output in worker.generated(requests):
         frames[shard] = output.batch.table.to_pandas(maps_as_pydicts="strict")
-        report(StageProgress(iteration=0, stage="evaluate", done=len(frames), total=shards))
+        report(StageProgress(iteration=iteration, stage="evaluate", done=len(frames), total=shards))
     answers: pd.DataFrame = pd.concat([frames[shard] for shard in range(shards)], ignore_index=True)
     return answers

@@ -3,7 +3,7 @@
 from prefect import flow
 
 from flows.prefect_pages import show_iteration, shown, untagged
-from infra.execution.driver import Driver, driving
+from infra.execution.driver import Driver, driving, with_iterations
 from infra.execution.executors import StageHandle
 from rlhf.config import RunConfig
 from rlhf.errors import NotFinite
@@ -23,6 +23,7 @@ from tasks.validate import VALIDATE, is_due
 @noted
 def iteration(config: RunConfig, k: int) -> dict[str, float]:
     """Run or resume iteration `k` of a run; returns its metrics."""
+    config = with_iterations(config)
     with (
         untagged(),
         driving(config, dependencies(config), check=check_open_iteration) as driver,

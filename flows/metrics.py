@@ -1,14 +1,12 @@
-"""The main metrics: name, title, unit, format, and the places where each is shown.
-
-Stages may report other metrics, which are stored, tracked and queried in the same way. docs/metrics.md is generated
-from this table.
-"""
+"""The metrics that are shown, and where; `rlhf/metrics.py` has all of them. docs/metrics.md is generated from both."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Flag, auto
+
+from rlhf.metrics import BY_NAME
 
 
 class Shown(Flag):
@@ -28,58 +26,57 @@ LINE, STATUS, PAGES, REPORT = Shown
 
 
 @dataclass(frozen=True)
-class Metric:
+class Display:
+    """How a metric is shown, and where."""
+
     name: str
-    title: str
-    unit: str
     shown: Shown
-    label: str = ""
-    """Short name, where there is little space."""
     format: str = ".4g"
 
     @property
     def heading(self) -> str:
         """Heading of a curve."""
-        return f"{self.title}, {self.unit}" if self.unit else self.title
-
-    def text(self, metrics: Mapping[str, float]) -> str:
-        """Label and formatted value, such as `score 0.346`."""
-        return f"{self.label} {metrics[self.name]:{self.format}}"
+        metric = BY_NAME[self.name]
+        return f"{self.name}: {metric.meaning}{f' ({metric.unit})' if metric.unit else ''}"
 
 
 CATALOGUE = (
-    Metric("critic/score/mean", "score", "", LINE | STATUS | PAGES | REPORT, "score", ".3f"),
-    Metric("reward/mean", "mean score of all responses, also of those left out", "score", PAGES),
-    Metric("critic/rewards/mean", "reward, KL penalty included", "score", REPORT),
-    Metric("actor/ref_kl", "KL to the reference", "nats per token", LINE | STATUS | PAGES | REPORT, "kl", ".4f"),
-    Metric("actor/ppo_kl", "KL of the update", "nats per token", REPORT),
-    Metric("actor/entropy", "entropy", "nats per token", LINE | STATUS | PAGES | REPORT, "entropy", ".3f"),
-    Metric("response_length/mean", "response length", "tokens", LINE | STATUS | PAGES | REPORT, "length", ".1f"),
-    Metric("response_length/clip_ratio", "responses cut off at the limit", "share", REPORT),
-    Metric("actor/pg_loss", "policy loss", "", PAGES | REPORT),
-    Metric("critic/vf_loss", "value loss", "", PAGES | REPORT),
-    Metric("actor/pg_clipfrac", "clip fraction, policy", "share of tokens", LINE | PAGES | REPORT, "clipped", ".3f"),
-    Metric("critic/vf_clipfrac", "clip fraction, value", "share of tokens", REPORT),
-    Metric(
-        "critic/vf_explained_var", "explained variance of returns", "share", LINE | PAGES | REPORT, "explained", ".2f"
-    ),
-    Metric("actor/grad_norm", "gradient norm, actor", "", REPORT),
-    Metric("critic/grad_norm", "gradient norm, critic", "", REPORT),
-    Metric("actor/lr", "learning rate, actor", "", REPORT),
-    Metric("critic/lr", "learning rate, critic", "", REPORT),
-    Metric("perf/response_tokens_per_s", "throughput", "response tokens per second of compute", REPORT),
-    Metric("perf/iteration_s", "wall-clock time of an iteration", "seconds", REPORT),
-    Metric("perf/weight_sync_s", "time to give the rollout new weights", "seconds", PAGES | REPORT),
-    Metric("perf/weight_sync_bytes", "weights that each process of the rollout received", "bytes", REPORT),
-    Metric("timing_s/stages", "compute time of all stages", "seconds", LINE | STATUS, "s", ".1f"),
+    Display("critic/score/mean", LINE | STATUS | PAGES | REPORT, ".3f"),
+    Display("reward/mean", PAGES),
+    Display("critic/rewards/mean", REPORT),
+    Display("actor/ref_kl", LINE | STATUS | PAGES | REPORT, ".4f"),
+    Display("actor/kl_loss", REPORT),
+    Display("actor/ppo_kl", REPORT),
+    Display("actor/entropy", LINE | STATUS | PAGES | REPORT, ".3f"),
+    Display("response_length/mean", LINE | STATUS | PAGES | REPORT, ".1f"),
+    Display("response_length/clip_ratio", REPORT),
+    Display("num_turns/mean", PAGES | REPORT),
+    Display("actor/pg_loss", PAGES | REPORT),
+    Display("critic/vf_loss", PAGES | REPORT),
+    Display("actor/pg_clipfrac", LINE | PAGES | REPORT, ".3f"),
+    Display("critic/vf_clipfrac", REPORT),
+    Display("critic/vf_explained_var", LINE | PAGES | REPORT, ".2f"),
+    Display("actor/grad_norm", REPORT),
+    Display("critic/grad_norm", REPORT),
+    Display("actor/lr", REPORT),
+    Display("critic/lr", REPORT),
+    Display("perf/throughput", PAGES | REPORT, ".0f"),
+    Display("perf/mfu/actor", PAGES | REPORT, ".3f"),
+    Display("perf/max_memory_allocated_gb", PAGES | REPORT, ".1f"),
+    Display("perf/response_tokens_per_s", REPORT),
+    Display("perf/time_per_step", REPORT),
+    Display("timing_s/update_weights", PAGES | REPORT),
+    Display("perf/weight_sync_bytes", REPORT),
+    Display("timing_s/stages", LINE | STATUS, ".1f"),
 )
 
 
-def shown_in(place: Shown) -> tuple[Metric, ...]:
+def shown_in(place: Shown) -> tuple[Display, ...]:
     """The metrics that a place shows, in order."""
-    return tuple(metric for metric in CATALOGUE if place in metric.shown)
+    return tuple(display for display in CATALOGUE if place in display.shown)
 
 
 def line(metrics: Mapping[str, float]) -> str:
-    """The main metrics of an iteration, in one line."""
-    return "  ".join(metric.text(metrics) for metric in shown_in(LINE) if metric.name in metrics)
+    """The main metrics of an iteration, in one line, such as `critic/score/mean 0.346`."""
+    shown = (display for display in shown_in(LINE) if display.name in metrics)
+    return "  ".join(f"{display.name} {metrics[display.name]:{display.format}}" for display in shown)

@@ -22,7 +22,7 @@ from prefect.context import FlowRunContext, TagsContext, TaskRunContext
 from prefect.exceptions import MissingContextError
 from prefect.settings import PREFECT_API_URL
 
-from flows import report
+from flows import report, temporary_server
 from flows.metrics import PAGES, line, shown_in
 from infra.execution.driver import Driver
 from infra.progress import Event, IterationClosed, Note, ReplayProgress, StageProgress, StepProgress, listening
@@ -36,10 +36,15 @@ EVERY_S = 1.0
 """Minimum interval between progress updates, since each takes a few requests; shorter stages have none."""
 
 
+def has_pages() -> bool:
+    """Whether a permanent server records this process."""
+    return bool(PREFECT_API_URL.value()) and not temporary_server.is_used()
+
+
 @contextmanager
 def tagged(run: str) -> Iterator[None]:
     """Tag flow runs that begin inside with `run`."""
-    with tags(run) if PREFECT_API_URL.value() else nullcontext():
+    with tags(run) if has_pages() else nullcontext():
         yield
 
 
@@ -57,7 +62,7 @@ def untagged() -> Iterator[None]:
 @contextmanager
 def shown(run: str) -> Iterator[None]:
     """Log the events reported inside, and show the progress of each stage on its task run; use it in a flow."""
-    if not PREFECT_API_URL.value():
+    if not has_pages():
         yield
         return
     with get_client(sync_client=True) as client, listening(_Pages(run, client)):
@@ -120,7 +125,7 @@ class _Pages:
 
 def _is_recorded() -> bool:
     """Whether the code runs in a flow run on a permanent server."""
-    return bool(PREFECT_API_URL.value()) and FlowRunContext.get() is not None
+    return has_pages() and FlowRunContext.get() is not None
 
 
 def show_iteration(driver: Driver, iteration: int, metrics: Mapping[str, float]) -> None:
@@ -151,9 +156,9 @@ def markdown(run: Run, iteration: int, metrics: Mapping[str, float]) -> str:
     place = f"{config.run.name} --store {config.run.store}"
     lines = [f"# {config.run.name}, iteration {iteration}", "", "| metric | value |", "|---|---|"]
     lines += [
-        f"| {metric.name} | {metrics[metric.name]:{metric.format}} |"
-        for metric in shown_in(PAGES)
-        if metric.name in metrics
+        f"| {display.name} | {metrics[display.name]:{display.format}} |"
+        for display in shown_in(PAGES)
+        if display.name in metrics
     ]
     lines += [
         "",

@@ -1,4 +1,4 @@
-"""Generate `docs/configuration.md`, `docs/algorithms.md` and `docs/metrics.md`: `python -m flows.reference [--check]`."""
+"""Generate the reference pages in `docs/` (`main` lists them): `python -m flows.reference [--check]`."""
 
 import inspect
 import re
@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
 from pydantic import BaseModel
 
 from flows.metrics import CATALOGUE
@@ -16,7 +17,11 @@ from rlhf.algorithms.policy_losses import PolicyLoss
 from rlhf.algorithms.reward_shaping import OverlongPenalty
 from rlhf.algorithms.rollout_correction import ImportanceWeights, Rejection, off_policy_metrics
 from rlhf.config import DynamicSamplingConfig, RewardTraining, RunConfig, SFTConfig, keys, models_in, parse_config
-from tasks.pipeline import names_of
+from rlhf.config.counterparts import SOURCES, Counterpart, Source
+from rlhf.metrics import METRICS
+from rlhf.schema import TRAJECTORY, Column
+from tasks.pipeline import STAGES, names_of
+from tasks.stage import RowsStage
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
@@ -24,53 +29,31 @@ HEAD = """# Configuration
 
 Generated from the models in `rlhf/config/` by `make docs`; `ratchet train --help` prints the same keys. Set a key
 in the YAML file (as nested sections) or on the command line (`a.b=c`). Unknown keys are errors. Where a `type` selects
-an algorithm, the keys of each choice follow in brackets.
+an algorithm, the keys of each choice follow in brackets. [migration.md](migration.md) lists the counterparts of the
+settings of verl, TRL and OpenRLHF.
 
 """
 
-VERL = """
-## Coming from verl
+MIGRATION = """# Coming from verl, TRL or OpenRLHF
 
-| verl | here | note |
-|---|---|---|
-| `data.train_files` | `data.train` | the same Parquet rows |
-| `data.train_batch_size` | `data.prompts_per_iteration` | prompts, not trajectories |
-| `data.max_prompt_length`, `data.max_response_length` | `data.max_prompt_tokens`, `rollout.max_response_tokens` | |
-| `data.truncation` | `data.truncation` | |
-| `actor_rollout_ref.model.path` | `model.path` | the default of critic and reference too |
-| `actor_rollout_ref.rollout.n` | `rollout.n` | |
-| `actor_rollout_ref.actor.ppo_mini_batch_size` | `actor.mini_batch_trajectories` | trajectories of the whole run: verl counts prompts, and multiplies by n |
-| `actor_rollout_ref.actor.ppo_max_token_len_per_gpu` | `actor.micro_batch_tokens` | changes memory and speed, never the result |
-| `actor_rollout_ref.actor.ppo_epochs` | `actor.ppo_epochs` | |
-| `actor_rollout_ref.actor.optim.lr` | `actor.lr` | |
-| `actor_rollout_ref.actor.clip_ratio_low`, `_high`, `_c` | `algorithm.loss.clip_ratio_low`, `_high`, `_c` | |
-| `actor_rollout_ref.actor.loss_agg_mode` | `algorithm.loss.aggregate` | |
-| `actor_rollout_ref.actor.entropy_coeff` | `algorithm.entropy_coef` | |
-| `actor_rollout_ref.actor.use_kl_loss`, `kl_loss_coef` | `algorithm.kl.in_loss` | null: no KL loss |
-| `algorithm.use_kl_in_reward`, `algorithm.kl_ctrl.kl_coef` | `algorithm.kl.in_reward` | null: no KL in the reward |
-| `algorithm.kl_penalty` | `algorithm.kl.reward_estimator` | `kl` is `k1`, the only choice: the others have the wrong gradient in the reward |
-| `actor_rollout_ref.actor.kl_loss_type` | `algorithm.kl.loss_estimator` | `low_var_kl` is `k3`, `low_var_kl+` is `k3+`, `mse` is `k2` |
-| `algorithm.adv_estimator` | `algorithm.advantage.type` | the same names |
-| `algorithm.norm_adv_by_std_in_grpo: false` | `algorithm.advantage.type: dr_grpo` | or `grpo` with `norm_by_std: false` |
-| `algorithm.gdpo_reward_keys`, `gdpo_reward_weights` | `algorithm.advantage.parts`, `.weights` | |
-| `actor_rollout_ref.actor.policy_loss.loss_mode` | `algorithm.loss.type` | the same names; `vanilla` is `ppo` |
-| `algorithm.rollout_correction.rollout_is`, `rollout_is_threshold` | `algorithm.rollout_correction.weights` `level`, `upper` and `lower` | |
-| `algorithm.rollout_correction.rollout_rs`, `rollout_rs_threshold` | `algorithm.rollout_correction.rejection` | a list of `statistic`, `upper` and `lower` |
-| `algorithm.rollout_correction.rollout_is_batch_normalize` | `algorithm.rollout_correction.weights.normalize` | |
-| `algorithm.rollout_correction.bypass_mode` | `algorithm.rollout_correction.bypass` | |
-| `algorithm.filter_groups.enable`, `max_num_gen_batches` | `algorithm.dynamic_sampling.max_prompts` | a bound in prompts; drawn shard by shard |
-| `custom_reward_function.path`, `.name` | `reward.function: path.py:name` | the same signature; several with weights |
-| `reward_model.enable`, `reward_model.model.path` | `reward.model` | in addition to a function, or alone (`reward.function: null`) |
-| `reward_model.model.input_tokenizer` | – | the reward model's own tokenizer and chat template are always used |
-| `actor_rollout_ref.rollout.multi_turn` | `rollout.environment` | a class with `reset` and `step` |
-| `reward_model.overlong_buffer` | `algorithm.overlong_penalty` | |
-| `algorithm.gamma`, `algorithm.lam` | `algorithm.advantage.gamma`, `.lam` | |
-| `critic.cliprange_value` | `critic.cliprange_value` | |
-| `trainer.critic_warmup` | `critic.warmup_iterations` | |
-| `trainer.save_freq` | `checkpoint.every` | iterations in between are replayed, not lost |
-| `trainer.total_training_steps` | `train.iterations` | |
-| `trainer.logger` | `tracking` | |
-| `trainer.test_freq` | `validation.every` | |
+Generated from the tables in `rlhf/config/counterparts/` by `make docs`. `ratchet convert` writes a config by these
+tables, and errors about unknown keys quote them:
+
+```console
+$ ratchet convert run_qwen3_8b_fsdp.sh -o run.yaml
+run.yaml: 33 keys; 10 settings have no equal (see the comments at its end)
+$ ratchet convert trl.yaml --from trl --num_processes 8 -o run.yaml
+$ ratchet convert train_ppo_ray.sh --from openrlhf -o run.yaml
+```
+
+It takes a YAML file, or a shell script that starts the program; a script is read, not run. Variables that the script
+does not set have the values of this shell, and further settings may follow the file, as on the program's command line.
+Every line of the config says which setting it comes from. Defaults of the program that differ from ours are written
+out. Comments say what was assumed, and which settings have no equal. The number of iterations is computed from epochs
+if the data files can be read.
+
+Sizes are converted to these units: `data.prompts_per_iteration` counts prompts, `actor.mini_batch_trajectories`
+trajectories, and `actor.micro_batch_tokens` tokens; all but the last are totals over all processes.
 """
 
 
@@ -100,7 +83,24 @@ def configuration() -> str:
         f"\n## `{command}`\n\n{table(model)}"
         for command, model in (("ratchet sft", SFTConfig), (REWARD, RewardTraining))
     )
-    return HEAD + table(RunConfig) + VERL + fits
+    return HEAD + table(RunConfig) + fits
+
+
+def migration() -> str:
+    """A table for each program that configs can be converted from."""
+    parts = [MIGRATION]
+    for source in SOURCES:
+        parts.append(f"\n## {source.name}\n\n| {source.name} | here | note |\n|---|---|---|\n")
+        parts += [_counterpart(source, row) for row in source.counterparts if row.theirs]
+    return "".join(parts)
+
+
+def _counterpart(source: Source, row: Counterpart) -> str:
+    names = []
+    for key in row.theirs:
+        older = ", ".join(f"`{name}`" for name in source.older_names(key))
+        names.append(f"`{key}` (older: {older})" if older else f"`{key}`")
+    return f"| {', '.join(names)} | {', '.join(f'`{key}`' for key in row.ours) or '–'} | {row.note} |\n"
 
 
 def table(model: type[BaseModel]) -> str:
@@ -177,28 +177,138 @@ def _macros(formula: str) -> str:
     return formula.replace("\\operatorname", "\\mathrm")
 
 
-METRICS = """# Metrics
+METRICS_HEAD = """# Metrics
 
-Generated from `flows/metrics.py` by `make docs`. These are the main metrics, and where each is shown: in the line that
-an iteration prints, in `ratchet status`, on the iteration's page in Prefect, or as a curve of `ratchet ui` and
-`ratchet report`. An iteration stores every metric that its stages report; `ratchet query RUN "select * from metrics"`
-prints them all.
+Generated from `rlhf/metrics.py` and `flows/metrics.py` by `make docs`. A metric that verl also has is named as in verl
+([decision 030](decisions/030-metric-names.md)). Each iteration writes one file with one row, in
+`metrics/iteration=<k>.*.parquet`, and **every file has all columns of this table**, so pandas, DuckDB and polars read the
+folder as one table:
 
-| metric | meaning | unit | shown |
-|---|---|---|---|
+```python
+import duckdb, pandas as pd, polars as pl
+
+pd.read_parquet("runs/countdown/metrics")
+duckdb.sql("select * from read_parquet('runs/countdown/metrics/*.parquet') order by iteration")
+pl.read_parquet("runs/countdown/metrics")
+```
+
+`iteration` is an int64, and everything else a float64 that is null if the iteration did not compute it: if its stage did
+not run (a rescored run trains nothing, and `train.on_nan: skip` leaves updates out), or without what the column "needs"
+names. `run.metrics()` gives the same rows without the columns that are null throughout, includes the iterations that a
+fork shares, and translates names of older releases, whose files have fewer columns.
+
+A validation adds `val-core/<data source>/reward/mean@<n>`, the mean score;
+`val-core/<data source>/acc/mean@<n>`, the share of solved answers ([rewards.md](rewards.md)); and with `validation.n` above
+1, `reward/maj@<n>` and `reward/best@<n>`. They are null in iterations without a validation. These columns follow from the
+data sources of `validation.data` and from `validation.n`: files from before a change of them have the columns of then.
+
+"Shown" says where a metric is shown: in the line of an iteration, in `ratchet status`, on the iteration's page in Prefect,
+or as a curve of `ratchet ui` and `ratchet report`. `ratchet query RUN "select * from metrics"` prints all.
+
+| metric | meaning | unit | stage | needs | shown |
+|---|---|---|---|---|---|
 """
 
 
 def metrics() -> str:
+    shown = {display.name: display.shown for display in CATALOGUE}
     rows = []
-    for metric in CATALOGUE:
-        places = ", ".join(place.name.lower() for place in metric.shown if place.name is not None)
-        rows.append(f"| `{metric.name}` | {metric.title} | {metric.unit} | {places} |\n")
-    return METRICS + "".join(rows)
+    for metric in METRICS:
+        places = ", ".join(str(place.name).lower() for place in shown.get(metric.name, ()))
+        cells = (f"`{metric.name}`", metric.meaning, metric.unit, f"`{metric.stage}`", metric.only, places)
+        rows.append(f"| {' | '.join(cells)} |\n")
+    return METRICS_HEAD + "".join(rows)
+
+
+COLUMNS_HEAD = """# Columns
+
+Generated from `rlhf/schema.py` and the stages of `tasks/pipeline.py` by `make docs`. One row is one trajectory. Each stage
+writes its own columns and `trajectory_id` to `trajectories/<stage>/iteration=<k>/*.parquet`; the column `iteration` comes
+from the folder's name. [metrics.md](metrics.md) describes the metrics.
+
+Shapes: `[T]` has an element for each token of the response, `[P]` for each token of the prompt; a column without a shape
+is a single value. In `validate`, `iteration` is the one before which the validation ran. A stage that did not run has no
+rows; `run.trajectories()` and `ratchet query` join the stages.
+
+## Reading them
+
+```python
+import duckdb, pandas as pd, polars as pl
+
+pd.read_parquet("runs/countdown/trajectories/score")
+duckdb.sql("from read_parquet('runs/countdown/trajectories/score/*/*.parquet', hive_types={'iteration': int})")
+pl.read_parquet("runs/countdown/trajectories/score")
+```
+
+| | pandas | DuckDB | polars 2 | `run.trajectories()` |
+|---|---|---|---|---|
+| `iteration` | category of int32: `frame.iteration.astype(int)` | with `hive_types` as above INTEGER; else VARCHAR, such as `000007` | Int64 | int64 |
+| int32, int64 | int32, int64 | INTEGER, BIGINT | Int32, Int64 | int32, int64 |
+| float | float32 | FLOAT | Float32 | float32 |
+| string | str | VARCHAR | String | str |
+| bool | bool | BOOLEAN | Boolean | bool |
+| `messages`, `extra_info`: JSON in a string | `frame.messages.map(json.loads)` | `messages->>'$[0].content'` | `pl.col("messages").str.json_path_match("$[0].content")` | as pandas |
+| list, `[T]` | NumPy array | `INTEGER[]`, `FLOAT[]`, `TINYINT[]` | List | NumPy array |
+| `turns` | array of dicts | `STRUCT("role" VARCHAR, "content" VARCHAR)[]` | List(Struct) | array of dicts |
+| `reward_parts` | list of (name, value): `dict(row)` | MAP: `reward_parts['length']` | Map: `pl.col("reward_parts").map.get("length")` | dict |
+
+A fork shares the files of its parent: its folder has only the rows that it computed itself. This reads all of them:
+
+```python
+open_run("file://./runs/other").trajectories()
+```
+
+"""
+
+
+def columns() -> str:
+    """A table of the columns of each stage."""
+    parts = [COLUMNS_HEAD]
+    for stage in STAGES:
+        if not isinstance(stage, RowsStage):
+            continue
+        parts.append(
+            f"## `{stage.name}`\n\n| column | type | shape | unit | null if | meaning |\n|---|---|---|---|---|---|\n"
+        )
+        for column in (TRAJECTORY["trajectory_id"], *stage.writes):
+            cells = (
+                f"`{column.name}`",
+                _type(column.type),
+                _shape(column),
+                column.unit,
+                column.null or "never",
+                column.meaning,
+            )
+            parts.append(f"| {' | '.join(cells)} |\n")
+        parts.append("\n")
+    return "".join(parts).rstrip() + "\n"
+
+
+def _type(kind: pa.DataType) -> str:
+    if pa.types.is_list(kind):
+        return f"list of {_type(kind.value_type)}"
+    if pa.types.is_struct(kind):
+        return f"struct of {', '.join(field.name for field in kind)}"
+    if pa.types.is_map(kind):
+        return f"map of {kind.key_type} to {kind.item_type}"
+    return str(kind)
+
+
+def _shape(column: Column) -> str:
+    if not pa.types.is_list(column.type):
+        return ""
+    return {"prompt_ids": "[P]", "turns": "[turns]"}.get(column.name, "[T]")
 
 
 def main() -> None:
-    for name, text in (("configuration", configuration()), ("algorithms", algorithms()), ("metrics", metrics())):
+    pages = {
+        "configuration": configuration,
+        "migration": migration,
+        "algorithms": algorithms,
+        "metrics": metrics,
+        "columns": columns,
+    }
+    for name, text in ((name, page()) for name, page in pages.items()):
         target = DOCS / f"{name}.md"
         if "--check" not in sys.argv:
             target.write_text(text)

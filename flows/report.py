@@ -17,6 +17,7 @@ import numpy as np
 from flows.ui.documents import Document, RunView, Trajectory, decoder, run_view, scales_of, trajectory
 from flows.ui.page import report_page
 from infra.progress import note
+from infra.query import names
 from infra.runs import OnDamage, Run
 from infra.store.log import Corrupt
 from rlhf.errors import UserError
@@ -58,22 +59,20 @@ def write(runs: Sequence[Run], path: Path) -> None:
 
 def page(runs: Sequence[Run]) -> str:
     """The report as HTML."""
-    names = _names(runs)
+    run_names = _distinct_names(runs)
     report = Report(
         written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        runs=[_reported(run, name) for name, run in zip(names, runs, strict=True)],
+        runs=[_reported(run, name) for name, run in zip(run_names, runs, strict=True)],
     )
-    return report_page(", ".join(names), report.model_dump_json())
+    return report_page(", ".join(run_names), report.model_dump_json())
 
 
-def _names(runs: Sequence[Run]) -> list[str]:
-    """The names of the runs; the URL of a run whose name is not unique."""
-    urls = [run.store.url for run in runs]
-    duplicates = [url for url, count in Counter(urls).items() if count > 1]
+def _distinct_names(runs: Sequence[Run]) -> list[str]:
+    """What to call the runs. Raises `UserError` if one is named twice."""
+    duplicates = [url for url, count in Counter(run.store.url for run in runs).items() if count > 1]
     if duplicates:
         raise UserError(f"the run at {duplicates[0]} is named twice: name each run once")
-    names = [url.rpartition("/")[2] for url in urls]
-    return [name if names.count(name) == 1 else url for name, url in zip(names, urls, strict=True)]
+    return names(runs)
 
 
 def _reported(run: Run, name: str) -> ReportedRun:

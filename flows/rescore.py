@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from prefect import flow
 
@@ -17,8 +17,10 @@ from tasks.plan import fork_run
 
 
 @flow(name="rescore", flow_run_name="{config.run.name}", persist_result=False)
-def rescore(config: RunConfig, take_over: bool = False) -> None:
-    """Create the run that `config` names next to the run at `data.generations`, unless it exists, and drive it."""
+def rescore(config: RunConfig, take_over: bool = False, overrides: Sequence[str] = ()) -> None:
+    """Create the run that `config` names next to the run at `data.generations`, unless it exists, and drive it.
+    `overrides` change single values of `config`."""
+    config = config.with_values({}, overrides)
     begin(config)
     train(config, take_over=take_over)
 
@@ -52,6 +54,7 @@ def rescoring_config(
         **({} if reward is None else {"reward.function": reward, "reward.model": None, "reward.options": {}}),
         "train": {"iterations": parent.state.iteration, "updates": learn},
         "validation": parent.config.validation.model_dump() if learn else {},
+        "tracking": list(parent.config.tracking) if learn else [],
     }
     if learn and (correction := parent.config.algorithm.rollout_correction) is not None and correction.weights is None:
         changes["algorithm.rollout_correction"] = {"weights": {}, "rejection": [*correction.model_dump()["rejection"]]}

@@ -1,17 +1,77 @@
-"""Ends the temporary Prefect servers of drivers that were killed.
+"""Starts the temporary Prefect server of a command, and ends those of drivers that were killed.
 
 If no server is configured, Prefect starts a temporary one and ends it with the process. A killed process leaves its
 server behind. So a driver marks the environment that its server inherits, and the next command ends the servers whose
 driver no longer runs.
 """
 
+import atexit
 import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
 
 import psutil
 
 from infra.store.clock import born, is_same
 
 MARK = "RATCHET_TEMPORARY_SERVER_OF"
+
+
+class TemporaryServer:
+    """A server that starts while this process imports packages and checks its inputs.
+
+    Prefect would start the same one with its first client, but then everything waits for it, and this process would
+    have to import the server, too.
+    """
+
+    def __init__(self) -> None:
+        """Start the server. Prefect must not have been imported yet: it reads the address from the environment."""
+        end_orphans()
+        mark()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            address = f"http://127.0.0.1:{free.getsockname()[1]}"
+        command = [sys.executable, "-m", "uvicorn", "--factory", "prefect.server.api.server:create_app"]
+        command += ["--host", "127.0.0.1", "--port", address.rpartition(":")[2], "--log-level", "error"]
+        as_prefect_does = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}
+        self._process = subprocess.Popen(command, env={**os.environ, **as_prefect_does})
+        atexit.register(self._stop)  # runs after Prefect has sent its last events, because it is registered earlier
+        self._health = f"{address}/api/health"
+        os.environ["PREFECT_API_URL"] = f"{address}/api"
+        os.environ.setdefault("PREFECT_LOGGING_TO_API_ENABLED", "false")  # nobody looks at it while it runs
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the server answers, or has ended."""
+        if self._process.poll() is not None:
+            return True
+        try:
+            with urllib.request.urlopen(self._health, timeout=10) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+    def wait(self) -> None:
+        """Wait until it is ready. After a time limit the run starts without it."""
+        deadline = time.monotonic() + float(os.environ["PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"])
+        while not self.is_ready and time.monotonic() < deadline:
+            time.sleep(0.1)
+
+    def _stop(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def is_used() -> bool:
+    """Whether this process or a parent has started a temporary server, which shows no pages."""
+    return MARK in os.environ
 
 
 def mark() -> None:

@@ -36,7 +36,7 @@ BIDIRECTIONAL = set("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 def progress(console: Console, iterations: int | None = None) -> Iterator[None]:
     """Show the events reported inside: live bars on a terminal, plain lines elsewhere."""
     bars = Progress(
-        TextColumn("{task.description:<24}"),
+        TextColumn("{task.description:<24}", markup=False),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
@@ -73,7 +73,7 @@ class _Terminal:
         name = f"it {event.iteration} · {event.stage}"
         self._bar(name, event.done, event.total, f"{name} · {event.in_flight} in flight" if event.in_flight else None)
         if event.stage == VALIDATE and event.metrics:
-            scores = [f"{name} {value:.3f}" for name, value in event.metrics.items() if name.endswith("mean_score")]
+            scores = [f"{name} {value:.3f}" for name, value in event.metrics.items() if "/reward/mean@" in name]
             self._print(f"before iteration {event.iteration}: {'  '.join(scores)}")
 
     def _closed(self, iteration: int, metrics: Mapping[str, float]) -> None:

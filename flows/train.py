@@ -1,21 +1,27 @@
 """A run: its iterations, one after the other, from the point that the log has reached."""
 
-from collections.abc import Iterator
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING
 
 from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.context import AsyncClientContext, FlowRunContext
 from prefect.runtime import flow_run
-from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 from prefect.states import Failed
 from prefect.utilities.asyncutils import run_coro_as_sync
 
 from flows.iteration import iteration
-from flows.prefect_pages import show_report, shown, tagged
+from flows.prefect_pages import has_pages, show_report, shown, tagged
+from flows.summary import summary
 from flows.tracking import tracking
-from infra.execution.driver import driving
+from infra.execution.driver import driving, with_iterations
 from infra.progress import note
+from infra.runs import open_run
 from infra.store.log import Fenced
 from rlhf.config import RunConfig
 from rlhf.errors import RatchetError
@@ -25,37 +31,58 @@ from tasks.recording import noted, recorded
 from tasks.runner import finish, start
 from tasks.validate import VALIDATE
 
+if TYPE_CHECKING:
+    import pandas as pd
+
+SAMPLES = 8
+"""Trajectories of an iteration that trackers with tables get."""
+
 
 @flow(name="train", flow_run_name="{config.run.name}", persist_result=False)
 @noted
-def train(config: RunConfig, take_over: bool = False, new_run: bool = False) -> State[None] | None:
+def train(
+    config: RunConfig,
+    take_over: bool = False,
+    new_run: bool = False,
+    accept_changes: bool = False,
+    overrides: Sequence[str] = (),
+) -> State[None] | None:
     """Start or resume the run that `config` names, until it has `train.iterations` iterations.
 
-    With `new_run`, the flow run's id is appended to the run's name: every flow run begins a new run, and one that
-    Prefect starts again resumes its own.
+    `overrides` change single values of `config`, such as ``actor.lr=1e-5``. With `accept_changes`, a run continues with
+    other data, another reward or another algorithm. With `new_run`, the flow run's id is appended to the run's name:
+    every flow run begins a new run, and one that Prefect starts again resumes its own.
     """
+    config = config.with_values({}, overrides)
     if new_run:
         config = config.with_values({"run.name": f"{config.run.name}-{flow_run.id[:8]}"})
+    config = with_iterations(config)
     try:
-        drive(config, take_over)
+        drive(config, take_over, accept_changes)
     except Fenced as error:  # a separate state, so that no automation takes it for a crash
         return Failed(name="Fenced", message=str(error), data=error)
     return None
 
 
-def drive(config: RunConfig, take_over: bool) -> None:
+def drive(config: RunConfig, take_over: bool, accept_changes: bool = False) -> None:
     """Run the remaining iterations and the last validation, recorded by Prefect if its server works."""
     # a Prefect heartbeat of its own would add a second to each iteration; the heartbeat of this flow covers both
     quiet = temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
     with (
-        driving(config, dependencies(config), take_over=take_over, check=check_open_iteration) as driver,
-        tracking(config) as track,
+        driving(
+            config,
+            dependencies(config),
+            take_over=take_over,
+            accept_changes=accept_changes,
+            check=check_open_iteration,
+        ) as driver,
+        tracking(config, driver.store.log.first, partial(_samples, driver.store.url)) as track,
         quiet,
         _shared_client(),
     ):
-        if config.train.updates and driver.state.iteration < config.train.iterations:
-            note(driver.snapshots.describe())
-        while (k := driver.state.iteration) < config.train.iterations:
+        if driver.state.iteration < config.iterations:
+            note("\n".join(summary(config, driver.state.iteration)))
+        while (k := driver.state.iteration) < config.iterations:
             with tagged(config.run.name):
                 metrics = _iteration(config, k)
             track(k, metrics)
@@ -64,7 +91,7 @@ def drive(config: RunConfig, take_over: bool) -> None:
                 validated = start(driver, VALIDATE, driver.state.iteration, {})
                 finish(driver)
                 track(driver.state.iteration, validated.manifest().metrics)
-    if PREFECT_API_URL.value():
+    if has_pages():
         try:
             show_report(driver.store.url)
         except RatchetError as error:  # the run is complete, and the report can be written at any time
@@ -74,6 +101,12 @@ def drive(config: RunConfig, take_over: bool) -> None:
 def _iteration(config: RunConfig, k: int) -> dict[str, float]:
     """Run or resume iteration `k`, recorded by Prefect if its server works."""
     return recorded(lambda: iteration(config, k), lambda: iteration.fn(config, k))
+
+
+def _samples(url: str, iteration: int) -> pd.DataFrame:
+    """The first trajectories of an iteration."""
+    columns = ["trajectory_id", "prompt", "response", "score"]
+    return open_run(url).trajectories([iteration], columns).head(SAMPLES)
 
 
 @contextmanager

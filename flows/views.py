@@ -6,9 +6,8 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich import box
+from rich import box, filesize
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
@@ -19,6 +18,7 @@ from infra.execution import heartbeat
 from infra.execution.claims import run_url
 from infra.query import answer, isolated
 from infra.runs import Run, open_run
+from infra.store.run_store import VALIDATE
 from rlhf.config import RunConfig, parse_config
 from rlhf.errors import UserError
 from rlhf.schema import TRAJECTORY
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
+    from infra.listing import RunSummary
     from infra.verify import Finding
     from tasks.explain import Origin
 
@@ -49,12 +50,11 @@ def status(console: Console, run: Run, last: int) -> None:
 
 def _status(console: Console, run: Run, last: int) -> None:
     from tasks.pipeline import stages_of  # imports torch
-    from tasks.validate import VALIDATE
 
     state, config = run.state, run.config
     first = max(0, state.iteration - last)
     stages = stages_of(config)
-    done = f"{state.iteration} of {config.train.iterations} iterations"
+    done = f"{state.iteration} of {config.iterations} iterations"
     table = Table(title=f"{config.run.name}: {done}", box=box.SIMPLE_HEAD)
     table.add_column("it", justify="right")
     for stage in stages:
@@ -63,18 +63,47 @@ def _status(console: Console, run: Run, last: int) -> None:
         progress = run.progress(iteration)
         missing = "·" if iteration >= state.iteration else ""
         if progress or not missing:
-            stages_done = [progress.get(stage.name, "" if stage is VALIDATE else missing) for stage in stages]
+            stages_done = [progress.get(stage.name, "" if stage.name == VALIDATE else missing) for stage in stages]
             table.add_row(str(iteration), *stages_done)
     console.print(table, "✓ committed, – skipped, 2/4 shards committed, · missing", highlight=False)
     metrics = run.metrics(last)
-    shown = [metric for metric in shown_in(STATUS) if metric.name in metrics]
-    numbers = Table("it", *(metric.label for metric in shown), box=box.SIMPLE_HEAD)
+    shown = [display for display in shown_in(STATUS) if display.name in metrics]
+    numbers = Table("it", *(display.name for display in shown), box=box.SIMPLE_HEAD)
     for row in metrics.to_dict("records"):
-        numbers.add_row(f"{row['iteration']:.0f}", *(f"{row[metric.name]:{metric.format}}" for metric in shown))
+        numbers.add_row(f"{row['iteration']:.0f}", *(f"{row[display.name]:{display.format}}" for display in shown))
     if shown:
         console.print(numbers)
     snapshots = ", ".join(map(str, sorted(state.snapshots))) or "none"
     console.print(f"term {state.term}, {state.slot + 1} log records, snapshots after iterations: {snapshots}")
+
+
+def runs(console: Console, summaries: Sequence[RunSummary], store: str, format: str) -> None:
+    """Print the runs of a store, the newest first."""
+    import pandas as pd
+
+    if not summaries:
+        console.print(f"there are no runs in {store}")
+        return
+    columns = ("run", "state", "iterations", "best validation", "age", "size")
+    rows(console, pd.DataFrame([_cells(summary) for summary in summaries], columns=columns), format)
+    for summary in summaries:
+        if summary.problem:
+            console.print(f"{summary.name} is damaged: {visible(summary.problem)}", highlight=False)
+
+
+def _cells(summary: RunSummary) -> tuple[str, ...]:
+    of = "" if summary.iterations is None else f"/{summary.iterations}"
+    best = "" if summary.best_validation is None else "{} {:.3f}".format(*summary.best_validation)
+    age = "" if math.isinf(summary.age_s) else _age(summary.age_s)
+    return summary.name, summary.state, f"{summary.iteration}{of}", best, age, filesize.decimal(summary.bytes)
+
+
+def _age(seconds: float) -> str:
+    """A time span in its largest unit, such as 3 h."""
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds // size:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def show(
@@ -133,13 +162,13 @@ def rows(console: Console, frame: pd.DataFrame, format: str, title: str | None =
             table.add_column(name, overflow="fold")
         for texts in cells:
             table.add_row(*texts)
-        console.print(table, markup=False)
+        console.print(table)
 
 
 def findings(console: Console, all_findings: Sequence[Finding]) -> None:
     """Print the findings of a verification, the harmless ones last."""
     for finding in sorted(all_findings, key=lambda finding: finding.harmless):
-        console.print(f"{finding.key} {finding.what}: {finding.means}", highlight=False, markup=False)
+        console.print(f"{finding.key} {finding.what}: {finding.means}", highlight=False)
 
 
 def compare_scores(console: Console, old: Run, new: Run) -> None:
@@ -165,12 +194,15 @@ def plan(console: Console, run: Run, config: RunConfig, iteration: int | None, n
     from tasks.plan import plan as planned
 
     state = run.state
-    chosen = iteration if iteration is not None else state.iteration if state.stages else max(state.iteration - 1, 0)
+    has_begun = any(
+        stage != VALIDATE for stage in (*state.stages, *state.shards)
+    )  # a finished run ends in a validation
+    chosen = iteration if iteration is not None else state.iteration if has_begun else max(state.iteration - 1, 0)
     stages = planned(run, config, chosen)
     table = Table("stage", "with this config", "why", title=f"{name}, iteration {chosen}", box=box.SIMPLE_HEAD)
     for entry in stages:
         table.add_row(entry.stage, "stays" if entry.keeps else "runs", "; ".join(entry.why))
-    console.print(table, markup=False)
+    console.print(table)
     if (stage := first_changed(stages)) is None:
         console.print("nothing that is committed would run again: `ratchet train` continues with this config")
     else:
@@ -187,20 +219,19 @@ def tree(origin: Origin) -> Tree:
     return branch
 
 
-def evaluation_config(name: str, store: str, iteration: int | None, folder: Path) -> RunConfig:
-    """The config to evaluate a model folder, or a snapshot of a run, which is exported to `folder`."""
+def evaluation_config(name: str, store: str, iteration: int | None, folder: Path) -> tuple[RunConfig, int]:
+    """The config to evaluate a model folder, or a snapshot of a run, which is exported to `folder`; and the number of
+    iterations of the snapshot, 0 for a model folder."""
     if (Path(name) / "config.json").is_file():
         if iteration is not None:
             raise UserError("--iteration chooses a snapshot of a run, and a model folder has none: leave it out")
-        return parse_config(
-            {
-                "run": {"name": "evaluate"},
-                "model": {"path": name, "dtype": "float32"},
-                "data": {"train": ["none"]},
-                "rollout": {"max_response_tokens": 512, "prompts_per_shard": 128},
-            },
-            "evaluate",
-        )
+        tree = {
+            "run": {"name": "evaluate"},
+            "model": {"path": name, "dtype": "float32"},
+            "data": {"train": ["none"]},
+            "rollout": {"max_response_tokens": 512, "prompts_per_shard": 128},
+        }
+        return parse_config(tree, "evaluate"), 0
     run = open_run(name if "://" in name else run_url(store, name))
     version = run.newest_snapshot() if iteration is None else iteration
     run.export(version, folder)
@@ -208,7 +239,7 @@ def evaluation_config(name: str, store: str, iteration: int | None, folder: Path
     changes: dict[str, object] = {"model.path": str(folder), "model.lora": None, "algorithm.kl": {}}
     if run.config.rollout.engine == "server":  # the server may not have the weights of this snapshot
         changes["rollout.engine"] = "hf"
-    return run.config.with_values(changes)
+    return run.config.with_values(changes), version
 
 
 def write(answers: pd.DataFrame, path: Path) -> None:
@@ -230,9 +261,7 @@ def solve_rates(answers: pd.DataFrame, title: str, on_error: str, solved: float 
         failed = answers[column].notna()
         if failed.any():
             counted = "left out" if left_out else "count as 0"
-            captions.append(
-                f"{failed.sum()} {what} failed, and {counted}: {escape(visible(answers[column][failed].iloc[0]))}"
-            )
+            captions.append(f"{failed.sum()} {what} failed, and {counted}: {visible(answers[column][failed].iloc[0])}")
         if left_out:
             answers = answers[~failed]
     if captions:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -19,11 +20,15 @@ from infra.store.object_store import ObjectStore
 from infra.store.records import ObjectRef, StageCommit
 from infra.store.run_store import VALIDATE, RunStore
 from rlhf.errors import UserError
+from rlhf.metrics import VALIDATION, current
 
 READERS = 16
 """Threads that read, so that a remote store's latency adds up less."""
 FRESH_S = 60.0
 """A driver on another host counts as alive while its heartbeat is younger."""
+
+MEAN_SCORE = re.compile(r"val-core/.+/reward/mean@\d+")
+"""Names of the metrics of a data source's mean score."""
 
 State = Literal["running", "stopped", "finished", "fit", "damaged"]
 
@@ -41,7 +46,7 @@ class RunSummary:
     iterations: int | None
     """The number of iterations of the config; None for a fit, and if the log cannot be read."""
     best_validation: tuple[str, float] | None
-    """The metric `val/<data source>/mean_score` of the first data source, and its best value."""
+    """The metric `val-core/<data source>/reward/mean@<n>` of the first data source, and its best value."""
     age_s: float
     """Seconds since the last commit."""
     bytes: int
@@ -105,7 +110,7 @@ def _summary(store_url: str, name: str) -> RunSummary | None:
         if store.log.read().slot < 0:
             return None
         run = Run(store)
-        iterations = None if run.is_fit else run.config.train.iterations
+        iterations = None if run.is_fit else run.config.iterations
         closed = run.state.iteration
         age_s = (datetime.now(UTC) - run.store.log.record(run.state.slot).at).total_seconds()
         best = None if run.is_fit else best_validation(validations(run))
@@ -151,7 +156,7 @@ def validations(run: Run) -> list[dict[str, float]]:
         run: the run.
 
     Returns:
-        The metrics that begin with ``val/``, for each validation in order.
+        The metrics of each validation in order, by today's names.
 
     Raises:
         Corrupt: an index or a manifest is missing or damaged.
@@ -161,8 +166,8 @@ def validations(run: Run) -> list[dict[str, float]]:
     metrics = [dict(_validation(url, ref)) for ref in refs]
     committed = state.stages.get(VALIDATE)
     if isinstance(committed, StageCommit):
-        metrics.append(run.store.manifest(committed).metrics)
-    return [values for row in metrics if (values := {name: row[name] for name in row if name.startswith("val/")})]
+        metrics.append(_of_validation(current(run.store.manifest(committed).metrics)))
+    return [row for row in metrics if row]
 
 
 def best_validation(metrics: Iterable[dict[str, float]]) -> tuple[str, float] | None:
@@ -174,7 +179,7 @@ def best_validation(metrics: Iterable[dict[str, float]]) -> tuple[str, float] | 
     Returns:
         The metric's name and its best value; None without a validation.
     """
-    scores = [{name: value for name, value in row.items() if name.endswith("/mean_score")} for row in metrics]
+    scores = [{name: value for name, value in row.items() if MEAN_SCORE.fullmatch(name)} for row in metrics]
     name = min((name for row in scores for name in row), default=None)
     return None if name is None else (name, max(row[name] for row in scores if name in row))
 
@@ -188,8 +193,11 @@ def _page(url: str, page: ObjectRef) -> tuple[ObjectRef, ...]:
 @lru_cache(maxsize=262_144)
 def _validation(url: str, index: ObjectRef) -> tuple[tuple[str, float], ...]:
     """The validation metrics in an index. Indexes are immutable, so they are read once."""
-    metrics = Run(RunStore.at(url)).metrics_of(index)
-    return tuple((name, value) for name, value in metrics.items() if name.startswith("val/"))
+    return tuple(_of_validation(Run(RunStore.at(url)).metrics_of(index)).items())
+
+
+def _of_validation(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if name.startswith(VALIDATION)}
 
 
 def _size(objects: ObjectStore) -> int:

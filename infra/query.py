@@ -1,5 +1,5 @@
-"""SQL over a run's committed data. DuckDB reads the Parquet files in place, and only the columns and row groups that a
-query needs."""
+"""SQL over the committed data of runs. DuckDB reads the Parquet files in place, and only the columns and row groups
+that a query needs."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 Files = list[tuple[int, ShardRef]]
 
 
-def query(run: Run, sql: str) -> pd.DataFrame:
-    """Run a query over these tables:
+def query(runs: Run | Sequence[Run], sql: str) -> pd.DataFrame:
+    """Run a query over these tables, in which the column `run` names the run:
 
     - one per stage, with its name, its own columns, `trajectory_id` and `iteration`; `validate` likewise;
     - `trajectories`: the stages joined, one row per trajectory, with NULL for stages that have not processed it yet;
     - `metrics`: one row per closed iteration.
 
     Args:
-        run: the run to query.
+        runs: the run to query, or several.
         sql: one statement.
 
     Returns:
@@ -43,7 +43,7 @@ def query(run: Run, sql: str) -> pd.DataFrame:
         UserError: DuckDB rejects the query, or `sql` is not one statement.
         Corrupt: an index, a manifest or a metrics file is missing or damaged.
     """
-    connection = connect(run)
+    connection = connect(runs)
     try:
         return answer(connection, sql)
     except duckdb.Error as error:
@@ -79,15 +79,41 @@ def isolated() -> duckdb.DuckDBPyConnection:
     return duckdb.connect(config={"enable_external_access": "false", "lock_configuration": "true"})
 
 
-def connect(run: Run, iterations: Sequence[int] | None = None) -> duckdb.DuckDBPyConnection:
-    """A connection with the run's tables and access to nothing else.
+def connect(runs: Run | Sequence[Run], iterations: Sequence[int] | None = None) -> duckdb.DuckDBPyConnection:
+    """A connection with the tables of `query` and access to nothing else.
 
     Args:
-        run: the run.
-        iterations: what the tables cover; None for all, including the open one. With less than all there is no table
+        runs: the run, or several.
+        iterations: what the tables cover; None for all, including the open ones. With a choice there is no table
             `metrics`.
     """
+    runs = [runs] if isinstance(runs, Run) else runs
     connection = isolated()
+    tables: dict[str, list[str]] = {}
+    for number, (name, run) in enumerate(zip(names(runs), runs, strict=True)):
+        for table in _register(connection, run, f"{OF_ONE_RUN}{number}_", iterations):
+            rows = f"SELECT '{name.replace(chr(39), chr(39) * 2)}' AS run, * FROM \"{OF_ONE_RUN}{number}_{table}\""
+            tables.setdefault(table, []).append(rows)
+    for table, parts in tables.items():
+        connection.execute(f'CREATE VIEW "{table}" AS {" UNION ALL BY NAME ".join(parts)}')
+    return connection
+
+
+def names(runs: Sequence[Run]) -> list[str]:
+    """What to call each run beside the others: its name, or its URL if two have the same name."""
+    urls = [run.store.url for run in runs]
+    leaves = [url.rpartition("/")[2] for url in urls]
+    return [url if leaves.count(leaf) > 1 else leaf for url, leaf in zip(urls, leaves, strict=True)]
+
+
+OF_ONE_RUN = "_"
+"""How names of the tables of one run begin, of which the tables that users see are the union."""
+
+
+def _register(
+    connection: duckdb.DuckDBPyConnection, run: Run, prefix: str, iterations: Sequence[int] | None
+) -> list[str]:
+    """Register the tables of one run, with a prefix; returns their names without it."""
     chosen = range(run.state.iteration + 1) if iterations is None else iterations
     states = [run.store.iteration_state(iteration) for iteration in chosen]
     columns: dict[str, list[str]] = {}
@@ -95,26 +121,31 @@ def connect(run: Run, iterations: Sequence[int] | None = None) -> duckdb.DuckDBP
         files = [(state.iteration, ref) for state in states for ref in run.store.shards_of(state, stage)]
         if files:
             rows = _dataset(run, stage, files)
-            connection.register(stage, rows)
+            connection.register(prefix + stage, rows)
             columns[stage] = [name for name in rows.schema.names if name not in ("trajectory_id", "iteration")]
+    tables = list(columns)
     if iterations is None:
-        connection.register("metrics", run.metrics())
+        connection.register(f"{prefix}metrics", run.metrics())
+        tables.append("metrics")
     if TRAJECTORY.stages[0] in columns:
-        connection.execute(_joined({stage: names for stage, names in columns.items() if stage != VALIDATE}))
-    return connection
+        connection.execute(_joined({stage: names for stage, names in columns.items() if stage != VALIDATE}, prefix))
+        tables.append("trajectories")
+    return tables
 
 
-def _joined(stages: dict[str, list[str]]) -> str:
+def _joined(stages: dict[str, list[str]], prefix: str) -> str:
     first, *later_stages = stages
     columns = [
-        f'"{stage}"."{name}"' for stage, names in stages.items() for name in names
+        f'"{prefix}{stage}"."{name}"' for stage, names in stages.items() for name in names
     ]  # quoted, because `select` is an SQL keyword
+    table = f'"{prefix}{first}"'
     joins = " ".join(
-        f'LEFT JOIN "{stage}" ON "{stage}".trajectory_id = {first}.trajectory_id' for stage in later_stages
+        f'LEFT JOIN "{prefix}{stage}" ON "{prefix}{stage}".trajectory_id = {table}.trajectory_id'
+        for stage in later_stages
     )
     return (
-        f"CREATE VIEW trajectories AS SELECT {first}.iteration, {first}.trajectory_id, {', '.join(columns)} "
-        f"FROM {first} {joins}"
+        f'CREATE VIEW "{prefix}trajectories" AS SELECT {table}.iteration, {table}.trajectory_id, '
+        f"{', '.join(columns)} FROM {table} {joins}"
     )
 
 
@@ -148,4 +179,5 @@ def _dataset(run: Run, stage: str, files: Files) -> ds.Dataset:
 
 
 def _tables(connection: duckdb.DuckDBPyConnection) -> list[str]:
-    return [name for (name,) in connection.execute("SHOW TABLES").fetchall()]
+    every_name = [name for (name,) in connection.execute("SHOW TABLES").fetchall()]
+    return [name for name in every_name if not name.startswith(OF_ONE_RUN)]

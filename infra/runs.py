@@ -16,6 +16,7 @@ from infra.store.records import ObjectRef, RunState, StageCommit
 from infra.store.run_store import VALIDATE, RunStore
 from rlhf.config import RunConfig, stored_config
 from rlhf.errors import UserError
+from rlhf.metrics import current
 from rlhf.schema import TRAJECTORY
 
 if TYPE_CHECKING:
@@ -166,7 +167,8 @@ class Run:
             damaged: called with each error of a missing or damaged object.
 
         Returns:
-            One row per iteration, with the column `iteration` and one column per metric.
+            One row per iteration, with the column `iteration` and one column per metric that any of them has, by
+            today's names.
 
         Raises:
             Corrupt: an object is missing or damaged, unless `damaged` handles it.
@@ -196,9 +198,9 @@ class Run:
         """
         index = self.store.log.load_index(closed)
         if index.metric_values or index.metrics is None:
-            return {"iteration": index.iteration, **index.metric_values}
+            return {"iteration": index.iteration, **current(index.metric_values)}
         [row] = self.store.read_shard(index.metrics).to_pylist()  # indexes of older releases hold no values
-        return dict(row)
+        return current(row)
 
     def progress(self, iteration: int) -> dict[str, str]:
         """The progress of an iteration's stages.

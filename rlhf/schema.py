@@ -21,6 +21,8 @@ class Column:
     stage: str
     meaning: str = ""
     unit: str = ""
+    null: str = ""
+    """When it is null; empty: never."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,17 @@ TRAJECTORY = TrajectorySchema(
         Column("trajectory_id", pa.string(), "", "stable id, such as it000007-p00012-s03: iteration, prompt, sample"),
         Column("prompt_id", pa.string(), "generate", "id of the prompt, which is also the trajectory's group"),
         Column("sample", pa.int32(), "generate", "index of the trajectory among those of its prompt", "index"),
+        Column(
+            "dataset_row", pa.int64(), "generate", "row of the prompt in the files, counted over all of them", "index"
+        ),
         Column("data_source", pa.string(), "generate", "data source of the prompt"),
         Column("messages", pa.string(), "generate", "messages of the prompt [{role, content}], as JSON"),
+        Column(
+            "prompt_is_text",
+            pa.bool_(),
+            "generate",
+            "whether the dataset has the prompt as a text, and not as messages",
+        ),
         Column("prompt", pa.string(), "generate", "text of the prompt, rendered by the chat template"),
         Column("response", pa.string(), "generate", "text of the response"),
         Column("prompt_ids", _TOKENS, "generate", "tokens of the prompt", "token id"),
@@ -93,32 +104,65 @@ TRAJECTORY = TrajectorySchema(
             "token_versions",
             pa.list_(pa.int32()),
             "generate",
-            "policy_version of each token [T], if the tokens differ in it",
+            "policy_version of each token [T]",
             "iterations",
+            null="the tokens do not differ in it",
         ),
-        Column("ground_truth", pa.string(), "generate", "ground truth of the prompt: a text, or JSON"),
+        Column(
+            "ground_truth",
+            pa.string(),
+            "generate",
+            "ground truth of the prompt: a text, or JSON",
+            null="the prompt has none",
+        ),
         Column("ground_truth_is_json", pa.bool_(), "generate", "whether ground_truth is JSON: it was not a text"),
-        Column("extra_info", pa.string(), "generate", "extra_info of the prompt in the dataset, as JSON"),
+        Column(
+            "extra_info",
+            pa.string(),
+            "generate",
+            "extra_info of the prompt in the dataset, as JSON",
+            null="the prompt has none",
+        ),
         Column(
             "turns",
             pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())])),
             "generate",
-            "turns of the policy and the environment in the response, with rollout.environment",
+            "turns of the policy and the environment in the response",
+            null="there is no rollout.environment",
         ),
-        Column("rollout_error", pa.string(), "generate", "error of the environment that ended the trajectory, if any"),
-        Column("environment_reward", pa.float32(), "generate", "sum of the environment's rewards, if there is one"),
+        Column(
+            "rollout_error",
+            pa.string(),
+            "generate",
+            "error of the environment that ended the trajectory",
+            null="nothing failed",
+        ),
+        Column(
+            "environment_reward",
+            pa.float32(),
+            "generate",
+            "sum of the environment's rewards",
+            null="there is no rollout.environment",
+        ),
         Column("seed", pa.int64(), "generate", "seed of the run, from which sampling derives"),
         Column("model_score", pa.float32(), "reward_model", "score of the reward model; mean of a process reward"),
         Column(
             "model_token_scores",
             _FLOATS,
             "reward_model",
-            "process reward: [T] share of each step in model_score, at the step's last token",
+            "share [T] of each step in model_score, at the step's last token",
+            null="the reward model scores whole responses",
         ),
         Column("score", pa.float32(), "score", "reward of the whole response"),
         Column("reward_parts", pa.map_(pa.string(), pa.float32()), "score", "named parts of the reward"),
-        Column("token_scores", _FLOATS, "score", "part of the score that belongs to single tokens [T], if any"),
-        Column("reward_error", pa.string(), "score", "error that prevented the reward, if any"),
+        Column(
+            "token_scores",
+            _FLOATS,
+            "score",
+            "part of the score that belongs to single tokens [T]",
+            null="there is no process reward",
+        ),
+        Column("reward_error", pa.string(), "score", "error that prevented the reward", null="nothing failed"),
         Column("group_spread", pa.float32(), "select", "largest minus smallest score in the trajectory's group"),
         Column("greedy_response", pa.string(), "greedy_baseline", "greedy answer of the actor to the prompt"),
         Column("greedy_tokens", pa.int32(), "greedy_baseline", "length of the greedy answer", "tokens"),
@@ -126,9 +170,16 @@ TRAJECTORY = TrajectorySchema(
             "greedy_score",
             pa.float32(),
             "greedy_baseline",
-            "reward of the greedy answer; null if it failed and reward.on_error is drop, which leaves the prompt out",
+            "reward of the greedy answer",
+            null="it failed and reward.on_error is drop, which leaves the prompt out",
         ),
-        Column("greedy_error", pa.string(), "greedy_baseline", "error that prevented the greedy reward, if any"),
+        Column(
+            "greedy_error",
+            pa.string(),
+            "greedy_baseline",
+            "error that prevented the greedy reward",
+            null="nothing failed",
+        ),
         Column("old_log_probs", _FLOATS, "old_log_probs", "log-probs [T] from the actor before the update", "nat"),
         Column("entropy", _FLOATS, "old_log_probs", "entropy [T] of the actor's distribution", "nat"),
         Column("ref_log_probs", _FLOATS, "ref_log_probs", "log-probs [T] from the reference", "nat"),
@@ -145,6 +196,12 @@ TRAJECTORY = TrajectorySchema(
         Column(
             "loss_mask", pa.list_(pa.int8()), "advantages", "1 [T] if the token enters the losses, else 0", "0 or 1"
         ),
-        Column("rollout_is_weights", _FLOATS, "advantages", "importance weights [T] of rollout correction, if any"),
+        Column(
+            "rollout_is_weights",
+            _FLOATS,
+            "advantages",
+            "importance weights [T]",
+            null="there is no algorithm.rollout_correction.weights",
+        ),
     )
 )

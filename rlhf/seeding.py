@@ -21,6 +21,12 @@ def generator(seed: int, *path: str | int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=key))
 
 
+LARGE = 2**20
+"""Rows from which on an epoch's permutation is computed row by row, and not held. Smaller ones are those of the first
+releases, whose runs continue."""
+ROUNDS = 6
+
+
 def epochs(seed: int, name: str, size: int, first: int, count: int) -> list[int]:
     """Draw rows `first` to `first + count` of an endless sequence of epochs, each a different permutation of all rows.
 
@@ -34,6 +40,31 @@ def epochs(seed: int, name: str, size: int, first: int, count: int) -> list[int]
     rows: list[int] = []
     while len(rows) < count:
         epoch, start = divmod(first + len(rows), size)
-        order = generator(seed, name, epoch).permutation(size)
-        rows += order[start : start + count - len(rows)].tolist()
+        end = min(start + count - len(rows), size)
+        if size <= LARGE:
+            rows += generator(seed, name, epoch).permutation(size)[start:end].tolist()
+        else:
+            rows += (permuted(f"{seed} {name} {epoch}", size, place) for place in range(start, end))
     return rows
+
+
+def permuted(key: str, size: int, place: int) -> int:
+    """An element of a permutation of ``range(size)``, without the others: a Feistel network that is applied again until
+    the result is in the range.
+
+    Args:
+        key: chooses the permutation.
+        size: number of elements.
+        place: place in the permutation.
+    """
+    half = -(-(size - 1).bit_length() // 2)
+    mask, secret = (1 << half) - 1, hashlib.blake2b(key.encode(), digest_size=32).digest()
+    while True:
+        left, right = place >> half, place & mask
+        for number in range(ROUNDS):
+            text = number.to_bytes(1, "little") + right.to_bytes(8, "little")
+            mixed = int.from_bytes(hashlib.blake2b(text, key=secret, digest_size=8).digest(), "little")
+            left, right = right, left ^ (mixed & mask)
+        place = left << half | right
+        if place < size:
+            return place

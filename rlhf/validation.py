@@ -1,7 +1,7 @@
-"""Validation metrics by data source: pass@1, mean@n, maj@n and best@n.
+"""Statistics of a validation by data source: mean_score, pass@1, maj@n and best@n.
 
 With :math:`s_{ij}` the score of answer j of n to prompt i: pass@1 is the share of solved answers, whose score is at
-least a threshold; without a threshold there is no pass@1. mean@n is the mean of :math:`s_{ij}`, and best@n the mean of
+least a threshold; without a threshold there is no pass@1. mean_score is the mean of :math:`s_{ij}`, and best@n that of
 :math:`\\max_j s_{ij}`. maj@n (arXiv 2203.11171) is the mean score of the most frequent answer to a prompt; if several
 are equally frequent, the first one counts.
 """
@@ -52,7 +52,7 @@ def sums(
         prompts: ids of the prompts.
         responses: texts of the answers.
         scores: scores of the answers.
-        n: answers per prompt. Prompts with fewer, because some could not be scored, have no mean@n, maj@n and best@n.
+        n: answers per prompt. Prompts with fewer, because some could not be scored, have no maj@n and best@n.
         solved: smallest score of a solved answer; None: no pass@1.
     """
     answers: dict[tuple[str, str], list[tuple[str, float]]] = defaultdict(list)
@@ -66,7 +66,6 @@ def sums(
             add(totals[source], "pass@1", sum(score >= solved for score in values), len(values))
         if len(values) == n > 1:
             [(most_common, _)] = Counter(answer for answer, _ in scored_answers).most_common(1)
-            add(totals[source], f"mean@{n}", sum(values) / n, 1)
             add(totals[source], f"maj@{n}", next(score for answer, score in scored_answers if answer == most_common), 1)
             add(totals[source], f"best@{n}", max(values), 1)
     return dict(totals)

@@ -131,7 +131,8 @@ def _token_rewards(
                 coefficient = context.call.controllers.get("kl_in_reward", coefficient)
                 controllers["kl_in_reward"] = config.kl_controller(coefficient, mean_kl, len(batch))
             token_rewards = token_rewards - coefficient * kl
-            metrics["actor/kl_coef"] = coefficient
+            metrics["actor/reward_kl_penalty"] = float((kl.sum(-1) / mask.sum(-1).clamp(min=1)).mean())
+            metrics["actor/reward_kl_penalty_coeff"] = coefficient
     return token_rewards, metrics, controllers
 
 
@@ -155,7 +156,7 @@ def _rollout_correction(
     if correction is not None:
         for rejection in correction.rejection:
             kept = rejection(old, rollout, mask)
-            metrics[f"rejected/{rejection.statistic}"] = 1.0 - kept.sum() / mask.sum()
+            metrics[f"rollout_rs_{rejection.statistic}_masked_fraction"] = 1.0 - kept.sum() / mask.sum()
             loss_mask = loss_mask * kept
         if correction.weights is not None:
             weights = correction.weights(old, rollout, mask)

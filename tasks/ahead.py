@@ -36,7 +36,7 @@ def generations(driver: Driver, k: int) -> StageHandle | None:
     rollout, config, store = driver.rollout, driver.config, driver.store
     if is_given_up(driver, k) and store.committed_stage(k, "generate") is None:
         return None
-    iterations = range(k, max(k, min(k + config.rollout.ahead, config.train.iterations - 1)) + 1)
+    iterations = range(k, max(k, min(k + config.rollout.ahead, config.iterations - 1)) + 1)
     if any(store.committed_stage(j, "generate") is None for j in iterations):
         is_separate = driver.groups.executor_of("rollout") != driver.groups.executor_of("actor")
         if config.rollout.ahead or is_separate:  # otherwise the rollout shares or follows the actor's weights

@@ -78,17 +78,21 @@ def call_of(
     """
     state = driver.state if began is None else began
     journal = driver.store.journal(iteration, stage.name) if began is None else None
+    config = stage.config.of(driver.config) if config is None else config
+    cursor = state.cursor_before(iteration, driver.config.data.prompts_per_iteration)
+    draws = stage.draws if isinstance(stage, RowsStage) else None
     return Call(
         term=driver.term,
         stage=stage.name,
         iteration=iteration,
         shard=shard,
         attempt=attempt,
-        config=stage.config.of(driver.config) if config is None else config,
+        config=config,
         inputs=stage.inputs(inputs, shard),
         role=stage.role,
         weights=weights_for(driver, stage, iteration, shard),
-        cursor=state.cursor_before(iteration, driver.config.data.prompts_per_iteration),
+        cursor=cursor,
+        drawn=None if draws is None else draws(driver, iteration, shard, config, cursor),
         controllers=dict(state.controllers),
         journal=() if journal is None else journal.parts,
     )

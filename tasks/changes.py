@@ -13,7 +13,7 @@ from infra.workers.worker import WEIGHTS_OF
 from rlhf.config import RunConfig, stored_config
 from rlhf.errors import UserError
 from tasks.generate import GenerateSummary
-from tasks.pipeline import names_of, stage_named
+from tasks.pipeline import STAGES, names_of, stage_named
 from tasks.stage import ROUNDING, Stage, UpdateStage
 
 UNVERSIONED = {"reward"}
@@ -112,16 +112,21 @@ def check_open_iteration(driver: Driver) -> None:
     places: dict[int, RunState | Ahead] = {driver.state.iteration: driver.state, **driver.state.ahead}
     for iteration, place in places.items():
         _check_staleness(driver, iteration, place)
+        by_stage: dict[str, list[str]] = {}
         for name, committed in place.stages.items():
             if not isinstance(committed, Skip):
                 manifest = driver.store.manifest(committed)
-                check_unchanged(driver, stage_named(name), manifest)
-                if changes := input_changes(manifest, driver.config):
-                    raise changed(driver, name, iteration, changes)
+                by_stage[name] = changes_since(driver, stage_named(name), manifest)
+                by_stage[name] += input_changes(manifest, driver.config)
         for name in place.shards.keys() - place.stages.keys():
-            for shard in place.shards[name].values():
-                if changes := changes_since_term(driver, stage_named(name), shard.term):
-                    raise changed(driver, name, iteration, changes)
+            terms = {shard.term for shard in place.shards[name].values()}
+            by_stage[name] = [
+                change for term in sorted(terms) for change in changes_since_term(driver, stage_named(name), term)
+            ]
+        invalid = [stage.name for stage in STAGES if by_stage.get(stage.name)]
+        if invalid:
+            changes = dict.fromkeys(change for name in invalid for change in by_stage[name])
+            raise changed(driver, invalid[0], iteration, list(changes))
 
 
 def changes_since_term(driver: Driver, stage: Stage, term: int) -> list[str]:

@@ -10,9 +10,11 @@ import time
 from infra.execution.driver import Driver
 from infra.progress import IterationClosed, report
 from infra.store.records import Commit
+from rlhf.metrics import current, names, timer
 from tasks.pipeline import in_order
 from tasks.recording import recorded_task
 from tasks.restore import ensure_weights
+from tasks.validate import validation_columns
 
 
 @recorded_task("close")
@@ -24,7 +26,7 @@ def finalize(driver: Driver, iteration: int) -> dict[str, float]:
         return metrics
     version = iteration + 1
     commits: list[Commit] = []
-    last = version == config.train.iterations
+    last = version == config.iterations
     is_begun = driver.snapshots.being_written == version  # by an earlier try
     if not is_begun:
         driver.snapshots.settle(wait=False)
@@ -40,9 +42,9 @@ def finalize(driver: Driver, iteration: int) -> dict[str, float]:
                 driver.snapshots.begin(version)
         if not config.checkpoint.background or last:  # after the last iteration there is no work to overlap with
             commits = driver.snapshots.finish()
-        metrics["timing_s/snapshot"] = time.perf_counter() - started
+        metrics["timing_s/save_checkpoint"] = time.perf_counter() - started
     metrics |= driver.weight_sync.take().metrics()
-    store.close(metrics, *commits)
+    store.close(metrics, *commits, columns=names(validation_columns(driver)))
     report(IterationClosed(iteration=iteration, metrics=metrics))
     return metrics
 
@@ -52,12 +54,16 @@ def iteration_metrics(driver: Driver, iteration: int) -> dict[str, float]:
     metrics: dict[str, float] = {}
     manifests = in_order(driver.store.manifests(iteration))
     for name, manifest in manifests.items():
-        metrics |= manifest.metrics
-        metrics[f"timing_s/{name}"] = manifest.seconds
-    if manifests:
-        began, ended = ([getattr(manifest, name) for manifest in manifests.values()] for name in ("began", "ended"))
-        metrics["perf/iteration_s"] = max(ended) - min(began)
-    metrics["timing_s/stages"] = sum(value for name, value in metrics.items() if name.startswith("timing_s/"))
+        metrics |= current(manifest.metrics)
+        metrics[timer(name)] = manifest.seconds
+    computing = metrics["timing_s/stages"] = sum(manifest.seconds for manifest in manifests.values())
+    elapsed = max((manifest.ended for manifest in manifests.values()), default=0.0) - min(
+        (manifest.began for manifest in manifests.values()), default=0.0
+    )
+    metrics |= {"timing_s/step": elapsed, "perf/time_per_step": elapsed}
     if "perf/response_tokens" in metrics:
-        metrics["perf/response_tokens_per_s"] = metrics["perf/response_tokens"] / max(metrics["timing_s/stages"], 1e-9)
+        tokens = metrics["perf/prompt_tokens"] + metrics["perf/response_tokens"]
+        metrics["perf/total_num_tokens"] = tokens
+        metrics["perf/throughput"] = tokens / max(elapsed, 1e-9) / driver.config.devices
+        metrics["perf/response_tokens_per_s"] = metrics["perf/response_tokens"] / max(computing, 1e-9)
     return metrics

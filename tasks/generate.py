@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,7 +13,7 @@ from pydantic import JsonValue
 from infra.execution.driver import Driver
 from infra.workers.calls import C, Call, Context, ShardOutput, ShardStart, ShardSummary
 from rlhf.batch import TrajectoryBatch
-from rlhf.config import DynamicSamplingConfig, RunConfig
+from rlhf.config import CurriculumConfig, DynamicSamplingConfig, RunConfig
 from rlhf.data.prompts import PromptDataset, encode
 from rlhf.engines.base import Request, Sampling
 from rlhf.engines.generation import Rules
@@ -21,6 +22,7 @@ from rlhf.environments.calls import OnError
 from rlhf.environments.dialogues import Beginning, Dialogue
 from rlhf.schema import TRAJECTORY
 from rlhf.stage_config import StageConfig, key
+from tasks.curriculum import solve_rates
 from tasks.score import ScoreSummary
 from tasks.stage import RowsStage, Until
 
@@ -62,6 +64,8 @@ class GenerateConfig(StageConfig):
     quantization: str | None = key("rollout.quantization")
     prompts_per_shard: int = key("rollout.prompts_per_shard")
     dynamic_sampling: DynamicSamplingConfig | None = key("algorithm.dynamic_sampling")
+    weights: tuple[float, ...] | None = key("data.weights")
+    curriculum: CurriculumConfig | None = key("data.curriculum")
     # operational: the dataset's digest covers the content of the files, and the assigned weights cover `partial`
     train: tuple[str, ...] = key("data.train", operational=True)
     partial: bool = key("rollout.partial", operational=True)
@@ -72,6 +76,8 @@ class GenerateSummary(ShardSummary):
     oldest_version: int | None = None
     """The oldest version of the policy that drew any of the tokens; None: an older release, or there are no tokens."""
     errors: int = 0
+    num_turns: dict[int, int] = {}
+    """With an environment: how many trajectories have a number of turns."""
 
 
 def shards_of(driver: Driver) -> int:
@@ -94,9 +100,12 @@ def share_that_differs(config: RunConfig, scored: Sequence[Mapping[str, JsonValu
     return differ / config.data.prompts_per_iteration
 
 
-def generated_tokens(summaries: Sequence[GenerateSummary]) -> dict[str, float]:
+def generation_metrics(summaries: Sequence[GenerateSummary]) -> dict[str, float]:
     errors = sum(shard.errors for shard in summaries)
     metrics = {"perf/generated_tokens": float(sum(shard.tokens for shard in summaries))}
+    if turns := [turns for shard in summaries for turns in Counter(shard.num_turns).elements()]:
+        mean = sum(turns) / len(turns)
+        metrics |= {"num_turns/min": float(min(turns)), "num_turns/max": float(max(turns)), "num_turns/mean": mean}
     return metrics | ({"rollout/errors": float(errors)} if errors else {})
 
 
@@ -114,15 +123,50 @@ class Prompts:
     environment: EnvironmentStageConfig | None
 
 
+def _numbers(config: GenerateConfig, shard: int) -> range:
+    """The numbers in the iteration of a shard's prompts."""
+    sampling = config.dynamic_sampling
+    limit = config.prompts_per_iteration if sampling is None else sampling.max_prompts
+    first = shard * config.prompts_per_shard
+    return range(first, min(first + config.prompts_per_shard, limit))
+
+
+def draws(driver: Driver, iteration: int, shard: int, config: GenerateConfig, cursor: int) -> tuple[int, ...] | None:
+    """Draw the prompts of a shard, if that depends on what the run has committed.
+
+    Args:
+        driver: Driver of the run.
+        iteration: Iteration of the shard.
+        shard: Index of the shard.
+        config: Config of the stage.
+        cursor: Position in the dataset at which the iteration begins.
+
+    Returns:
+        Indices of prompts; None without `data.curriculum`: the worker draws them.
+    """
+    curriculum, numbers = config.curriculum, _numbers(config, shard)
+    if curriculum is None:
+        return None
+    rates, weight = solve_rates(driver, iteration, curriculum), curriculum.weight
+    dataset = driver.groups.local.worker.resources.dataset(config.train)
+    drawn = dataset.draw(
+        config.seed,
+        cursor + numbers.start,
+        len(numbers),
+        config.weights,
+        lambda row: weight if rates.get(row) in (0.0, 1.0) else 1.0,
+    )
+    return tuple(drawn)
+
+
 def prompts_of(context: Context[GenerateConfig]) -> Prompts:
     """The prompts of a shard of `generate`; the call has the position at which the iteration begins in the dataset."""
     config = context.config
     dataset = context.resources.dataset(config.train)
-    sampling_more = config.dynamic_sampling
-    limit = config.prompts_per_iteration if sampling_more is None else sampling_more.max_prompts
-    first = context.shard * config.prompts_per_shard
-    end = min(first + config.prompts_per_shard, limit)
-    drawn = dataset.draw(config.seed, context.call.cursor + first, end - first)
+    numbers = _numbers(config, context.shard)
+    drawn: Sequence[int] | None = context.call.drawn
+    if drawn is None:
+        drawn = dataset.draw(config.seed, context.call.cursor + numbers.start, len(numbers), config.weights)
     sampling = Sampling(
         temperature=config.temperature,
         top_p=config.top_p,
@@ -132,7 +176,9 @@ def prompts_of(context: Context[GenerateConfig]) -> Prompts:
         ignore_eos=config.ignore_eos,
         stop=config.stop,
     )
-    return Prompts(dataset, list(enumerate(drawn, first)), config.prompt, config.n, sampling, config.environment)
+    return Prompts(
+        dataset, list(zip(numbers, drawn, strict=True)), config.prompt, config.n, sampling, config.environment
+    )
 
 
 def begin(context: Context[GenerateConfig]) -> ShardStart:
@@ -154,6 +200,7 @@ def generate(context: Context[GenerateConfig]) -> ShardOutput[GenerateSummary]:
         tokens=int(batch.flat("response_mask").sum()),
         oldest_version=min((version for dialogue in context.dialogues for version in dialogue.versions), default=None),
         errors=sum(dialogue.error is not None for dialogue in context.dialogues),
+        num_turns={} if prompts.environment is None else Counter(dialogue.num_turns for dialogue in context.dialogues),
         cursor=context.call.cursor + prompts.rows[-1][0] + 1,
     )
     return ShardOutput(batch, summary)
@@ -171,7 +218,7 @@ def begin_trajectories(context: Context[C], prompts: Prompts) -> ShardStart:
     """
     dialogues: list[Dialogue] = []
     for number, row in prompts.rows:
-        prompt = prompts.dataset.prompts[row]
+        prompt = prompts.dataset[row]
         _, ids = _encoded(context, prompts, row)
         messages = prompt.after(prompts.config.system_prompt)
         for sample in range(prompts.n):
@@ -209,14 +256,16 @@ def trajectories(context: Context[C], prompts: Prompts) -> TrajectoryBatch:
     columns: dict[str, list[Any]] = {name: [] for name in ("trajectory_id", *TRAJECTORY.names("generate"))}
     for place, dialogue in enumerate(dialogues):
         number, row = prompts.rows[place // prompts.n]
-        prompt = prompts.dataset.prompts[row]
+        prompt = prompts.dataset[row]
         text, ids = _encoded(context, prompts, row)
         values = {
             "trajectory_id": dialogue.request.trajectory_id,
             "prompt_id": _prompt_id(context, number),
             "sample": place % prompts.n,
+            "dataset_row": prompts.dataset.row(row),
             "data_source": prompt.data_source,
             "messages": json.dumps(prompt.after(prompts.config.system_prompt), ensure_ascii=False),
+            "prompt_is_text": prompt.is_text,
             "prompt": text,
             "prompt_ids": ids,
             "ground_truth": prompt.ground_truth,
@@ -253,7 +302,7 @@ def _check_errors(call: Call[C], dialogues: Sequence[Dialogue], environment: Env
 
 def _encoded(context: Context[C], prompts: Prompts, row: int) -> tuple[str, list[int]]:
     return encode(
-        prompts.dataset.prompts[row],
+        prompts.dataset[row],
         context.resources.tokenizer,
         max_tokens=prompts.config.max_prompt_tokens,
         truncation=prompts.config.truncation,
@@ -278,8 +327,9 @@ GENERATE = RowsStage(
     compute=generate,
     begin=begin,
     summary=GenerateSummary,
-    metrics=generated_tokens,
+    metrics=generation_metrics,
     count=shards_of,
+    draws=draws,
     until=Until(
         applies=samples_dynamically,
         follow=("reward_model", "score"),

@@ -100,6 +100,7 @@ GREEDY_BASELINE = RowsStage(
         "generate": (
             "prompt_id",
             "messages",
+            "prompt_is_text",
             "prompt_ids",
             "data_source",
             "ground_truth",

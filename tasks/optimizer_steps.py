@@ -1,14 +1,19 @@
-"""The optimizer steps of an update, a pure function of seed, stage, iteration and the trainer's config."""
+"""The optimizer steps of an update: which, a pure function of seed, stage, iteration and config, and taking them."""
 
 from __future__ import annotations
+
+import time
 
 import numpy as np
 
 from infra.workers.calls import C, Context
+from rlhf.algorithms.objectives import Objective
+from rlhf.batch import TrajectoryBatch
 from rlhf.config import LRScheduleConfig
 from rlhf.engines.base import OptimizerPlan
 from rlhf.engines.learning_rate import learning_rate
 from rlhf.engines.optimizers import Optimizer
+from rlhf.engines.performance import utilization
 from rlhf.seeding import generator
 from rlhf.stage_config import StageConfig, key
 
@@ -68,3 +73,25 @@ def optimizer_steps(
         mini_batches=tuple(mini_batches),
         temperature=temperature,
     )
+
+
+def updated(context: Context[C], batch: TrajectoryBatch, objective: Objective, plan: OptimizerPlan) -> dict[str, float]:
+    """Take the optimizer steps of a plan.
+
+    Args:
+        context: Context of the update.
+        batch: The columns that the objective reads.
+        objective: The loss.
+        plan: The steps.
+
+    Returns:
+        The engine's metrics, the learning rate, and the model FLOPs utilization where the device's peak is known.
+
+    Raises:
+        NotFinite: The norm of a gradient is not finite.
+    """
+    role, trainer = context.call.role, context.trainer
+    started = time.perf_counter()
+    metrics = {**trainer.update(batch, objective, plan), f"{role}/lr": plan.lr}  # numbers: the device has computed them
+    mfu = utilization(trainer.update_flops(batch, plan), time.perf_counter() - started)
+    return metrics if mfu is None else {**metrics, f"perf/mfu/{role}": mfu}

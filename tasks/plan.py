@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from infra.execution.claims import check_store, run_url
-from infra.execution.driver import Driver, check_inputs
+from infra.execution.driver import Driver, check_inputs, with_iterations
 from infra.forks import fork
 from infra.runs import Run
 from infra.store.object_store import ObjectStore
@@ -88,7 +88,7 @@ def fork_run(run: Run, config: RunConfig, iteration: int, stage: str | None) -> 
     Raises:
         UserError: if the run has not reached the point, or a shared stage is not valid under the config.
     """
-    state = run.state
+    state, config = run.state, with_iterations(config)
     if not 0 <= iteration <= state.iteration:
         raise UserError(f"--at {iteration}: the run has iterations 0 to {state.iteration} (the open one)")
     shared: list[str] = []

@@ -14,7 +14,7 @@ from infra.workers.resources import RewardSettings
 from rlhf.algorithms.groups import Groups
 from rlhf.batch import TrajectoryBatch
 from rlhf.config import RunConfig
-from rlhf.data.prompts import structures
+from rlhf.data.prompts import original, structures
 from rlhf.errors import RatchetError
 from rlhf.rewards import Score
 from rlhf.rewards.pool import Row
@@ -24,6 +24,16 @@ from tasks.reward_model import RewardModelStageConfig, is_complete, model_scores
 from tasks.stage import RowsStage
 
 OnError = Literal["fail", "zero", "drop"]
+REWARD_READS = (
+    "data_source",
+    "response",
+    "messages",
+    "prompt_is_text",
+    "ground_truth",
+    "ground_truth_is_json",
+    "extra_info",
+)
+"""What the reward functions receive."""
 
 
 class ScoreConfig(StageConfig):
@@ -121,9 +131,11 @@ def scores(
 
 
 def _reward_rows(batch: TrajectoryBatch) -> list[Row]:
-    names = ("data_source", "response", "ground_truth", "ground_truth_is_json", "extra_info")
-    rows = zip(*(batch.list(name) for name in names), strict=True)
-    return [(source, response, *structures(*prompt)) for source, response, *prompt in rows]
+    rows = zip(*(batch.list(name) for name in REWARD_READS), strict=True)
+    return [
+        (source, response, *structures(*prompt), original(messages, is_text))
+        for source, response, messages, is_text, *prompt in rows
+    ]
 
 
 def _rewards(context: Context[C], config: ScoreConfig, rows: list[Row], complete: np.ndarray) -> list[Score]:
@@ -155,11 +167,7 @@ SCORE = RowsStage(
     reads={
         "generate": (
             "prompt_id",
-            "data_source",
-            "response",
-            "ground_truth",
-            "ground_truth_is_json",
-            "extra_info",
+            *REWARD_READS,
             "environment_reward",
             "rollout_error",
         ),

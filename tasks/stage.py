@@ -116,6 +116,8 @@ class RowsStage(_Stage[C], Generic[C, S]):
     """Whether shard i depends only on shard i of each input; otherwise the stage has one shard."""
     count: Callable[[Driver], int] | None = None
     """Number of shards; None: the same as the first input."""
+    draws: Callable[[Driver, int, int, C, int], tuple[int, ...] | None] | None = None
+    """Draws the prompts of a shard where the worker cannot, given iteration, shard, config and cursor."""
     until: Until | None = None
     """Stop condition, for a stage whose number of shards is not known in advance."""
 

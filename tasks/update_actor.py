@@ -10,9 +10,10 @@ from rlhf.algorithms.kl import Estimator
 from rlhf.algorithms.objectives import ActorObjective
 from rlhf.batch import ragged
 from rlhf.config import RunConfig
+from rlhf.engines.performance import memory
 from rlhf.seeding import generator
 from rlhf.stage_config import StageConfig, key
-from tasks.optimizer_steps import ActorStageConfig, optimizer_steps
+from tasks.optimizer_steps import ActorStageConfig, optimizer_steps, updated
 from tasks.stage import UpdateStage
 
 
@@ -57,7 +58,7 @@ def update_actor(context: Context[UpdateActorConfig]) -> dict[str, float]:
         temperature=config.temperature,
         skipped=config.critic_warmup_iterations or 0,
     )
-    return {**context.trainer.update(batch, objective, plan), "actor/lr": plan.lr}
+    return {**updated(context, batch, objective, plan), **memory()}
 
 
 def exists(config: RunConfig) -> bool:

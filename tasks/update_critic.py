@@ -6,7 +6,7 @@ from infra.workers.calls import Context
 from rlhf.algorithms.objectives import CriticObjective
 from rlhf.config import ModelConfig, RunConfig
 from rlhf.stage_config import StageConfig, key
-from tasks.optimizer_steps import CriticStageConfig, optimizer_steps
+from tasks.optimizer_steps import CriticStageConfig, optimizer_steps, updated
 from tasks.stage import UpdateStage
 
 
@@ -23,7 +23,7 @@ def update_critic(context: Context[UpdateCriticConfig]) -> dict[str, float]:
     config = context.config
     objective = CriticObjective(cliprange_value=config.cliprange_value)
     plan = optimizer_steps(context, config.trainer, config.seed, temperature=1.0)
-    return {**context.trainer.update(context.batch, objective, plan), "critic/lr": plan.lr}
+    return updated(context, context.batch, objective, plan)
 
 
 def exists(config: RunConfig) -> bool:

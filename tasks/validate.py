@@ -10,6 +10,7 @@ from infra.workers.calls import Context, ShardOutput, ShardStart, ShardSummary
 from rlhf.batch import TrajectoryBatch
 from rlhf.config import RunConfig
 from rlhf.engines.base import Sampling
+from rlhf.metrics import validation_metrics as named
 from rlhf.rewards import solved_score
 from rlhf.schema import TRAJECTORY
 from rlhf.stage_config import StageConfig, key
@@ -62,6 +63,8 @@ class ValidateSummary(ShardSummary):
     sums: Sums
     errors: int = 0
     rollout_errors: int = 0
+    n: int = 1
+    """Answers per prompt; older releases did not store it."""
 
 
 def shards_of(driver: Driver) -> int:
@@ -106,6 +109,7 @@ def validate(context: Context[ValidateConfig]) -> ShardOutput[ValidateSummary]:
         sums=sums(sources, prompt_ids, texts, counted, config.n, solved),
         errors=sum(error is not None for error in scored["reward_error"]),
         rollout_errors=int((~complete).sum()),
+        n=config.n,
     )
     names = [column.name for column in WRITES]
     written = {name: answers.array(name) if name in answers else scored[name] for name in names}
@@ -116,9 +120,23 @@ def validation_metrics(summaries: Sequence[ValidateSummary]) -> dict[str, float]
     by_source = means(shard.sums for shard in summaries)
     errors = sum(shard.errors for shard in summaries)
     rollout_errors = sum(shard.rollout_errors for shard in summaries)
-    metrics = {f"val/{source}/{name}": value for source, row in by_source.items() for name, value in row.items()}
+    metrics: dict[str, float] = {}
+    for source, statistics in by_source.items():
+        metrics |= named(source, statistics, max(shard.n for shard in summaries))
     metrics |= {"val/reward_errors": float(errors)} if errors else {}
     return metrics | ({"val/rollout_errors": float(rollout_errors)} if rollout_errors else {})
+
+
+def validation_columns(driver: Driver) -> list[str]:
+    """The metrics that a validation of the run may report, besides those of `rlhf.metrics`."""
+    validation = driver.config.validation
+    if validation.data is None:
+        return []
+    prompts = driver.groups.local.worker.resources.dataset((validation.data,))
+    several = {f"maj@{validation.n}": 0.0, f"best@{validation.n}": 0.0} if validation.n > 1 else {}
+    statistics = {"mean_score": 0.0, "pass@1": 0.0} | several
+    sources = dict.fromkeys(prompt.data_source for prompt in prompts)
+    return [name for source in sources for name in named(source, statistics, validation.n)]
 
 
 def exists(config: RunConfig) -> bool:

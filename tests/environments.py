@@ -26,6 +26,18 @@ class Chatty:
         return Observation(None if self.turns == 4 else says, self.worth * sum(map(turn.count, "aeiou")))
 
 
+class Structured:
+    """Expects a ground truth that is a structure."""
+
+    stop = ()
+
+    def reset(self, messages: Any, ground_truth: Any, extra_info: Any) -> None:
+        self.target = ground_truth["target"]
+
+    def step(self, turn: str) -> Observation:
+        return Observation(None, float(turn == str(self.target)))
+
+
 class Broken:
     stop = ("e",)
 

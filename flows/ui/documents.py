@@ -19,6 +19,7 @@ from infra.store.records import Fork, StageCommit
 from infra.store.run_store import VALIDATE
 from rlhf.config import RunConfig
 from rlhf.errors import UserError
+from rlhf.metrics import VALIDATION, current
 from rlhf.models import load_tokenizer
 
 if TYPE_CHECKING:
@@ -29,7 +30,9 @@ Metrics = Mapping[str, float]
 Row = Mapping[Any, Any]
 """A row of a frame, as `DataFrame.to_dict("records")` gives it."""
 
-CURVES = {metric.name: metric.heading for metric in shown_in(REPORT)}
+CURVES = {display.name: display.heading for display in shown_in(REPORT)}
+WHOLE_SECONDS = ("timing_s/stages", "timing_s/step")
+"""Times of whole iterations, beside those of their stages."""
 MAIN_KEYS = (
     "model.path",
     "data.train",
@@ -201,7 +204,7 @@ def run_view(run: Run, name: str, closed_metrics: Sequence[Metrics], damages: It
         is_fit=run.is_fit,
         driven=is_driven(run.store.objects),
         closed=run.state.iteration,
-        iterations=None if run.is_fit else run.config.train.iterations,
+        iterations=None if run.is_fit else run.config.iterations,
         snapshots=sorted(run.state.snapshots),
         parent=parent,
         stages=stages,
@@ -219,9 +222,9 @@ def _titles(columns: Iterable[str], is_fit: bool) -> dict[str, str]:
     present = [column for column in columns if column != "iteration"]
     if is_fit:
         return {column: column for column in present}
-    validations = {name: f"validation: {name.removeprefix('val/')}" for name in present if name.startswith("val/")}
+    validations = {name: f"validation: {name.partition('/')[2]}" for name in present if name.startswith(VALIDATION)}
     curves = [name for name in CURVES if name in present]
-    times = {name: "" for name in present if name.startswith("timing_s/") and name != "timing_s/stages"}
+    times = {name: "" for name in present if name.startswith("timing_s/") and name not in (*CURVES, *WHOLE_SECONDS)}
     first, others = ({name: CURVES[name] for name in names} for names in (curves[:1], curves[1:]))
     return first | validations | others | times
 
@@ -231,7 +234,7 @@ def _open_validation(run: Run, damaged: OnDamage) -> list[Metrics]:
     if not isinstance(validation, StageCommit):
         return []
     try:
-        return [{"iteration": run.state.iteration, **run.store.manifest(validation).metrics}]
+        return [{"iteration": run.state.iteration, **current(run.store.manifest(validation).metrics)}]
     except Corrupt as damage:
         damaged(damage)
         return []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,15 +23,25 @@ from infra.execution.stopping import Stopping, on_signals
 from infra.execution.weight_sync import WeightSync
 from infra.progress import note
 from infra.store.log import Corrupt
-from infra.store.object_store import ObjectStore, StoreUnavailable
-from infra.store.records import RunState, Weights
+from infra.store.object_store import StoreUnavailable
+from infra.store.records import Claim, RunState, Weights
 from infra.store.run_store import RunStore
 from infra.workers.groups import WorkerGroups
 from infra.workers.ray_group import GroupLost
-from rlhf.config import DataConfig, ModelConfig, RewardConfig, RunConfig, differences, stored_config, yaml_text
+from rlhf.config import (
+    DataConfig,
+    EnvironmentConfig,
+    ModelConfig,
+    RewardConfig,
+    RunConfig,
+    differences,
+    stored_config,
+    yaml_text,
+)
 from rlhf.config.older import changed_since
-from rlhf.data.prompts import PromptDataset
+from rlhf.data.prompts import Prompt, PromptDataset, check_length
 from rlhf.environments import check_environment, environment_digest
+from rlhf.environments.calls import try_environment
 from rlhf.errors import UserError
 from rlhf.models import (
     attention_heads,
@@ -44,9 +55,11 @@ from rlhf.models import (
     model_folder,
     tokenizer_digest,
 )
-from rlhf.rewards import COMPARING, check_rewards, reward_digest
+from rlhf.rewards import COMPARING, auto, check_rewards, reward_digest
 from rlhf.rewards.pool import try_rewards
 
+SOURCES = 8
+"""Largest number of data sources of a file whose rewards are tried, and of mistakes that are reported at once."""
 MANY_PROMPTS = 10_000
 """Measuring the lengths of more prompts takes over two seconds, so the driver says that it does."""
 
@@ -135,6 +148,8 @@ class Driver:
         self.restoring = threading.RLock()
         """Held while weights are loaded: two executors may find at the same time that a role needs other weights."""
         self.has_said_that_replays_differ = False
+        self.solve_rates: dict[int, dict[int, float]] = {}
+        """Solve rates of prompts, by closed iteration and row of the dataset, as far as they were read."""
         self.stopping = Stopping(f"`ratchet resume {config.run.name}`")
 
     @property
@@ -208,6 +223,7 @@ def driving(
     dependencies: Dependencies,
     *,
     take_over: bool = False,
+    accept_changes: bool = False,
     check: Callable[[Driver], None] = lambda driver: None,
 ) -> Iterator[Driver]:
     """Claim the run and drive it; within an open driver of the same run, reuse that driver.
@@ -216,6 +232,7 @@ def driving(
         config: names the run.
         dependencies: recorded in the claim; leftover files of its stages are deleted.
         take_over: fence another driver even if it is alive.
+        accept_changes: continue a run that has iterations with other data, another reward or another algorithm.
         check: may reject the driver before the claim, so that a config that cannot continue changes nothing.
 
     Yields:
@@ -231,7 +248,7 @@ def driving(
         with on_signals(active.stopping.request):
             yield active
         return
-    driver = _open(config, dependencies, take_over, check)
+    driver = _open(config, dependencies, take_over, accept_changes, check)
     with driver.stopping.watching(), beating(driver.store.log, driver.stopping):
         token = _open_drivers.set((*drivers, driver))
         try:
@@ -248,13 +265,42 @@ def driving(
             driver.groups.close()
 
 
+def with_iterations(config: RunConfig) -> RunConfig:
+    """Convert `train.epochs` into `train.iterations`, the number that a run stores.
+
+    Args:
+        config: the config of a run.
+
+    Returns:
+        The config; unchanged if it has no epochs.
+
+    Raises:
+        UserError: the prompts cannot be read.
+    """
+    epochs, per_iteration = config.train.epochs, config.data.prompts_per_iteration
+    if epochs is None:
+        return config
+    prompts = _size_of(config.model, config.data)
+    iterations = max(1, math.ceil(epochs * prompts / per_iteration))
+    note(f"train.epochs {epochs:g} of {prompts} prompts: {iterations} iterations of {per_iteration} prompts")
+    return config.with_values({"train.iterations": iterations, "train.epochs": None})
+
+
+@cache  # called by the command line and by the flow
+def _size_of(model: ModelConfig, data: DataConfig) -> int:
+    dataset = PromptDataset(data.train)
+    if data.truncation == "drop":
+        dataset = dataset.without_overlong(load_tokenizer(model), data.max_prompt_tokens, data.system_prompt)
+    return len(dataset)
+
+
 def check_inputs(config: RunConfig) -> None:
     """Check the config's packages, prompts, reward and models before anything starts.
 
     Raises:
         UserError: one of them is missing or unsuitable.
     """
-    _check_packages(config)
+    check_packages(config)
     server = config.rollout.server
     if config.rollout.engine == "server" and server.weights_folder is None and config.train.updates:
         raise UserError(
@@ -283,7 +329,14 @@ def check_inputs(config: RunConfig) -> None:
         check_reward_model(config.reward.model)
         load_tokenizer(config.reward.model, writes=False)
     held_out = [] if config.validation.data is None else [config.validation.data]
-    _check_files((*config.data.train, *held_out), config.model, config.data, config.reward.model_dump_json())
+    environment = config.rollout.environment
+    _check_files(
+        (*config.data.train, *held_out),
+        config.model,
+        config.data,
+        config.reward.model_dump_json(),
+        None if environment is None else environment.model_dump_json(),
+    )
 
 
 @cache
@@ -295,34 +348,71 @@ def say_attention(model: ModelConfig) -> None:
 
 
 @cache  # called twice: by the command line before it starts Prefect, and by the driver before it claims
-def _check_files(paths: tuple[str, ...], model: ModelConfig, data: DataConfig, reward: str) -> None:
-    check_prompts(PromptDataset(paths), model, data, RewardConfig.model_validate_json(reward))
+def _check_files(
+    paths: tuple[str, ...], model: ModelConfig, data: DataConfig, reward: str, environment: str | None
+) -> None:
+    section = None if environment is None else EnvironmentConfig.model_validate_json(environment)
+    check_prompts(PromptDataset(paths), model, data, RewardConfig.model_validate_json(reward), section)
 
 
-def check_prompts(dataset: PromptDataset, model: ModelConfig, data: DataConfig, reward: RewardConfig) -> None:
-    """Check the prompts' lengths, ground truths and rewards.
+def check_prompts(
+    dataset: PromptDataset,
+    model: ModelConfig,
+    data: DataConfig,
+    reward: RewardConfig,
+    environment: EnvironmentConfig | None,
+) -> None:
+    """Check the prompts' lengths and ground truths, and try reward and environment on a row of each file.
 
     Raises:
-        UserError: a prompt is too long, lacks the ground truth for a built-in reward, or cannot be scored.
+        UserError: prompts are too long, lack the ground truth for a built-in reward, have a data source that `auto` has
+            no reward for, cannot be scored, or make the environment fail; a line for each.
     """
-    if comparing := [name for name in reward.functions if name in COMPARING]:
-        for prompt in dataset.prompts:
-            if prompt.ground_truth is None:
-                raise UserError(
-                    f"{prompt.where}: reward.function {comparing[0]} needs reward_model.ground_truth, which is missing"
-                )
-    for failure in try_rewards(reward, dataset.prompts):
-        if reward.on_error == "fail":
-            raise UserError(failure)
-        note(failure)
-    if data.truncation != "error":
-        return
-    if len(dataset) > MANY_PROMPTS:
+    firsts: dict[str, dict[str, Prompt]] = {}
+    """The first prompt of each data source, by file."""
+    problems: dict[str, str] = {}
+    """The first problem of each kind and data source."""
+    comparing = next((name for name in reward.functions if name in COMPARING), None)
+    tokenizer = load_tokenizer(model) if data.truncation == "error" else None
+    if tokenizer is not None and len(dataset) > MANY_PROMPTS:
         note(f"checking the lengths of {len(dataset)} prompts")
-    dataset.check_lengths(load_tokenizer(model), data.max_prompt_tokens, data.system_prompt)
+    for prompt in dataset:
+        sources = firsts.setdefault(prompt.where.rpartition(",")[0], {})
+        if prompt.data_source not in sources and len(sources) < SOURCES:
+            sources[prompt.data_source] = prompt
+        if "auto" in reward.functions and (problem := auto.problem_of(prompt.data_source, prompt.style)) is not None:
+            problems.setdefault(f"source {prompt.data_source}", f"{prompt.where}: {problem}")
+        elif comparing is not None and prompt.ground_truth is None:
+            problems.setdefault(
+                "truth",
+                f"{prompt.where}: reward.function {comparing} needs reward_model.ground_truth (or a column "
+                "ground_truth, solution or answer), which is missing",
+            )
+        if tokenizer is not None and "length" not in problems:
+            try:
+                check_length(prompt, tokenizer, data.max_prompt_tokens, data.system_prompt)
+            except UserError as error:
+                problems["length"] = str(error)
+    tried = [prompt for sources in firsts.values() for prompt in sources.values()]
+    if environment is not None:
+        failures = try_environment(environment, tried, data.system_prompt)
+        problems |= {failure: failure for failure in failures}
+    if not problems:
+        for failure in try_rewards(reward, tried):
+            if reward.on_error == "fail":
+                problems[failure] = failure
+            else:
+                note(failure)
+    if problems:
+        raise UserError("\n".join(list(problems.values())[:SOURCES]))
 
 
-def _check_packages(config: RunConfig) -> None:
+def check_packages(config: RunConfig) -> None:
+    """Check that what the config asks for is installed.
+
+    Raises:
+        UserError: a package is not installed.
+    """
     trains = any(trainer.engine == "deepspeed" for trainer in config.trainers.values())
     models = (config.model, config.critic_model, config.reference_model)
     adapts = config.model.lora is not None or config.critic_model.lora is not None
@@ -334,6 +424,7 @@ def _check_packages(config: RunConfig) -> None:
         ("model.kernels: liger", fuses, "liger_kernel", "liger"),
         ("rollout.engine: vllm", config.rollout.engine == "vllm", "vllm", "vllm"),
         ("tracking", bool(config.tracking), "accelerate", "tracking"),
+        *((f"tracking: {name}", True, name, "tracking" if name == "tensorboard" else name) for name in config.tracking),
     ):
         if asked and importlib.util.find_spec(package) is None:
             raise UserError(f'{key} needs the package {package}: pip install "ratchet-rlhf[{extra}]"')
@@ -353,22 +444,88 @@ def _has_gpus(config: RunConfig) -> bool:
     return all(pool is not None and config.pools[pool].gpus_per_worker > 0 for pool in pools)
 
 
-def _open(config: RunConfig, dependencies: Dependencies, take_over: bool, check: Callable[[Driver], None]) -> Driver:
-    """Check everything that may be wrong on the user's side, then claim the run. Loads no model."""
-    store = RunStore(ObjectStore(run_url(config.run.store, config.run.name)))
-    driver = Driver(config, store)
+def check_start(
+    config: RunConfig, *, take_over: bool, accept_changes: bool, check: Callable[[Driver], None] = lambda driver: None
+) -> RunState:
+    """Check everything that `driving` refuses, without a claim: nothing is written, and no model is loaded.
+
+    Args:
+        config: names the run.
+        take_over: whether another driver may be alive.
+        accept_changes: whether the run may continue with other data, another reward or another algorithm.
+        check: may reject the driver.
+
+    Returns:
+        The run's state; its slot is -1 if the run does not exist.
+
+    Raises:
+        UserError: the config, the store or the inputs are wrong, or do not fit the run.
+        Fenced: another driver is alive.
+    """
+    store = RunStore.at(run_url(config.run.store, config.run.name))
+    state = _check(Driver(config, store), take_over, accept_changes, check)
+    if state.slot < 0:
+        store.objects.delete_empty_folders()  # left by the check of the store
+    return state
+
+
+def _check(driver: Driver, take_over: bool, accept_changes: bool, check: Callable[[Driver], None]) -> RunState:
+    """Check everything that may be wrong on the user's side; returns the run's state, slot -1 if there is no run."""
+    config, store = driver.config, driver.store
     check_inputs(config)
     state = begin(store, config, take_over)
-    for role, weights in driver.initial_weights.items():
-        first = state.initial.get(role)
-        if first is not None and first.digest != weights.digest:
-            raise UserError(
-                f"the {role}'s model is not the one that run {config.run.name} started with (model.path "
-                f"{config.model.path}, model.lora {yaml_text(config.model.lora)}): choose another run.name, or restore "
-                "the first model"
-            )
+    mistakes = [
+        f"the {role}'s model is not the one that run {config.run.name} started with (model.path {config.model.path}, "
+        f"model.lora {yaml_text(config.model.lora)}): choose another run.name, or restore the first model"
+        for role, weights in driver.initial_weights.items()
+        if (first := state.initial.get(role)) is not None and first.digest != weights.digest
+    ]
+    committed = []
+    try:
+        check(driver)
+    except UserError as error:
+        committed = [str(error)]
+    if state.claim is not None and state.iteration > 0 and not accept_changes:
+        mistakes += _other_run(driver, state.claim, can_continue=not committed)
+    if mistakes := mistakes + committed:
+        raise UserError("\n".join(mistakes))
+    return state
+
+
+def _other_run(driver: Driver, claim: Claim, can_continue: bool) -> list[str]:
+    """The refusal of a config that learns from something else than the run did; empty if it does not.
+
+    Args:
+        driver: the driver.
+        claim: the claim of the driver before.
+        can_continue: whether the open iteration can continue with the config.
+    """
+    before, config = stored_config(claim.config, "the claim"), driver.config
+    changed = differences(before.learned_from(), config.learned_from())
+    if claim.outside.get("dataset") == driver.digest("dataset"):  # other paths, the same prompts
+        changed = [change for change in changed if not change.startswith("data.train ")]
+    if not changed:
+        return []
+    run = config.run.name
+    remedies = f"choose another run.name, or continue with the run's own settings (`ratchet resume {run}`)"
+    return [
+        f"run {run} has {driver.state.iteration} iterations with other settings ({'; '.join(changed)}): {remedies}"
+        + (", or add --accept-changes" if can_continue else "")
+    ]
+
+
+def _open(
+    config: RunConfig,
+    dependencies: Dependencies,
+    take_over: bool,
+    accept_changes: bool,
+    check: Callable[[Driver], None],
+) -> Driver:
+    """Check everything that may be wrong on the user's side, then claim the run. Loads no model."""
+    store = RunStore.at(run_url(config.run.store, config.run.name))
+    driver = Driver(config, store)
+    state = _check(driver, take_over, accept_changes, check)
     checked = store.state.slot
-    check(driver)
     if state.claim is not None:
         _say_what_changed(state.claim.config, config)
     claim(

@@ -154,6 +154,8 @@ def is_alive(objects: ObjectStore, waiting: Callable[[str], None] = lambda messa
         return None
     if (lives := lives_here(beat)) is not None:
         return beat if lives else None
+    if _silent.get(objects.url) == beat:
+        return None
     waiting(f"watching whether the driver on {beat.host} is alive ({2.5 * INTERVAL_S:.0f} s)")
     deadline = time.monotonic() + 2.5 * INTERVAL_S
     while time.monotonic() < deadline:
@@ -163,7 +165,12 @@ def is_alive(objects: ObjectStore, waiting: Callable[[str], None] = lambda messa
             return None
         if now.count != beat.count or now.term != beat.term:
             return now
+    _silent[objects.url] = beat
     return None
+
+
+_silent: dict[str, Beat] = {}
+"""By run, a beat after which this process has watched in vain for another."""
 
 
 def lives_here(beat: Beat) -> bool | None:

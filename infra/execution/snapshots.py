@@ -41,25 +41,6 @@ class Snapshots:
         self._cost_s = 0.0
         """Seconds for which the run has waited for the last snapshot."""
 
-    def describe(self) -> str:
-        """Say how large snapshots are, and how often they are taken."""
-        checkpoint, sizes = self.config.checkpoint, self._sizes()
-        size = "snapshots" if sizes is None else f"snapshots of {filesize.decimal(sum(sizes))}"
-        if checkpoint.every is not None:
-            return f"{size} every {checkpoint.every} iterations"
-        return (
-            f"{size} as often as {100 * checkpoint.max_share:g} % of the time allows, and at least every "
-            f"{checkpoint.max_replay} iterations"
-        )
-
-    def _sizes(self) -> list[int] | None:
-        """Bytes of each trained role's state; None: unknown, because it has adapters."""
-        models = {"actor": self.config.model, "critic": self.config.critic_model}
-        if any(models[role].lora is not None for role in self.config.trained):
-            return None
-        tensors = {role: 1 + len(self.config.trainers[role].optimizer.state) for role in self.config.trained}
-        return [FLOAT32 * tensors[role] * parameter_count(model_folder(models[role])) for role in tensors]
-
     def is_due(self, version: int) -> bool:
         """Whether to take a snapshot of the state after `version` iterations, according to `checkpoint`."""
         checkpoint = self.config.checkpoint
@@ -134,6 +115,29 @@ class Snapshots:
             self.store.commit_snapshot(self._finished())
         elif wait:
             self.store.commit_snapshot(self.finish())
+
+
+def describe(config: RunConfig) -> str:
+    """Say how large snapshots are, and how often they are taken."""
+    checkpoint, sizes = config.checkpoint, _sizes(config)
+    size = "snapshots" if sizes is None else f"snapshots of {filesize.decimal(sum(sizes))}"
+    if checkpoint.every == 1:
+        return f"{size} every iteration"
+    if checkpoint.every is not None:
+        return f"{size} every {checkpoint.every} iterations"
+    return (
+        f"{size} as often as {100 * checkpoint.max_share:g} % of the time allows, and at least every "
+        f"{checkpoint.max_replay} iterations"
+    )
+
+
+def _sizes(config: RunConfig) -> list[int] | None:
+    """Bytes of each trained role's state; None: unknown, because it has adapters."""
+    models = {"actor": config.model, "critic": config.critic_model}
+    if any(models[role].lora is not None for role in config.trained):
+        return None
+    tensors = {role: 1 + len(config.trainers[role].optimizer.state) for role in config.trained}
+    return [FLOAT32 * tensors[role] * parameter_count(model_folder(models[role])) for role in tensors]
 
 
 def kept_snapshots(versions: list[int], checkpoint: CheckpointConfig) -> set[int]:

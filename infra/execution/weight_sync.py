@@ -24,7 +24,7 @@ class Transfers:
         """The metrics, if there was a transfer."""
         if not self.seconds:
             return {}
-        return {"perf/weight_sync_s": self.seconds, "perf/weight_sync_bytes": float(self.nbytes)}
+        return {"timing_s/update_weights": self.seconds, "perf/weight_sync_bytes": float(self.nbytes)}
 
 
 class WeightSync:

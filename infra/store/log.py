@@ -77,7 +77,7 @@ class RunLog:
         self.objects = objects
         self.term = 0
         """This driver's term; 0 until it claims the run."""
-        self._first = ""
+        self.first = ""
         """The uuid of the first record when this driver claimed the run; empty if that record could not be read."""
         self._state = RunState()
         self._doubtful: Record | None = None
@@ -277,7 +277,7 @@ class RunLog:
                 term = self._state.term + 1
                 if self._fill(self._next_record((claim,), term)):
                     self.term = term
-                    self._first = self._uuid_of_the_first() or ""
+                    self.first = self._uuid_of_the_first() or ""
                     return
 
     def append(self, *commits: Commit) -> None:
@@ -388,7 +388,7 @@ class RunLog:
         """
         first = self._uuid_of_the_first()
         if first is not None:
-            return bool(first and self._first) and first != self._first
+            return bool(first and self.first) and first != self.first
         return slot < 2 or not self._filled(1)
 
     def _uuid_of_the_first(self) -> str | None:

@@ -346,12 +346,13 @@ class RunStore:
         last = self.state.pages[page]
         return last if place == PAGE - 1 else self.log.load_index(last).recent[place]
 
-    def close(self, metrics: Mapping[str, float], *also: Commit) -> None:
+    def close(self, metrics: Mapping[str, float], *also: Commit, columns: Iterable[str] = ()) -> None:
         """Close the open iteration and make other commits, in one record.
 
         Args:
             metrics: the iteration's metrics.
             also: commits for the same record, such as a snapshot.
+            columns: columns of the metrics file, null where `metrics` has no value; it also has the other metrics.
 
         Raises:
             Fenced: a newer driver holds the run.
@@ -363,9 +364,9 @@ class RunStore:
                 f"iteration {iteration} has not begun: should the previous one be closed instead?"
             )
             tag = self._tag(self.begin_attempt(iteration, CLOSE))
-            row = pa.table({"iteration": [iteration], **{name: [float(value)] for name, value in metrics.items()}})
-            metrics_ref = self._write_table(_metrics_key(iteration, tag), row)
             values = {name: float(value) for name, value in metrics.items()}
+            row = {name: pa.array([values.get(name)], pa.float64()) for name in dict.fromkeys((*columns, *values))}
+            metrics_ref = self._write_table(_metrics_key(iteration, tag), pa.table({"iteration": [iteration], **row}))
             now = {"metrics": metrics_ref, "metric_values": values, "schema_version": SCHEMA_VERSION}
             summary = state.model_copy(update=now)
             index = self._write(f"index/{iteration:06d}.{tag}.json", summary.model_dump_json().encode())

@@ -69,6 +69,8 @@ class Call(Generic[C_co]):
     weights: Weights | None = None
     """The weights that the role must hold; a worker with other weights refuses the call."""
     cursor: int = 0
+    drawn: tuple[int, ...] | None = None
+    """The prompts of the shard, as indices into the dataset; None: the worker draws them."""
     controllers: Mapping[str, float] = field(default_factory=dict)
     journal: tuple[ShardRef, ...] = ()
     """What an earlier driver generated of the shards that are not complete."""

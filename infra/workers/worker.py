@@ -513,7 +513,7 @@ class Worker:
         dataset = self.resources.dataset(data.train)
         [row] = dataset.draw(self.config.run.seed, 0, 1)
         _, ids = encode(
-            dataset.prompts[row],
+            dataset[row],
             self.resources.tokenizer,
             max_tokens=data.max_prompt_tokens,
             truncation=data.truncation,

@@ -6,8 +6,10 @@ from rlhf.config.run import RunConfig, load_config, parse_config, stored_config
 from rlhf.config.sections import (
     ActorConfig,
     CheckpointConfig,
+    CurriculumConfig,
     DataConfig,
     DynamicSamplingConfig,
+    EnvironmentConfig,
     LoRAConfig,
     LRScheduleConfig,
     ModelConfig,
@@ -17,14 +19,17 @@ from rlhf.config.sections import (
     RewardModelConfig,
     RunSection,
     Section,
+    Tracker,
     TrainerConfig,
 )
 
 __all__ = [
     "ActorConfig",
     "CheckpointConfig",
+    "CurriculumConfig",
     "DataConfig",
     "DynamicSamplingConfig",
+    "EnvironmentConfig",
     "FitConfig",
     "LRScheduleConfig",
     "LoRAConfig",
@@ -38,6 +43,7 @@ __all__ = [
     "RunSection",
     "SFTConfig",
     "Section",
+    "Tracker",
     "TrainerConfig",
     "differences",
     "keys",

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rlhf.config.reading import yaml_text
+from rlhf.rewards import solved_score
 
 if TYPE_CHECKING:
     from rlhf.config.run import RunConfig
     from rlhf.config.sections import TrainerConfig
 
 
-def _roles_are_placed(config: RunConfig) -> None:
+def _roles_are_placed(config: RunConfig) -> Iterator[str]:
     if not config.pools:
         if config.placement != "colocated":
-            raise ValueError(f"placement is {config.placement}, but there are no pools: name them in pools")
+            yield f"placement is {config.placement}, but there are no pools: name them in pools"
         return
     if config.placement == "colocated" and len(config.pools) > 1:
-        raise ValueError(
+        yield (
             f"placement is colocated, but there are {len(config.pools)} pools: keep one, or map each role to a pool in "
             "placement"
         )
@@ -25,42 +27,45 @@ def _roles_are_placed(config: RunConfig) -> None:
         pool = config.pool_of(role)
         if pool not in config.pools:
             pool_names = ", ".join(config.pools)
-            raise ValueError(f"placement puts the {role} in {pool or 'no pool'}: name one of the pools ({pool_names})")
+            yield f"placement puts the {role} in {pool or 'no pool'}: name one of the pools ({pool_names})"
 
 
-def _rollout_teams_fit(config: RunConfig) -> None:
+def _rollout_teams_fit(config: RunConfig) -> Iterator[str]:
     """One vLLM spans the GPUs of one worker, or of several whole workers."""
     name, needed = config.pool_of("rollout"), config.rollout.vllm.tensor_parallel
     if name is None or config.rollout.engine != "vllm" or needed == 1:
         return
     workers, gpus, size = config.pools[name].workers, config.pools[name].gpus_per_worker, config.rollout_team_size
     if 0 < gpus < 1:
-        raise ValueError(
+        yield (
             f"rollout.vllm.tensor_parallel is {needed}, but the workers of pools.{name} share GPUs (gpus_per_worker "
             f"{gpus:g}): set pools.{name}.gpus_per_worker to 1"
         )
     if size > 1 and gpus and needed % gpus:
-        raise ValueError(
+        yield (
             f"rollout.vllm.tensor_parallel is {needed}, which is not a multiple of pools.{name}.gpus_per_worker "
             f"({gpus:g}): change one of them"
         )
     if workers % size:
-        raise ValueError(
+        yield (
             f"rollout.vllm.tensor_parallel is {needed}, the GPUs of {size} workers, but pools.{name}.workers is "
             f"{workers}, which is not a multiple of {size}: change one of them"
         )
 
 
-def check_combinations(config: RunConfig) -> None:
-    """Raise `ValueError`, with one line that names the fix, for the first incompatible combination."""
-    _algorithms_fit(config)
-    _rollout_fits(config)
-    _roles_are_placed(config)
-    _rollout_teams_fit(config)
+def incompatible(config: RunConfig) -> Iterator[str]:
+    """All incompatible combinations, one line each, which names the fix."""
+    yield from _algorithms_fit(config)
+    yield from _rollout_fits(config)
+    yield from _drawing_fits(config)
+    if misplaced := list(_roles_are_placed(config)):
+        yield from misplaced
+        return  # the checks below ask for the pool of each role
+    yield from _rollout_teams_fit(config)
     total = config.trajectories_per_iteration
     sizes = f"data.prompts_per_iteration {config.data.prompts_per_iteration} x rollout.n {config.rollout.n} = {total}"
     if config.needs_critic and config.critic is None:
-        raise ValueError(
+        yield (
             f"critic is null, but algorithm.advantage {config.algorithm.advantage.type} needs values: leave critic "
             "out to get the default one, or choose an advantage without a critic (grpo)"
         )
@@ -70,71 +75,65 @@ def check_combinations(config: RunConfig) -> None:
         workers = 1 if pool is None else config.pools[pool].workers
         for key, size in (("sequence", trainer.sequence_parallel), ("tensor", trainer.tensor_parallel)):
             if workers % size:
-                raise ValueError(
+                yield (
                     f"{role}.{key}_parallel is {size}, which does not divide the number of processes that hold "
                     f"the {role} ({workers}): change one of them"
                 )
         if trainer.tensor_parallel > 1:
-            _tensor_parallel_fits(config, role, trainer)
+            yield from _tensor_parallel_fits(config, role, trainer)
         model = {"critic": config.critic_model, "reference": config.reference_model}.get(role, config.model)
         if model.kernels == "compile" and (trainer.engine == "deepspeed" or trainer.tensor_parallel > 1):
             conflict = f"{role}.engine deepspeed" if trainer.engine == "deepspeed" else f"{role}.tensor_parallel"
             key = "model" if model is config.model else f"{role}.model"
-            raise ValueError(f"{key}.kernels compile does not work with {conflict}: set {key}.kernels to torch")
+            yield f"{key}.kernels compile does not work with {conflict}: set {key}.kernels to torch"
         if trainer.shard_size is not None:
-            _shard_size_fits(role, trainer, workers)
+            yield from _shard_size_fits(role, trainer, workers)
         if not trainer.reshard_after_forward and trainer.engine != "fsdp":
-            raise ValueError(
-                f"{role}.reshard_after_forward requires {role}.engine fsdp, not {trainer.engine}: remove it"
-            )
+            yield f"{role}.reshard_after_forward requires {role}.engine fsdp, not {trainer.engine}: remove it"
         if trainer.offload_when_idle and trainer.offload:
-            raise ValueError(
+            yield (
                 f"{role}.offload already keeps the state in host memory, so {role}.offload_when_idle does nothing: "
                 "set only one of them"
             )
         if trainer.offload_when_idle and trainer.engine == "deepspeed" and trainer.zero_stage == 3:
-            raise ValueError(
+            yield (
                 f"{role}.offload_when_idle does not work with {role}.zero_stage 3, because DeepSpeed cannot move its "
                 f"state: use {role}.offload, a lower stage, or {role}.engine fsdp"
             )
         size = trainer.mini_batch_trajectories
         if size > total:
-            raise ValueError(
-                f"{role}.mini_batch_trajectories is {size}, more than an iteration has ({sizes}): lower it"
-            )
-        if total % size:
-            raise ValueError(f"{role}.mini_batch_trajectories is {size}, which does not divide {total} ({sizes})")
+            yield f"{role}.mini_batch_trajectories is {size}, more than an iteration has ({sizes}): lower it"
+        elif total % size:
+            yield f"{role}.mini_batch_trajectories is {size}, which does not divide {total} ({sizes})"
         longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
         if trainer.micro_batch_tokens < longest:
-            raise ValueError(
+            yield (
                 f"{role}.micro_batch_tokens is {trainer.micro_batch_tokens}, less than one trajectory may have "
                 f"(data.max_prompt_tokens + rollout.max_response_tokens = {longest}): raise it"
             )
     if config.critic is not None and config.critic.warmup_iterations and not config.needs_critic:
-        raise ValueError(
+        yield (
             f"critic.warmup_iterations is set, but algorithm.advantage {config.algorithm.advantage.type} has no "
             "critic: remove it, or choose an advantage with a critic (gae)"
         )
     for model in (config.model, config.critic_model, config.reference_model):
         if model.attention.startswith("flash") and model.dtype == "float32":
-            raise ValueError(
-                f"model.attention {model.attention} computes in 16 bits: set model.dtype bfloat16, or use sdpa"
-            )
+            yield f"model.attention {model.attention} computes in 16 bits: set model.dtype bfloat16, or use sdpa"
     if config.reference.model is not None and config.reference.model.lora is not None:
-        raise ValueError("reference.model.lora is set, but the reference does not learn: remove it")
-    if config.bypass and config.data.generations is not None:
-        raise ValueError(
+        yield "reference.model.lora is set, but the reference does not learn: remove it"
+    if config.bypass and config.data.generations is not None and config.train.updates:
+        yield (
             "data.generations uses the generations of another policy, so the old log-probs must be recomputed: set "
             "algorithm.rollout_correction.bypass: false"
         )
     if config.validation.every and config.validation.data is None:
-        raise ValueError("validation.every is set without validation.data: name a prompt file, or remove it")
+        yield "validation.every is set without validation.data: name a prompt file, or remove it"
 
 
-def _environment_fits(config: RunConfig) -> None:
+def _environment_fits(config: RunConfig) -> Iterator[str]:
     rollout, reward = config.rollout, config.reward
     if not reward.functions and reward.model is None and rollout.environment is None:
-        raise ValueError(
+        yield (
             "reward.function names no function: set a function, several with weights, a reward.model, or a "
             "rollout.environment"
         )
@@ -145,57 +144,83 @@ def _environment_fits(config: RunConfig) -> None:
         (f"algorithm.advantage {config.algorithm.advantage.type}", config.needs_greedy_scores),
     ):
         if conflict:
-            raise ValueError(
-                f"rollout.environment does not work with {key}, which does not support turns: remove one of them"
-            )
+            yield f"rollout.environment does not work with {key}, which does not support turns: remove one of them"
 
 
-def _rollout_fits(config: RunConfig) -> None:
+def _rollout_fits(config: RunConfig) -> Iterator[str]:
     rollout = config.rollout
-    _environment_fits(config)
+    yield from _environment_fits(config)
     if rollout.partial and rollout.mode != "async":
-        raise ValueError(f"rollout.partial requires rollout.mode async, but rollout.mode is {rollout.mode}")
+        yield f"rollout.partial requires rollout.mode async, but rollout.mode is {rollout.mode}"
     if rollout.engine != "vllm" and rollout.vllm.tensor_parallel > 1:
-        raise ValueError(
+        yield (
             f"rollout.vllm.tensor_parallel is {rollout.vllm.tensor_parallel}, but rollout.engine is {rollout.engine}: "
             "remove it, or set rollout.engine to vllm"
         )
     if rollout.engine != "vllm" and rollout.quantization is not None:
-        raise ValueError(f"rollout.quantization {rollout.quantization} is for rollout.engine vllm: remove it")
+        yield f"rollout.quantization {rollout.quantization} is for rollout.engine vllm: remove it"
     if rollout.seeds == "engine" and rollout.engine == "hf":
-        raise ValueError("rollout.seeds engine is for rollout.engine vllm and server: hf always has trajectory seeds")
+        yield "rollout.seeds engine is for rollout.engine vllm and server: hf always has trajectory seeds"
     if rollout.seeds == "engine" and config.run.deterministic:
-        raise ValueError(
+        yield (
             "rollout.seeds engine draws responses that cannot be repeated, but run.deterministic is set: use "
             "rollout.seeds trajectory"
         )
     if rollout.engine == "hf":
         return
     if rollout.engine == "server" and not rollout.server.urls:
-        raise ValueError("rollout.engine is server, but rollout.server.urls is empty: list the servers")
+        yield "rollout.engine is server, but rollout.server.urls is empty: list the servers"
     if rollout.engine == "server" and rollout.server.api == "tgi" and rollout.server.weights_folder is not None:
-        raise ValueError("rollout.server.api tgi cannot load new weights: use vllm or sglang to train")
+        yield "rollout.server.api tgi cannot load new weights: use vllm or sglang to train"
     if rollout.engine == "server" and config.model.lora is not None:
-        raise ValueError("rollout.engine server cannot load adapters: use vllm or hf with model.lora")
+        yield "rollout.engine server cannot load adapters: use vllm or hf with model.lora"
     temperatures = {
         "rollout.temperature": rollout.temperature,
         "validation.temperature": config.validation.temperature,
     }
     for key, temperature in temperatures.items():
         if rollout.top_p < 1 and temperature not in (0.0, 1.0):
-            raise ValueError(
+            yield (
                 f"rollout.engine {rollout.engine} gives log-probs either before top_p or at a temperature, not both: "
                 f"with rollout.top_p {rollout.top_p}, {key} must be 1 (or 0), but is {temperature}"
             )
     longest = config.data.max_prompt_tokens + rollout.max_response_tokens
     if rollout.vllm.max_model_len is not None and rollout.vllm.max_model_len < longest:
-        raise ValueError(
+        yield (
             f"rollout.vllm.max_model_len is {rollout.vllm.max_model_len}, less than data.max_prompt_tokens + "
             f"rollout.max_response_tokens = {longest}: raise it, or leave it out"
         )
 
 
-def _tensor_parallel_fits(config: RunConfig, role: str, trainer: TrainerConfig) -> None:
+def _drawing_fits(config: RunConfig) -> Iterator[str]:
+    curriculum = config.data.curriculum
+    for key, is_set in (("train.epochs", config.train.epochs is not None), ("data.curriculum", curriculum is not None)):
+        if is_set and config.data.generations is not None:
+            yield f"{key} is set, but data.generations draws no prompts: remove one of them"
+    if config.train.epochs is not None and config.algorithm.dynamic_sampling is not None:
+        yield (
+            "train.epochs is set, but algorithm.dynamic_sampling draws as many prompts as it needs: set "
+            "train.iterations instead"
+        )
+    if curriculum is None:
+        return
+    if config.rollout.n == 1:
+        yield "data.curriculum compares the trajectories of a prompt, but rollout.n is 1: raise rollout.n"
+    if curriculum.lag <= config.rollout.ahead:
+        yield (
+            f"data.curriculum.lag is {curriculum.lag}, but rollout.mode {config.rollout.mode} draws "
+            f"{config.rollout.ahead} iterations ahead, before those scores are committed: set data.curriculum.lag to "
+            f"{config.rollout.ahead + 1} or more"
+        )
+    alone = config.reward.model is None and config.rollout.environment is None
+    if solved_score(curriculum.solved_score, config.reward.function, alone=alone) is None:
+        yield (
+            "data.curriculum needs the smallest score of a solved answer, which this reward does not tell: set "
+            "data.curriculum.solved_score"
+        )
+
+
+def _tensor_parallel_fits(config: RunConfig, role: str, trainer: TrainerConfig) -> Iterator[str]:
     model = config.critic_model if role == "critic" else config.model
     for key, conflict in (
         (f"{role}.engine {trainer.engine}", trainer.engine != "fsdp"),
@@ -203,26 +228,25 @@ def _tensor_parallel_fits(config: RunConfig, role: str, trainer: TrainerConfig) 
         ("model.lora", model.lora is not None),
     ):
         if conflict:
-            raise ValueError(f"{role}.tensor_parallel requires {role}.engine fsdp and does not work with {key}")
+            yield f"{role}.tensor_parallel requires {role}.engine fsdp and does not work with {key}"
 
 
-def _shard_size_fits(role: str, trainer: TrainerConfig, workers: int) -> None:
+def _shard_size_fits(role: str, trainer: TrainerConfig, workers: int) -> Iterator[str]:
     size, team = trainer.shard_size, trainer.tensor_parallel
     assert size is not None
     if trainer.engine != "fsdp":
-        raise ValueError(f"{role}.shard_size requires {role}.engine fsdp, not {trainer.engine}: remove it")
+        yield f"{role}.shard_size requires {role}.engine fsdp, not {trainer.engine}: remove it"
+        return
     if workers % size:
-        raise ValueError(
+        yield (
             f"{role}.shard_size is {size}, which does not divide the number of processes that hold the {role} "
             f"({workers}): change one of them"
         )
     if size % team:
-        raise ValueError(
-            f"{role}.shard_size is {size}, which is no multiple of {role}.tensor_parallel {team}: raise it"
-        )
+        yield f"{role}.shard_size is {size}, which is no multiple of {role}.tensor_parallel {team}: raise it"
 
 
-def _algorithms_fit(config: RunConfig) -> None:
+def _algorithms_fit(config: RunConfig) -> Iterator[str]:
     """Refuse algorithms that contradict each other."""
     algorithm = config.algorithm
     advantage, kl, sampling = algorithm.advantage, algorithm.kl, algorithm.dynamic_sampling
@@ -233,40 +257,40 @@ def _algorithms_fit(config: RunConfig) -> None:
             ("algorithm.dynamic_sampling", sampling is not None),
         ):
             if compares:
-                raise ValueError(f"{key} compares the trajectories of a prompt, but rollout.n is 1: raise rollout.n")
+                yield f"{key} compares the trajectories of a prompt, but rollout.n is 1: raise rollout.n"
     if config.bypass and "entropy" in advantage.needs:
-        raise ValueError(
+        yield (
             f"algorithm.advantage {advantage.type} needs the entropy, which the old-log-prob stage computes, but "
             "algorithm.rollout_correction.bypass removes that stage: set bypass: false"
         )
     if "reward_parts" in advantage.needs and kl.in_reward is not None:
-        raise ValueError(
+        yield (
             f"algorithm.advantage {advantage.type} reads the parts of the reward, not the token rewards, so "
             "algorithm.kl.in_reward would do nothing: use algorithm.kl.in_loss"
         )
     if "reward_parts" in advantage.needs and algorithm.overlong_penalty is not None:
-        raise ValueError(
+        yield (
             f"algorithm.advantage {advantage.type} reads the parts of the reward, so algorithm.overlong_penalty "
             "would do nothing: remove it, or return the penalty as a part of the reward"
         )
     if kl.in_loss is not None and kl.loss_estimator == "k1":
-        raise ValueError(
+        yield (
             "algorithm.kl.loss_estimator k1 has a gradient of 0 on average, so algorithm.kl.in_loss would only add "
             "noise: use k3, or k1+, whose gradient is unbiased"
         )
     if kl.controller.type == "adaptive" and not kl.in_reward:
-        raise ValueError(
+        yield (
             "algorithm.kl.controller is adaptive, but algorithm.kl.in_reward, the coefficient that it adapts, is "
             f"{yaml_text(kl.in_reward)}: set in_reward, or remove the controller"
         )
     if sampling is not None and sampling.max_prompts < config.data.prompts_per_iteration:
-        raise ValueError(
+        yield (
             f"algorithm.dynamic_sampling.max_prompts is {sampling.max_prompts}, less than "
             f"data.prompts_per_iteration {config.data.prompts_per_iteration}: raise it"
         )
     overlong = algorithm.overlong_penalty
     if overlong is not None and overlong.buffer_tokens > config.rollout.max_response_tokens:
-        raise ValueError(
+        yield (
             f"algorithm.overlong_penalty.buffer_tokens is {overlong.buffer_tokens}, more than "
             f"rollout.max_response_tokens {config.rollout.max_response_tokens}: lower it"
         )

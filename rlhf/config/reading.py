@@ -21,7 +21,7 @@ M = TypeVar("M", bound=BaseModel)
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
     try:
-        tree = _yaml(Path(path).read_text())
+        tree = plain_value(Path(path).read_text())
     except OSError as error:
         raise UserError(f"cannot read the config {path}: {error.strerror or error}") from None
     except yaml.YAMLError as error:
@@ -31,25 +31,86 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     return tree
 
 
-def overridden(tree: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """Apply ``a.b=c`` overrides (values in YAML syntax) to the tree, in place."""
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals or not key:
-            raise UserError(f"{override!r} is not an override: write key.subkey=value, such as actor.lr=1e-5")
-        try:
-            value = _yaml(text)
-        except yaml.YAMLError:
-            raise UserError(f"{override!r}: {text!r} is not a YAML value") from None
-        single: dict[str, Any] = {}
-        set_value(single, key, value)
-        value, key = renamed(single, override), RENAMED.get(key, key)
-        if key in NEEDLESS:
+def overridden(tree: dict[str, Any], overrides: Iterable[str], model: type[BaseModel]) -> dict[str, Any]:
+    """Apply overrides to a config, in place.
+
+    Args:
+        tree: the config, as plain values.
+        overrides: ``a.b=c``, with values in YAML syntax; Hydra's ``+a.b=c`` and ``++a.b=c`` mean the same. A plain text
+            for a section (``rollout.environment=calculator``) is set before the keys of that section.
+        model: what the config is validated as.
+
+    Returns:
+        The tree.
+
+    Raises:
+        UserError: an override is not one.
+    """
+    changes: list[tuple[str, Any]] = []
+    for change in map(_change, overrides):
+        if change is None:
             continue
-        for part in key.split("."):
-            value = value[part]
+        position = len(changes)
+        if isinstance(change[1], str) and _shorthand(model, change[0]) is not None:
+            inside = (index for index, (key, _) in enumerate(changes) if key.startswith(f"{change[0]}."))
+            position = next(inside, position)
+        changes.insert(position, change)
+    for key, value in changes:
+        _write_out(tree, key, model)
         set_value(tree, key, value)
     return tree
+
+
+def _write_out(tree: dict[str, Any], key: str, model: type[BaseModel]) -> None:
+    """Replace plain texts that stand for the sections around a key by those sections, so that the key can be set."""
+    parts = key.split(".")
+    section: Any = tree
+    for depth, part in enumerate(parts[:-1], 1):
+        shorthand = _shorthand(model, ".".join(parts[:depth]))
+        if isinstance(section.get(part), str) and shorthand is not None:
+            section[part] = {shorthand: section[part]}
+        section = section.get(part)
+        if not isinstance(section, dict):
+            return
+
+
+def _shorthand(model: type[BaseModel], key: str) -> str | None:
+    """The key that a plain text sets if it is given in place of the section at `key`; None if a text is no section."""
+    options = [model]
+    for part in key.split("."):
+        fields = [option.model_fields[part].annotation for option in options if part in option.model_fields]
+        options = [inner for field in fields for inner in _sections(field)]
+    if any("type" in option.model_fields for option in options):
+        return "type"
+    keys_alone = (getattr(option, "alone", None) for option in options)
+    return next((str(key_alone) for key_alone in keys_alone if key_alone is not None), None)
+
+
+def _sections(annotation: Any) -> list[type[BaseModel]]:
+    """The models that a value of this type may be."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return models_in(annotation)
+
+
+def _change(override: str) -> tuple[str, Any] | None:
+    """The key and the value of an override; None if the key has no effect any more."""
+    key, equals, text = override.partition("=")
+    key = re.sub(r"^\+{1,2}", "", key)
+    if not equals or not key:
+        raise UserError(f"{override!r} is not an override: write key.subkey=value, such as actor.lr=1e-5")
+    try:
+        value = plain_value(text)
+    except yaml.YAMLError:
+        raise UserError(f"{override!r}: {text!r} is not a YAML value") from None
+    single: dict[str, Any] = {}
+    set_value(single, key, value)
+    value, key = renamed(single, override), RENAMED.get(key, key)
+    if key in NEEDLESS:
+        return None
+    for part in key.split("."):
+        value = value[part]
+    return key, value
 
 
 def renamed(tree: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -75,8 +136,10 @@ def validated(model: type[M], tree: Mapping[str, Any], where: str, context: obje
     except ValidationError as error:
         problems: dict[str, str] = {}
         for problem in error.errors():  # of a key that takes several types, each type has a problem: the first one's
-            problems.setdefault(_key(problem["loc"], tree), _explain(problem, tree, model))
-        raise UserError("\n".join(f"{where}: {text}" for text in problems.values())) from None
+            for key, text in _explain(problem, tree, model).items():
+                problems.setdefault(key, text)
+        lines = [line for text in problems.values() for line in text.splitlines()]
+        raise UserError("\n".join(f"{where}: {line}" for line in lines)) from None
 
 
 def keys(model: type[BaseModel], prefix: str = "") -> list[tuple[str, str, str, str]]:
@@ -156,12 +219,24 @@ _Loader.add_implicit_resolver(
 )
 
 
-def _yaml(text: str) -> Any:
+def plain_value(text: str) -> Any:
+    """Parse YAML, in which 1e-5 is a number."""
     return yaml.load(text, _Loader)
 
 
-def _explain(problem: ErrorDetails, tree: Mapping[str, Any], model: type[BaseModel]) -> str:
+def _explain(problem: ErrorDetails, tree: Mapping[str, Any], model: type[BaseModel]) -> dict[str, str]:
+    """What is wrong and how to fix it, by key: an unknown section has a line for each key that another program has."""
     key = _key(problem["loc"], tree)
+    if problem["type"] == "extra_forbidden" and key not in GONE and "rollout" in model.model_fields:
+        from rlhf.config.counterparts import SOURCES, answers  # only errors need the tables
+
+        foreign = answers(key, problem["input"], tuple(model.model_fields), SOURCES)
+        if foreign:
+            return foreign
+    return {key: _explain_key(key, problem, model)}
+
+
+def _explain_key(key: str, problem: ErrorDetails, model: type[BaseModel]) -> str:
     message, given = problem["msg"], problem["input"]
     if problem["type"] == "union_tag_not_found":
         return f"{key}.type is missing: set it"

@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, model_validator
 
-from rlhf.config.incompatibilities import check_combinations
+from rlhf.config.incompatibilities import incompatible
 from rlhf.config.older import RENAMED, as_of_today, with_new_names
 from rlhf.config.reading import overridden, read_yaml, renamed, set_value, validated
 from rlhf.config.rollouts import generates_stale, generates_with_other_rounding
@@ -28,6 +28,7 @@ from rlhf.config.sections import (
     RolloutConfig,
     RunSection,
     Section,
+    Tracker,
     TrainConfig,
     TrainerConfig,
     ValidationConfig,
@@ -35,6 +36,18 @@ from rlhf.config.sections import (
 
 ALLOW_INCOMPATIBLE = "anything fits"
 """Validation context in which incompatible combinations are accepted."""
+
+
+LEARNED: dict[str, bool | set[str]] = {
+    **dict.fromkeys(("data", "reward", "algorithm"), True),
+    "rollout": {"n", "environment"},
+}
+"""Sections that say what a run learns from; models are compared by their files instead."""
+HOW_COMPUTED: dict[str, bool | set[str] | dict[str, set[str]]] = {
+    "reward": {"timeout_s", "on_error", "workers", "allow_code"},
+    "rollout": {"environment": {"timeout_s", "on_error", "max_error_share", "concurrency"}},
+}
+"""Keys of these sections that only say how it is computed."""
 
 
 class RunConfig(Section):
@@ -59,8 +72,8 @@ class RunConfig(Section):
     )
     checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="snapshots")
     validation: ValidationConfig = Field(ValidationConfig(), description="validation on held-out prompts")
-    tracking: OneOrMore[Literal["tensorboard", "wandb"]] = Field(
-        (), description="services that receive the metrics, in addition to the store"
+    tracking: OneOrMore[Tracker] = Field(
+        (), description="services that receive the metrics, in addition to the store; one that fails is left out"
     )
     train: TrainConfig = Field(TrainConfig(), description="length of the run, and handling of NaN")
 
@@ -81,6 +94,12 @@ class RunConfig(Section):
     @classmethod
     def _old_names(cls, tree: Any) -> Any:
         return with_new_names(tree) if isinstance(tree, Mapping) else tree
+
+    @property
+    def iterations(self) -> int:
+        """Total number of iterations, of a config whose epochs were converted; see `with_iterations`."""
+        assert self.train.iterations is not None, "a run starts with a number of iterations"
+        return self.train.iterations
 
     @property
     def trajectories_per_iteration(self) -> int:
@@ -122,6 +141,11 @@ class RunConfig(Section):
         if isinstance(self.placement, dict):
             return self.placement.get(role)  # type: ignore[call-overload, no-any-return]
         return role if self.placement == "separate" else next(iter(self.pools))
+
+    @property
+    def devices(self) -> int:
+        """Number of devices of the run: the GPUs of its pools, where a worker without a GPU is one device."""
+        return sum(math.ceil(pool.workers * max(1.0, pool.gpus_per_worker)) for pool in self.pools.values()) or 1
 
     @property
     def rollout_team_size(self) -> int:
@@ -183,9 +207,14 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _combinations(self, info: ValidationInfo) -> Self:
-        if info.context != ALLOW_INCOMPATIBLE:
-            check_combinations(self)
+        if info.context != ALLOW_INCOMPATIBLE and (mistakes := dict.fromkeys(incompatible(self))):
+            raise ValueError("\n".join(mistakes))
         return self
+
+    def learned_from(self) -> dict[str, Any]:
+        """The values that say what the run learns from: prompts, reward, algorithm. A run may continue with others only
+        if the user says so."""
+        return self.model_dump(mode="json", include=LEARNED, exclude=HOW_COMPUTED)
 
     def value(self, key: str) -> Any:
         """The JSON value at a dotted key: a scalar, or a whole section."""
@@ -196,7 +225,7 @@ class RunConfig(Section):
 
     def with_values(self, values: Mapping[str, Any], overrides: Iterable[str] = ()) -> RunConfig:
         """Replace the values at dotted keys, apply ``a.b=c`` overrides, and validate the result."""
-        return validated(RunConfig, overridden(self._with(values), overrides), "config")
+        return validated(RunConfig, overridden(self._with(values), overrides, RunConfig), "config")
 
     def as_committed(self, values: Mapping[str, Any]) -> RunConfig:
         """This config with the values that a stage was committed with, by this release or an older one.
@@ -219,7 +248,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
         UserError: the config is invalid; a line per mistake names the key and the fix.
     """
     tree = renamed(read_yaml(path), str(path))
-    return parse_config(overridden(tree, overrides), str(path))
+    return parse_config(overridden(tree, overrides, RunConfig), str(path))
 
 
 def parse_config(tree: Mapping[str, Any], where: str) -> RunConfig:

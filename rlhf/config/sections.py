@@ -60,6 +60,9 @@ class Section(BaseModel):
 class RunSection(Section):
     name: str = Field("run", pattern=RUN_NAME, description="name of the run in the store")
     store: str = Field("file://./runs", description="folder of runs: any fsspec URL (file://, s3://, memory://)")
+    project: str = Field("ratchet", min_length=1, description="project of the run in `tracking` (MLflow: experiment)")
+    group: str | None = Field(None, description="group of the run in W&B, MLflow and trackio")
+    tags: OneOrMore[str] = Field((), description="tags of the run in W&B and MLflow")
     seed: int = Field(0, ge=0, description="seed of all randomness in the run")
     deterministic: bool = Field(
         False,
@@ -100,9 +103,40 @@ class ModelConfig(Section):
     trust_remote_code: bool = Field(False, description="run Python code from the model's repository")
 
 
+class CurriculumConfig(Section):
+    """Draw prompts that teach little less often: those that the policy always or never solved when it met them last."""
+
+    weight: float = Field(
+        0.25,
+        ge=0,
+        lt=1,
+        description="how often a prompt that was always or never solved is drawn, compared with others",
+    )
+    window: int = Field(100, gt=0, description="newest iterations whose scores count; older ones are forgotten")
+    lag: int = Field(
+        1,
+        gt=0,
+        description="iterations from a score to the first draw that it affects; more than 1 if rollout.mode generates "
+        "ahead, because what affects a draw must be committed before it",
+    )
+    solved_score: float | None = Field(
+        None,
+        description="smallest score of a solved answer; null: 1 with a built-in reward that says right or wrong",
+    )
+
+
 class DataConfig(Section):
     train: OneOrMore[str] = Field(
-        min_length=1, description="prompt files (Parquet or JSON lines, any fsspec URL), in order"
+        min_length=1,
+        description="prompt files (Parquet or JSON, any fsspec URL), or local folders of datasets (folder:split), in "
+        "order",
+    )
+    weights: tuple[Annotated[float, Field(gt=0)], ...] | None = Field(
+        None,
+        description="weights of data.train's files in the mixture, to a thousandth; null: every prompt counts the same",
+    )
+    curriculum: CurriculumConfig | None = Field(
+        None, description="draw prompts that were always or never solved less often; null: off"
     )
     prompts_per_iteration: int = Field(64, gt=0, description="prompts per iteration")
     max_prompt_tokens: int = Field(512, gt=0, description="longest prompt in tokens, including the chat template")
@@ -114,6 +148,21 @@ class DataConfig(Section):
         description="prompts that are too long: stop with an error, cut the left, right or middle, or drop them",
     )
     system_prompt: str | None = Field(None, description="system message for prompts that have none")
+
+    @model_validator(mode="after")
+    def _weights_fit(self) -> Self:
+        if self.weights is None:
+            return self
+        if len(self.weights) != len(self.train):
+            raise ValueError(
+                f"weights has {len(self.weights)} numbers, but train has {len(self.train)} files: give one for each"
+            )
+        if min(self.weights) < sum(self.weights) / 1000:
+            raise ValueError(
+                f"weights has {min(self.weights):g}, less than a thousandth of their sum, so its file would not be "
+                "drawn: raise it, or remove the file"
+            )
+        return self
 
 
 class VLLMConfig(Section):
@@ -262,8 +311,9 @@ class RewardModelConfig(ModelConfig):
 
 class RewardConfig(Section):
     function: str | dict[str, float] | None = Field(
-        "countdown",
-        description="a built-in, package.module:function or file.py:function; or several, mapped to their weights; "
+        "auto",
+        description="a built-in (auto: chosen by each row's data_source), package.module:function or file.py:function; "
+        "or several, mapped to their weights; "
         "null: only reward.model (the default if it is set) or the environment",
     )
     model: RewardModelConfig | None = Field(
@@ -475,13 +525,33 @@ class ValidationConfig(Section):
 
 
 class TrainConfig(Section):
-    iterations: int = Field(30, gt=0, description="total number of iterations; raise it to continue a finished run")
+    iterations: int | None = Field(
+        30, gt=0, description="total number of iterations; raise it to continue a finished run; null: by epochs"
+    )
+    epochs: float | None = Field(
+        None, gt=0, description="instead of iterations: how often the prompts of data.train are drawn"
+    )
     on_nan: Literal["stop", "skip"] = Field(
         "stop",
         description="a reward, loss or gradient is not finite: stop the run, or skip the updates that depend on it "
         "(validation always stops)",
     )
     updates: bool = Field(True, description="false: only generate and score; the actor does not change")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _iterations_or_epochs(cls, tree: Any) -> Any:
+        if not isinstance(tree, Mapping) or tree.get("epochs") is None:
+            return tree
+        if tree.get("iterations") is not None:
+            raise ValueError("iterations and epochs are both set: remove one, or set it to null")
+        return {**tree, "iterations": None}
+
+    @model_validator(mode="after")
+    def _has_a_length(self) -> Self:
+        if self.iterations is None and self.epochs is None:
+            raise ValueError("iterations and epochs are both null: set one")
+        return self
 
 
 class PoolConfig(Section):
@@ -499,4 +569,5 @@ class PoolConfig(Section):
     idle_minutes: float = Field(30, gt=0, description="minutes without a call after which the workers end")
 
 
+Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 Role = Literal["actor", "critic", "reference", "reward", "rollout"]

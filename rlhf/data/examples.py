@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf.batch import TrajectoryBatch
 from rlhf.data.files import read
-from rlhf.data.prompts import Messages, Prompt, beginning, end_of_turn, messages_of, tokens, with_response
+from rlhf.data.formats import Messages, messages_of, with_system
+from rlhf.data.prompts import Prompt, beginning, end_of_turn, tokens, with_response
 from rlhf.errors import UserError
 
 if TYPE_CHECKING:
@@ -17,10 +18,11 @@ if TYPE_CHECKING:
 def supervised(
     url: str, tokenizer: PreTrainedTokenizerBase, *, prompt: str, response: str, max_tokens: int
 ) -> tuple[TrajectoryBatch, int]:
-    """Read supervised examples: rows with a prompt and a response, or with `messages` that end with the response.
+    """Read supervised examples: rows with a prompt and a response, or with `messages` (or ShareGPT's `conversations`)
+    that end with the response.
 
     Args:
-        url: Parquet or JSON lines file, any fsspec URL.
+        url: Parquet or JSON file, any fsspec URL, or a local folder; see `data_files`.
         tokenizer: tokenizer of the model.
         prompt: name of the prompt column.
         response: name of the response column; `completion` is accepted in its place.
@@ -37,15 +39,17 @@ def supervised(
     for where, row in read(url):
         examples += 1
         column = response if response in row or "completion" not in row else "completion"
-        if "messages" in row and not (prompt in row and column in row):
-            messages, answer = answered(row["messages"], where, "messages")
-        elif prompt in row and column in row:
+        conversation = "messages" if "messages" in row else "conversations"
+        if prompt in row and column in row:
             messages, answer = answered(row[column], where, column, row[prompt])
+        elif conversation in row:
+            messages, answer = answered(row[conversation], where, conversation)
+            messages = with_system(messages, row) if conversation == "conversations" else messages
         else:
             raise UserError(
                 f"{where} has no {prompt if prompt not in row else column}: supervised examples are rows of {prompt} "
-                f"and {response}, or of messages; there are {', '.join(row)} (set other names in prompt_column and "
-                "response_column)"
+                f"and {response}, or of messages or conversations; there are {', '.join(row)} (set other names in "
+                "prompt_column and response_column)"
             )
         question = Prompt("", messages, ground_truth=None, ground_truth_is_json=False, extra_info="{}", where=where)
         prompt_ids = tokens(question, tokenizer, system_prompt=None)[1]
@@ -70,7 +74,8 @@ def preferences(
     as the position of the score.
 
     Args:
-        url: Parquet or JSON lines file with `prompt`, `chosen` and `rejected`, any fsspec URL.
+        url: Parquet or JSON file with `prompt`, `chosen` and `rejected`, any fsspec URL, or a local folder; see
+            `data_files`.
         tokenizer: tokenizer of the reward model.
         padding: padding token of the classifier; conversations end before trailing ones. None: no such token.
         max_tokens: largest number of tokens of a conversation; pairs with a longer one are left out.
@@ -116,7 +121,7 @@ def answered(value: Any, where: str, column: str, prompt: Any = None) -> tuple[M
         return messages_of(prompt, where), value
     messages = messages_of(value, where, column)
     if messages[-1]["role"] != "assistant" or (prompt is None and messages[0]["role"] == "assistant"):
-        text = "" if column == "messages" else "be a text after a prompt, or "
+        text = "" if column in ("messages", "conversations") else "be a text after a prompt, or "
         raise UserError(f"{where}: {column} should {text}end with a message of the assistant, after others")
     whole = messages[0]["role"] != "assistant"
     before = messages[:-1] if whole else [*messages_of(prompt, where), *messages[:-1]]

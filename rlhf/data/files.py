@@ -1,23 +1,72 @@
-"""Read Parquet or JSON lines files at a local path or any fsspec URL."""
+"""Read the rows of Parquet, JSON and Arrow files, at a local path or any fsspec URL.
+
+A large file is not held in memory: its rows are read where they are, by row group (Parquet) or by offset (JSON lines),
+or are mapped into memory (Arrow).
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import threading
+from array import array
+from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from io import BufferedReader
-from typing import Any
+from io import BufferedReader, BytesIO
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Protocol
 
+from rlhf.data.folders import data_files
 from rlhf.errors import RatchetError, UserError, in_one_line
 
+if TYPE_CHECKING:
+    import pyarrow as pa
 
-def read(url: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Read the rows of a file.
+Row = tuple[str, Mapping[str, Any]]
+"""A row's location, for errors (file, and row or line number), and the row."""
+HELD_BYTES = 256 * 2**20
+"""A file of JSON lines up to this size is kept in memory, and up to this size of the row groups of a Parquet file."""
+BATCH_ROWS = 1024
+"""Rows of a table that are Python objects at the same time."""
+
+
+class Rows(Protocol):
+    """The rows of a file. Reading them raises `UserError` if the file or a row is malformed."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Row: ...
+
+    def __iter__(self) -> Iterator[Row]: ...
+
+
+def open_rows(url: str) -> Rows:
+    """Index the rows of a file.
 
     Args:
-        url: path or fsspec URL, such as ``hf://datasets/openai/gsm8k/main/....parquet``. Files that do not end with
-            ``.parquet`` are JSON lines.
+        url: path or fsspec URL, such as ``hf://datasets/openai/gsm8k/main/....parquet``. Files end with ``.parquet``,
+            ``.arrow`` (`datasets.Dataset.save_to_disk`), or hold JSON: lines of objects or, in ``.json``, an array.
+
+    Returns:
+        The rows. Those of a JSON array are held in memory.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    if url.endswith(".parquet"):
+        return _Parquet(url)
+    if url.endswith(".arrow"):
+        return _Arrow(url)
+    return _Array(url) if url.endswith(".json") and _is_array(url) else _Lines(url)
+
+
+def read(url: str) -> Iterator[Row]:
+    """Read rows in order; see `open_rows`.
+
+    Args:
+        url: path or fsspec URL of a file, or a local folder; see `data_files`.
 
     Yields:
         The location of a row (file, and row or line number) and the row.
@@ -25,28 +74,198 @@ def read(url: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     Raises:
         UserError: the file cannot be read, or a line is not a JSON object; the message names the line.
     """
-    import pyarrow.parquet as pq
-
-    with _opened(url) as file:
-        if url.endswith(".parquet"):
-            yield from ((f"{url}, row {number}", row) for number, row in enumerate(pq.read_table(file).to_pylist(), 1))
-            return
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                yield (where := f"{url}, line {number}"), _object(line, where)
+    for file in data_files(url):
+        yield from open_rows(file)
 
 
-def digest(url: str) -> str:
-    """sha256 of the file's bytes, in hexadecimal.
+def count(url: str) -> int:
+    """Count the rows of a file; of a Parquet file, only the footer is read.
 
     Args:
-        url: path or fsspec URL.
+        url: path or fsspec URL, as for `read`.
+
+    Returns:
+        The number of rows.
 
     Raises:
         UserError: the file cannot be read.
     """
+    import pyarrow.parquet as pq
+
+    with _opened(url) as file:
+        if url.endswith(".parquet"):
+            return int(pq.ParquetFile(file).metadata.num_rows)
+        return sum(1 for line in file if line.strip())
+
+
+def digest(url: str) -> str:
+    """sha256 of a file's bytes, in hexadecimal; of a folder, over the digests of its files.
+
+    Args:
+        url: path or fsspec URL of a file, or a local folder; see `data_files`.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    files = data_files(url)
+    if files != [url]:
+        return hashlib.sha256("".join(map(digest, files)).encode()).hexdigest()
     with _opened(url) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class _Parquet:
+    """The row groups that were read last are held, up to `HELD_BYTES`, and at least one."""
+
+    def __init__(self, url: str) -> None:
+        import pyarrow.parquet as pq
+
+        self.url = url
+        self._lock = threading.Lock()
+        self._held: OrderedDict[int, pa.Table] = OrderedDict()
+        self._held_bytes = 0
+        with _errors_of(url):
+            files, path = _located(url)
+            self._file = pq.ParquetFile(files.open(path, "rb"))
+        sizes = [self._file.metadata.row_group(group).num_rows for group in range(self._file.num_row_groups)]
+        self._starts: list[int] = list(accumulate(sizes, initial=0))
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, index: int) -> Row:
+        group = bisect_right(self._starts, index) - 1
+        [row] = self._group(group).slice(index - self._starts[group], 1).to_pylist()
+        return f"{self.url}, row {index + 1}", row
+
+    def __iter__(self) -> Iterator[Row]:
+        import pyarrow.parquet as pq
+
+        with _opened(self.url) as opened:
+            file = pq.ParquetFile(opened)  # of its own, so that what is drawn stays held
+            for group, start in enumerate(self._starts[:-1]):
+                yield from _numbered(self.url, file.read_row_group(group), start)
+
+    def _group(self, group: int) -> pa.Table:
+        with self._lock, _errors_of(self.url):
+            if group in self._held:
+                self._held.move_to_end(group)
+            else:
+                self._held[group] = self._file.read_row_group(group)
+                self._held_bytes += self._held[group].nbytes
+            while len(self._held) > 1 and self._held_bytes > HELD_BYTES:
+                self._held_bytes -= self._held.popitem(last=False)[1].nbytes
+            return self._held[group]
+
+
+class _Arrow:
+    def __init__(self, url: str) -> None:
+        import pyarrow as pa
+
+        self.url = url
+        with _errors_of(url):
+            files, path = _located(url)
+            is_local = "file" in files.protocol
+            source = pa.memory_map(path) if is_local else pa.BufferReader(files.cat_file(path))
+            self._table = pa.ipc.open_stream(source).read_all()
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def __getitem__(self, index: int) -> Row:
+        [row] = self._table.slice(index, 1).to_pylist()
+        return f"{self.url}, row {index + 1}", row
+
+    def __iter__(self) -> Iterator[Row]:
+        return _numbered(self.url, self._table, 0)
+
+
+class _Array:
+    def __init__(self, url: str) -> None:
+        self.url = url
+        with _opened(url) as file:
+            try:
+                self._rows = json.load(file)
+            except ValueError as error:
+                raise UserError(f"{url} is not JSON: {error}") from None
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Row:
+        where = f"{self.url}, row {index + 1}"
+        return where, _checked(self._rows[index], where)
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self[index] for index in range(len(self)))
+
+
+class _Lines:
+    """Empty lines are passed over, but count."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._starts, self._ends, self._numbers = array("q"), array("q"), array("q")
+        """Of each row: its first byte, the byte after its last, and the number of its line."""
+        self._content: bytes | None = None
+        with _errors_of(url):
+            self._files, self._path = _located(url)
+            self._is_of = self._files.ukey(self._path)
+            size = self._files.size(self._path)
+        with _opened(url) as file:
+            if size is None or size <= HELD_BYTES:
+                self._content = file.read()
+            position = 0
+            for number, line in enumerate(file if self._content is None else BytesIO(self._content), 1):
+                if line.strip():
+                    self._starts.append(position)
+                    self._ends.append(position + len(line))
+                    self._numbers.append(number)
+                position += len(line)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: int) -> Row:
+        start, end = self._starts[index], self._ends[index]
+        where = f"{self.url}, line {self._numbers[index]}"
+        if self._content is not None:
+            return where, _object(self._content[start:end], where)
+        with _errors_of(self.url):
+            if self._files.ukey(self._path) != self._is_of:
+                raise UserError(f"{self.url} has changed since the run opened it: restore it, and resume the run")
+            line = self._files.cat_file(self._path, start=start, end=end)
+        return where, _object(line, where)
+
+    def __iter__(self) -> Iterator[Row]:
+        if self._content is not None:
+            yield from (self[index] for index in range(len(self)))
+            return
+        with _opened(self.url) as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield (where := f"{self.url}, line {number}"), _object(line, where)
+
+
+def _numbered(url: str, table: pa.Table, start: int) -> Iterator[Row]:
+    number = start
+    for batch in table.to_batches(max_chunksize=BATCH_ROWS):
+        for row in batch.to_pylist():
+            number += 1
+            yield f"{url}, row {number}", row
+
+
+def _is_array(url: str) -> bool:
+    with _opened(url) as file:
+        return file.read(BATCH_ROWS).lstrip().startswith(b"[")
+
+
+def _located(url: str) -> tuple[Any, str]:
+    """The file system of a URL, and the path there."""
+    import fsspec
+
+    files, path = fsspec.core.url_to_fs(url)
+    return files, str(path)
 
 
 @contextmanager
@@ -54,9 +273,15 @@ def _opened(url: str) -> Iterator[BufferedReader]:
     """An open file. Raises `UserError` for any error until it is closed."""
     import fsspec
 
+    with _errors_of(url), fsspec.open(url, "rb", expand=False) as file:
+        yield file
+
+
+@contextmanager
+def _errors_of(url: str) -> Iterator[None]:
+    """Raises `UserError` for any error in reading a file."""
     try:
-        with fsspec.open(url, "rb", expand=False) as file:
-            yield file
+        yield
     except RatchetError:
         raise
     except FileNotFoundError:
@@ -74,7 +299,11 @@ def _object(line: bytes, where: str) -> Mapping[str, Any]:
         row = json.loads(line.strip())
     except ValueError as error:
         raise UserError(f"{where} is not JSON: {error}") from None
-    if b"\\u" in line:
+    return _checked(row, where, may_hold_surrogates=b"\\u" in line)
+
+
+def _checked(row: Any, where: str, *, may_hold_surrogates: bool = True) -> Mapping[str, Any]:
+    if may_hold_surrogates:
         try:
             json.dumps(row, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:

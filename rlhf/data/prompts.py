@@ -1,30 +1,30 @@
-"""Prompt datasets: files in verl's layout, tokenization, and the prompts that an iteration draws.
+"""Prompt datasets: files of prompts, tokenization, and the prompts that an iteration draws.
 
-Rows are ``data_source, prompt [{role, content}], ability, reward_model {style, ground_truth}, extra_info``.
+Rows are ``data_source, prompt [{role, content}], ability, reward_model {style, ground_truth}, extra_info`` as in verl,
+or have another layout of `rlhf.data.formats`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from copy import copy
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import takewhile
+from functools import cached_property, partial
+from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf import seeding
-from rlhf.data import files
+from rlhf.data import drawing, files
+from rlhf.data.drawing import Drawn
+from rlhf.data.folders import data_files, name_of
+from rlhf.data.formats import Messages, question_of, truth_of
 from rlhf.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-Messages = list[dict[str, str]]
-"""Messages of a conversation, each {role, content}."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,18 @@ class Prompt:
     """Ground truth of the reward: a text, or JSON; None if the dataset has none."""
     ground_truth_is_json: bool
     extra_info: str
-    """JSON."""
+    """JSON; includes the row's columns that have no other place."""
+    style: str | None = field(default=None, compare=False)
+    """`reward_model.style`, if it names a reward."""
+    is_text: bool = field(default=False, compare=False)
+    """Whether the row has the prompt as a text, and not as messages."""
     where: str = field(default="the data", compare=False)
     """File and row, for errors."""
+
+    @property
+    def original(self) -> str | Messages:
+        """The prompt as the row has it."""
+        return self.messages[-1]["content"] if self.is_text else self.messages
 
     def after(self, system_prompt: str | None) -> Messages:
         """The messages, with a system message in front if they have none."""
@@ -67,6 +76,23 @@ def structures(ground_truth: str | None, is_json: bool | None, extra_info: str) 
     return truth, json.loads(extra_info) or {}
 
 
+def original(messages: str | None, is_text: bool | None) -> str | Messages:
+    """Decode a prompt for a reward.
+
+    Args:
+        messages: JSON; a system message may precede a prompt that is a text. None, in trajectories of the first
+            releases, gives an empty text.
+        is_text: whether the dataset has the prompt as a text; None, in trajectories of older releases, means no.
+
+    Returns:
+        The text, or the messages.
+    """
+    if messages is None:
+        return ""
+    decoded: Messages = json.loads(messages)
+    return decoded[-1]["content"] if is_text else decoded
+
+
 BYTES_A_TOKEN = 100
 """Upper bound on the mean bytes per token: a prompt that is larger than this is too long, and is not tokenized."""
 TEMPLATE = 128
@@ -74,24 +100,68 @@ TEMPLATE = 128
 
 
 class PromptDataset:
-    """The prompts of some files, in order."""
+    """The prompts of some files, in order. They are read when they are asked for; see `rlhf.data.files`."""
 
     def __init__(self, paths: Sequence[str | Path]) -> None:
-        """Read the files.
+        """Index the files.
 
         Args:
-            paths: files, or fsspec URLs.
+            paths: files, fsspec URLs, or local folders; see `data_files`.
 
         Raises:
-            UserError: a file or a row is malformed (the message names it), or there are no prompts.
+            UserError: a file cannot be read, or there are no prompts.
         """
         self.paths = [str(path) for path in paths]
-        self.prompts = [_prompt(row, where) for path in self.paths for where, row in files.read(path)]
-        if not self.prompts:
-            raise UserError(f"{', '.join(self.paths)}: no prompts")
+        self._files = [
+            (number, name_of(path), files.open_rows(file))
+            for number, path in enumerate(self.paths)
+            for file in data_files(path)
+        ]
+        """The rows of each file, with the number and the name of its path."""
+        self._starts = list(accumulate((len(rows) for _, _, rows in self._files), initial=0))
+        self._kept: array[int] | None = None
+        """The rows that are prompts of this dataset; None: all."""
+        for number, path in enumerate(self.paths):
+            if not self._sizes[number]:
+                raise UserError(f"{path}: no prompts")
+
+    @cached_property
+    def _sizes(self) -> list[int]:
+        """Number of prompts of each path."""
+        sizes = [0] * len(self.paths)
+        for (number, _, rows), start in zip(self._files, self._starts, strict=False):
+            end = start + len(rows)
+            sizes[number] += (
+                end - start if self._kept is None else bisect_left(self._kept, end) - bisect_left(self._kept, start)
+            )
+        return sizes
 
     def __len__(self) -> int:
-        return len(self.prompts)
+        return sum(self._sizes)
+
+    def __getitem__(self, index: int) -> Prompt:
+        """Read a prompt. Raises `UserError` if its row is malformed; the message names it."""
+        row = self.row(index)
+        file = bisect_right(self._starts, row) - 1
+        _, name, rows = self._files[file]
+        where, values = rows[row - self._starts[file]]
+        return _prompt(values, where, name)
+
+    def __iter__(self) -> Iterator[Prompt]:
+        """Read the prompts in order, as `__getitem__` does."""
+        if self._kept is not None:
+            yield from (self[index] for index in range(len(self)))
+            return
+        for _, name, rows in self._files:
+            yield from (_prompt(values, where, name) for where, values in rows)
+
+    def row(self, index: int) -> int:
+        """The number of a prompt's row in the files, which does not depend on the prompts that are left out.
+
+        Args:
+            index: index of the prompt.
+        """
+        return index if self._kept is None else self._kept[index]
 
     @cached_property
     def digest(self) -> str:
@@ -112,46 +182,78 @@ class PromptDataset:
             system_prompt: system message for prompts that have none.
 
         Raises:
-            UserError: no prompt is left.
+            UserError: no prompt of a file is left.
         """
-        kept = copy(self)
-        kept.prompts = [
-            prompt
-            for prompt in self.prompts
-            if prompt.size(system_prompt) <= BYTES_A_TOKEN * max_tokens
-            and len(tokens(prompt, tokenizer, system_prompt)[1]) <= max_tokens
-        ]
-        if not kept.prompts:
-            raise UserError(f"{self.prompts[0].where}: every prompt has more than data.max_prompt_tokens {max_tokens}")
+        kept = PromptDataset(self.paths)
+        kept._kept = array(
+            "q",
+            (
+                self.row(index)
+                for index, prompt in enumerate(self)
+                if prompt.size(system_prompt) <= BYTES_A_TOKEN * max_tokens
+                and len(tokens(prompt, tokenizer, system_prompt)[1]) <= max_tokens
+            ),
+        )
+        del kept._sizes
+        for path, size in zip(self.paths, kept._sizes, strict=True):
+            if not size:
+                raise UserError(f"{path}: every prompt has more than data.max_prompt_tokens {max_tokens}")
         return kept
 
-    def check_lengths(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int, system_prompt: str | None) -> None:
-        """Check that no prompt is too long. Prompts with few enough bytes are not tokenized.
-
-        Args:
-            tokenizer: tokenizer of the actor.
-            max_tokens: largest number of tokens of a prompt.
-            system_prompt: system message for prompts that have none.
-
-        Raises:
-            UserError: a prompt is too long; the message names the first one.
-        """
-        for prompt in self.prompts:
-            if prompt.size(system_prompt) + TEMPLATE > max_tokens:
-                encode(prompt, tokenizer, max_tokens=max_tokens, truncation="error", system_prompt=system_prompt)
-
-    def draw(self, seed: int, cursor: int, count: int) -> list[int]:
+    def draw(
+        self,
+        seed: int,
+        cursor: int,
+        count: int,
+        weights: Sequence[float] | None = None,
+        chance: Callable[[int], float] | None = None,
+    ) -> list[int]:
         """Draw prompts from an endless sequence of epochs, each shuffled differently.
 
         Args:
             seed: seed of the run.
             cursor: number of prompts drawn before.
             count: number of prompts to draw.
+            weights: weight of each path in the mixture; None: every prompt counts the same.
+            chance: the probability with which a prompt is taken, by its `row`; otherwise others of its file are tried.
+                None: always.
 
         Returns:
-            Indices into `prompts`.
+            Indices of prompts.
         """
-        return seeding.epochs(seed, "data", len(self), cursor, count)
+        sizes = self._sizes
+        starts = list(accumulate(sizes, initial=0))
+        drawn = drawing.draw(seed, sizes, weights, cursor, count)
+        if chance is not None:
+            chances = partial(_chance, chance, self, starts)
+            drawn = [
+                drawing.redraw(seed, position, pair, sizes[pair[0]], chances)
+                for position, pair in enumerate(drawn, cursor)
+            ]
+        return [starts[path] + index for path, index in drawn]
+
+
+def _chance(chance: Callable[[int], float], dataset: PromptDataset, starts: Sequence[int], drawn: Drawn) -> float:
+    path, index = drawn
+    return chance(dataset.row(starts[path] + index))
+
+
+def check_length(
+    prompt: Prompt, tokenizer: PreTrainedTokenizerBase, max_tokens: int, system_prompt: str | None
+) -> None:
+    """Check that a prompt is not too long. One with few enough bytes is not tokenized.
+
+    Args:
+        prompt: the prompt.
+        tokenizer: tokenizer of the actor.
+        max_tokens: largest number of tokens of a prompt.
+        system_prompt: system message for a prompt that has none.
+
+    Raises:
+        UserError: the prompt is too long.
+    """
+    if prompt.size(system_prompt) + TEMPLATE > max_tokens:
+        encode(prompt, tokenizer, max_tokens=max_tokens, truncation="error", system_prompt=system_prompt)
 
 
 def encode(
@@ -295,46 +397,23 @@ def with_response(messages: Messages, response: str, tokenizer: PreTrainedTokeni
     return text, start - (len(response) - len(response.lstrip())) if start >= 0 else None
 
 
-def messages_of(value: Any, where: str, column: str = "prompt") -> Messages:
-    """Validate messages; a plain text becomes a message of the user.
-
-    Args:
-        value: messages or text.
-        where: file and row, for errors.
-        column: name of the column, for errors.
-
-    Raises:
-        UserError: the value is neither a text nor a non-empty list of {role, content}.
-    """
-    messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
-    valid = isinstance(messages, list) and all(
-        isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
-        for message in messages
-    )
-    if not messages or not valid:
-        raise UserError(f"{where}: {column} should be a list of messages {{role, content}}")
-    return list(messages)
-
-
-def _prompt(row: Mapping[str, Any], where: str) -> Prompt:
-    for column in ("prompt", "data_source"):
-        if row.get(column) is None:
-            raise UserError(f"{where}: {column} is missing; there are {', '.join(row)}")
-    messages = messages_of(row["prompt"], where)
-    if not any(message["content"].strip() for message in messages):
-        raise UserError(f"{where}: the prompt is empty: give it at least one message with content")
-    reward_model, extra = row.get("reward_model") or {}, row.get("extra_info")
-    if not isinstance(reward_model, dict):
-        raise UserError(f"{where}: reward_model should be an object {{style, ground_truth}}, not {reward_model!r:.60}")
-    extra = {} if extra is None else extra
-    style, truth = reward_model.get("style"), reward_model.get("ground_truth")
-    if style not in (None, "rule", "model") and isinstance(extra, dict):
-        extra = {**extra, "reward_style": style}  # `auto` chooses the reward by it
+def _prompt(row: Mapping[str, Any], where: str, source: str) -> Prompt:
+    """A row as a prompt; `source` is the data source of a row that names none."""
+    question = question_of(row, where)
+    truth = truth_of(row, question.answer, where)
+    extra, style = row.get("extra_info"), (row.get("reward_model") or {}).get("style")
+    extra, style = {} if extra is None else extra, None if style in ("rule", "model") else style
+    if isinstance(extra, dict):
+        extra = {**question.columns, **extra}
+        extra |= {} if style is None else {"reward_style": style}  # `auto` chooses the reward by it
+    data_source = row.get("data_source")
     return Prompt(
-        data_source=str(row["data_source"]),
-        messages=messages,
+        data_source=source if data_source is None else str(data_source),
+        messages=question.messages,
         ground_truth=truth if truth is None or isinstance(truth, str) else json.dumps(truth, default=str),
         ground_truth_is_json=not (truth is None or isinstance(truth, str)),
         extra_info=json.dumps(extra, default=str),
+        style=style,
+        is_text=question.is_text,
         where=where,
     )

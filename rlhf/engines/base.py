@@ -250,6 +250,10 @@ class TrainEngine(InferenceEngine, Protocol):
         """
         ...
 
+    def update_flops(self, batch: TrajectoryBatch, plan: OptimizerPlan) -> float:
+        """FLOPs of the plan's optimizer steps over all ranks, without recomputation; see `TrainingFlops`."""
+        ...
+
     def digest(self) -> str:
         """Compute the digest of weights and optimizer state as logical tensors, whatever their layout."""
         ...

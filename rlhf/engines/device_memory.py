@@ -14,13 +14,14 @@ if TYPE_CHECKING:
 GIB = 2**30
 
 
-def resident(config: RunConfig, parameters: Mapping[str, int], ranks: int) -> dict[str, float]:
+def resident(config: RunConfig, parameters: Mapping[str, int], ranks: int, *, idle: bool = False) -> dict[str, float]:
     """Estimate what stays on each GPU while the rollout generates, without anything that depends on the batch.
 
     Args:
         config: the run's config.
-        parameters: number of parameters of each model in the rollout's processes, by role.
+        parameters: number of parameters of each model in the same processes, by role.
         ranks: number of those processes.
+        idle: whether models that leave the GPU when they are idle count, too.
 
     Returns:
         Bytes by what they hold; empty if all of them give way.
@@ -28,7 +29,7 @@ def resident(config: RunConfig, parameters: Mapping[str, int], ranks: int) -> di
     held: dict[str, float] = {}
     for role, count in parameters.items():
         trainer = config.critic if role == "critic" and config.critic is not None else config.actor
-        if trainer.offload_when_idle:
+        if trainer.offload_when_idle and not idle:
             continue
         if role == "reward":
             assert config.reward.model is not None
@@ -43,6 +44,26 @@ def resident(config: RunConfig, parameters: Mapping[str, int], ranks: int) -> di
             weights, moments = _of_trainer(trainer, model, count, ranks)
             held |= {f"weights of the {role}": weights, f"optimizer state of the {role}": moments}
     return {what: size for what, size in held.items() if size}
+
+
+def gradients(config: RunConfig, parameters: Mapping[str, int], ranks: int) -> dict[str, float]:
+    """Estimate the gradients that each process holds while it trains.
+
+    Args:
+        config: the run's config.
+        parameters: number of parameters of each model in the same processes, by role.
+        ranks: number of those processes.
+
+    Returns:
+        Bytes by what they are of; without those of adapters, which are small.
+    """
+    held: dict[str, float] = {}
+    for role, trainer in config.trainers.items():
+        model = config.critic_model if role == "critic" else config.model
+        if role in parameters and model.lora is None:
+            is_sharded = trainer.engine == "fsdp" or (trainer.engine == "deepspeed" and trainer.zero_stage >= 2)
+            held[f"gradients of the {role}"] = 4 * parameters[role] / (ranks if is_sharded else 1)
+    return held
 
 
 def _of_trainer(trainer: TrainerConfig, model: ModelConfig, count: int, ranks: int) -> tuple[float, float]:

@@ -27,6 +27,7 @@ from rlhf.engines.kernels import Kernels
 from rlhf.engines.micro_batches import Layout, MicroBatch, by_prompt, by_token_budget, prompt_numbers
 from rlhf.engines.optimizers import AdamW, Optimizer
 from rlhf.engines.parts import Part
+from rlhf.engines.performance import TrainingFlops
 from rlhf.engines.router_loss import NAME as ROUTER_LOSS
 from rlhf.engines.sequence_parallel import Team
 from rlhf.engines.stored_state import Stored, StoredState, StoredTensor, TensorFile
@@ -121,6 +122,7 @@ class ModelEngine(ABC):
             checkpointing.enable(model, kept)
         if not trainable:
             model.requires_grad_(False)
+        self._flops = TrainingFlops.of(model)
         self.is_cast = not trainable and model.dtype == torch.bfloat16
         """Whether the weights have the type of the computation."""
 
@@ -275,6 +277,11 @@ class ModelEngine(ABC):
             for name, value in self._mini_batch(batch.take(rows), objective, plan).items():
                 sums[name] = sums.get(name, 0.0) + value
         return {name: value / len(plan.mini_batches) for name, value in sums.items()}
+
+    def update_flops(self, batch: TrajectoryBatch, plan: OptimizerPlan) -> float:
+        """FLOPs of the plan's optimizer steps over all ranks; see `TrainEngine.update_flops`."""
+        rows = np.array([row for mini_batch in plan.mini_batches for row in mini_batch], dtype=np.int64)
+        return self._flops(batch.lengths("prompt_ids")[rows], batch.lengths("response_ids")[rows])
 
     def _mini_batch(self, mini_batch: TrajectoryBatch, objective: Objective, plan: OptimizerPlan) -> dict[str, float]:
         """Take one optimizer step with the gradient of the whole mini-batch; returns the metrics by name."""

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from rlhf.data.prompts import Messages, beginning, with_response
+from rlhf.data.formats import Messages
+from rlhf.data.prompts import beginning, with_response
 from rlhf.engines import ranks
 from rlhf.errors import UserError
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rlhf.data.prompts import Messages
+from rlhf.data.formats import Messages
 from rlhf.errors import RatchetError, UserError
 from rlhf.named import load_named, source_of
 

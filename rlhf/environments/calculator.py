@@ -10,7 +10,7 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Any
 
-from rlhf.data.prompts import Messages
+from rlhf.data.formats import Messages
 from rlhf.environments import Observation
 from rlhf.rewards.countdown import Malformed, evaluate, parse
 

@@ -5,22 +5,28 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf.data.prompts import structures
-from rlhf.environments import KEY, Environment, EnvironmentFailed, Observation
+from rlhf.environments import KEY, Environment, EnvironmentFailed, Observation, load_environment
+from rlhf.environments.dialogues import Beginning
 from rlhf.errors import raised
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from rlhf.config.sections import EnvironmentConfig
+    from rlhf.data.prompts import Prompt
     from rlhf.environments.dialogues import Dialogue
 
 
 OnError = Literal["retry", "drop", "fail"]
+RESETS = 3
+"""Attempts to reset an environment before the run starts, if a failure does not stop the run."""
 
 
 class EnvironmentCalls:
@@ -73,14 +79,25 @@ class EnvironmentCalls:
         beginning = dialogue.beginning
         assert beginning is not None, "a trajectory with an environment has a beginning"
 
-        where = f"{trajectory_id}, at reset"
-        environment: Environment = await self._call(partial(self._make, **self._options), where)
-        reset = partial(environment.reset, beginning.messages, *structures(*beginning[1:]))
-        await self._call(reset, where)
-        self._environments[id(dialogue)] = environment
+        environment = self._environments[id(dialogue)] = await self.begin(beginning, f"{trajectory_id}, at reset")
         for turn in dialogue.answered_turns:
             text = tokenizer.decode(turn, skip_special_tokens=True)
             await self._call(partial(environment.step, text), f"{trajectory_id}, replaying a turn")
+        return environment
+
+    async def begin(self, beginning: Beginning, where: str) -> Environment:
+        """A new environment, reset for a prompt.
+
+        Args:
+            beginning: the prompt.
+            where: the trajectory, or the row of the dataset, for errors.
+
+        Raises:
+            EnvironmentFailed: it failed, or took too long.
+        """
+        environment: Environment = await self._call(partial(self._make, **self._options), where)
+        reset = partial(environment.reset, beginning.messages, *structures(*beginning[1:]))
+        await self._call(reset, where)
         return environment
 
     async def step(self, dialogue: Dialogue, turn: str) -> Observation:
@@ -119,6 +136,57 @@ class EnvironmentCalls:
             except _Raised as failure:
                 reason = f"raised {raised(failure.error)}"
         raise EnvironmentFailed(f"{KEY} {reason} ({where})")
+
+
+def try_environment(environment: EnvironmentConfig, prompts: Sequence[Prompt], system_prompt: str | None) -> list[str]:
+    """Reset an environment for each prompt, before anything is generated.
+
+    Args:
+        environment: `rollout.environment`. Unless `on_error` is `fail`, a prompt has `RESETS` attempts.
+        prompts: a few prompts, such as the first of each file.
+        system_prompt: system message for prompts that have none.
+
+    Returns:
+        One line for each prompt that failed, with the file and the row.
+
+    Raises:
+        UserError: the class cannot be loaded.
+    """
+    calls = EnvironmentCalls(
+        load_environment(environment.name),
+        environment.options,
+        timeout_s=environment.timeout_s,
+        concurrency=environment.concurrency,
+    )
+    attempts = 1 if environment.on_error == "fail" else RESETS
+
+    async def failure_of(prompt: Prompt) -> str | None:
+        beginning = prompt.after(system_prompt), prompt.ground_truth, prompt.ground_truth_is_json, prompt.extra_info
+        reason = ""
+        for _ in range(attempts):
+            try:
+                await calls.begin(Beginning(*beginning), "at reset, which is tried before the run starts")
+            except EnvironmentFailed as error:
+                reason = str(error)
+            else:
+                return None
+        return f"{prompt.where}: {reason}{_about_json(prompt)}"
+
+    async def failures_of_all() -> list[str | None]:
+        return await asyncio.gather(*map(failure_of, prompts))
+
+    with ThreadPoolExecutor(1) as thread:  # the caller's thread may have an event loop
+        return [failure for failure in thread.submit(asyncio.run, failures_of_all()).result() if failure is not None]
+
+
+def _about_json(prompt: Prompt) -> str:
+    truth = prompt.ground_truth
+    if truth is None or prompt.ground_truth_is_json or not truth.lstrip().startswith(("{", "[")):
+        return ""
+    return (
+        f"; ground_truth is the text {truth[:60]!r} in this file: decode it in reset (json.loads(ground_truth)), or "
+        "store it as a structure"
+    )
 
 
 class _Raised(Exception):

@@ -9,7 +9,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rlhf.data.prompts import Messages
+from rlhf.data.formats import Messages
 from rlhf.engines.base import Chunk, Request, Sampling
 from rlhf.environments import KEY
 from rlhf.errors import UserError
@@ -129,6 +129,11 @@ class Dialogue:
         self.log_probs += [0.0] * len(ids)
         self.mask += [0] * len(ids)
         self.versions += [self.versions[-1]] * len(ids)
+
+    @property
+    def num_turns(self) -> int:
+        """Number of turns, of which the prompt is the first."""
+        return 1 + sum(1 for _ in groupby(self.mask))
 
     def turns(self, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, str]]:
         """The turns as messages with the roles `policy` and `environment`."""

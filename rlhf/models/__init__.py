@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,9 +48,16 @@ def files_digest(folder: Path, patterns: tuple[str, ...] = WEIGHTS) -> str:
     """sha256 over the names and contents of the files in a folder that match the patterns."""
     digest = hashlib.sha256()
     for path in sorted({path for pattern in patterns for path in folder.glob(pattern)}):
-        with path.open("rb") as file:
-            digest.update(f"{path.name}\0{hashlib.file_digest(file, 'sha256').hexdigest()}\0".encode())
+        status = path.stat()
+        digest.update(f"{path.name}\0{_file_digest(path, status.st_size, status.st_mtime_ns)}\0".encode())
     return digest.hexdigest()
+
+
+@cache  # several roles may start from one model, whose files take a minute to read at 32 B
+def _file_digest(path: Path, size: int, modified_ns: int) -> str:
+    """sha256 of a file that was last modified at a time."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_weights(folder: Path, key: str = "model") -> None:

@@ -2,11 +2,13 @@
 
 The built-in rewards are the modules of this package; other functions are named ``package.module:function`` or
 ``folder/file.py:function``. A returned dict has `score` and named parts; parts that are not finite numbers are dropped.
-`rlhf.rewards.pool` calls the functions.
+TRL's functions, `f(completions, **columns) -> list`, are called with lists of one. `rlhf.rewards.pool` calls the
+functions.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import inspect
 from collections.abc import Callable, Collection, Mapping
@@ -15,14 +17,18 @@ from math import isfinite
 from numbers import Real
 from typing import Any, get_type_hints
 
+from rlhf.data.formats import Messages
 from rlhf.errors import NotFinite, RatchetError, UserError, raised
 from rlhf.named import load_named, source_of
+from rlhf.rewards.trl import arguments_of, has_trls_signature, number_of
 
-RewardFunction = Callable[..., float | dict[str, float]]
+RewardFunction = Callable[..., float | dict[str, float] | list[float | None]]
 
 KEY = "reward.function"
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 """Passed by keyword, as verl does, so a function may take them in any order."""
+WRAPPED = ("solution_str", "ground_truth", "extra_info", "data_source")
+"""What a wrapper of a function with another signature passes to it, in order."""
 COMPARING = ("auto", "code", "countdown", "gsm8k", "math")
 """Built-ins that compare with a ground truth and give 1 to a correct response."""
 BUILT_IN = ("auto", "code", "constant", "countdown", "format", "gsm8k", "length", "math")
@@ -95,16 +101,11 @@ def check_rewards(names: Collection[str], options: Mapping[str, Mapping[str, Any
         function, chosen = load_reward(name), options.get(name, {})
         source_of(function, KEY, name)
         try:
-            inspect.signature(function).bind(**dict.fromkeys(ARGUMENTS), **chosen)
+            _check_signature(function, name, chosen)
             if function.__module__ in (f"rlhf.rewards.{built_in}" for built_in in BUILT_IN):
                 hints = get_type_hints(function)
                 for option, value in chosen.items():
                     TypeAdapter(hints[option]).validate_python(value)
-        except TypeError as error:
-            raise UserError(
-                f"{KEY} {name} cannot be called as compute_score(data_source=, solution_str=, ground_truth=, "
-                f"extra_info=, **reward.options): {error}"
-            ) from None
         except ValidationError as error:
             raise UserError(f"reward.options.{name}.{option} {value!r}: {error.errors()[0]['msg']}") from None
         if function is code.compute_score:
@@ -114,6 +115,43 @@ def check_rewards(names: Collection[str], options: Mapping[str, Mapping[str, Any
                     "reward.allow_code: true"
                 )
             code.check_sandbox(**chosen)
+
+
+def _check_signature(function: RewardFunction, name: str, options: Mapping[str, Any]) -> None:
+    signature = inspect.signature(function)
+    if has_trls_signature(function):
+        unknown = [option for option in options if option not in signature.parameters]
+        if unknown and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
+            raise UserError(f"reward.options.{name} has {unknown[0]}, which {KEY} {name} does not take: remove it")
+        return
+    try:
+        signature.bind(**dict.fromkeys(ARGUMENTS), **options)
+    except TypeError as error:
+        called = (
+            f"{KEY} {name} cannot be called as compute_score(data_source=, solution_str=, ground_truth=, extra_info="
+        )
+        try:
+            signature.bind_partial(**dict.fromkeys(ARGUMENTS))
+        except TypeError:
+            raise UserError(f"{called}), nor as TRL's f(completions, **columns): {_wrapper(function, name)}") from None
+        raise UserError(f"{called}, **reward.options): {error}") from None
+
+
+def _wrapper(function: RewardFunction, name: str) -> str:
+    """How to wrap a function with another signature."""
+    needed = [
+        parameter
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind <= parameter.POSITIONAL_OR_KEYWORD and parameter.default is parameter.empty
+    ]
+    given = ", ".join(WRAPPED[: len(needed)])
+    arguments = ", ".join(("data_source", "solution_str", "ground_truth", "extra_info=None"))
+    module, colon, own_name = name.rpartition(":")
+    module, own_name = (module, own_name) if colon else (name, "compute_score")
+    return (
+        f"wrap it where it is defined, for example `def score_response({arguments}): return {own_name}({given})`, and "
+        f"set {KEY}: {module}:score_response"
+    )
 
 
 def reward_digest(names: Collection[str]) -> str:
@@ -144,6 +182,8 @@ def score(
     solution_str: str,
     ground_truth: Any,
     extra_info: Any,
+    *,
+    prompt: str | Messages = "",
     options: Mapping[str, Any] | None = None,
 ) -> Score:
     """Score one response.
@@ -153,7 +193,8 @@ def score(
         data_source: data source of the prompt.
         solution_str: text of the response.
         ground_truth: ground truth of the prompt, as in the dataset.
-        extra_info: `extra_info` of the prompt, as in the dataset.
+        extra_info: `extra_info` of the prompt, as in the dataset, with the row's other columns.
+        prompt: the prompt, as in the dataset; for functions of TRL's signature.
         options: further keyword arguments of the function.
 
     Returns:
@@ -161,22 +202,28 @@ def score(
 
     Raises:
         RewardFailed: the function raised an exception.
-        UserError: the function returned neither a number nor a dict with a numeric `score`.
+        UserError: the function returned neither a number nor a dict with a numeric `score`, or needs a column that
+            there is not.
         NotFinite: the score is NaN or infinite.
+        NotApplicable: a function of TRL's signature returned None.
     """
+    columns = {"data_source": data_source, "ground_truth": ground_truth, "extra_info": extra_info}
+    arguments = {**columns, "solution_str": solution_str, **(options or {})}
+    is_trls = has_trls_signature(function)
+    if is_trls:
+        columns = {**(extra_info if isinstance(extra_info, dict) else {}), **columns}
+        arguments = arguments_of(function, prompt, solution_str, columns, options or {})
     try:
-        result = function(
-            data_source=data_source,
-            solution_str=solution_str,
-            ground_truth=ground_truth,
-            extra_info=extra_info,
-            **(options or {}),
-        )
+        result: Any = function(**arguments)
+        if inspect.iscoroutine(result):
+            result = asyncio.run(result)
     except Exception as error:
         raise RewardFailed(
             f"the reward raised {raised(error)} (data_source {data_source}, response {solution_str[:60]!r})"
         ) from error
-    parts = dict(result) if isinstance(result, dict) else {"score": result}
+    if is_trls:
+        result = number_of(result)
+    parts: dict[str, float] = dict(result) if isinstance(result, dict) else {"score": result}
     try:
         total = float(parts.pop("score"))
     except (KeyError, TypeError, ValueError, OverflowError):

@@ -15,19 +15,30 @@ BY_SOURCE = {
 STYLES = ("countdown", "gsm8k", "math")
 
 
-def reward_of(data_source: str, style: str | None) -> str:
-    """Raises `ValueError` where there is none."""
+def reward_of(data_source: str, style: str | None) -> str | None:
+    """The name of the built-in reward for a row; None: there is none."""
     for pattern, name in BY_SOURCE.items():
         if fnmatch.fnmatch(data_source.lower(), pattern):
             return name
-    if style in STYLES:
-        return style
-    raise ValueError(f"there is no built-in reward for data_source {data_source!r}: name one in reward.function")
+    return style if style in STYLES else None
+
+
+def problem_of(data_source: str, style: str | None) -> str | None:
+    """Why a row has no built-in reward, and what to do; None: it has one."""
+    if reward_of(data_source, style) is not None:
+        return None
+    return (
+        f"reward.function auto has no built-in reward for data_source {data_source}: name your own (reward.function: "
+        f"my_rewards.py), a built-in (reward.function: gsm8k), or a built-in in the row's reward_model.style "
+        f"({', '.join(STYLES)})"
+    )
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> Any:
     import importlib
 
     style = extra_info.get("reward_style") if isinstance(extra_info, dict) else None
+    if (problem := problem_of(data_source, style)) is not None:
+        raise ValueError(problem)
     module = importlib.import_module(f"rlhf.rewards.{reward_of(data_source, style)}")
     return module.compute_score(data_source, solution_str, ground_truth, extra_info)

@@ -13,6 +13,7 @@ from typing import Any
 
 from rlhf.errors import RatchetError
 from rlhf.rewards import RewardFunction, Score, load_reward, score
+from rlhf.rewards.trl import NotApplicable
 
 
 def main() -> None:
@@ -42,17 +43,21 @@ def main() -> None:
 
 
 def _scored(functions: list[tuple[str, float, RewardFunction, Any]], row: list[Any]) -> dict[str, Any]:
-    source, response, truth, extra = row
+    source, response, truth, extra, prompt = row
+    scores: list[tuple[str, float, Score]] = []
     try:
-        if len(functions) == 1:
-            [(_, weight, function, options)] = functions
-            result = score(function, source, response, truth, extra, options)
-            return {"score": weight * result.score, "parts": result.parts}
-        scores: list[tuple[str, float, Score]] = []
         for name, weight, function, options in functions:
-            scores.append((name, weight, score(function, source, response, truth, extra, options)))
+            try:
+                result = score(function, source, response, truth, extra, prompt=prompt, options=options)
+                scores.append((name, weight, result))
+            except NotApplicable:
+                if not scores and name == functions[-1][0]:
+                    raise
     except RatchetError as error:
         return {"error": str(error), "type": type(error).__name__}
+    if len(functions) == 1:
+        [(_, weight, result)] = scores
+        return {"score": weight * result.score, "parts": result.parts}
     parts: dict[str, float] = {}
     for name, _, result in scores:
         parts |= {name: result.score, **{f"{name}/{part}": value for part, value in result.parts.items()}}

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing import Pipe
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from rlhf.data.formats import Messages
 from rlhf.data.prompts import structures
 from rlhf.errors import NotFinite, RatchetError, UserError
 from rlhf.rewards import BUILT_IN, KEY, RewardFailed, Score, auto
@@ -35,8 +36,8 @@ START_S = 300.0
 WORTH_S = 0.5
 """About the time that a child takes to start: less work is done by a single child."""
 
-Row = tuple[str, str, Any, Any]
-"""data_source, solution_str, ground_truth, extra_info; the last two are any JSON values."""
+Row = tuple[str, str, Any, Any, str | Messages]
+"""data_source, solution_str, ground_truth, extra_info and prompt; ground_truth and extra_info are any JSON values."""
 
 FAILURES: dict[str, type[RatchetError]] = {"UserError": UserError, "NotFinite": NotFinite}
 
@@ -110,18 +111,14 @@ class RewardPool:
             child.end()
 
 
-SOURCES = 8
-"""Largest number of data sources that are tried per file."""
-
-
-def try_rewards(reward: RewardConfig, prompts: Iterable[Prompt]) -> Iterator[str]:
-    """Score an answer to the first prompt of each data source of each file, before anything is generated.
+def try_rewards(reward: RewardConfig, prompts: Sequence[Prompt]) -> Iterator[str]:
+    """Score an answer to each prompt, before anything is generated.
 
     The answer is the ground truth, or "0" if that is not a text. No reward should fail on it.
 
     Args:
         reward: the reward section of the config.
-        prompts: all prompts.
+        prompts: a few prompts, such as the first of each file.
 
     Yields:
         One line for each failure, with the file and the row.
@@ -129,24 +126,18 @@ def try_rewards(reward: RewardConfig, prompts: Iterable[Prompt]) -> Iterator[str
     Raises:
         RewardFailed: the reward process could not start.
     """
-    files: dict[str, dict[str, Prompt]] = {}
-    for prompt in prompts:
-        sources = files.setdefault(prompt.where.rpartition(",")[0], {})
-        if len(sources) < SOURCES:
-            sources.setdefault(prompt.data_source, prompt)
-    firsts = [prompt for sources in files.values() for prompt in sources.values()]
-    if not reward.functions or not firsts:
+    if not reward.functions or not prompts:
         return
-    rows = []
-    for prompt in firsts:
+    rows: list[Row] = []
+    for prompt in prompts:
         truth, extra = structures(prompt.ground_truth, prompt.ground_truth_is_json, prompt.extra_info)
-        rows.append((prompt.data_source, truth if isinstance(truth, str) else "0", truth, extra))
+        rows.append((prompt.data_source, truth if isinstance(truth, str) else "0", truth, extra, prompt.original))
     pool = RewardPool(reward.functions, reward.options, 1, reward.timeout_s)
     try:
         scores = pool.score(rows)
     finally:
         pool.close()
-    for prompt, score in zip(firsts, scores, strict=True):
+    for prompt, score in zip(prompts, scores, strict=True):
         if isinstance(score, RatchetError):
             yield (
                 f"{prompt.where}: {KEY} {' + '.join(reward.functions)} cannot score an answer to this prompt: {score}"
@@ -155,11 +146,12 @@ def try_rewards(reward: RewardConfig, prompts: Iterable[Prompt]) -> Iterator[str
 
 
 def _other_built_in(reward: RewardConfig, prompt: Prompt) -> str:
-    try:
-        fitting_name = auto.reward_of(prompt.data_source, None)
-    except ValueError:
-        return ""
-    if fitting_name in reward.functions or not all(name in BUILT_IN for name in reward.functions):
+    fitting_name = auto.reward_of(prompt.data_source, None)
+    if (
+        fitting_name is None
+        or fitting_name in reward.functions
+        or not all(name in BUILT_IN for name in reward.functions)
+    ):
         return ""
     return f"; {prompt.data_source} has a built-in reward: set {KEY}: {fitting_name}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pandas as pd
@@ -10,6 +11,7 @@ import pytest
 import yaml
 
 from flows import cli
+from infra.runs import open_run
 from rlhf.errors import UserError
 from tests import tiny
 
@@ -106,6 +108,76 @@ def test_a_run_from_training_to_export(ratchet: Ratchet, config_file: Path, tmp_
     assert "countdown" in out
     assert len(pd.read_parquet(answers)) == 6
 
+    assert ratchet("evaluate", "cli", *store, "--output", answers)[0] == 0
+    validated = open_run(f"file://{tmp_path}/runs/cli").validation().query("iteration == 2")
+    again = pd.read_parquet(answers)
+    for column in ("response", "score"):
+        assert list(again[column]) == list(validated[column]), "the answers are those of the run's own validation"
+
+
+def test_a_run_does_not_become_another_one_by_accident(
+    ratchet: Ratchet, config_file: Path, workspace: Path, tmp_path: Path
+) -> None:
+    """Overrides that were forgotten would otherwise change what a run learns from."""
+    assert (
+        ratchet("train", config_file, "train.iterations=1", "rollout.n=4", "algorithm.loss.clip_ratio_low=0.1")[0] == 0
+    )
+    run = f"file://{tmp_path}/runs/cli"
+    slot = open_run(run).state.slot
+    other = workspace / "held_out.parquet"
+    changed = ("train.iterations=2", f"data.train=[{other}]", "reward.function=constant")
+    code, out, err = ratchet("train", config_file, *changed)
+    assert code == 2
+    assert "starting Prefect" not in out, "it is refused before anything slow starts"
+    for difference in (
+        f"data.train [{workspace / 'prompts.parquet'}] -> [{other}]",
+        "reward.function tests.rewards:letters -> constant",
+        "rollout.n 4 -> 2",
+        "algorithm.loss.clip_ratio_low 0.1 -> 0.2",
+    ):
+        assert difference in err
+    assert "train.iterations" not in err
+    assert err.count("\n") == 2
+    assert open_run(run).state.slot == slot
+    assert "--accept-changes" not in err, "the validation before iteration 1 has old scores"
+    fork = re.search(r"`ratchet (fork cli --at 1:validate --run) NEW`", err)
+    assert fork is not None
+    store = ("--store", f"file://{tmp_path}/runs")
+    assert ratchet(*fork[1].split(), "other", *store, *changed)[0] == 0
+
+    changed = (*changed, "validation.data=null")
+    assert ratchet("train", config_file, "--run", "plain", "train.iterations=1", "validation.data=null")[0] == 0
+    code, out, err = ratchet("train", config_file, "--run", "plain", *changed)
+    assert code == 2
+    assert err.endswith("or continue with the run's own settings (`ratchet resume plain`), or add --accept-changes\n")
+    assert ratchet("resume", "plain", *store)[0] == 0
+    code, out, err = ratchet("train", config_file, "--run", "plain", *changed, "--accept-changes")
+    assert code == 0, err
+    assert f"data.train [{workspace / 'prompts.parquet'}] -> [{other}]" in out, "lists are printed, too"
+    assert open_run(f"file://{tmp_path}/runs/plain").state.iteration == 2
+
+
+def test_a_dry_run_says_what_would_happen_and_writes_nothing(
+    ratchet: Ratchet, config_file: Path, tmp_path: Path
+) -> None:
+    code, out, err = ratchet("train", config_file, "--dry-run", "pools={gpus: {workers: 4}}", "actor.engine=fsdp")
+    assert code == 0, err
+    for said in (
+        f"run cli in file://{tmp_path}/runs: new, 2 iterations",
+        "23.6 thousand parameters in float32, fsdp in pool gpus (4 workers); weights 23.6 kB, optimizer state 47.2 kB",
+        "4 prompts x 2 = 8 trajectories in 2 shards, each of at most 200 + 8 tokens: 1.66 thousand tokens at most",
+        "plus activations in each process of pool gpus",
+        "kB every iteration",
+    ):
+        assert said in out
+    assert "starting Prefect" not in out
+    assert not list((tmp_path / "runs").iterdir())
+    code, _, err = ratchet("train", config_file, "--dry-run", "model.path=/nowhere")
+    assert (code, err) == (
+        2,
+        "error: model.path /nowhere does not exist: name a model folder, or a model on the hub (owner/name)\n",
+    )
+
 
 def test_a_name_is_what_was_typed(ratchet: Ratchet, config_file: Path, tmp_path: Path) -> None:
     """Not what YAML makes of it: here a date."""
@@ -120,8 +192,6 @@ def test_an_exported_model_gives_the_same_logits(ratchet: Ratchet, config_file: 
     import torch
     from safetensors.torch import load
     from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from infra.runs import open_run
 
     assert ratchet("train", config_file, "train.iterations=1", "validation.data=null")[0] == 0
     assert ratchet("export", "cli", tmp_path / "model", "--store", f"file://{tmp_path}/runs")[0] == 0

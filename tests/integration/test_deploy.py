@@ -92,11 +92,12 @@ def test_a_deployed_run_survives_its_process(
         with pytest.raises(PrefectHTTPStatusError, match="409"):
             client.create_flow_run_from_deployment(deployed.id, parameters=wrong)
 
-        run = client.create_flow_run_from_deployment(deployed.id)
+        run = client.create_flow_run_from_deployment(deployed.id, parameters={"overrides": ["actor.lr=0.0005"]})
         wait(lambda: (tmp_path / "runs" / config.run.name / "log").exists() and History.of(config).state.iteration > 2)
         driver = int(client.read_flow_run(run.id).infrastructure_pid.split(":")[-1])  # type: ignore[union-attr]
         os.kill(driver, signal.SIGKILL)
         died_at = History.of(config).state.iteration
+        assert History.of(config).run.config == config.with_values({"actor.lr": 0.0005})
         wait(lambda: History.of(config).state.iteration > died_at + 2)
         assert History.of(config).state.term == 2
         only = FlowRunFilter(deployment_id=FlowRunFilterDeploymentId(any_=[deployed.id]))
@@ -110,9 +111,8 @@ def test_a_deployed_run_survives_its_process(
 
 
 def test_each_start_can_be_a_run_of_its_own(config: RunConfig, prefect_server: str, tmp_path: Path) -> None:
-    short = config.with_values({"train.iterations": 1})
     for _ in range(2):
-        train(short, new_run=True)
+        train(config, new_run=True, overrides=["train.iterations=1"])
     runs = sorted(path.name for path in (tmp_path / "runs").iterdir())
     assert len(runs) == 2
     assert all(name.startswith(f"{config.run.name}-") for name in runs)

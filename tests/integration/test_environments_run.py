@@ -66,6 +66,9 @@ def test_what_the_environment_says_is_read_and_never_learned(start: Any, process
     assert metrics["response_length/mean"].tolist() == pytest.approx(
         frame.groupby("iteration")["response_mask"].apply(lambda rows: rows.map(sum).mean()).tolist()
     )
+    turns = frame["turns"].map(len) + 1
+    assert metrics["num_turns/mean"].tolist() == pytest.approx(turns.groupby(frame["iteration"]).mean().tolist())
+    assert metrics["num_turns/max"].tolist() == turns.groupby(frame["iteration"]).max().tolist()
     shown = processes.cli("show", "quiet", "--store", config.run.store)
     assert shown.wait() == 0, shown.text
     assert "environment: XY" in shown.text
@@ -197,6 +200,10 @@ def test_what_does_not_go_together_is_refused(changes: dict[str, Any], says: str
         ({"name": "tests.environments:Mute"}, "Mute has no `stop`: the texts that end a turn"),
         ({"name": "tests.environments:Deaf"}, "Deaf has no method step: it needs reset("),
         ({"name": "calculator", "options": {"a": 1}}, "calculator cannot be made with rollout.environment.options: "),
+        (
+            {"name": "tests.environments:Structured"},
+            "in reset (at reset, which is tried before the run starts); ground",
+        ),
     ],
 )
 def test_what_is_no_environment_is_refused(environment: dict[str, Any], says: str, start: Any) -> None:

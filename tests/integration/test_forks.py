@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
+import duckdb
 import pandas as pd
 import pytest
 import yaml
 
-from flows.rescore import begin
+from flows.rescore import begin, rescoring_config
 from flows.train import train
+from infra.query import answer, connect
 from infra.runs import open_run
 from infra.store.records import Fork
 from rlhf.config import RunConfig
@@ -268,6 +271,47 @@ def test_vacuum_deletes_what_nothing_reaches(ratchet: Ratchet, config: RunConfig
     assert "0 objects were deleted" in out
 
 
+def test_runs_are_listed_completed_and_queried_together(
+    ratchet: Ratchet, parent: History, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(tmp_path / "runs" / "parent", tmp_path / "runs" / "copy")
+    (tmp_path / "runs" / "notes").mkdir()
+    store = ("--store", config.run.store)
+    code, out, err = ratchet("ls", *store, "--format", "json")
+    assert code == 0, err
+    listed = {row["run"]: row for row in map(json.loads, out.splitlines())}
+    assert listed.keys() == {"parent", "copy"}
+    assert {(row["state"], row["iterations"]) for row in listed.values()} == {("finished", "3/3")}
+
+    sql = "select run, iteration, count(*) as n, avg(score) as score from trajectories group by all order by all"
+    code, out, err = ratchet("query", "parent", "copy", sql, *store, "--format", "json")
+    assert code == 0, err
+    answers = [json.loads(line) for line in out.splitlines()]
+    assert [(row["run"], row["iteration"], row["n"]) for row in answers] == [
+        (run, iteration, 8) for run in ("copy", "parent") for iteration in range(3)
+    ]
+    assert [row["score"] for row in answers[:3]] == [row["score"] for row in answers[3:]]
+    code, out, err = ratchet("query", "parent", "copy", "select * from nowhere", *store)
+    assert code == 2
+    assert "tables are advantages, generate, metrics" in err
+    connection = connect([parent.run, open_run(f"{config.run.store}/copy")], [1])
+    assert answer(connection, sql).to_dict("list") == {
+        "run": ["copy", "parent"],
+        "iteration": [1, 1],
+        "n": [8, 8],
+        "score": [pytest.approx(answers[1]["score"])] * 2,
+    }
+    with pytest.raises(duckdb.CatalogException, match="metrics does not exist"):
+        answer(connection, "select * from metrics")
+
+    monkeypatch.setenv("RATCHET_STORE", config.run.store)
+    monkeypatch.setenv("_RATCHET_COMPLETE", "complete_bash")
+    for command in ("status", "query", "report", "evaluate"):
+        monkeypatch.setenv("COMP_WORDS", f"ratchet {command} p")
+        monkeypatch.setenv("COMP_CWORD", "2")
+        assert ratchet()[1].split() == ["parent"]
+
+
 def _files(url: str) -> list[Path]:
     return [path for path in Path(url.removeprefix("file://")).rglob("*") if path.is_file()]
 
@@ -287,7 +331,25 @@ def test_rescore_compares_new_scores_with_the_old(ratchet: Ratchet, parent: Hist
     summary = [line.split() for line in out.splitlines() if line.strip().startswith("all")]
     assert summary[0][1:4] == ["24", f"{old['score'].mean():.3f}", f"{new['score'].mean():.3f}"]
     assert ratchet("resume", "other", *store)[0] == 0  # it is done
+    as_in_the_demo = "algorithm.rollout_correction={bypass: true}"  # which matters only if somebody learns
+    assert ratchet("rescore", "parent", *reward, "--run", "bypass", *store, as_in_the_demo)[0] == 0
+    code, _, err = ratchet("rescore", "parent", *reward, "--train", "--run", "learns", *store, as_in_the_demo)
+    assert code == 2
+    remedy = re.search(r"set (algorithm\.rollout_correction\.bypass): false", err)
+    assert remedy is not None
+    arguments = (*reward, "--train", "--run", "learns", *store, as_in_the_demo, f"{remedy[1]}=false")
+    assert ratchet("rescore", "parent", *arguments)[0] == 0
     assert ratchet("rescore", "parent", *reward, "--run", "other", *store)[0] == 0
+
+
+def test_trackers_are_for_training(
+    parent: History, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    train(config.with_values({"tracking": "tensorboard"}))  # the run is done: this only claims it
+    url = parent.run.store.url
+    assert rescoring_config(url, "other", None, learn=False).tracking == ()
+    assert rescoring_config(url, "other", None, learn=True).tracking == ("tensorboard",)
 
 
 def test_rescore_can_learn_from_old_generations(

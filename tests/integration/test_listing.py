@@ -12,6 +12,7 @@ import psutil
 import pytest
 import s3fs
 
+from flows.ui.documents import run_view
 from infra.execution import heartbeat
 from infra.execution.heartbeat import Beat
 from infra.listing import FRESH_S, RunSummary, runs_of
@@ -20,6 +21,8 @@ from infra.store.clock import born
 from infra.store.object_store import ObjectStore
 from infra.store.records import Claim
 from infra.store.run_store import RunStore
+from tasks.plan import fork_run
+from tests.integration.test_stored_runs import STORED
 
 
 @pytest.fixture
@@ -54,10 +57,28 @@ def test_runs_are_listed(store: Path) -> None:
     rates = open_run(ppo.url).validation().groupby("iteration")["score"].mean()
     assert ppo.best_validation is not None
     metric, best = ppo.best_validation
-    assert metric == "val/countdown/mean_score" and best == pytest.approx(rates.max())
+    assert metric == "val-core/countdown/reward/mean@1" and best == pytest.approx(rates.max())
     assert (runs["open"].state, runs["open"].iteration) == ("stopped", 2)
     assert runs["open"].age_s < ppo.age_s, "it was forked later"
     assert [summary.name for summary in runs_of(f"file://{store}")] == ["open", "ppo"]
+
+
+def test_validations_of_older_releases_have_todays_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`old` has closed the iteration that begins with its validation; in `fork` that iteration is open."""
+    shutil.copytree(STORED / "schema-3", tmp_path, dirs_exist_ok=True)
+    store = tmp_path / "runs"
+    store.mkdir()
+    shutil.move(tmp_path / "run", store / "old")
+    monkeypatch.chdir(tmp_path)  # the config's paths are relative
+    old = open_run(f"file://{store}/old")
+    fork_run(old, old.config.with_values({"run.store": f"file://{store}", "run.name": "fork"}), 0, "score")
+    best = ("val-core/countdown/reward/mean@1", pytest.approx(old.validation()["score"].mean()))
+    assert {name: run.best_validation for name, run in listed(store).items()} == {"old": best, "fork": best}
+    for name in ("old", "fork"):
+        run = open_run(f"file://{store}/{name}")
+        view = run_view(run, name, run.metrics().to_dict("records"))
+        assert view.titles[best[0]] == "validation: countdown/reward/mean@1"
+        assert view.metrics[best[0]] == [best[1]]
 
 
 def test_a_run_is_running_while_its_driver_lives(store: Path) -> None:

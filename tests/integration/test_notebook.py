@@ -18,15 +18,18 @@ NOTEBOOK = Path(__file__).parents[2] / "examples" / "inspect.ipynb"
 def test_inspect(workspace: Path, tmp_path: Path, prefect_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny.config(
         workspace,
-        run__name="inspected",
+        run__name="countdown",
         run__store=f"file://{tmp_path}/runs",
         reward__function="tests.rewards:letters",
         train__iterations=2,
     )
     train(config)
-    monkeypatch.setenv("RATCHET_RUN", f"file://{tmp_path}/runs/inspected")
+    monkeypatch.delenv("RATCHET_RUN", raising=False)
+    folder = tmp_path / "examples"  # where Jupyter starts
+    folder.mkdir()
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    NotebookClient(notebook, timeout=900, startup_timeout=600, kernel_name="python3").execute()
+    place = {"metadata": {"path": str(folder)}}
+    NotebookClient(notebook, timeout=900, startup_timeout=600, kernel_name="python3", resources=place).execute()
     outputs = json.dumps([cell.get("outputs") for cell in notebook.cells])
     assert "image/png" in outputs, "the curve"
     assert "it000001-p00000" in outputs

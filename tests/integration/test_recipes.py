@@ -11,6 +11,7 @@ import pytest
 from flows.train import train
 from infra.runs import Run, open_run
 from rlhf.config import RunConfig, load_config
+from rlhf.metrics import BY_NAME
 from rlhf.rewards import load_reward
 from tests import tiny
 from tests.history import History
@@ -87,6 +88,7 @@ def test_recipe(name: str, workspace: Path, tmp_path: Path, prefect_server: str)
     assert len(frame) == 2 * config.trajectories_per_iteration
     assert np.isfinite(metrics.to_numpy(dtype=float)).all()
     assert (metrics["actor/grad_norm"] > 0).all()
+    assert set(metrics) - {"iteration"} <= set(BY_NAME), "each is in the catalogue, and so in every metrics file"
     roles = {"actor", "critic"} if config.needs_critic else {"actor"}
     assert set(run.state.snapshots[2]) == roles
     digests = {run.state.initial["actor"].digest, run.state.weights["actor"].digest}

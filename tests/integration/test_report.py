@@ -65,18 +65,19 @@ def test_runs_are_overlaid(page: Page, shown_runs: Path, tmp_path: Path) -> None
     charts = {chart["title"]: dict(zip(chart["names"], chart["y"], strict=True)) for chart in page.evaluate(CHARTS)}
     metrics = dict(zip(("ppo", "grpo"), (run.metrics() for run in both), strict=True))
     reported = {name for frame in metrics.values() for name in frame}
-    of_copies = {"perf/weight_sync_s", "perf/weight_sync_bytes"}  # here the rollout shares the actor's tensors
-    assert {metric.name for metric in CATALOGUE} - of_copies <= reported, "stages report all that is shown"
+    elsewhere = {"timing_s/update_weights", "perf/weight_sync_bytes"}  # here the rollout shares the actor's tensors
+    elsewhere |= {"perf/mfu/actor", "perf/max_memory_allocated_gb", "num_turns/mean", "actor/kl_loss"}
+    assert {display.name for display in CATALOGUE} - elsewhere <= reported, "stages report all that is shown"
     for key, title in documents.CURVES.items():
         expected = {name: pytest.approx(list(frame[key]), rel=1e-5) for name, frame in metrics.items() if key in frame}
         lines = {name: values[:3] for name, values in charts.get(title, {}).items()}  # then comes the last validation
         assert lines == expected, key
-    assert list(charts["score"]) == ["ppo", "grpo"]
-    assert list(charts["value loss"]) == ["ppo"]
+    assert list(charts["critic/score/mean: score, mean"]) == ["ppo", "grpo"]
+    assert list(charts["critic/vf_loss: value loss"]) == ["ppo"]
     rates = both[0].validation().groupby("iteration")["score"].mean()
-    validated = charts["validation: countdown/mean_score"]["ppo"]
+    validated = charts["validation: countdown/reward/mean@1"]["ppo"]
     assert validated == [pytest.approx(rates[at], rel=1e-3) if at in rates else None for at in range(4)]
-    assert list(charts["grpo: seconds by stage"])[:3] == ["generate", "score", "old_log_probs"]
+    assert list(charts["grpo: seconds by stage"])[:3] == ["gen", "reward", "old_log_prob"]
     assert sum(pixels > 20 for pixels in page.evaluate(PAINTED)) >= 8
     keys = [row.locator("td, th").all_inner_texts() for row in page.locator("#config tr").all()]
     assert ["actor.lr", "0.001", "0.002"] in keys
@@ -89,7 +90,7 @@ def test_runs_are_overlaid(page: Page, shown_runs: Path, tmp_path: Path) -> None
 def test_a_constant_is_drawn_at_its_scale(page: Page, shown_runs: Path, tmp_path: Path) -> None:
     show(page, tmp_path / "report.html", *runs(shown_runs, "ppo"))
     ranges = {chart["title"]: chart["range"] for chart in page.evaluate(CHARTS)}
-    assert ranges["learning rate, actor"] == [pytest.approx(0.0009), pytest.approx(0.0011)]
+    assert ranges["actor/lr: learning rate, actor"] == [pytest.approx(0.0009), pytest.approx(0.0011)]
 
 
 def test_trajectories_are_filtered_and_sorted(page: Page, shown_runs: Path, tmp_path: Path) -> None:

@@ -74,8 +74,8 @@ def test_gsm8k_from_its_own_files(workspace: Path, processes: Processes) -> None
     assert (metrics["iteration"] == 1).all(), "not before the training"
     store = History.of(config).run.store
     found = store.manifests(1)["validate"].metrics
-    metrics = {"mean_score", "mean@2", "maj@2", "best@2"}
-    assert {name.rpartition("/")[2] for name in found} == metrics, "of a sum of rewards, no score means solved"
+    expected = {f"val-core/openai/gsm8k/reward/{name}@2" for name in ("mean", "maj", "best")}
+    assert set(found) == expected, "of a sum of rewards, no score means solved"
     answered = processes.cli("evaluate", "gsm8k", "--store", config.run.store, "--data", out / "test.parquet", "--n", 2)
     assert answered.wait() == 0, answered.text
     assert "best@2" in answered.text
@@ -84,7 +84,7 @@ def test_gsm8k_from_its_own_files(workspace: Path, processes: Processes) -> None
 def test_a_reward_that_cannot_score_the_prompts_is_found_before_anything_starts(
     workspace: Path, processes: Processes
 ) -> None:
-    """Rows of GSM8K under the default reward, which is that of another game."""
+    """Rows of GSM8K under the reward of another game."""
     out, store = processes.folder / "data", f"file://{processes.folder}/runs"
     made = processes.cli("data", "gsm8k", out, "--source", GSM8K)
     assert made.wait() == 0, made.text
@@ -94,6 +94,7 @@ def test_a_reward_that_cannot_score_the_prompts_is_found_before_anything_starts(
         run__store=store,
         data__train=[str(out / "train.parquet")],
         data__truncation="drop",
+        reward__function="countdown",
     )
     refused = train(processes, config)
     assert refused.wait() == 2, refused.text
@@ -148,7 +149,7 @@ def test_a_failed_reward_is_recorded_and_the_policy_decides(workspace: Path, pro
         found = history.run.store.manifests(2)["validate"].metrics
         assert found["val/reward_errors"] == failed.sum()
         kept = held_out if policy == "zero" else held_out[~failed]
-        assert found["val/countdown/mean_score"] == pytest.approx(kept["score"].mean(), rel=1e-5)
+        assert found["val-core/countdown/reward/mean@2"] == pytest.approx(kept["score"].mean(), rel=1e-5)
         table = processes.cli("evaluate", policy, "--store", config.run.store, "--temperature", 1, "validation.n=1")
         assert table.wait() == 0, table.text
         counted = "count as 0" if policy == "zero" else "left out"
@@ -231,7 +232,7 @@ def test_functions_and_prompts_as_others_have_them(workspace: Path, processes: P
     path.write_text(path.read_text().replace('"ground_truth": {"target": 3,', '"truth": {"target": 3,'))
     refused = train(processes, config.with_values({"run.name": "missing", "reward.function": "countdown"}))
     assert refused.wait() == 2, refused.text
-    assert "line 4: reward.function countdown needs reward_model.ground_truth, which is missing" in refused.text
+    assert "line 4: reward.function countdown needs reward_model.ground_truth (or a column" in refused.text
 
 
 def test_another_policy_begins_where_the_first_one_led(workspace: Path, processes: Processes) -> None:
@@ -278,7 +279,7 @@ def test_another_policy_begins_where_the_first_one_led(workspace: Path, processe
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        ({"prompt": "Why?"}, "line 2: data_source is missing"),
+        ({"prompt": "Why?"}, "line 2: reward.function auto has no built-in reward for data_source prompts: name your"),
         ({"data_source": "s"}, "line 2: prompt is missing; there are data_source"),
         ({"data_source": "s", "prompt": []}, "line 2: prompt should be a list of messages"),
         ('{"data_source": "s", ', "line 2 is not JSON"),
@@ -286,7 +287,7 @@ def test_another_policy_begins_where_the_first_one_led(workspace: Path, processe
 )
 def test_a_wrong_prompt_is_named(row: Any, says: str, workspace: Path, processes: Processes) -> None:
     path = processes.folder / "prompts.jsonl"
-    good = {"data_source": "s", "prompt": "Why?", "reward_model": {"ground_truth": "1"}}
+    good = {"data_source": "gsm8k", "prompt": "Why?", "reward_model": {"ground_truth": "1"}}
     path.write_text(f"{json.dumps(good)}\n{row if isinstance(row, str) else json.dumps(row)}\n")
     child = train(processes, tiny.config(workspace, data__train=[str(path)], run__store=f"file://{processes.folder}"))
     assert child.wait() == 2

@@ -17,6 +17,7 @@ import yaml
 
 from infra.runs import open_run
 from infra.store.records import Diverged
+from rlhf.metrics import BY_NAME
 from tests import tiny
 from tests.history import History
 from tests.processes import Processes
@@ -44,7 +45,10 @@ def test_a_run_of_this_schema_is_read_and_gone_on_with(stored: Path, processes: 
     assert first["trajectory_id"] == "it000000-p00000-s00"
     assert first["response_ids"].tolist() == [8, 40, 42, 8, 45, 6, 10, 68]
     assert len(first["advantages"]) == len(first["old_log_probs"]) == 8
-    assert run.metrics()["response_length/max"].tolist() == [8.0]
+    metrics = run.metrics()
+    assert metrics["response_length/max"].tolist() == [8.0]
+    assert set(metrics) - {"iteration"} <= set(BY_NAME), "all have today's names"
+    assert {"timing_s/gen", "timing_s/ref", "actor/reward_kl_penalty_coeff"} <= set(metrics)
 
     asked = "select count(*) as n, count(turns) as turns from trajectories"
     told = processes.cli("query", "stored", asked, "--store", f"file://{stored.parent}", "--format", "json")

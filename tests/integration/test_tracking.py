@@ -1,43 +1,144 @@
-"""Metrics reach TensorBoard and Weights & Biases (offline), where people look for them."""
+"""Metrics reach each tracker, in one run however often it is resumed; a tracker that fails is one line."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
+import pandas as pd
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from flows.tracking import tracking
+from infra.execution.driver import check_packages
+from infra.progress import Event, Note, listening
+from rlhf.errors import UserError
 from tests import tiny
+
+RUN_ID = "0123456789abcdef"
+METRIC = "val-core/countdown/reward/mean@1"
+
+
+def samples(iteration: int) -> pd.DataFrame:
+    return pd.DataFrame({"response": [f"hostile \x1b[2J of {iteration}"], "score": [0.5]})
+
+
+def logged(root: Path, *values: float, first: int = 0, **changes: Any) -> list[str]:
+    """Log a value per iteration; returns what the user is told."""
+    events: list[Event] = []
+    with listening(events.append), tracking(tiny.config(root, **changes), RUN_ID, samples) as track:
+        for iteration, value in enumerate(values, first):
+            track(iteration, {METRIC: value})
+    return [event.text for event in events if isinstance(event, Note)]
 
 
 def test_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with tracking(tiny.config(tmp_path, tracking=["tensorboard"])) as track:
-        track(0, {"critic/score/mean": 0.25})
-        track(1, {"critic/score/mean": 0.5})
-    (events,) = (tmp_path / "tracking" / "tiny").rglob("events.*")
-    found = EventAccumulator(str(events))
-    found.Reload()
-    assert [(event.step, event.value) for event in found.Scalars("critic/score/mean")] == [(0, 0.25), (1, 0.5)]
+    assert logged(tmp_path, 0.25, tracking="tensorboard") == []
+    assert logged(tmp_path, 0.5, first=1, tracking="tensorboard") == []
+    assert [path.name for path in (tmp_path / "tracking").iterdir()] == ["tiny"]
+    assert all(path.is_file() for path in (tmp_path / "tracking" / "tiny").iterdir()), "one folder"
+    stored = EventAccumulator(str(tmp_path / "tracking" / "tiny"))
+    stored.Reload()
+    assert [(event.step, event.value) for event in stored.Scalars(METRIC)] == [(0, 0.25), (1, 0.5)]
 
 
-def test_wandb_offline(tmp_path: Path) -> None:
+def mlflow_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """MLflow with its files in a folder."""
+    import mlflow
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow.set_tracking_uri(f"file://{folder}/mlruns")
+    return mlflow
+
+
+def test_mlflow_has_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = mlflow_in(tmp_path, monkeypatch)
+    assert logged(tmp_path, 0.25, tracking="mlflow", run__group="sweep") == []
+    assert logged(tmp_path, 0.5, first=1, tracking="mlflow", actor__lr=0.1) == []
+    [run] = mlflow.search_runs(experiment_names=["ratchet"], output_format="list")
+    assert (run.info.run_name, run.data.params["actor.lr"]) == ("tiny", "0.001")
+    history = mlflow.MlflowClient().get_metric_history(run.info.run_id, METRIC.replace("@", "_at_"))
+    assert [(entry.step, entry.value) for entry in history] == [(0, 0.25), (1, 0.5)]
+
+
+def test_trackio_has_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trackio")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    import trackio
+
+    assert logged(tmp_path, 0.25, tracking="trackio") == []
+    assert logged(tmp_path, 0.5, first=1, tracking="trackio") == []
+    [run] = trackio.Api().runs("ratchet")
+    assert run.name == "tiny-01234567"
+
+
+SCRIPT = """
+from pathlib import Path
+from tests.integration.test_tracking import logged
+assert logged(Path("."), 0.25, tracking="wandb", run__project="games", run__group="sweep", run__tags="short") == []
+"""
+
+
+def test_wandb_has_one_run(tmp_path: Path) -> None:
     """In a process of its own: wandb's service writes the log as the process ends."""
-    script = (
-        "from pathlib import Path; from flows.tracking import tracking; from tests import tiny\n"
-        "with tracking(tiny.config(Path('.'), tracking=['wandb'])) as track: track(0, {'critic/score/mean': 0.25})"
-    )
     environment = os.environ | {
         "WANDB_MODE": "offline",
         "WANDB_X_SERVICE_WAIT": "180",  # its service starts slowly where the machine has other things to do
         "PYTHONPATH": str(Path(__file__).parents[2]),
     }
     environment.pop("LOCAL_RANK", None)  # of DeepSpeed's tests in this process; Accelerate would look for others
-    ended = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True)
-    assert ended.returncode == 0, ended.stderr.decode()
-    (log,) = (tmp_path / "tracking" / "tiny").rglob("*.wandb")
-    assert b"critic/score/mean" in log.read_bytes()
+    for _ in range(2):
+        ended = subprocess.run([sys.executable, "-c", SCRIPT], cwd=tmp_path, env=environment, capture_output=True)
+        assert ended.returncode == 0, ended.stderr.decode()
+        assert ended.stderr == ended.stdout == b"", "wandb is quiet"
+    logs = sorted((tmp_path / "tracking" / "tiny").rglob("*.wandb"))
+    assert [log.name for log in logs] == [f"run-{RUN_ID}.wandb"] * 2, "both go on with one run"
+    for what in (METRIC, "games", "sweep", "short", "micro_batch_tokens"):
+        assert what.encode() in logs[0].read_bytes(), what
+    [table] = (tmp_path / "tracking" / "tiny").rglob("wandb/latest-run/files/media/table/samples_*.json")
+    assert json.loads(table.read_text())["data"] == [[r"hostile \x1b[2J of 0", 0.5]]
+
+
+def test_a_tracker_that_cannot_start_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tracking").write_text("a file, where there should be a folder")
+    [line] = logged(tmp_path, 0.25, 0.5, tracking="tensorboard")
+    assert line.startswith("tracking: tensorboard failed, and the run continues without it: ")
+    assert "\n" not in line
+
+
+def test_a_tracker_that_fails_later_is_one_line_and_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow_in(tmp_path, monkeypatch)
+    config, events = tiny.config(tmp_path, tracking=["mlflow", "tensorboard"]), list[Event]()
+    with listening(events.append), tracking(config, RUN_ID, samples) as track:
+        track(0, {METRIC: 0.25})
+        shutil.rmtree(tmp_path / "mlruns")
+        track(1, {METRIC: 0.5})
+        track(2, {METRIC: 0.75})
+    [line] = [event.text for event in events if isinstance(event, Note)]
+    assert line.startswith("tracking: mlflow failed, and the run continues without it: ")
+    stored = EventAccumulator(str(tmp_path / "tracking" / "tiny"))
+    stored.Reload()
+    assert [event.value for event in stored.Scalars(METRIC)] == [0.25, 0.5, 0.75]
+
+
+def test_a_tracker_that_is_not_installed_is_refused_before_anything_starts(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "trackio" else find(name))
+    with pytest.raises(UserError) as error:
+        check_packages(tiny.config(workspace, tracking=["tensorboard", "trackio"]))
+    assert str(error.value) == 'tracking: trackio needs the package trackio: pip install "ratchet-rlhf[trackio]"'

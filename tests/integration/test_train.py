@@ -7,7 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import pandas as pd
+import polars as pl
 import pytest
 import yaml
 from prefect.client.orchestration import SyncPrefectClient
@@ -19,6 +21,8 @@ from infra.store.records import Claim, Diverged, Skip
 from infra.store.run_store import RunStore
 from rlhf.algorithms.kl import AdaptiveCoefficient
 from rlhf.config import RunConfig
+from tasks.pipeline import STAGES
+from tasks.stage import RowsStage
 from tests import tiny
 from tests.history import History
 from tests.processes import Child, Fault, Processes
@@ -33,11 +37,12 @@ class Ratchet:
     def __init__(self, workspace: Path, processes: Processes) -> None:
         self.workspace, self.processes = workspace, processes
 
-    def __call__(self, *faults: Fault, setup: Any = None, **changes: Any) -> Child:
+    def __call__(self, *faults: Fault, setup: Any = None, accept_changes: bool = False, **changes: Any) -> Child:
         self.config = self.at(**changes)
         path = self.processes.folder / "config.yaml"
         path.write_text(yaml.safe_dump(self.config.model_dump(mode="json")))
-        return self.processes.cli("train", path, faults=faults, setup=setup)
+        options = ("--accept-changes",) if accept_changes else ()
+        return self.processes.cli("train", path, *options, faults=faults, setup=setup)
 
     def at(self, **changes: Any) -> RunConfig:
         defaults = {
@@ -134,7 +139,10 @@ def test_grpo_on_policy_has_no_critic_no_reference_and_no_old_log_probs(ratchet:
 
 
 def test_the_critic_warms_up(ratchet: Ratchet, workspace: Path) -> None:
+    """Metrics that only later iterations have are columns of every metrics file, for every reader."""
     warm: dict[str, Any] = {"critic__warmup_iterations": 1, "actor__lr_schedule": {"warmup_iterations": 4}}
+    held_out = str(workspace / "held_out.parquet")
+    warm |= {"validation": {"data": held_out, "n": 2, "every": 1, "before_train": False}}
     done(ratchet(dies_after("skip", "update_actor", 0), **warm), -9)
     refused = done(ratchet(critic__warmup_iterations=0), 2)
     assert "critic warms up" in refused
@@ -142,7 +150,20 @@ def test_the_critic_warms_up(ratchet: Ratchet, workspace: Path) -> None:
     done(ratchet(**warm))
     history = ratchet.history
     assert [(skip.iteration, skip.weights.version) for skip in history.commits(Skip)] == [(0, 1)]
-    rates = history.run.metrics()["actor/lr"].dropna().tolist()
+    folder = str(history.folder / "metrics")
+    plain = pd.read_parquet(folder)
+    for frame in (pl.read_parquet(folder).to_pandas(), duckdb.sql(f"from read_parquet('{folder}/*.parquet')").df()):
+        pd.testing.assert_frame_equal(frame, plain, check_dtype=False)
+    assert plain["actor/pg_loss"].isna().tolist() == [True, False], "the first iteration has the column, too"
+    assert plain["val-core/countdown/reward/mean@2"].isna().tolist() == [True, False]
+    metrics = history.run.metrics()
+    assert set(metrics) == set(plain.dropna(axis=1, how="all"))
+    pd.testing.assert_frame_equal(metrics, plain[list(metrics)])
+    for stage in (stage for stage in STAGES if isinstance(stage, RowsStage) and stage.name in ROWS):
+        rows = pd.read_parquet(history.folder / "trajectories" / stage.name)
+        never = [column.name for column in stage.writes if not column.null]
+        assert rows[never].notna().all(axis=None), "docs/columns.md says so"
+    rates = metrics["actor/lr"].dropna().tolist()
     assert rates[:1] == pytest.approx([1e-3 / 4]), "the actor's own warm-up begins with its own first update"
     initial = load_file(workspace / "model" / "model.safetensors")
     for version, same in ((1, True), (2, False)):
@@ -161,7 +182,7 @@ def test_the_kl_coefficient_goes_from_iteration_to_iteration(ratchet: Ratchet) -
     expected = [0.1]
     for kl in metrics["actor/ref_kl"]:
         expected.append(steer(expected[-1], kl, 8))
-    assert metrics["actor/kl_coef"].tolist() == pytest.approx(expected[:-1])
+    assert metrics["actor/reward_kl_penalty_coeff"].tolist() == pytest.approx(expected[:-1])
     assert len(set(expected)) > 2
     assert ratchet.history.state.controllers == pytest.approx({"kl_in_reward": expected[-1]})
 
@@ -178,18 +199,18 @@ def test_a_changed_learning_rate_keeps_the_rollouts(ratchet: Ratchet) -> None:
 
 
 def test_a_changed_reward_keeps_the_generations_and_never_the_scores(ratchet: Ratchet) -> None:
-    other = {"reward__function": "tests.rewards:digits"}
+    other: dict[str, Any] = {"reward__function": "tests.rewards:digits", "accept_changes": True}
     done(ratchet(Fault("put", "trajectories/score/iteration=000001/.*part-00000", "before")), -9)
     # of generations alone there is something: accepted; killed again with one of two shards of the new scores
     changed = ratchet(Fault("put", "trajectories/score/iteration=000001/.*part-00001"), **other)
     done(changed, -9)
     assert ("generate", 1, 0) not in changed.computed_shards
     before = History.of(ratchet.config)
-    refused = done(ratchet(), 2)
+    refused = done(ratchet(accept_changes=True), 2)
     assert "config.reward.function: tests.rewards:digits -> tests.rewards:letters" in refused
     assert "ratchet fork" in refused
     done(ratchet(dies_after("stage", "score", 1), **other), -9)
-    refused = done(ratchet(), 2)
+    refused = done(ratchet(accept_changes=True), 2)
     assert "config.reward.function: tests.rewards:digits -> tests.rewards:letters" in refused
     then = History.of(ratchet.config)
     then.check_sound(killed=True)
@@ -239,9 +260,12 @@ def test_a_reward_that_is_not_a_number_commits_nothing(ratchet: Ratchet) -> None
 
 def test_a_reward_that_is_not_a_number_can_be_passed_over(ratchet: Ratchet, workspace: Path) -> None:
     bad: dict[str, Any] = {"reward__function": "tests.rewards:not_a_number", "train__on_nan": "skip"}
+    bad |= {"accept_changes": True}
     killed = ratchet(dies_after("skip", "update_actor", 0), **bad)
     assert killed.wait() == -9
-    done(ratchet(train__on_nan="skip", train__iterations=1))  # a good reward now, but the actor has been told to wait
+    done(
+        ratchet(train__on_nan="skip", train__iterations=1, accept_changes=True)
+    )  # a good reward now, but the actor has been told to wait
     done(ratchet(**bad))
     history = ratchet.history
     others = UPDATES | ROWS - {"score", "advantages"}
@@ -251,7 +275,7 @@ def test_a_reward_that_is_not_a_number_can_be_passed_over(ratchet: Ratchet, work
     assert {role: (roles[role].version, roles[role].digest) for role in ("actor", "critic")} == {
         role: (2, history.state.initial[role].digest) for role in ("actor", "critic")
     }
-    done(ratchet(train__iterations=3))
+    done(ratchet(train__iterations=3, accept_changes=True))
     frame = ratchet.history.run.trajectories()
     assert frame.groupby("iteration")["score"].count().to_dict() == {0: 0, 1: 0, 2: 8}
     assert frame["prompt"].nunique() == 12, "every iteration draws the next prompts"

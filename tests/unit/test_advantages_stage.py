@@ -72,6 +72,8 @@ def test_kl_is_taken_off_the_rewards() -> None:
     rows, outputs = computed({"kl": kl}, **REF)
     assert rows["token_rewards"] == [[-0.25, 0, 3], [0.5, 0]]
     assert outputs["metrics"]["actor/ref_kl"] == pytest.approx(1.5 / 4)
+    assert outputs["metrics"]["actor/reward_kl_penalty"] == pytest.approx((0.5 / 3 + 1) / 2)
+    assert outputs["metrics"]["actor/reward_kl_penalty_coeff"] == 0.5
     # from the trainer's log-probs, where there are any: here they are the reference's
     rows, _ = computed({"kl": kl}, **REF, **ENTROPY, old_log_probs=REF["ref_log_probs"])
     assert rows["token_rewards"] == [[0, 0, 3], [1, 0]]
@@ -126,7 +128,7 @@ def test_rollout_correction_weighs_and_rejects() -> None:
     assert rows["loss_mask"] == [[1, 1, 1], [0, 0]]  # the rollout was eight times as likely to say that token
     assert rows["advantages"] == [[1, 1, 1], [-1, 0]]
     metrics = outputs["metrics"]
-    assert metrics["rollout_corr/rejected/token_k1"] == pytest.approx(0.25)
+    assert metrics["rollout_corr/rollout_rs_token_k1_masked_fraction"] == pytest.approx(0.25)
     assert metrics["rollout_corr/rollout_is_max"] == 3
     assert metrics["rollout_corr/kl"] == pytest.approx((np.log(8) - np.log(4)) / 4)
     plain, outputs = computed({}, **old)

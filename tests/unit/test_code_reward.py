@@ -114,7 +114,7 @@ def test_a_table_of_tests_may_have_an_empty_column() -> None:
 def test_endless_fences_take_no_time() -> None:
     pool = RewardPool({"code": 1.0}, {"code": {"sandbox": "limits"}}, 1, 60.0)
     texts = ["```" + "x" * 200_000, "```" + " " * 200_000, "```\n" * 50_000, "` ```" * 50_000, "- ```a " * 50_000]
-    found = pool.score([("code", text, SUM, {}) for text in texts])
+    found = pool.score([("code", text, SUM, {}, "") for text in texts])
     pool.close()
     assert [isinstance(one, Score) and one.score for one in found] == [0.0] * len(texts), "in time, too"
 

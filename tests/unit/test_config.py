@@ -120,6 +120,7 @@ def test_the_minimal_config_is_the_documented_default(file: Path) -> None:
         # overrides that are none
         ("actor.lr", "'actor.lr' is not an override: write key.subkey=value"),
         ("=1", "'=1' is not an override"),
+        ("++=1", "'++=1' is not an override"),
         ("actor.lr=[1", "'[1' is not a YAML value"),
     ],
 )  # fmt: skip
@@ -137,6 +138,13 @@ def test_all_mistakes_are_said_at_once(file: Path) -> None:
         load_config(file, ["rollout.n=0", "actor.lrr=1", "actor.share_prompts=maybe", "data.train=3", "trainer=1"])
     keys = [line.removeprefix(f"{file}: ").split()[0] for line in str(refused.value).splitlines()]
     assert sorted(keys) == ["actor.lrr", "actor.share_prompts", "data.train", "rollout.n", "trainer"]
+
+
+def test_all_combinations_that_do_not_work_are_said_at_once(file: Path) -> None:
+    with pytest.raises(UserError) as refused:
+        load_config(file, ["validation.every=1", "actor.tensor_parallel=2", "critic=null", "pools={a: {workers: 3}}"])
+    keys = [line.removeprefix(f"{file}: ").split()[0] for line in str(refused.value).splitlines()]
+    assert keys == ["critic", "actor.tensor_parallel", "actor.tensor_parallel", "validation.every"]
 
 
 @pytest.mark.parametrize(
@@ -298,6 +306,30 @@ def test_options_alone_keep_the_algorithm() -> None:
     config = parse_config({**MINIMAL, "algorithm": {"advantage": {"type": "rloo"}}}, "here")
     changed = config.with_values({"algorithm.advantage": {"whiten": True}}).algorithm.advantage
     assert (changed.type, changed.whiten) == ("rloo", True)
+
+
+@pytest.mark.parametrize(
+    ("text", "inside"),
+    [
+        ("rollout.environment=calculator", "rollout.environment.max_turns=2"),
+        ("algorithm.advantage=reinforce_plus_plus", "algorithm.advantage.gamma=0.5"),
+        ("critic.model=other", "critic.model.dtype=float32"),
+    ],
+)
+def test_a_text_for_a_section_and_keys_of_the_section_compose(file: Path, text: str, inside: str) -> None:
+    """In either order, over whatever the file has, and where only the file has the text."""
+    key, _, value = inside.partition("=")
+    composed = load_config(file, [text, inside])
+    assert str(composed.value(key)) == value
+    assert load_config(file, [inside, text]) == composed
+    assert load_config(file, [f"++{text}", f"+{inside}"]) == composed
+    section, _, name = text.partition("=")
+    assert load_config(file, [f"{section}={{{key.rpartition('.')[2]}: 9}}", inside, text]) == composed
+    tree = yaml.safe_load(file.read_text())
+    holder, _, last = section.rpartition(".")
+    tree[holder] = {last: name}
+    file.write_text(yaml.safe_dump(tree))
+    assert load_config(file, [inside]) == composed
 
 
 def test_a_part_of_a_config_need_not_fit_the_rest() -> None:

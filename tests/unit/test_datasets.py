@@ -31,10 +31,10 @@ def test_gsm8k_becomes_prompts_whose_own_solutions_are_right(tmp_path: Path) -> 
     pq.write_table(table, path := tmp_path / "train.parquet")
     dataset = PromptDataset([path])
     assert len(dataset) == 300
-    first = dataset.prompts[0]
+    first = dataset[0]
     assert first.messages[0]["content"].startswith("Natalia sold clips to 48 of her friends")
     assert first.messages[0]["content"].endswith('after "####".')
-    for prompt in dataset.prompts:
+    for prompt in dataset:
         extra = json.loads(prompt.extra_info)
         assert auto.compute_score(prompt.data_source, extra["answer"], prompt.ground_truth, extra)["score"] == 1.0
 
@@ -101,7 +101,7 @@ def prompts(path: Path, *contents: str) -> PromptDataset:
 
 @pytest.mark.parametrize(("truncation", "kept"), [("left", "6789"), ("right", "0123"), ("middle", "0189")])
 def test_longer_prompts_are_cut(tokenizer: Any, tmp_path: Path, truncation: str, kept: str) -> None:
-    [prompt] = prompts(tmp_path, "0123456789").prompts
+    [prompt] = prompts(tmp_path, "0123456789")
     text, ids = encode(prompt, tokenizer, max_tokens=4, truncation=truncation)
     assert (text, tokenizer.decode(ids)) == ("0123456789", kept)
     with pytest.raises(UserError, match=r"has 10 tokens, more than data\.max_prompt_tokens 4"):
@@ -111,7 +111,7 @@ def test_longer_prompts_are_cut(tokenizer: Any, tmp_path: Path, truncation: str,
 def test_longer_prompts_are_left_out(tokenizer: Any, tmp_path: Path) -> None:
     dataset = prompts(tmp_path, "012", "0123456789", "45")
     kept = dataset.without_overlong(tokenizer, 4, None)
-    assert [each.messages[0]["content"] for each in kept.prompts] == ["012", "45"]
+    assert [each.messages[0]["content"] for each in kept] == ["012", "45"]
     assert (len(dataset), kept.digest) == (3, dataset.digest)
     assert sorted(kept.draw(0, 0, 4)) == [0, 0, 1, 1]
     with pytest.raises(UserError, match="every prompt has more"):
@@ -119,14 +119,14 @@ def test_longer_prompts_are_left_out(tokenizer: Any, tmp_path: Path) -> None:
 
 
 def test_a_system_prompt_stands_before_prompts_that_have_none(tokenizer: Any, tmp_path: Path) -> None:
-    [prompt] = prompts(tmp_path, "Why?").prompts
+    [prompt] = prompts(tmp_path, "Why?")
     text, _ = encode(prompt, tokenizer, max_tokens=99, truncation="error", system_prompt="Be brief.")
     assert text == "Be brief.\nWhy?"
     own = {
         "data_source": "s",
         "prompt": [{"role": "system", "content": "Be long."}, {"role": "user", "content": "Why?"}],
     }
-    [prompt] = PromptDataset([lines(tmp_path / "own.jsonl", own)]).prompts
+    [prompt] = PromptDataset([lines(tmp_path / "own.jsonl", own)])
     text, _ = encode(prompt, tokenizer, max_tokens=99, truncation="error", system_prompt="Be brief.")
     assert text == "Be long.\nWhy?"
 
@@ -157,7 +157,6 @@ def test_metrics_of_several_answers_by_hand() -> None:
     assert found["a"] == {
         "mean_score": pytest.approx(0.5),
         "pass@1": pytest.approx(0.5),
-        "mean@3": pytest.approx(0.5),
         "maj@3": pytest.approx(0.5),
         "best@3": pytest.approx(1.0),
     }

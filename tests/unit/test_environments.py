@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import re
 import threading
@@ -15,12 +16,14 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from rlhf.config import EnvironmentConfig
+from rlhf.data.prompts import Prompt, PromptDataset
 from rlhf.engines.base import Chunk, Request, RolloutEngine, Sampling, limit_of
 from rlhf.engines.generation import TRIES, Generator, Rules
 from rlhf.environments import EnvironmentFailed, Observation, check_environment, environment_digest, load_environment
 from rlhf.environments.calculator import Environment as Calculator
 from rlhf.environments.calculator import calculate
-from rlhf.environments.calls import EnvironmentCalls
+from rlhf.environments.calls import RESETS, EnvironmentCalls, try_environment
 from rlhf.environments.dialogues import Beginning, Dialogue, content_ids
 from rlhf.errors import UserError
 from tests import tiny
@@ -482,3 +485,44 @@ def test_a_quotient_that_no_float_can_hold() -> None:
 )
 def test_the_calculator_answers_a_call_that_ends_a_turn(turn: str, says: str | None) -> None:
     assert Calculator().step(turn) == Observation(says)
+
+
+class Decodes:
+    """What an error about a ground truth that is a text says to do."""
+
+    stop = ()
+
+    async def reset(self, messages: Any, ground_truth: str, extra_info: Any) -> None:
+        self.target = json.loads(ground_truth)["target"]
+
+
+def test_an_environment_is_reset_on_a_prompt_before_the_run_starts(tmp_path: Path) -> None:
+    rows = [{"prompt": "x", "ground_truth": truth} for truth in ({"target": 3}, '{"target": 3}')]
+    (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    structure, text = PromptDataset([tmp_path / "a.jsonl"])
+    expects_structure = EnvironmentConfig(name="tests.environments:Structured")
+    assert try_environment(expects_structure, [structure], None) == []
+    [failure] = try_environment(expects_structure, [structure, text], None)
+    assert failure.startswith(f"{tmp_path}/a.jsonl, line 2: rollout.environment raised TypeError: ")
+    assert "decode it in reset (json.loads(ground_truth)), or store it as a structure" in failure
+    assert try_environment(EnvironmentConfig(name=f"{__name__}:Decodes"), [text], None) == [], "the fix works"
+
+
+class Flaky:
+    """Fails at the first two resets."""
+
+    stop = ()
+    resets = 0
+
+    def reset(self, messages: Any, ground_truth: str, extra_info: Any) -> None:
+        type(self).resets += 1
+        if type(self).resets % RESETS:
+            raise RuntimeError("not yet")
+
+
+def test_an_environment_that_may_fail_has_several_attempts() -> None:
+    prompt = Prompt("s", [{"role": "user", "content": "x"}], None, False, "{}")
+    flaky = EnvironmentConfig(name=f"{__name__}:Flaky")
+    assert try_environment(flaky, [prompt], None) == []
+    [failure] = try_environment(flaky.model_copy(update={"on_error": "fail"}), [prompt], None)
+    assert "RuntimeError: not yet" in failure

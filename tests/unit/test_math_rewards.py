@@ -252,5 +252,6 @@ def test_a_built_in_by_source_or_style() -> None:
     assert auto.reward_of("countdown", None) == "countdown"
     assert auto.reward_of("mine", "gsm8k") == "gsm8k"
     assert auto.compute_score("mine", "#### 3", "3", {"reward_style": "gsm8k"})["score"] == 1.0
-    with pytest.raises(ValueError, match="no built-in reward for data_source 'mine'"):
-        auto.reward_of("mine", "rule")
+    assert auto.reward_of("mine", "rule") is None
+    with pytest.raises(ValueError, match="no built-in reward for data_source mine"):
+        auto.compute_score("mine", "#### 3", "3", {})

@@ -24,3 +24,14 @@ def test_reading_a_run_needs_neither_torch_nor_prefect() -> None:
     script = f"import sys, infra.runs, flows.views; print([name for name in {heavy} if name in sys.modules])"
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
     assert found.stdout.strip() == "[]"
+
+
+def test_the_public_names_are_imported_when_they_are_used() -> None:
+    code = """
+import sys, ratchet
+ratchet.open_run, ratchet.RunConfig, ratchet.query
+assert not {"torch", "prefect", "transformers"} & set(sys.modules)
+for name in ratchet.__all__:
+    assert getattr(ratchet, name).__name__ == name
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.data.prompts import Prompt, PromptDataset, encode
+from rlhf.data.prompts import Prompt, PromptDataset, check_length, encode
 from rlhf.errors import UserError
 from tests.padded import properties
 
@@ -36,8 +36,8 @@ def test_json_lines_and_parquet_hold_the_same_prompts(tmp_path: Path) -> None:
     lines = json_lines(tmp_path / "a.jsonl", ROW)
     table = tmp_path / "a.parquet"
     pq.write_table(pa.Table.from_pylist([ROW]), table)
-    assert PromptDataset([lines]).prompts == PromptDataset([table]).prompts == [PROMPT]
-    assert PromptDataset([lines, table]).prompts == [PROMPT, PROMPT]
+    assert list(PromptDataset([lines])) == list(PromptDataset([table])) == [PROMPT]
+    assert list(PromptDataset([lines, table])) == [PROMPT, PROMPT]
 
 
 def test_what_a_row_may_leave_out_or_put_differently(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_what_a_row_may_leave_out_or_put_differently(tmp_path: Path) -> None:
         {**ROW, "reward_model": {"ground_truth": {"target": 24, "numbers": [1, 2]}}},
         {**ROW, "reward_model": None, "extra_info": None},
     ]
-    found = PromptDataset([json_lines(tmp_path / "a.jsonl", *rows)]).prompts
+    found = list(PromptDataset([json_lines(tmp_path / "a.jsonl", *rows)]))
     assert found[0] == Prompt("x", PROMPT.messages, None, False, "{}")
     assert json.loads(found[1].ground_truth or "") == {"target": 24, "numbers": [1, 2]}
     assert found[1].ground_truth_is_json
@@ -61,10 +61,11 @@ MALFORMED: list[tuple[Any, str]] = [
     ({**ROW, "prompt": None}, "prompt is missing; there are data_source, prompt"),
     ({"question": "1 + 1?", "answer": "2"}, "prompt is missing; there are question, answer"),
     ({**ROW, "reward_model": '{"ground_truth": "2"}'}, "reward_model should be an object"),
-    ({**ROW, "data_source": None}, "data_source is missing"),
     ({**ROW, "prompt": [{"role": "user"}]}, "prompt should be a list of messages"),
     ({**ROW, "prompt": [{"role": "user", "content": 1}]}, "prompt should be a list of messages"),
-    ({"prompt": "x"}, "data_source is missing"),
+    ({"messages": [{"role": "assistant", "content": "2"}]}, "the prompt is empty"),
+    ({"conversations": [{"from": "narrator", "value": "x"}]}, "conversations has a message from 'narrator'"),
+    ({"conversations": [{"from": "human", "text": "x"}]}, "conversations should be a list of messages"),
 ]
 
 
@@ -74,7 +75,7 @@ def test_a_malformed_line_is_named(tmp_path: Path, row: Any, says: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(f"{json.dumps(ROW)}\n\n{json.dumps(row)}\n")
     with pytest.raises(UserError) as refused:
-        PromptDataset([path])
+        list(PromptDataset([path]))
     assert str(refused.value).startswith(f"{path}, line 3")
     assert says in str(refused.value)
 
@@ -83,7 +84,7 @@ def test_a_malformed_row_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.Table.from_pylist([ROW, {**ROW, "prompt": None}]), path)
     with pytest.raises(UserError, match="row 2: prompt is missing"):
-        PromptDataset([json_lines(tmp_path / "a.jsonl", ROW, ROW, ROW), path])
+        list(PromptDataset([json_lines(tmp_path / "a.jsonl", ROW, ROW, ROW), path]))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +103,7 @@ def test_what_is_no_prompt_file(tmp_path: Path, name: str, content: bytes | None
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(UserError, match=says) as refused:
-        PromptDataset([path])
+        list(PromptDataset([path]))
     assert str(path) in str(refused.value)
 
 
@@ -179,14 +180,16 @@ def test_truncation() -> None:
         )
 
 
-def test_the_first_prompt_that_is_too_long_is_found_early(tmp_path: Path) -> None:
+def test_a_prompt_that_is_too_long_is_found_early(tmp_path: Path) -> None:
     rows = [ROW, {**ROW, "prompt": "x" * 300}, {**ROW, "prompt": "y" * 301}]
     dataset = PromptDataset([json_lines(tmp_path / "a.jsonl", *rows)])
-    dataset.check_lengths(tokenizer(), 301, None)
+    for prompt in dataset:
+        check_length(prompt, tokenizer(), 301, None)
+    _, second, third = dataset
     with pytest.raises(UserError, match=r"line 3: the prompt has 301 tokens, more than data.max_prompt_tokens"):
-        dataset.check_lengths(tokenizer(), 300, None)
+        check_length(third, tokenizer(), 300, None)
     with pytest.raises(UserError, match="line 2"):
-        dataset.check_lengths(tokenizer(), 301, "Short.")
+        check_length(second, tokenizer(), 301, "Short.")
 
 
 @pytest.mark.parametrize("truncation", ["error", "drop"])
@@ -202,11 +205,9 @@ def test_a_prompt_of_millions_of_characters_is_not_tokenized(tmp_path: Path, tru
     dataset = PromptDataset([json_lines(tmp_path / "a.jsonl", *rows)])
     untouched: Any = Untouched(chat_template=None, bos_token_id=None)
     if truncation == "drop":
-        assert [prompt.where for prompt in dataset.without_overlong(untouched, 512, None).prompts] == [
-            dataset.prompts[0].where
-        ]
+        assert [prompt.where for prompt in dataset.without_overlong(untouched, 512, None)] == [dataset[0].where]
         return
     with pytest.raises(
         UserError, match=r"line 2: the prompt has 10,000,000 bytes, far more than data.max_prompt_tokens"
     ):
-        dataset.check_lengths(untouched, 512, None)
+        check_length(list(dataset)[1], untouched, 512, None)

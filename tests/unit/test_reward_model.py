@@ -12,7 +12,8 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 
 from examples.countdown_model import build_tokenizer
 from rlhf.config import RewardModelConfig, parse_config
-from rlhf.data.prompts import Messages, with_response
+from rlhf.data.formats import Messages
+from rlhf.data.prompts import with_response
 from rlhf.engines.reward_engine import RewardEngine, step_ends, text_lengths
 from rlhf.errors import UserError
 from rlhf.models import load_critic, load_reward_model, load_scorer, load_tokenizer

@@ -22,7 +22,7 @@ HOSTILE = "tests.rewards:hostile"
 
 
 def row(response: str, source: str = "any", truth: str = "") -> Row:
-    return source, response, truth, None
+    return source, response, truth, None, ""
 
 
 @pytest.fixture
@@ -147,6 +147,6 @@ def test_a_reward_is_tried_on_each_file(tmp_path: Path) -> None:
     for name, truth in (("train", {"target": 3, "numbers": [1, 2]}), ("held_out", "three")):
         row = {"data_source": "countdown", "prompt": [{"role": "user", "content": "3 from 1 and 2"}]}
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(row | {"reward_model": {"ground_truth": truth}}) + "\n")
-    prompts = PromptDataset([str(tmp_path / "train.jsonl"), str(tmp_path / "held_out.jsonl")]).prompts
+    prompts = list(PromptDataset([str(tmp_path / "train.jsonl"), str(tmp_path / "held_out.jsonl")]))
     [failure] = try_rewards(RewardConfig(function="countdown"), prompts)
     assert f"{tmp_path}/held_out.jsonl, line 1" in failure

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 
 from rlhf.config import parse_config
 from rlhf.errors import NotFinite, UserError
-from rlhf.rewards import check_rewards, load_reward, reward_digest, score
+from rlhf.rewards import Score, auto, check_rewards, load_reward, reward_digest, score
+from rlhf.rewards.pool import RewardPool, Row
 
 
 @pytest.fixture
@@ -103,3 +105,101 @@ def test_options_of_one_function_need_no_name() -> None:
 
 def test_changed_code_is_another_reward() -> None:
     assert reward_digest(["constant"]) == reward_digest(["constant"]) != reward_digest(["countdown"])
+
+
+TRL = """
+def lengths(completions, **kwargs):
+    return [float(len(completion)) for completion in completions]
+
+def accuracy(completions, solution, **kwargs):
+    contents = [completion[0]["content"] for completion in completions]
+    return [float(content == expected) for content, expected in zip(contents, solution, strict=True)]
+
+def few(completions, solution):
+    return [float(len(solution))]
+
+def sometimes(prompts, completions, ground_truth, **kwargs):
+    return [1.0 if truth == completion else None for completion, truth in zip(completions, ground_truth, strict=True)]
+
+async def later(completions, **kwargs):
+    return [2.0 for _ in completions]
+
+def one_number(completions, **kwargs):
+    return 1.0
+"""
+CHAT = [{"role": "user", "content": "1 + 1?"}]
+
+
+@pytest.fixture
+def trl(tmp_path: Path) -> Path:
+    path = tmp_path / "trl_rewards.py"
+    path.write_text(TRL)
+    return path
+
+
+def test_rewards_of_trls_signature(trl: Path) -> None:
+    """Completions are texts or messages, as the dataset's prompts are, and every column is a list."""
+    for name, prompt, expected in (
+        ("lengths", "1 + 1?", 3.0),
+        ("accuracy", CHAT, 1.0),
+        ("few", CHAT, 1.0),
+        ("sometimes", "1 + 1?", 1.0),
+        ("later", "1 + 1?", 2.0),
+    ):
+        function = load_reward(f"{trl}:{name}")
+        check_rewards([f"{trl}:{name}"], {}, allow_code=False)
+        assert score(function, "any", "two", "two", {"solution": "two"}, prompt=prompt).score == expected, name  # type: ignore[arg-type]
+
+
+def test_what_is_wrong_with_a_reward_of_trls_signature(trl: Path) -> None:
+    with pytest.raises(UserError, match="needs the column solution, which the dataset does not have"):
+        score(load_reward(f"{trl}:accuracy"), "any", "two", "two", {"level": 3}, prompt=CHAT)
+    with pytest.raises(UserError, match=r"returned 1\.0: return a list with a number for each completion"):
+        score(load_reward(f"{trl}:one_number"), "any", "two", "two", {}, prompt=CHAT)
+    with pytest.raises(UserError, match=r"has depth, which reward.function .*few does not take"):
+        check_rewards([f"{trl}:few"], {f"{trl}:few": {"depth": 1}}, allow_code=False)
+
+
+def test_a_reward_that_does_not_judge_a_response_leaves_it_to_the_others(trl: Path) -> None:
+    """TRL's functions return None for it."""
+    mixed = RewardPool({f"{trl}:sometimes": 1.0, "constant": 0.5}, {}, 1, 30.0)
+    alone = RewardPool({f"{trl}:sometimes": 1.0}, {}, 1, 30.0)
+    rows: list[Row] = [("any", response, "two", {}, "1 + 1?") for response in ("two", "three")]
+    try:
+        right, other = mixed.score(rows)
+        refused = alone.score(rows)[1]
+    finally:
+        mixed.close()
+        alone.close()
+    assert right == Score(1.5, {f"{trl}:sometimes": 1.0, "constant": 1.0})
+    assert other == Score(0.5, {"constant": 1.0})
+    assert "gave None to a response that no other reward judges" in str(refused)
+
+
+@pytest.mark.parametrize(
+    "source", ["def f(answer, truth):\n    return float(answer == truth)\n", "def f(text):\n    return len(text) - 2\n"]
+)
+def test_another_signature_is_refused_with_a_wrapper_that_works(tmp_path: Path, source: str) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(source)
+    with pytest.raises(UserError, match="nor as TRL's") as refused:
+        check_rewards([f"{path}:f"], {}, allow_code=False)
+    assert "\n" not in str(refused.value)
+    wrapper = str(refused.value).split("`")[1]
+    name = str(refused.value).rpartition("reward.function: ")[2]
+    path.write_text(f"{source}\n{wrapper}\n")
+    for module in [module for module in sys.modules if module.startswith("mine_")]:
+        del sys.modules[module]
+    check_rewards([name], {}, allow_code=False)
+    assert score(load_reward(name), "any", "two", "two", None).score == 1.0
+
+
+def test_auto_refuses_a_source_that_it_does_not_know() -> None:
+    """It names the source, and each remedy is one."""
+    assert parse_config({"model": "m", "data": {"train": "t"}}, "here").reward.function == "auto"
+    problem = auto.problem_of("riddles", None)
+    assert problem is not None
+    assert "no built-in reward for data_source riddles" in problem
+    check_rewards([problem.split("built-in (reward.function: ")[1].partition(")")[0]], {}, allow_code=False)
+    for style in problem.rpartition("(")[2].rstrip(")").split(", "):
+        assert auto.problem_of("riddles", style) is None

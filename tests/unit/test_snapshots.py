@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.execution.snapshots import Snapshots, is_affordable
+from infra.execution.snapshots import Snapshots, describe, is_affordable
 from infra.store.object_store import ObjectStore
 from infra.store.run_store import RunStore
 from infra.workers.groups import WorkerGroups
@@ -77,7 +77,7 @@ def test_a_run_says_how_large_snapshots_are_and_how_often_they_are_taken(
         for role in ("actor", "critic")
         for file in worker.engines.model(role, learns=True).parameters.values()
     )
-    said = snapshots_of(config, tmp_path / "run").describe()
+    said = describe(config)
     size, _, rest = said.removeprefix("snapshots of ").partition(" kB ")
     assert rest == often
     # the weights and two moments; the critic's files have a head for each token, and it has one for a value

@@ -65,5 +65,5 @@ def test_half_a_surrogate_pair_is_refused_by_file_and_row(place: str, tmp_path: 
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(f"{json.dumps(line)}\n" for line in (whole, row)))
     with pytest.raises(UserError) as refused:
-        PromptDataset([path])
+        list(PromptDataset([path]))
     assert str(refused.value).startswith(f"{path}, line 2 holds \\ud800, half of a surrogate pair")

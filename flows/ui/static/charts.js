@@ -125,7 +125,7 @@ export function show(drawn) {
   const shown = new Map([["curves", []], ["seconds", []]]);
   for (const [key, title] of titles) {
     const having = drawn.filter(({view}) => view.metrics[key]?.some(value => value !== null));
-    if (having.length && !stages.includes(key)) shown.get("curves").push(curve("curves", key, title, having, key.startsWith("val/")));
+    if (having.length && !stages.includes(key)) shown.get("curves").push(curve("curves", key, title, having, /^val(-core)?\//.test(key)));
   }
   for (const {view} of drawn) {
     if (stages.some(stage => view.metrics[stage]?.length)) shown.get("seconds").push(seconds("seconds", view, stages));

@@ -53,7 +53,7 @@ export function now(views) {
   at("now").replaceChildren(...views.map((view, index) => {
     const facts = [
       ["throughput", last(view, "perf/response_tokens_per_s"), value => `${number(value, 3)} response tokens/s`],
-      ["last iteration", last(view, "perf/iteration_s"), duration],
+      ["last iteration", last(view, "perf/time_per_step"), duration],
       ["snapshots after", view.snapshots.slice(-6).join(", ") || "none", value => value],
       ["forked from", view.parent, value => value],
       ["folder", view.url, value => value],

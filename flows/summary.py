@@ -1,0 +1,95 @@
+"""What a run will do: models and where they are, tokens and memory, in a few lines at its start."""
+
+from __future__ import annotations
+
+from rich import filesize
+
+from infra.execution.snapshots import describe
+from rlhf.config import ModelConfig, RunConfig
+from rlhf.engines.device_memory import gradients, resident
+from rlhf.models import model_folder, parameter_count
+
+
+def summary(config: RunConfig, iteration: int) -> list[str]:
+    """Say what a run will do.
+
+    Args:
+        config: Its config.
+        iteration: The number of iterations that it has.
+
+    Returns:
+        Lines for the user: the models, the size of an iteration, the memory of a process without activations, and the
+        snapshots.
+    """
+    at = f"continues after {iteration} of" if iteration else "new,"
+    lines = [f"run {config.run.name} in {config.run.store}: {at} {config.train.iterations} iterations"]
+    totals: dict[str, float] = {}
+    for role, model in _models(config).items():
+        parameters, place = parameter_count(model_folder(model)), _place(config, role)
+        held = _memory(config, role, parameters)
+        each = place.replace("in pool", "in each process of pool")
+        totals[each] = totals.get(each, 0) + sum(held.values())
+        parts = ", ".join(f"{what} {filesize.decimal(round(size))}" for what, size in held.items())
+        lines.append(f"  {role:<10}{_model(config, role, model, parameters)} {place}; {parts}")
+    memory = ", ".join(f"{filesize.decimal(round(total))} plus activations {where}" for where, total in totals.items())
+    return [
+        *lines,
+        f"  rollout   {config.rollout.engine} {_place(config, 'rollout')}",
+        f"  iteration {_iteration(config)}",
+        f"  memory    {memory}",
+        *([f"  snapshots {describe(config).removeprefix('snapshots ')}"] if config.train.updates else []),
+    ]
+
+
+def _models(config: RunConfig) -> dict[str, ModelConfig]:
+    models = {"actor": config.model}
+    models |= {"critic": config.critic_model} if config.needs_critic else {}
+    models |= {"reference": config.reference_model} if config.needs_reference else {}
+    return models if config.reward.model is None else {**models, "reward": config.reward.model}
+
+
+def _model(config: RunConfig, role: str, model: ModelConfig, parameters: int) -> str:
+    trainer = config.trainers.get(role, config.actor)
+    engine = "" if role == "reward" else f" {trainer.engine}"
+    adapters = "" if model.lora is None else f" with adapters of rank {model.lora.r}"
+    return f"{model.path}{adapters}, {_number(parameters)} parameters in {model.dtype},{engine}"
+
+
+def _place(config: RunConfig, role: str) -> str:
+    name = config.pool_of(role)
+    if name is None:
+        return "in this process"
+    pool = config.pools[name]
+    gpus = f" with {_counted(pool.gpus_per_worker, 'GPU')} each" if pool.gpus_per_worker else ""
+    return f"in pool {name} ({_counted(pool.workers, 'worker')}{gpus})"
+
+
+def _iteration(config: RunConfig) -> str:
+    data, rollout = config.data, config.rollout
+    longest = data.max_prompt_tokens + rollout.max_response_tokens
+    shards = -(-data.prompts_per_iteration // rollout.prompts_per_shard)
+    return (
+        f"{data.prompts_per_iteration} prompts x {rollout.n} = {config.trajectories_per_iteration} trajectories in "
+        f"{shards} shards, each of at most {data.max_prompt_tokens} + {rollout.max_response_tokens} tokens: "
+        f"{_number(config.trajectories_per_iteration * longest)} tokens at most"
+    )
+
+
+def _memory(config: RunConfig, role: str, parameters: int) -> dict[str, float]:
+    """Bytes of one role in a process, by what they hold."""
+    name = config.pool_of(role)
+    ranks = 1 if name is None else config.pools[name].workers
+    held = resident(config, {role: parameters}, ranks, idle=True) | gradients(config, {role: parameters}, ranks)
+    return {what.partition(" of the ")[0]: size for what, size in held.items()}
+
+
+def _counted(count: float, what: str) -> str:
+    return f"{count:g} {what}{'' if count == 1 else 's'}"
+
+
+def _number(count: int) -> str:
+    """A count such as 7.6 billion, 124 million or 283 thousand."""
+    for size, name in ((10**9, " billion"), (10**6, " million"), (10**3, " thousand")):
+        if count >= size:
+            return f"{count / size:.3g}{name}"
+    return str(count)

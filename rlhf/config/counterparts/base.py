@@ -1,0 +1,200 @@
+"""What a table of correspondences between another program's settings and ours is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from rlhf.errors import UserError
+
+Value: TypeAlias = bool | int | float | str | Sequence["Value"] | Mapping[str, "Value"] | None
+
+
+class NoEqual(Exception):
+    """A setting has no equal here; the text says why, and what happens instead."""
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """A value that does not follow from the other program's settings alone."""
+
+    value: Value
+    why: str
+    is_guess: bool = False
+    """Whether the value only stands for one that the user must choose."""
+
+
+Converted: TypeAlias = Mapping[str, Value | Assumed]
+"""Values by our dotted keys."""
+
+
+def no_rows(files: Sequence[str]) -> int | None:
+    """The number of rows in prompt files that cannot be read."""
+    return None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of another program's run, by dotted key."""
+
+    given: Mapping[str, Value]
+    defaults: Mapping[str, Value] = field(default_factory=dict)
+    """The other program's defaults, where they change what is computed."""
+    rows: Callable[[Sequence[str]], int | None] = no_rows
+    """The number of rows in prompt files; None if they cannot be read."""
+
+    def __getitem__(self, key: str) -> Value:
+        """The value at a key, given or by default; None if it is neither."""
+        return self.given.get(key, self.defaults.get(key))
+
+    def has(self, key: str) -> bool:
+        """Whether a key has a value, given or by default, other than null."""
+        return self[key] is not None
+
+    def flag(self, key: str) -> bool:
+        """A switch; one without a value is off. Raises `UserError` for anything but true and false."""
+        value = self[key]
+        if isinstance(value, bool) or value is None:
+            return bool(value)
+        raise UserError(f"{key} is {value!r}: it should be true or false")
+
+    def number(self, key: str) -> float:
+        """A number. Raises `UserError` if there is none."""
+        value = self[key]
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise UserError(f"{key} is {value!r}: it should be a number")
+        return value
+
+    def count(self, key: str) -> int:
+        """A whole number. Raises `UserError` if there is none."""
+        value = self.number(key)
+        if value != int(value):
+            raise UserError(f"{key} is {value!r}: it should be a whole number")
+        return int(value)
+
+    def text(self, key: str) -> str:
+        """A text. Raises `UserError` if there is none."""
+        value = self[key]
+        if not isinstance(value, str):
+            raise UserError(f"{key} is {value!r}: it should be a text")
+        return value
+
+    def texts(self, key: str) -> list[str]:
+        """A list of texts; a single one may stand alone. Raises `UserError` if there is none."""
+        value = self[key]
+        values = [value] if isinstance(value, str) else value
+        if not isinstance(values, list | tuple) or not all(isinstance(item, str) for item in values):
+            raise UserError(f"{key} is {value!r}: it should be a text, or a list of texts")
+        return [str(item) for item in values]
+
+
+Conversion: TypeAlias = Callable[[Settings], Converted]
+
+
+@dataclass(frozen=True)
+class Counterpart:
+    """A row of a table: settings of another program, and what is set here instead."""
+
+    theirs: tuple[str, ...]
+    """Keys of the other program; ``a.*`` stands for all keys in a section."""
+    ours: tuple[str, ...]
+    """Our keys; empty if there is no equal."""
+    note: str
+    """How the two differ, or why there is no equal."""
+    convert: Conversion
+    """Converts the settings. Raises `NoEqual` for values without an equal."""
+    is_direct: bool = False
+    """Whether our value depends on this setting only."""
+
+    def matches(self, key: str) -> bool:
+        """Whether a key of the other program belongs to this row."""
+        return any(key == name or (name.endswith(".*") and key.startswith(name[:-1])) for name in self.theirs)
+
+
+def direct(theirs: str, ours: str, note: str = "", *, values: Mapping[str, Value] | None = None) -> Counterpart:
+    """A row in which one key has another name.
+
+    Args:
+        theirs: the other program's key.
+        ours: our key.
+        note: how they differ.
+        values: our value for each text of theirs; others have no equal. By default the value stays as it is.
+
+    Returns:
+        The row.
+    """
+
+    def convert(settings: Settings) -> Converted:
+        value = settings[theirs]
+        if value is None:
+            return {}
+        if values is None:
+            return {ours: value}
+        if str(value) not in values:
+            raise NoEqual(f"{ours} has no {value}: it knows {', '.join(values)}")
+        return {ours: values[str(value)]}
+
+    return Counterpart((theirs,), (ours,), note, convert, is_direct=True)
+
+
+def computed(
+    theirs: str | Iterable[str], ours: str | Iterable[str], convert: Conversion, note: str = ""
+) -> Counterpart:
+    """A row whose values depend on several settings."""
+    return Counterpart(_names(theirs), _names(ours), note, convert)
+
+
+def without_equal(theirs: str | Iterable[str], why: str) -> Counterpart:
+    """A row of keys that have no equal here."""
+
+    def convert(settings: Settings) -> Converted:
+        raise NoEqual(why)
+
+    return Counterpart(_names(theirs), (), why, convert)
+
+
+def _names(keys: str | Iterable[str]) -> tuple[str, ...]:
+    return (keys,) if isinstance(keys, str) else tuple(keys)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Another program, and its table."""
+
+    name: str
+    counterparts: tuple[Counterpart, ...]
+    defaults: Mapping[str, Value]
+    """Its defaults, where they change what is computed."""
+    older: Mapping[str, str]
+    """Older names of its keys, and today's."""
+    program: str
+    """How `ratchet convert --from` names it; a program with several trainers has several tables."""
+
+    def today(self, key: str) -> str:
+        """Today's name of a key."""
+        for old, new in self.older.items():
+            if key == old:
+                return new
+            if old.endswith(".*") and key.startswith(old[:-1]):
+                return new.removesuffix("*") + key.removeprefix(old[:-1])
+        return key
+
+    def older_names(self, key: str) -> list[str]:
+        """Older names of one of today's keys."""
+        names = []
+        for old, new in self.older.items():
+            if key == new:
+                names.append(old)
+            elif (
+                new.endswith(".*")
+                and key.startswith(new[:-1])
+                and self.today(old[:-1] + key.removeprefix(new[:-1])) == key
+            ):
+                names.append(old[:-1] + key.removeprefix(new[:-1]))
+        return names
+
+    def counterpart(self, key: str) -> Counterpart | None:
+        """The row of a key, by today's or an older name."""
+        today = self.today(key)
+        return next((row for row in self.counterparts if row.matches(today)), None)

@@ -1,0 +1,140 @@
+"""Conversions that several tables use."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlhf.algorithms import PolicyLoss
+from rlhf.config.counterparts.base import Assumed, Converted, NoEqual, Settings, Value
+
+DEFAULT_ITERATIONS = 30
+"""`train.iterations` where the number cannot be computed."""
+
+
+def sole_file(names: Sequence[str]) -> Value | Assumed:
+    """The first of several files, where we take one."""
+    return names[0] if len(names) == 1 else Assumed(names[0], f"one file: {', '.join(names[1:])} left out")
+
+
+def iterations(settings: Settings, names: Sequence[str], epochs: float, prompts: int, key: str) -> Converted:
+    """The number of iterations in some passes over the data.
+
+    Args:
+        settings: the other program's settings.
+        names: the data files.
+        epochs: passes over the data.
+        prompts: prompts that an iteration takes.
+        key: the other program's key for the epochs.
+
+    Returns:
+        `train.iterations`.
+    """
+    rows = settings.rows(names)
+    if rows is None:
+        why = f"the data cannot be read here: set it to {epochs:g} ({key}) x rows / {prompts}, rounded down"
+        return {"train.iterations": Assumed(DEFAULT_ITERATIONS, why, is_guess=True)}
+    why = f"{epochs:g} ({key}) x {rows} rows / {prompts} prompts; dropped prompts are not counted"
+    return {"train.iterations": Assumed(max(1, int(rows // prompts * epochs)), why)}
+
+
+def known_iterations(converted: Converted) -> int | None:
+    """The number of iterations, if it follows from the settings or the data."""
+    value = converted["train.iterations"]
+    if isinstance(value, Assumed):
+        value = None if value.is_guess else value.value
+    return value if isinstance(value, int) else None
+
+
+def loss_option(loss: str, option: str, value: Value) -> Converted:
+    """An option of our policy loss.
+
+    Args:
+        loss: type of the loss.
+        option: the option's name.
+        value: its value; null: not given.
+
+    Returns:
+        The option's key and value.
+
+    Raises:
+        NoEqual: the loss has no such option.
+    """
+    from rlhf.config.reading import models_in
+
+    model = next(model for model in models_in(PolicyLoss) if model.model_fields["type"].default == loss)
+    if option not in model.model_fields:
+        raise NoEqual(f"the loss {loss} has no {option}")
+    return {} if value is None else {f"algorithm.loss.{option}": value}
+
+
+def run_name(text: str) -> str:
+    """A name that a run may have."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(text).name).strip("-._")[:100]
+    return name or "run"
+
+
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
+
+
+def services(names: Sequence[str]) -> Converted:
+    """The trackers among the services that another program logs to."""
+    ours = [name for name in names if name in TRACKERS]
+    others = [name for name in names if name not in (*TRACKERS, "console", "none", "all")]
+    if others:
+        return {"tracking": Assumed(ours, f"there is no {', '.join(others)}")}
+    return {"tracking": ours}
+
+
+NO_DUAL_CLIP = 1e6
+"""A bound that no ratio reaches: the loss then has no dual clip."""
+
+
+def data_file(settings: Settings, key: str) -> Converted:
+    """A prompt file; a data set of the hub becomes the file that `ratchet data` could write."""
+    if not settings.has(key):
+        return {}
+    names = settings.texts(key)
+    if all(name.endswith((".parquet", ".jsonl", ".json")) for name in names):
+        return {"data.train": names}
+    local = [f"data/{run_name(name)}/train.parquet" for name in names]
+    return {"data.train": Assumed(local, f"write {', '.join(names)} there, in verl's columns (`ratchet data --help`)")}
+
+
+def python_reward(name: str) -> str:
+    """`package.module.function` in our notation."""
+    module, _, function = name.rpartition(".")
+    return f"{module}:{function}" if module else name
+
+
+def lr_schedule(role: str, shape: str, warmup: int, ratio: float, least: float, total: int | None) -> Converted:
+    """The schedule of the learning rate.
+
+    Args:
+        role: whose.
+        shape: the other program's name of the schedule, one of transformers'.
+        warmup: iterations of warm-up; 0: by `ratio`.
+        ratio: iterations of warm-up as a share of all.
+        least: smallest learning rate, as a share of the largest.
+        total: iterations of the run; None if they are unknown.
+
+    Returns:
+        The keys of `lr_schedule`.
+
+    Raises:
+        NoEqual: there is no such schedule.
+    """
+    prefix, decay = f"{role}.lr_schedule", next((ours for ours in ("linear", "cosine") if shape.startswith(ours)), None)
+    if decay is None and not shape.startswith("constant"):
+        raise NoEqual(f"{prefix} has no {shape}: it is constant, linear or cosine")
+    if total is None and (decay is not None or ratio):
+        why = f"{shape} depends on the number of iterations, which is unknown: set {prefix}"
+        return {f"{prefix}.type": Assumed("constant", why)}
+    iterations_of_warmup = warmup or int(ratio * (total or 0))
+    schedule: dict[str, Value | Assumed] = {f"{prefix}.warmup_iterations": iterations_of_warmup}
+    if decay is not None and total is not None:
+        schedule[f"{prefix}.type"] = decay
+        schedule[f"{prefix}.decay_iterations"] = max(1, total - iterations_of_warmup)
+        schedule[f"{prefix}.min_ratio"] = least
+    return schedule

@@ -1,0 +1,5 @@
+"""Converts the settings of other programs into a config of ours."""
+
+from rlhf.convert.conversion import Conversion, convert
+
+__all__ = ["Conversion", "convert"]

@@ -1,0 +1,193 @@
+"""Converts a file of another program's settings into a commented config."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf.config import RunConfig, parse_config, yaml_text
+from rlhf.config.counterparts import Assumed, NoEqual, Settings, Value
+from rlhf.convert.reading import Given, read_settings
+from rlhf.errors import UserError
+
+WIDTH = 120
+SECRET = re.compile(r"(token|secret|password|api_key|wandb(\.key)?)$", re.IGNORECASE)
+"""Keys whose values are not repeated in comments."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A key of the config, its value, and the comment behind it."""
+
+    key: str
+    value: Value
+    comment: str
+    theirs: tuple[str, ...] = ()
+    """The other program's keys that it comes from."""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A converted config."""
+
+    lines: tuple[Line, ...]
+    without_equal: tuple[str, ...]
+    """Settings without an equal, and why, one sentence each."""
+    assumptions: tuple[str, ...]
+    """What was assumed to read the file, one sentence each."""
+    where: str
+    """The file that was converted."""
+    program: str
+    """The program whose settings it has."""
+
+    @property
+    def tree(self) -> dict[str, Value]:
+        """The config as nested sections."""
+        tree: dict[str, Value] = {}
+        for line in self.lines:
+            section = tree
+            *parents, last = line.key.split(".")
+            for part in parents:
+                inner = section.setdefault(part, {})
+                assert isinstance(inner, dict)
+                section = inner
+            section[last] = line.value
+        return tree
+
+    @property
+    def summary(self) -> str:
+        """How much was converted, in a sentence."""
+        return f"{len(self.lines)} keys; {len(self.without_equal)} settings have no equal (see the comments at its end)"
+
+    def config(self) -> RunConfig:
+        """The config, validated.
+
+        Raises:
+            UserError: one line per mistake.
+        """
+        return parse_config(self.tree, self.where)
+
+    def text(self) -> str:
+        """The config as YAML, with comments on where each line comes from, what was assumed, and what has no equal."""
+        comments = {line.key: line.comment for line in self.lines}
+        parts = [f"# Converted from {_printable(self.where)} ({self.program}) by `ratchet convert`.\n"]
+        parts += [_list("Assumed in reading the script:", self.assumptions)]
+        parts += _sections(self.tree, comments, "")
+        parts += [_list(f"Settings of {self.program} without an equal here:", self.without_equal)]
+        return "".join(parts)
+
+
+def convert(path: Path, program: str, overrides: Sequence[str] = ()) -> Conversion:
+    """Convert a file of another program's settings.
+
+    Args:
+        path: a YAML file, or a shell script that starts the program; the script is read, not run.
+        program: the program's name in lower case: verl, trl or openrlhf.
+        overrides: further settings of the program, as on its command line.
+
+    Returns:
+        The converted config.
+
+    Raises:
+        UserError: the file cannot be read, or starts no such program; or settings have the wrong type, one line each.
+    """
+    given = read_settings(path, program, overrides)
+    settings = Settings(given.settings, given.source.defaults, _rows)
+    owners = {key: given.source.counterpart(key) for key in given.settings}
+    lines: dict[str, Line] = {}
+    reasons: dict[str, str] = {}
+    mistakes: dict[str, None] = {}
+    for row in given.source.counterparts:
+        keys = [key for key in given.settings if key in row.theirs or owners[key] is row]
+        try:
+            converted = row.convert(settings)
+        except NoEqual as reason:
+            reasons |= {key: str(reason) for key in keys}
+            continue
+        except UserError as error:
+            mistakes[f"{given.where}: {error}"] = None
+            continue
+        for line in _lines(converted, keys, given):
+            lines.setdefault(line.key, line)
+    if mistakes:
+        raise UserError("\n".join(mistakes))
+    used = {key for line in lines.values() for key in line.theirs}
+    without_equal = {key: reasons.get(key, "no equal is known") for key in given.settings if key not in used}
+    sections = list(RunConfig.model_fields)
+    return Conversion(
+        tuple(sorted(lines.values(), key=lambda line: sections.index(line.key.split(".")[0]))),
+        tuple(f"{given.shown(key, SECRET)}: {reason}" for key, reason in without_equal.items()),
+        given.assumptions,
+        given.where,
+        given.source.name,
+    )
+
+
+def _lines(converted: Mapping[str, Value | Assumed], keys: Sequence[str], given: Given) -> Iterator[Line]:
+    """The lines of a row: all that was given or assumed, and defaults of the program that differ from ours."""
+    names = ", ".join(given.names[key] for key in keys)
+    for key, value in converted.items():
+        if isinstance(value, Assumed):
+            yield Line(key, value.value, f"{names}: {value.why}" if names else value.why, tuple(keys))
+        elif keys:
+            yield Line(key, value, names, tuple(keys))
+        elif value != _default(key):
+            yield Line(key, value, f"{given.source.name.split()[0]}'s default")
+
+
+def _default(key: str) -> Value:
+    """Our default at a dotted key; `...` where there is none."""
+    config: object = DEFAULTS
+    for part in key.split("."):
+        if not isinstance(config, dict) or part not in config:
+            return "there is no default"
+        config = config[part]
+    return config  # type: ignore[return-value]
+
+
+DEFAULTS = parse_config({"model": {"path": "model"}, "data": {"train": "prompts"}}, "defaults").model_dump(mode="json")
+
+
+def _rows(names: Sequence[str]) -> int | None:
+    from rlhf.data.files import count
+
+    try:
+        return sum(count(name) for name in names) if names else None
+    except UserError:
+        return None
+
+
+def _sections(tree: Mapping[str, Value], comments: Mapping[str, str], prefix: str) -> Iterator[str]:
+    indent = "  " * prefix.count(".")
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and key not in comments:
+            yield f"{indent}{name}:\n"
+            yield from _sections(value, comments, f"{key}.")
+            continue
+        line, comment = f"{indent}{name}: {yaml_text(value)}", _printable(comments[key])
+        if len(line) + len(comment) + 4 <= WIDTH:
+            yield f"{line}  # {comment}\n"
+        else:
+            yield _commented(comment, indent) + f"{line}\n"
+
+
+def _list(title: str, sentences: Sequence[str]) -> str:
+    items = (_commented(f"- {_printable(sentence)}", "", "  ") for sentence in sentences)
+    return f"\n# {title}\n{''.join(items)}\n" if sentences else ""
+
+
+def _commented(text: str, indent: str, hanging: str = "") -> str:
+    first, rest = f"{indent}# ", f"{indent}# {hanging}"
+    lines = textwrap.wrap(
+        text, WIDTH, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
+    )
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _printable(text: str) -> str:
+    """The text on one line, so that it cannot leave its comment."""
+    return "".join(character for character in " ".join(text.split()) if character.isprintable())

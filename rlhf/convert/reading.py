@@ -1,0 +1,167 @@
+"""Reads the settings of another program from a YAML file, a shell script or a command line."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from rlhf.config import read_yaml, yaml_text
+from rlhf.config.counterparts import SOURCES, Source, Value
+from rlhf.config.reading import plain_value
+from rlhf.convert.shell import launches, read_script
+from rlhf.errors import UserError
+
+STARTS = {"verl": ("verl", "dapo", "ppo"), "trl": ("trl", ".py"), "openrlhf": ("openrlhf",)}
+"""Parts of the names of modules and files that start each program."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """The settings that a file has."""
+
+    source: Source
+    where: str
+    settings: Mapping[str, Value]
+    """By today's keys."""
+    names: Mapping[str, str]
+    """Keys as the file has them, by today's keys."""
+    assumptions: tuple[str, ...]
+    """What was assumed to read the file, one sentence each."""
+
+    def shown(self, key: str, secret: re.Pattern[str]) -> str:
+        """A setting as text; without its value if the key is that of a secret."""
+        return (
+            self.names[key] if secret.search(self.names[key]) else f"{self.names[key]}={yaml_text(self.settings[key])}"
+        )
+
+
+def read_settings(path: Path, program: str, overrides: Sequence[str]) -> Given:
+    """Read the settings of another program.
+
+    Args:
+        path: a YAML file, or a shell script.
+        program: verl, trl or openrlhf.
+        overrides: further settings, as on the program's command line.
+
+    Returns:
+        The settings.
+
+    Raises:
+        UserError: the file cannot be read, or starts no such program.
+    """
+    assumptions: tuple[str, ...] = ()
+    if path.suffix in (".yaml", ".yml", ".json"):
+        settings = _resolved(dict(_leaves(read_yaml(path))))
+        arguments: Sequence[str] = ()
+    else:
+        settings = {}
+        arguments, assumptions = _arguments(path, program)
+    settings |= (
+        _overrides(str(path), [*arguments, *overrides]) if program == "verl" else _options([*arguments, *overrides])
+    )
+    sources = [source for source in SOURCES if source.program == program]
+    source = max(sources, key=lambda source: sum(source.counterpart(key) is not None for key in settings))
+    names = {source.today(key): key for key in settings}
+    today = {source.today(key): _at_home(value) for key, value in settings.items()}
+    if not any(source.counterpart(key) is not None for key in today):
+        raise UserError(f"{path} has no settings of {source.name}: give the file, or another --from")
+    return Given(source, str(path), today, names, assumptions)
+
+
+def _arguments(path: Path, program: str) -> tuple[Sequence[str], tuple[str, ...]]:
+    """The arguments with which a script starts the program, and what was assumed to find them."""
+    try:
+        script = read_script(path.read_text(), str(path), os.environ)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not text: give a YAML file or a shell script") from None
+    started = [
+        (name, arguments)
+        for name, arguments in launches(script.commands)
+        if any(part in name for part in STARTS[program])
+    ]
+    if not started:
+        raise UserError(f"{path} has no command that starts {program}: give the script that does, or another --from")
+    name, arguments = started[-1]
+    if len(started) > 1:
+        return arguments, (*script.assumptions, f"of {len(started)} commands the last one counts, {name}")
+    return arguments, script.assumptions
+
+
+def _overrides(where: str, arguments: Sequence[str]) -> dict[str, Value]:
+    """Hydra's overrides, as plain values; ``~a.b`` removes a key."""
+    settings: dict[str, Value] = {}
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        key, equals, text = argument.partition("=")
+        if argument.startswith("-") or (not equals and before.startswith("-") and "=" not in before):
+            continue  # an option of Hydra, such as --config-name, or its value
+        if argument.startswith("~"):
+            settings.pop(key[1:], None)
+        elif not equals:
+            raise UserError(f"{where}: {argument!r} is not an override: it should be key=value")
+        else:
+            settings |= dict(_leaves({key.lstrip("+"): _value(text)}))
+    return settings
+
+
+def _options(arguments: Sequence[str]) -> dict[str, Value]:
+    """Options such as ``--lr 1e-6``, ``--lr=1e-6`` and ``--enable``; several values are a list."""
+    settings: dict[str, Value] = {}
+    key, values = None, []
+    for argument in [*arguments, "--"]:
+        if not re.match(r"--(?!\d)|-[a-z]", argument):
+            values.append(_value(argument))
+            continue
+        if key is not None:
+            settings[key] = True if not values else values[0] if len(values) == 1 else values
+        name, equals, text = argument.lstrip("-").partition("=")
+        key, values = name.replace("-", "_"), [_value(text)] if equals else []
+    return settings
+
+
+def _value(text: str) -> Value:
+    """A value in YAML's syntax; what is not YAML is text."""
+    try:
+        value: Value = plain_value(text)
+    except yaml.YAMLError:
+        return text
+    return text if isinstance(value, dict) and not text.startswith("{") else value
+
+
+def _at_home(value: Value) -> Value:
+    """A value in which ``~/`` is written out."""
+    if isinstance(value, list | tuple):
+        return [_at_home(item) for item in value]
+    return str(Path(value).expanduser()) if isinstance(value, str) and value.startswith("~/") else value
+
+
+def _leaves(tree: Mapping[str, Value], prefix: str = "") -> Iterator[tuple[str, Value]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        elif name != "_target_":
+            yield f"{prefix}{name}", value
+
+
+REFERENCE = re.compile(r"\$\{(?:oc\.select:)?\s*([\w.]+)\s*(?:,\s*(.*))?\}", re.DOTALL)
+
+
+def _resolved(settings: Mapping[str, Value]) -> dict[str, Value]:
+    """Replace OmegaConf's references to other keys; those that cannot be resolved are left out, like ``???``."""
+    resolved: dict[str, Value] = {}
+    for key, value in settings.items():
+        for _ in range(10):
+            match = REFERENCE.fullmatch(value) if isinstance(value, str) else None
+            if match is None:
+                break
+            name = key.rpartition(".")[0] + match[1] if match[1].startswith(".") else match[1]
+            value = settings.get(name, None if match[2] is None else _value(match[2]))
+        if value is not None and value != "???" and not (isinstance(value, str) and "${" in value):
+            resolved[key] = value
+    return resolved

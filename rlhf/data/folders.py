@@ -1,0 +1,152 @@
+"""The files of a dataset in a local folder: a copy of a hub repository, or what `datasets.save_to_disk` wrote."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf.errors import UserError, in_one_line
+
+ENDINGS = (".parquet", ".jsonl", ".json", ".arrow")
+NAMES = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+"""Words in a file's path that tell its split, as the hub reads them."""
+
+
+def data_files(path: str) -> list[str]:
+    """The files that a path of a dataset names.
+
+    Args:
+        path: a file or its URL, which is returned; or a local folder, ``folder:split``, ``folder:config`` or
+            ``folder:config/split``.
+
+    Returns:
+        The files, in order.
+
+    Raises:
+        UserError: the folder has no data files, or there are several configs or splits, and the path does not choose.
+    """
+    folder, wanted = Path(path), ""
+    if not folder.is_dir():
+        name, _, wanted = path.rpartition(":")
+        folder = Path(name)
+        if not name or not folder.is_dir():
+            return [path]
+    config, _, split = wanted.rpartition("/")
+    try:
+        configs = _configs(folder)
+        if not config and split in configs:
+            config, split = split, ""
+        splits = _saved(folder) or _splits(folder, configs, config)
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read the dataset in {folder}: {in_one_line(error)}") from None
+    files = splits[_chosen(folder, "split", splits, split, f"{config}/" if config else "")]
+    unread = next((file for file in files if file.suffix not in ENDINGS), None)
+    if unread is not None:
+        raise UserError(f"{unread} is not Parquet, JSON or Arrow: convert it with `ratchet data prompts`")
+    return [str(file) for file in files]
+
+
+def name_of(path: str) -> str:
+    """The name of a dataset: that of its folder, or of its file, unless the file is named after a split.
+
+    Args:
+        path: as for `data_files`.
+    """
+    name, colon, _ = path.rpartition(":")
+    if colon and Path(name).is_dir():
+        path = name
+    if Path(path).is_dir():
+        return Path(path).resolve().name
+    stem = Path(path).stem
+    return Path(path).resolve().parent.name if _split_in(stem) else stem
+
+
+def _saved(folder: Path) -> dict[str, list[Path]]:
+    """The splits that `save_to_disk` wrote; none if it did not write the folder."""
+    if (folder / "dataset_dict.json").is_file():
+        names = json.loads((folder / "dataset_dict.json").read_text())["splits"]
+        return {name: _saved_files(folder / name) for name in names}
+    return {"train": _saved_files(folder)} if (folder / "state.json").is_file() else {}
+
+
+def _saved_files(folder: Path) -> list[Path]:
+    state = json.loads((folder / "state.json").read_text())
+    if state.get("_indices_data_files"):
+        raise ValueError(f"{folder} selects rows by an index: call flatten_indices() before save_to_disk()")
+    return [folder / file["filename"] for file in state["_data_files"]]
+
+
+def _splits(folder: Path, configs: Mapping[str, Mapping[str, Any]], wanted: str) -> dict[str, list[Path]]:
+    """The splits of a copy of a hub repository: as its README lists them, or by the names of its files."""
+    if not configs:
+        if wanted:
+            raise ValueError(f"its README lists no configs, so there is no {wanted}")
+        return _by_name(file for file in folder.rglob("*") if file.suffix in ENDINGS)
+    default = next((name for name, config in configs.items() if config.get("default") or name == "default"), "")
+    config = configs[_chosen(folder, "config", configs, wanted or default, "")]
+    root = folder / _inside(str(config.get("data_dir", ".")))
+    patterns = config.get("data_files")
+    if patterns is None:
+        return _by_name(file for file in root.rglob("*") if file.suffix in ENDINGS)
+    splits: dict[str, list[Path]] = {}
+    for entry in patterns if isinstance(patterns, list) else [patterns]:
+        paths, split = (entry["path"], entry.get("split", "train")) if isinstance(entry, Mapping) else (entry, "train")
+        for pattern in [paths] if isinstance(paths, str) else paths:
+            matches = sorted(root.glob(_inside(pattern)))
+            if not matches:
+                raise ValueError(f"its README names {pattern}, which is not there")
+            splits.setdefault(str(split), []).extend(matches)
+    return splits
+
+
+def _inside(pattern: str) -> str:
+    """The README is others' text: it may only name files of its own folder."""
+    if Path(pattern).is_absolute() or ".." in Path(pattern).parts:
+        raise ValueError(f"its README names {pattern}, which is outside the folder")
+    return pattern
+
+
+def _configs(folder: Path) -> dict[str, Mapping[str, Any]]:
+    """The configs in a README, by name."""
+    from huggingface_hub.repocard import metadata_load
+
+    readme = folder / "README.md"
+    metadata = metadata_load(readme) if readme.is_file() else None
+    return {str(config.get("config_name", "default")): config for config in (metadata or {}).get("configs", [])}
+
+
+def _by_name(files: Iterable[Path]) -> dict[str, list[Path]]:
+    """Files without a split in their names are of the split `train`, unless others name theirs."""
+    splits: dict[str, list[Path]] = {}
+    others: list[Path] = []
+    for file in sorted(files):
+        if file.name in ("dataset_infos.json", "dataset_info.json"):
+            continue
+        split = _split_in(file.stem) or _split_in(file.parent.name)
+        (splits.setdefault(split, []) if split else others).append(file)
+    return splits or ({"train": others} if others else {})
+
+
+def _split_in(name: str) -> str | None:
+    words = re.split(r"[^a-zA-Z]+", name.lower())
+    return next((split for split, names in NAMES.items() if any(word in names for word in words)), None)
+
+
+def _chosen(folder: Path, kind: str, names: Iterable[str], wanted: str, before: str) -> str:
+    """The wanted name, or the only one."""
+    known = list(names)
+    if not known:
+        raise UserError(f"{folder} has no data files (Parquet, JSON or Arrow)")
+    if wanted in known:
+        return wanted
+    if not wanted and len(known) == 1:
+        return known[0]
+    problem = f"no {kind} {wanted}" if wanted else f"several {kind}s"
+    raise UserError(f"{folder} has {problem}: name one of {', '.join(known)}, such as {folder}:{before}{known[0]}")

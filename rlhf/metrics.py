@@ -1,0 +1,292 @@
+"""The metrics of an iteration: name, meaning, unit, and the stage that reports each.
+
+A metric that verl also has is named as in verl (docs/decisions/030-metric-names.md). Every metrics file of a run has a
+column for each of these; `current` translates the names of older releases.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import get_args
+
+from rlhf.algorithms.rollout_correction import Statistic
+
+CLOSE = "close"
+"""The stage of metrics that are measured when the iteration closes."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric, a double. It is null in iterations without its stage, and in those that `only` excludes."""
+
+    name: str
+    stage: str
+    meaning: str
+    unit: str = ""
+    only: str = ""
+    """What the metric needs beyond its stage; empty: nothing."""
+
+
+TIMERS = {
+    "validate": "testing",
+    "generate": "gen",
+    "score": "reward",
+    "greedy_baseline": "gen_max",
+    "old_log_probs": "old_log_prob",
+    "ref_log_probs": "ref",
+    "advantages": "adv",
+}
+"""verl's names of the stages in `timing_s/`. Stages that verl does not have, or names alike, keep their names."""
+
+STAGES = (
+    *("validate", "generate", "reward_model", "score", "select", "greedy_baseline", "old_log_probs"),
+    *("ref_log_probs", "values", "advantages", "update_critic", "update_actor"),
+)
+
+
+def timer(stage: str) -> str:
+    """The metric with a stage's compute time."""
+    return f"timing_s/{TIMERS.get(stage, stage)}"
+
+
+def _spread(name: str, stage: str, meaning: str, unit: str = "", only: str = "") -> tuple[Metric, ...]:
+    return tuple(
+        Metric(f"{name}/{key}", stage, f"{meaning}, {word}", unit, only)
+        for key, word in (("mean", "mean"), ("max", "largest"), ("min", "smallest"))
+    )
+
+
+_ERRORS = "anything failed"
+_NEW_LOG_PROBS = "the iteration has `old_log_probs`"
+_WEIGHTS = "`algorithm.rollout_correction.weights`"
+_GPU = "the actor is on GPUs"
+_PEAK = "the GPU's peak FLOP/s are known"
+
+METRICS = (
+    Metric("val/reward_errors", "validate", "answers whose reward failed", "trajectories", _ERRORS),
+    Metric("val/rollout_errors", "validate", "answers whose environment failed", "trajectories", _ERRORS),
+    Metric("perf/generated_tokens", "generate", "tokens that the model wrote, also in what is left out", "tokens"),
+    *_spread(
+        "num_turns",
+        "generate",
+        "turns of a dialogue, the prompt included",
+        "turns",
+        "`rollout.environment`",
+    ),
+    Metric("rollout/errors", "generate", "trajectories whose environment failed", "trajectories", _ERRORS),
+    Metric("reward/mean", "score", "score of all responses, also of those left out, mean"),
+    Metric("reward/errors", "score", "responses whose reward failed", "trajectories", _ERRORS),
+    Metric("sampling/dropped", "select", "trajectories left out because something failed", "trajectories", _ERRORS),
+    *(
+        Metric(f"sampling/{name}", "select", meaning, "prompts", "`algorithm.dynamic_sampling`")
+        for name, meaning in (
+            ("prompts_drawn", "prompts that were drawn"),
+            ("prompts_that_differ", "prompts whose scores differ"),
+            ("prompts_filled_up", "prompts with equal scores that fill up the iteration"),
+        )
+    ),
+    Metric("reward/greedy_errors", "greedy_baseline", "greedy answers whose reward failed", "prompts", _ERRORS),
+    *_spread("critic/score", "advantages", "score"),
+    *_spread("critic/rewards", "advantages", "score less length and KL penalties"),
+    *_spread("critic/advantages", "advantages", "advantage of a token"),
+    *_spread("critic/returns", "advantages", "return of a token"),
+    *_spread("critic/values", "advantages", "value of a token before the update", "", "a critic"),
+    Metric("critic/vf_explained_var", "advantages", "explained variance of the returns", "share", "a critic"),
+    Metric(
+        "critic/overlong_penalty/mean",
+        "advantages",
+        "length penalty, mean",
+        "",
+        "`algorithm.overlong_penalty`",
+    ),
+    *_spread("response_length", "advantages", "tokens of a response that the model wrote", "tokens"),
+    Metric("response_length/clip_ratio", "advantages", "responses cut off at the limit", "share"),
+    *_spread("prompt_length", "advantages", "tokens of a prompt", "tokens"),
+    Metric("perf/prompt_tokens", "advantages", "tokens of the prompts, once per trajectory", "tokens"),
+    Metric("perf/response_tokens", "advantages", "tokens that the model wrote", "tokens"),
+    Metric("actor/ref_kl", "advantages", "KL to the reference, mean over tokens", "nats per token", "a reference"),
+    Metric(
+        "actor/reward_kl_penalty",
+        "advantages",
+        "KL to the reference, mean over the responses' means",
+        "nats per token",
+        "`algorithm.kl.in_reward`",
+    ),
+    Metric(
+        "actor/reward_kl_penalty_coeff",
+        "advantages",
+        "coefficient of the KL in the reward",
+        "score per nat",
+        "`algorithm.kl.in_reward`",
+    ),
+    Metric("actor/entropy", "advantages", "entropy of the policy", "nats per token", _NEW_LOG_PROBS),
+    Metric("actor/loss_tokens_share", "advantages", "tokens that enter the losses", "share"),
+    *(
+        Metric(f"rollout_corr/{name}", "advantages", meaning, unit, _NEW_LOG_PROBS)
+        for name, meaning, unit in (
+            ("training_ppl", "perplexity of the responses under the trainer", ""),
+            ("training_log_ppl", "its logarithm", "nats per token"),
+            ("rollout_ppl", "perplexity of the responses under the rollout", ""),
+            ("rollout_log_ppl", "its logarithm", "nats per token"),
+            ("kl", "KL from the rollout to the trainer, k1", "nats per token"),
+            ("k3_kl", "KL from the rollout to the trainer, k3", "nats per token"),
+            ("log_ppl_diff", "log-perplexity of the trainer less the rollout's, mean", "nats per token"),
+            ("log_ppl_abs_diff", "absolute difference of the log-perplexities, mean", "nats per token"),
+            ("log_ppl_diff_max", "difference of the log-perplexities, largest", "nats per token"),
+            ("log_ppl_diff_min", "difference of the log-perplexities, smallest", "nats per token"),
+            ("ppl_ratio", "ratio of the perplexities, mean", ""),
+            ("chi2_token", "chi-square divergence of tokens", ""),
+            ("chi2_seq", "chi-square divergence of responses", ""),
+        )
+    ),
+    *(
+        Metric(f"rollout_corr/{name}", "advantages", meaning, unit, _WEIGHTS)
+        for name, meaning, unit in (
+            ("rollout_is_mean", "importance weight, mean", ""),
+            ("rollout_is_max", "importance weight, largest", ""),
+            ("rollout_is_min", "importance weight, smallest", ""),
+            ("rollout_is_std", "importance weight, standard deviation", ""),
+            ("rollout_is_ratio_fraction_high", "tokens whose ratio is above the upper bound", "share"),
+            ("rollout_is_ratio_fraction_low", "tokens whose ratio is below the lower bound", "share"),
+            ("rollout_is_eff_sample_size", "effective sample size", "share"),
+        )
+    ),
+    *(
+        Metric(
+            f"rollout_corr/rollout_rs_{statistic}_masked_fraction",
+            "advantages",
+            f"tokens that the bound on `{statistic}` rejects",
+            "share",
+            "this `algorithm.rollout_correction.rejection`",
+        )
+        for statistic in get_args(Statistic)
+    ),
+    Metric("critic/vf_loss", "update_critic", "value loss"),
+    Metric("critic/vf_clipfrac", "update_critic", "clip fraction, value", "share of tokens"),
+    Metric("critic/vpred_mean", "update_critic", "value of a token during the update, mean"),
+    Metric("critic/grad_norm", "update_critic", "gradient norm, critic"),
+    Metric("critic/lr", "update_critic", "learning rate, critic"),
+    Metric("perf/mfu/critic", "update_critic", "model FLOPs utilization of the update", "share", _PEAK),
+    Metric("actor/pg_loss", "update_actor", "policy loss"),
+    Metric("actor/pg_clipfrac", "update_actor", "clip fraction, policy", "share of tokens", "a loss that clips"),
+    Metric(
+        "actor/pg_clipfrac_lower",
+        "update_actor",
+        "clip fraction of the lower bound (dual clip)",
+        "share of tokens",
+        "a loss that clips",
+    ),
+    Metric("actor/ppo_kl", "update_actor", "KL of the update", "nats per token", "a loss with a ratio"),
+    Metric("actor/entropy_loss", "update_actor", "entropy in the loss", "nats", "`algorithm.entropy_coef` is not 0"),
+    Metric("actor/kl_loss", "update_actor", "KL to the reference in the loss", "nats", "`algorithm.kl.in_loss`"),
+    Metric("actor/router_aux_loss", "update_actor", "auxiliary loss of the router", "", "`output_router_logits`"),
+    Metric("actor/grad_norm", "update_actor", "gradient norm, actor"),
+    Metric("actor/lr", "update_actor", "learning rate, actor"),
+    Metric("perf/mfu/actor", "update_actor", "model FLOPs utilization of the update", "share", _PEAK),
+    Metric("perf/max_memory_allocated_gb", "update_actor", "largest GPU memory in tensors so far", "GiB", _GPU),
+    Metric("perf/max_memory_reserved_gb", "update_actor", "largest GPU memory that torch held so far", "GiB", _GPU),
+    Metric("perf/cpu_memory_used_gb", "update_actor", "host memory in use on the actor's first machine", "GiB"),
+    *(Metric(timer(stage), stage, f"compute time of `{stage}`", "seconds") for stage in STAGES),
+    Metric(
+        "timing_s/update_weights",
+        CLOSE,
+        "time to give the rollout new weights",
+        "seconds",
+        "the rollout does not share the actor's tensors",
+    ),
+    Metric("timing_s/save_checkpoint", CLOSE, "time to take the snapshot", "seconds", "a snapshot is due"),
+    Metric("timing_s/stages", CLOSE, "compute time of all stages", "seconds"),
+    Metric("timing_s/step", CLOSE, "time from the first stage's start to the last one's end", "seconds"),
+    Metric("perf/time_per_step", CLOSE, "the same as `timing_s/step`", "seconds"),
+    Metric(
+        "perf/weight_sync_bytes",
+        CLOSE,
+        "weights that each process of the rollout received",
+        "bytes",
+        "the rollout does not share the actor's tensors",
+    ),
+    Metric("perf/total_num_tokens", CLOSE, "tokens of prompts and responses", "tokens", "`advantages`"),
+    Metric("perf/throughput", CLOSE, "total_num_tokens per second and device", "tokens per second", "`advantages`"),
+    Metric(
+        "perf/response_tokens_per_s",
+        CLOSE,
+        "response tokens per second of compute time",
+        "tokens per second",
+        "`advantages`",
+    ),
+)
+"""All metrics but those of validation, whose names contain the data source."""
+
+VALIDATION = ("val-core/", "val/")
+"""How names of metrics of a validation begin."""
+
+BY_NAME: Mapping[str, Metric] = {metric.name: metric for metric in METRICS}
+
+RENAMED = {
+    "actor/kl_coef": "actor/reward_kl_penalty_coeff",
+    "perf/iteration_s": "perf/time_per_step",
+    "perf/weight_sync_s": "timing_s/update_weights",
+    "timing_s/snapshot": "timing_s/save_checkpoint",
+    **{f"timing_s/{stage}": timer(stage) for stage in TIMERS},
+    **{
+        f"rollout_corr/rejected/{statistic}": f"rollout_corr/rollout_rs_{statistic}_masked_fraction"
+        for statistic in get_args(Statistic)
+    },
+}
+"""Names of older releases, and today's."""
+
+
+def validation_metrics(source: str, statistics: Mapping[str, float], n: int) -> dict[str, float]:
+    """Name the statistics of a data source's validation as in verl: `acc` is the share of solved answers.
+
+    Args:
+        source: the data source.
+        statistics: the values of `rlhf.validation`: `mean_score`, `pass@1`, `maj@n` and `best@n`. Older releases also
+            have `mean@n`, which leaves out incomplete prompts; `mean_score` replaces it.
+        n: answers per prompt.
+
+    Returns:
+        The values by metric.
+    """
+    verls = {"mean_score": f"reward/mean@{n}", "pass@1": f"acc/mean@{n}"}
+    return {
+        f"val-core/{source}/{verls.get(statistic, f'reward/{statistic}')}": value
+        for statistic, value in statistics.items()
+        if not statistic.startswith("mean@")
+    }
+
+
+def current(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Translate the names that older releases gave the metrics of an iteration.
+
+    Args:
+        metrics: values by name, of any release.
+
+    Returns:
+        The values by today's names.
+    """
+    values: dict[str, float] = {}
+    validations: dict[str, dict[str, float]] = {}
+    for name, value in metrics.items():
+        if (match := _OLDER_VALIDATION.fullmatch(name)) is not None:
+            validations.setdefault(match["source"], {})[match["statistic"]] = value
+        else:
+            values[RENAMED.get(name, name)] = value
+    for source, statistics in validations.items():
+        several = [int(name.removeprefix("mean@")) for name in statistics if name.startswith("mean@")]
+        values |= validation_metrics(source, statistics, max(several, default=1))
+    return values
+
+
+_OLDER_VALIDATION = re.compile(r"val/(?P<source>.*)/(?P<statistic>mean_score|pass@1|(?:mean|maj|best)@\d+)")
+
+
+def names(validation: Iterable[str] = ()) -> tuple[str, ...]:
+    """All metrics that an iteration may have, in the order of the columns.
+
+    Args:
+        validation: names of the metrics of its validation.
+    """
+    return (*validation, *BY_NAME)

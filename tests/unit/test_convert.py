@@ -1,0 +1,454 @@
+"""`ratchet convert`: what other programs' settings become, which comments there are, and how scripts are read."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from rlhf.config import RunConfig, keys, load_config, parse_config
+from rlhf.config.counterparts import SOURCES, Settings, Source
+from rlhf.convert import Conversion, convert
+from rlhf.convert.shell import launches, read_script
+from rlhf.errors import UserError
+
+SCRIPTS = Path(__file__).parents[1] / "data" / "scripts"
+VERL = next(source for source in SOURCES if source.name == "verl")
+QUICKSTART = [
+    "data.train_files=$HOME/data/gsm8k/train.parquet",
+    "data.val_files=$HOME/data/gsm8k/test.parquet",
+    "data.train_batch_size=256",
+    "data.max_prompt_length=512",
+    "data.max_response_length=512",
+    "actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct",
+    "actor_rollout_ref.actor.optim.lr=1e-6",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=64",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+    "actor_rollout_ref.rollout.name=vllm",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+    "actor_rollout_ref.rollout.gpu_memory_utilization=0.4",
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4",
+    "critic.optim.lr=1e-5",
+    "critic.model.path=Qwen/Qwen2.5-0.5B-Instruct",
+    "critic.ppo_micro_batch_size_per_gpu=4",
+    "algorithm.kl_ctrl.kl_coef=0.001",
+    "trainer.logger=console",
+    "trainer.val_before_train=False",
+    "trainer.n_gpus_per_node=1",
+    "trainer.nnodes=1",
+    "trainer.save_freq=10",
+    "trainer.test_freq=10",
+    "trainer.total_epochs=15",
+]
+"""The settings of verl's quickstart (docs/start/quickstart.rst, Apache-2.0)."""
+
+
+def commands(text: str, **environment: str) -> list[list[str]]:
+    return [list(words) for words in read_script(text, "run.sh", environment).commands]
+
+
+def script(folder: Path, *settings: str, start: str = "python3 -m verl.trainer.main_ppo") -> Path:
+    path = folder / "run.sh"
+    path.write_text(" \\\n    ".join([start, *settings]) + "\n")
+    return path
+
+
+def comments(converted: Conversion) -> str:
+    return " ".join(line.partition("#")[2].strip() for line in converted.text().splitlines())
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("run a.b=c  # why", ["run", "a.b=c"]),
+        ('run a.b=\'["x","y"]\' \\\n  c="d e"', ["run", 'a.b=["x","y"]', "c=d e"]),
+        ("run a=['x','y']", ["run", "a=[x,y]"]),
+        ("n=3; run a=$n b=${n} c=$((n * (n + 1) - 8 / 2)) '$n'", ["run", "a=3", "b=3", "c=8", "$n"]),
+        ("run ${A:-x} ${SET:-y} ${SET:+z} ${A-w} ${A:=v}$A", ["run", "x", "given", "z", "w", "vv"]),
+        ('A=(a.b=1\n  # no\n \'c d\'); A+=(e); run "${A[@]}" ${A[1]} "$@"', ["run", "a.b=1", "c d", "e", "c", "d"]),
+        ("x='a b'; run $x \"$x\" y=$x", ["run", "a", "b", "a b", "y=a b"]),
+        ("export A=1 B=$SET; run $A$B", ["run", "1given"]),
+        ("case $SET in x|giv*) v=1 ;; *) v=2 ;; esac; run $v", ["run", "1"]),
+        ('if [ "${A:-1}" != 0 ] && [ -n "$SET" ]; then v=1; else v=2; fi; run $v', ["run", "1"]),
+        ("if [[ $SET == x* ]]; then v=1; elif [ 3 -gt 2 ]; then v=2; fi; run $v", ["run", "2"]),
+        ("v=$(python3 -c 'import torch_npu' 2>/dev/null && echo npu || echo gpu); run $v", ["run", "gpu"]),
+        ("run a 2>&1 | tee log.txt", ["run", "a"]),
+    ],
+)
+def test_a_script_is_evaluated_like_bash_does(text: str, words: list[str]) -> None:
+    """But for `y=$x`, where Bash splits the value: nobody means that."""
+    assert words in commands(text, SET="given")
+
+
+def test_no_command_of_a_script_is_run(tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    read = read_script(f"x=$(touch {marker})\ntouch {marker}\n>{marker} run $x", "run.sh", {})
+    assert ("touch", str(marker)) in read.commands
+    assert read.assumptions == (f"line 1: $(touch {marker}) is not run: '' is taken as its output",)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("x=1\nrun ${x%.*}", "run.sh, line 2: ${x%.*} is not understood: write the value out"),
+        ("run $((2 ** 3))", "run.sh, line 1: $((2 ** 3)) is not understood: write the number out"),
+        ("x=a\nrun $((x + 1))", "run.sh, line 2: $((x + 1)) needs a number, not 'a'"),
+        ("case $x in", "run.sh, line 1: "),
+    ],
+)
+def test_what_is_not_understood_in_a_script_is_named(text: str, says: str) -> None:
+    with pytest.raises(UserError) as refused:
+        read_script(text, "run.sh", {})
+    assert says in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_loops_are_left_out_and_unset_variables_are_empty_and_the_config_says_so() -> None:
+    read = read_script("for i in 1 2; do run $i; done\nrun a=$nothing", "run.sh", {})
+    assert read.commands == (("run", "a="),)
+    assert read.assumptions == (
+        "line 1: the loop is left out",
+        "line 2: nothing is not set: it is taken as empty",
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "started"),
+    [
+        (["python3", "-m", "verl.trainer.main_ppo", "a=1"], ("verl.trainer.main_ppo", ("a=1",))),
+        (["uv", "run", "--extra", "vllm", "python3", "-m", "a.b", "c=1"], ("a.b", ("c=1",))),
+        (["ray", "job", "submit", "--", "python3", "-m", "recipe.dapo.main_dapo"], ("recipe.dapo.main_dapo", ())),
+        (["trl", "grpo", "--beta", "0"], ("trl grpo", ("--beta", "0"))),
+        (
+            ["accelerate", "launch", "--num_processes", "2", "ppo.py", "--x"],
+            ("ppo.py", ("--num_processes", "2", "--x")),
+        ),
+    ],
+)
+def test_the_command_that_starts_a_program_is_found(words: list[str], started: tuple[str, tuple[str, ...]]) -> None:
+    assert list(launches([tuple(words)])) == [started]
+    assert list(launches([("mkdir", "-m", "700", "x"), ("set", "-x")])) == []
+
+
+@pytest.mark.parametrize("path", sorted(SCRIPTS.glob("*.sh")), ids=lambda path: path.stem)
+def test_every_setting_of_an_example_is_converted_or_explained(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    program = path.stem.partition("_")[0]
+    converted = convert(path, program)
+    text = converted.text()
+    assert parse_config(yaml.safe_load(text), path.name) == converted.config()
+    (_, arguments), *_ = launches(read_script(path.read_text(), path.name, {"HOME": "/home/me"}).commands)
+    if program == "verl":
+        given = [argument.partition("=")[0].lstrip("+") for argument in arguments]
+    else:
+        given = [argument[2:] for argument in arguments if argument.startswith("--")]
+    assert len(given) > 10
+    for key in given:
+        assert re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", comments(converted)), key
+    assert "no equal is known" not in text
+    assert max(map(len, text.splitlines())) < 200
+
+
+def test_all_of_verls_quickstart_is_in_the_table_by_todays_names(tmp_path: Path) -> None:
+    given = [setting.partition("=")[0] for setting in QUICKSTART]
+    assert len(given) == 25
+    assert [key for key in given if VERL.counterpart(key) is None or VERL.today(key) != key] == []
+    config = convert(script(tmp_path, *QUICKSTART), "verl").config()
+    assert (config.data.prompts_per_iteration, config.actor.mini_batch_trajectories) == (256, 64)
+    assert (config.critic and config.critic.lr, config.pools, config.rollout.engine) == (1e-5, {}, "vllm")
+    assert config.actor.micro_batch_tokens == 4 * (512 + 512)
+    assert config.algorithm.kl.in_reward is None, "verl ignores kl_coef without use_kl_in_reward"
+    assert (config.algorithm.advantage.lam, config.rollout.n) == (1.0, 1), "verl's defaults"  # type: ignore[union-attr]
+
+
+def test_verls_units_and_combinations(tmp_path: Path) -> None:
+    config = convert(SCRIPTS / "verl_dapo.sh", "verl").config()
+    assert config.actor.mini_batch_trajectories == 32 * 16
+    assert config.algorithm.dynamic_sampling is not None
+    assert config.algorithm.dynamic_sampling.max_prompts == 10 * 3 * 512
+    assert config.algorithm.overlong_penalty is not None
+    assert config.algorithm.overlong_penalty.buffer_tokens == 4096
+    assert config.algorithm.loss.model_dump() == {
+        "type": "ppo",
+        "aggregate": "token-mean",
+        "clip_ratio_low": 0.2,
+        "clip_ratio_high": 0.28,
+        "clip_ratio_c": 10.0,
+    }
+    assert (config.pools["all"].workers, config.actor.sequence_parallel, config.actor.offload) == (128, 8, True)
+    assert config.actor.lr_schedule.warmup_iterations == 10
+    assert config.validation.model_dump(include={"n", "temperature", "every"}) == {
+        "n": 1,
+        "temperature": 1.0,
+        "every": 5,
+    }
+    newer = convert(SCRIPTS / "verl_dapo_7b_math.sh", "verl").config()
+    assert newer.algorithm.overlong_penalty == config.algorithm.overlong_penalty, "the older key says the same"
+    assert (newer.train.iterations, newer.algorithm.dynamic_sampling) == (100, None)
+    changes = [
+        "algorithm.use_kl_in_reward=True",
+        "algorithm.kl_ctrl.type=adaptive",
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        "actor_rollout_ref.actor.kl_loss_type=mse",
+        "++actor_rollout_ref.actor.kl_loss_coef=0.5",
+        "algorithm.rollout_correction.rollout_is=sequence",
+        "algorithm.rollout_correction.rollout_is_threshold=0.5_5.0",
+        "trainer.nnodes=1",
+        "trainer.n_gpus_per_node=1",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+        "reward.custom_reward_function.path=my.py",
+    ]
+    config = convert(script(tmp_path, *QUICKSTART), "verl", changes).config()
+    assert config.algorithm.kl.model_dump() == {
+        "in_reward": 0.001,
+        "in_loss": 0.5,
+        "reward_estimator": "k1",
+        "loss_estimator": "k2",
+        "controller": {"type": "adaptive", "target": 0.1, "horizon": 10000},
+    }
+    correction = config.algorithm.rollout_correction
+    assert correction is not None
+    assert correction.weights is not None
+    assert (correction.weights.level, correction.weights.lower, correction.weights.upper) == ("sequence", 0.5, 5.0)
+    assert config.reward.function == "my.py:compute_score"
+
+
+def test_a_config_of_verl_may_be_yaml_with_references(tmp_path: Path) -> None:
+    path = tmp_path / "verl.yaml"
+    path.write_text(
+        """
+        data: {train_files: [~/p.parquet], train_batch_size: 64, max_response_length: 128}
+        actor_rollout_ref:
+          model: {path: m}
+          rollout: {name: hf, n: 4, response_length: "${oc.select:data.max_response_length,512}"}
+          actor:
+            ppo_mini_batch_size: "${data.train_batch_size}"
+            rollout_n: "${oc.select:actor_rollout_ref.rollout.n,1}"
+            _target_: verl.workers.config.FSDPActorConfig
+        algorithm: {adv_estimator: grpo}
+        trainer:
+          n_gpus_per_node: 1
+          experiment_name: ???
+        """
+    )
+    converted = convert(path, "verl")
+    config = converted.config()
+    assert (config.data.prompts_per_iteration, config.actor.mini_batch_trajectories) == (64, 256)
+    assert (config.rollout.engine, config.run.name) == ("hf", "run")
+    assert config.data.train == (f"{Path.home()}/p.parquet",)
+    assert "_target_" not in converted.text()
+
+
+def test_trl_counts_completions_of_all_processes_and_accumulated_steps(tmp_path: Path) -> None:
+    path = tmp_path / "grpo.yaml"
+    given = {
+        "model_name_or_path": "m",
+        "dataset_name": "trl-lib/tldr",
+        "num_generations": 8,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 4,
+        "steps_per_generation": 8,
+        "num_iterations": 2,
+        "max_steps": 400,
+        "beta": 0.04,
+        "epsilon_high": 0.28,
+        "loss_type": "dr_grpo",
+        "scale_rewards": "none",
+        "learning_rate": 1e-5,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 40,
+        "report_to": ["wandb", "trackio"],
+        "reward_funcs": "think_format_reward",
+    }
+    path.write_text(yaml.safe_dump(given))
+    config = convert(path, "trl", ["--num_processes", "2"]).config()
+    assert config.data.prompts_per_iteration == 2 * 4 * 8 // 8
+    assert config.actor.mini_batch_trajectories == 2 * 4 * 4
+    assert config.train.iterations == 400 // (2 * 2), "two optimizer steps in each of two passes"
+    assert config.actor.lr_schedule.model_dump() == {
+        "type": "cosine",
+        "warmup_iterations": 10,
+        "decay_iterations": 90,
+        "min_ratio": 0.0,
+    }
+    assert (config.algorithm.kl.in_loss, config.algorithm.kl.loss_estimator) == (0.04, "k3")
+    assert (config.algorithm.advantage.type, config.algorithm.loss.type) == ("dr_grpo", "ppo")
+    assert config.algorithm.loss.aggregate == "seq-mean-token-sum-norm"  # type: ignore[union-attr]
+    assert (config.reward.function, config.tracking, config.pools["all"].workers) == ("format", ("wandb", "trackio"), 2)
+    alone = convert(path, "trl")
+    assert alone.config().actor.mini_batch_trajectories == 4 * 4
+    assert "one process is assumed: num_processes is not given" in comments(alone)
+    config = convert(path, "trl", ["--importance_sampling_level=sequence", "--loss_type", "grpo"]).config()
+    assert config.algorithm.loss.type == "gspo"
+
+
+def test_trls_ppo_is_told_from_its_grpo() -> None:
+    converted = convert(SCRIPTS / "trl_ppo.sh", "trl")
+    config = converted.config()
+    assert converted.program == "TRL (PPO)"
+    assert (config.data.prompts_per_iteration, config.rollout.n, config.rollout.temperature) == (32, 1, 0.7)
+    assert (config.algorithm.kl.in_reward, config.reward.function) == (0.05, None)
+    assert config.train.iterations == 313, "10,000 episodes, rounded up"
+    assert config.critic is not None
+    assert (config.critic.lr, config.critic.cliprange_value) == (3e-6, 0.2)
+
+
+def test_openrlhfs_older_flags_mean_the_same() -> None:
+    config = convert(SCRIPTS / "openrlhf_dapo.sh", "openrlhf").config()
+    assert convert(SCRIPTS / "openrlhf_dapo_older_flags.sh", "openrlhf").config() == config
+    assert (config.data.prompts_per_iteration, config.rollout.n) == (128, 8)
+    assert config.actor.mini_batch_trajectories == 128
+    assert (config.algorithm.kl.in_loss, config.algorithm.kl.in_reward) == (1e-3, None)
+    assert config.train.iterations == 20_000 // 128
+    ppo = convert(SCRIPTS / "openrlhf_ppo.sh", "openrlhf").config()
+    assert (ppo.algorithm.kl.in_reward, ppo.algorithm.kl.in_loss) == (0.01, None)
+    assert ppo.critic is not None
+    assert ppo.critic.model is not None
+    assert ppo.critic.model.path == "OpenRLHF/Llama-3-8b-rm-700k"
+    assert ppo.validation.data is None
+    held_out = convert(SCRIPTS / "openrlhf_ppo.sh", "openrlhf", ["--eval.dataset", "test.parquet"]).config().validation
+    assert (held_out.data, held_out.n, held_out.temperature, held_out.every) == ("test.parquet", 4, 0.6, 0)
+
+
+def test_epochs_become_iterations_if_the_data_can_be_read(tmp_path: Path) -> None:
+    data = tmp_path / "train.parquet"
+    pq.write_table(pa.table({"prompt": ["p"] * 1000}), data)
+    path = script(tmp_path, *QUICKSTART)
+    converted = convert(path, "verl", [f"data.train_files=['{data}', '{data}']"])
+    assert converted.config().train.iterations == 2000 // 256 * 15
+    assert "15 (trainer.total_epochs) x 2000 rows / 256 prompts" in comments(converted)
+    unread = convert(
+        path, "verl", ["data.train_files=nowhere.parquet", "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine"]
+    )
+    assert "the data cannot be read here: set it to 15 (trainer.total_epochs) x rows / 256" in comments(unread)
+    assert "cosine depends on the number of iterations, which is unknown: set actor.lr_schedule" in comments(unread)
+
+
+def test_a_value_cannot_leave_its_comment_and_secrets_are_not_repeated(tmp_path: Path) -> None:
+    hostile = "trainer.project_name='a\nmodel: {path: evil} \x1b[2J # b'"
+    converted = convert(script(tmp_path, *QUICKSTART, hostile, "trainer.hub_token=abc123"), "verl")
+    text = converted.text()
+    assert yaml.safe_load(text)["model"] == {"path": "Qwen/Qwen2.5-0.5B-Instruct"}
+    assert "\x1b" not in text
+    assert "abc123" not in text
+    assert "trainer.hub_token" in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "program", "says"),
+    [
+        (["data.train_batch_size=many"], "verl", ["data.train_batch_size is 'many': it should be a number"]),
+        (
+            ["actor_rollout_ref.rollout.n=1.5", "trainer.nnodes=x", "a.b"],
+            "verl",
+            ["'a.b' is not an override: it should be key=value"],
+        ),
+        (
+            ["actor_rollout_ref.rollout.n=1.5", "trainer.nnodes=x"],
+            "verl",
+            ["rollout.n is 1.5: it should be a whole number", "trainer.nnodes is 'x': it should be a number"],
+        ),
+        (["a.b=1"], "openrlhf", ["has no command that starts openrlhf: give the script that does, or another --from"]),
+    ],
+)
+def test_mistakes_in_the_settings_are_named_together(
+    tmp_path: Path, settings: list[str], program: str, says: list[str]
+) -> None:
+    with pytest.raises(UserError) as refused:
+        convert(script(tmp_path, *settings), program)
+    lines = str(refused.value).splitlines()
+    assert len(lines) == len(says)
+    for line, text in zip(lines, says, strict=True):
+        assert text in line
+        assert "run.sh" in line
+
+
+def test_files_that_are_not_settings_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cannot read .*nothing\.sh: No such file"):
+        convert(tmp_path / "nothing.sh", "verl")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="is not text: give a YAML file or a shell script"):
+        convert(tmp_path / "binary", "verl")
+    (tmp_path / "other.yaml").write_text("foo: {bar: 1}")
+    with pytest.raises(UserError, match="has no settings of TRL"):
+        convert(tmp_path / "other.yaml", "trl")
+
+
+OURS = {re.sub(r"\[.*?\]", "", key) for key, *_ in keys(RunConfig)}
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
+def test_the_tables_name_keys_that_there_are(source: Source) -> None:
+    for row in source.counterparts:
+        for ours in row.ours:
+            key = ours.replace("pools.all.", "pools.")
+            known = key in OURS or any(other.startswith(f"{key}.") for other in OURS)
+            assert (
+                known or ours.startswith("pools.all.") or ours in ("algorithm.advantage.type", "algorithm.loss.type")
+            ), ours
+        assert row.theirs or not row.is_direct
+        assert row.note or row.ours, f"{row.theirs} needs a reason"
+    settings = Settings({}, source.defaults)
+    assert settings["nothing"] is None
+    today = {name for row in source.counterparts for name in row.theirs}
+    for new in source.older.values():
+        wildcard = any(name.startswith(new.removesuffix("*")) for name in today)
+        assert source.counterpart(new) is not None or (new.endswith("*") and wildcard), new
+    assert [key for key in source.defaults if key not in today] == []
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("algorithm.adv_estimator=grpo", "is a key of verl: write algorithm.advantage.type=grpo"),
+        ("actor_rollout_ref.actor.optim.lr=1e-6", "is a key of verl: write actor.lr=1.0e-06"),
+        ("actor_rollout_ref.rollout.n=5", "is a key of verl: write rollout.n=5"),
+        (
+            "data.train_batch_size=64",
+            "is a key of verl: write data.prompts_per_iteration=64 (prompts, not trajectories)",
+        ),
+        ("actor.learning_rate=1e-6", "is not a key of the config: write actor.lr=1.0e-06"),
+        ("learning_rate=1e-6", "is a key of TRL (GRPO): write actor.lr=1.0e-06"),
+        ("rollout.tensor_model_parallel_size=2", "write rollout.vllm.tensor_parallel=2"),
+        ("reward_model.num_workers=4", "is a key of verl: write reward.workers=4"),
+        ("n_samples_per_prompt=4", "is a key of OpenRLHF: write rollout.n=4"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=vanilla", "write algorithm.loss.type=ppo"),
+    ],
+)
+def test_an_unknown_key_is_answered_with_what_to_write(tmp_path: Path, override: str, says: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: m\ndata: {train: p}\nrollout: {engine: vllm}\n")
+    with pytest.raises(UserError) as refused:
+        load_config(path, [override])
+    text = str(refused.value)
+    assert text == f"{path}: {override.partition('=')[0]} {text.partition(' ')[2].partition(' ')[2]}"
+    assert says in text
+    fix = text.partition(": write ")[2].split()[0]
+    fixed = load_config(path, [fix, *(["rollout.n=8"] if "grpo" in fix else [])])
+    key, _, value = fix.partition("=")
+    assert fixed.value(key) == yaml.safe_load(value)
+
+
+def test_every_key_of_another_program_is_answered_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: m\ndata: {train: p}\n")
+    with pytest.raises(UserError) as refused:
+        load_config(path, QUICKSTART)
+    lines = str(refused.value).splitlines()
+    assert [line for line in lines if "ratchet train --help" in line] == []
+    answered = {line.removeprefix(f"{path}: ").partition(" ")[0] for line in lines}
+    assert answered == {setting.partition("=")[0] for setting in QUICKSTART} - {"critic.model.path"}, (
+        "which is ours, too"
+    )
+    with pytest.raises(UserError, match=r"trainer\.balance_batch has no equal here \(.*\): remove it"):
+        load_config(path, ["trainer.balance_batch=true"])
+    with pytest.raises(UserError, match=r"is it critic\.mini_batch_trajectories or"):
+        load_config(path, ["critic.mini_batch_trajectoris=4"])
+    with pytest.raises(UserError, match=r": foo is not a key of the config;"):
+        load_config(path, ["foo.bar=4"])

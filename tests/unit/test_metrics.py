@@ -1,0 +1,101 @@
+"""The catalogue of metrics: what it names, older names, turns, and the FLOPs behind the utilization."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoModelForCausalLM
+
+from flows.metrics import CATALOGUE, line
+from rlhf.engines.performance import TrainingFlops
+from rlhf.metrics import BY_NAME, METRICS, RENAMED, STAGES, current, timer
+from tasks import pipeline
+from tasks.generate import GenerateSummary, generation_metrics
+from tasks.validate import ValidateSummary, validation_metrics
+from tests import tiny
+
+
+def test_the_catalogue_names_each_metric_once_and_each_stage() -> None:
+    assert len(BY_NAME) == len(METRICS)
+    assert tuple(stage.name for stage in pipeline.STAGES) == STAGES
+    assert {display.name for display in CATALOGUE} <= set(BY_NAME)
+    assert not RENAMED.keys() & BY_NAME.keys(), "an old name never comes to mean something else"
+    assert set(RENAMED.values()) <= set(BY_NAME)
+
+
+def test_the_line_has_full_names() -> None:
+    metrics = {"critic/score/mean": 0.3456, "timing_s/stages": 8.12, "actor/lr": 1e-6}
+    assert line(metrics) == "critic/score/mean 0.346  timing_s/stages 8.1"
+
+
+def test_names_of_older_releases_become_todays() -> None:
+    older = {
+        "actor/kl_coef": 0.1,
+        "timing_s/old_log_probs": 2.0,
+        "rollout_corr/rejected/token_k1": 0.5,
+        "val/openai/gsm8k/mean_score": 0.25,
+        "val/openai/gsm8k/pass@1": 0.125,
+        "val/openai/gsm8k/mean@4": 0.3,
+        "val/openai/gsm8k/best@4": 0.75,
+        "val/b/mean_score": 1.0,
+        "val/reward_errors": 2.0,
+        "budget/used": 0.5,
+    }
+    assert current(older) == {
+        "actor/reward_kl_penalty_coeff": 0.1,
+        "timing_s/old_log_prob": 2.0,
+        "rollout_corr/rollout_rs_token_k1_masked_fraction": 0.5,
+        "val-core/openai/gsm8k/reward/mean@4": 0.25,
+        "val-core/openai/gsm8k/acc/mean@4": 0.125,
+        "val-core/openai/gsm8k/reward/best@4": 0.75,
+        "val-core/b/reward/mean@1": 1.0,
+        "val/reward_errors": 2.0,
+        "budget/used": 0.5,
+    }
+    todays = dict.fromkeys((*BY_NAME, *current(older)), 1.0)
+    assert current(todays) == todays
+
+
+def test_a_validation_that_an_older_release_began() -> None:
+    """Its shards do not say how many answers a prompt has, and may have the mean of complete prompts."""
+    begun = ValidateSummary(sums={"a": {"mean_score": (1.0, 2), "mean@2": (0.5, 1)}})
+    finished = ValidateSummary(sums={"a": {"mean_score": (0.5, 2)}}, n=2)
+    assert validation_metrics([begun, finished]) == {"val-core/a/reward/mean@2": 0.375}
+
+
+def test_turns_are_those_of_all_shards() -> None:
+    shards = [GenerateSummary(tokens=1, num_turns={2: 3, 4: 1}), GenerateSummary(tokens=1, num_turns={8: 1})]
+    stored = [GenerateSummary.model_validate_json(shard.model_dump_json()) for shard in shards]
+    metrics = generation_metrics(stored)
+    assert [metrics[f"num_turns/{name}"] for name in ("min", "max", "mean")] == [2.0, 8.0, 18 / 5]
+    assert "num_turns/mean" not in generation_metrics([GenerateSummary(tokens=1)])
+
+
+def test_stages_have_verls_names_in_timings() -> None:
+    assert (timer("generate"), timer("update_actor"), timer("budget")) == (
+        "timing_s/gen",
+        "timing_s/update_actor",
+        "timing_s/budget",
+    )
+
+
+def test_flops_of_an_update_by_hand(tmp_path: Path) -> None:
+    """Four heads of 8, two of them with keys; two layers; the embedding is looked up, which takes none."""
+    model = AutoModelForCausalLM.from_pretrained(tiny.model_folder(tmp_path))
+    layer = 32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 64
+    weights, head = 2 * layer, 32 * model.config.vocab_size
+    lengths = np.array([5 + 3 - 1, 2 + 1 - 1])
+    pairs = (lengths * (lengths + 1) / 2).sum()
+    expected = 6 * weights * lengths.sum() + 6 * head * 4 + 3 * 4 * 2 * 32 * pairs
+    assert TrainingFlops.of(model)(np.array([5, 2]), np.array([3, 1])) == pytest.approx(expected, rel=1e-12)
+    model.requires_grad_(False)
+    assert TrainingFlops.of(model).per_token == 4 * weights, "a frozen weight has no gradient"
+
+
+def test_of_experts_those_that_a_token_is_routed_to_count(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny.moe_folder(tmp_path, "mixtral"))
+    attention = 32 * 32 * 2 + 32 * 8 * model.config.num_key_value_heads * 2
+    layer = attention + 32 * 4 + 2 * 3 * 32 * 16
+    assert TrainingFlops.of(model).per_token == 6 * 2 * layer
