@@ -516,6 +516,7 @@ def export(
         int | None, typer.Option(help="the snapshot after this many iterations; by default the newest")
     ] = None,
     role: Annotated[Role, typer.Option(help="which model")] = Role.actor,
+    best: Annotated[bool, typer.Option("--best", help="the snapshot with the best validation")] = False,
     adapter: Annotated[
         bool, typer.Option("--adapter", help="write only the adapter (model.lora), in PEFT's format")
     ] = False,
@@ -524,7 +525,9 @@ def export(
     from infra.runs import open_run
 
     run = open_run(_url(name, store))
-    version = run.newest_snapshot() if iteration is None else iteration
+    if best and iteration is not None:
+        raise UserError("--best and --iteration both choose the snapshot: give only one")
+    version = run.best_snapshot() if best else run.newest_snapshot() if iteration is None else iteration
     make_folder(folder)
     run.export(version, folder, role.value, adapter=adapter)
     console.print(f"the {role.value} after {version} iterations is in {folder}")
@@ -703,6 +706,8 @@ def _drive(config: RunConfig, take_over: bool = False, accept_changes: bool = Fa
         check_start(config, take_over=take_over, accept_changes=accept_changes, check=check_open_iteration)
         from flows.train import drive
         from flows.train import train as flow
+        from infra.execution.claims import run_url
+        from infra.runs import open_run
         from tasks.recording import recorded
 
         _wait_for(server)
@@ -713,8 +718,10 @@ def _drive(config: RunConfig, take_over: bool = False, accept_changes: bool = Fa
         if ended is not None:  # a `Failed` state, if Prefect did not record the flow
             ended.result()
     elsewhere = "" if config.run.store == DEFAULT_STORE else f" --store {config.run.store}"
+    done = open_run(run_url(config.run.store, config.run.name)).state.iteration
+    reached = f"its {done} iterations" if done == config.iterations else f"{done} of {config.iterations} iterations"
     console.print(
-        f"run {config.run.name} has its {config.iterations} iterations\n"
+        f"run {config.run.name} has {reached}\n"
         f"  ratchet status {config.run.name}{elsewhere}    what each iteration did\n"
         f"  ratchet show {config.run.name}{elsewhere}      the trajectories"
     )

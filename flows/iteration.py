@@ -16,7 +16,7 @@ from tasks.recording import noted
 from tasks.reuse_rollouts import reuse_rollouts
 from tasks.runner import check_not_given_up, finish, skip_update, skip_what_is_left, start
 from tasks.stage import AnyUpdateStage, UpdateStage
-from tasks.validate import VALIDATE, is_due
+from tasks.validate import VALIDATE
 
 
 @flow(name="iteration", flow_run_name="{config.run.name} · it {k}", persist_result=False, validate_parameters=False)
@@ -29,7 +29,7 @@ def iteration(config: RunConfig, k: int) -> dict[str, float]:
         driving(config, dependencies(config), check=check_open_iteration) as driver,
         shown(config.run.name),
     ):
-        if is_due(config, k):
+        if config.validates(k):
             start(driver, VALIDATE, k, {})
             finish(driver)
         generated = generations(driver, k) if config.data.generations is None else reuse_rollouts(driver, k)

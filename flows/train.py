@@ -20,6 +20,7 @@ from flows.prefect_pages import has_pages, show_report, shown, tagged
 from flows.summary import summary
 from flows.tracking import tracking
 from infra.execution.driver import driving, with_iterations
+from infra.execution.snapshots import has_lost_patience
 from infra.progress import note
 from infra.runs import open_run
 from infra.store.log import Fenced
@@ -83,6 +84,9 @@ def drive(config: RunConfig, take_over: bool, accept_changes: bool = False) -> N
         if driver.state.iteration < config.iterations:
             note("\n".join(summary(config, driver.state.iteration)))
         while (k := driver.state.iteration) < config.iterations:
+            if has_lost_patience(driver.store, config):
+                note(f"ends after {k} iterations: the last {config.validation.patience} validations were no better")
+                break
             with tagged(config.run.name):
                 metrics = _iteration(config, k)
             track(k, metrics)

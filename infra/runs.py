@@ -232,6 +232,20 @@ class Run:
             raise UserError(f"{self.store.url} has no snapshot yet: checkpoint.every says how often one is taken")
         return version
 
+    def best_snapshot(self) -> int:
+        """The version of the snapshot with the best validation, by `validation.metric`.
+
+        Raises:
+            UserError: no snapshot was validated.
+        """
+        scores = self.store.validation_scores(self.state.snapshots, self.config.validation.metric)
+        if not scores:
+            raise UserError(
+                f"no snapshot of {self.store.url} was validated: set checkpoint.keep.best and validation.every, or "
+                "choose one with --iteration"
+            )
+        return max(scores, key=lambda version: (scores[version], version))
+
     def export(self, version: int, folder: str | Path, role: str = "actor", *, adapter: bool = False) -> Path:
         """Write a snapshot as a Hugging Face model folder with its tokenizer.
 

@@ -143,15 +143,6 @@ def exists(config: RunConfig) -> bool:
     return config.validation.data is not None
 
 
-def is_due(config: RunConfig, iteration: int) -> bool:
-    """Whether an iteration begins with a validation. The end of the run is always validated, in addition."""
-    if config.validation.data is None:
-        return False
-    if iteration == 0:
-        return config.validation.before_train
-    return config.validation.every > 0 and iteration % config.validation.every == 0
-
-
 VALIDATE = RowsStage(
     name="validate",
     label="valid",

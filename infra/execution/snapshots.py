@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -44,6 +44,8 @@ class Snapshots:
     def is_due(self, version: int) -> bool:
         """Whether to take a snapshot of the state after `version` iterations, according to `checkpoint`."""
         checkpoint = self.config.checkpoint
+        if checkpoint.keep.best and self.config.validates(version):
+            return True
         if checkpoint.every is not None:
             return version % checkpoint.every == 0
         replayed, kept = version - max(self.store.state.snapshots, default=0), checkpoint.keep.every
@@ -87,8 +89,14 @@ class Snapshots:
             note(f"the snapshot after {version} iterations was lost with a worker; the next one replaces it")
             return []
         existing = self.store.state.snapshots
-        kept = kept_snapshots([*existing, version], self.config.checkpoint)
+        kept = kept_snapshots([*existing, version], self.config.checkpoint) | self._best(existing)
         return [Snapshot(version=version, roles=durable), *(Expire(version=old) for old in existing if old not in kept)]
+
+    def _best(self, versions: Iterable[int]) -> set[int]:
+        """The versions with the best validations, at most `keep.best`."""
+        best = self.config.checkpoint.keep.best
+        scores = self.store.validation_scores(versions, self.config.validation.metric) if best else {}
+        return set(sorted(scores, key=lambda version: scores[version], reverse=True)[:best])
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -115,6 +123,16 @@ class Snapshots:
             self.store.commit_snapshot(self._finished())
         elif wait:
             self.store.commit_snapshot(self.finish())
+
+
+def has_lost_patience(store: RunStore, config: RunConfig) -> bool:
+    """Whether the last `validation.patience` validations were no better than the best one before them."""
+    patience = config.validation.patience
+    if patience is None:
+        return False
+    validated = filter(config.validates, range(store.state.iteration + 1))
+    scores = [*store.validation_scores(validated, config.validation.metric).values()]
+    return len(scores) > patience and max(scores[-patience:]) <= max(scores[:-patience])
 
 
 def describe(config: RunConfig) -> str:

@@ -38,6 +38,7 @@ from infra.store.records import (
     named_here,
     sha256_of,
 )
+from rlhf.metrics import current, is_mean_score
 from rlhf.schema import TRAJECTORY
 
 KEPT_BLOCKS = 4
@@ -330,6 +331,26 @@ class RunStore:
                 later.shards, later.stages, later.assigned = ahead.shards, ahead.stages, ahead.assigned
                 return later
         return self.log.load_index(self.index_of(iteration))
+
+    def validation_scores(self, versions: Iterable[int], metric: str | None) -> dict[int, float]:
+        """Find how well some weights did in their validation.
+
+        Args:
+            versions: numbers of iterations after which to look at the weights.
+            metric: the metric to read; None: the mean score of the first data source.
+
+        Returns:
+            The score by version, without versions that were not validated, or not by that metric.
+        """
+        scores = {version: self._validation_score(version, metric) for version in versions}
+        return {version: score for version, score in scores.items() if score is not None}
+
+    def _validation_score(self, version: int, metric: str | None) -> float | None:
+        state = self.iteration_state(version)
+        commit = state.stages.get(VALIDATE)
+        metrics = current(self.manifest(commit).metrics if isinstance(commit, StageCommit) else state.metric_values)
+        chosen = min(filter(is_mean_score, metrics), default=None) if metric is None else metric
+        return None if chosen is None else metrics.get(chosen)
 
     def index_of(self, iteration: int) -> ObjectRef:
         """Find the index of a closed iteration.

@@ -101,6 +101,14 @@ class RunConfig(Section):
         assert self.train.iterations is not None, "a run starts with a number of iterations"
         return self.train.iterations
 
+    def validates(self, iteration: int) -> bool:
+        """Whether an iteration begins with a validation. The end of the run is always validated, in addition."""
+        if self.validation.data is None:
+            return False
+        if iteration == 0:
+            return self.validation.before_train
+        return self.validation.every > 0 and iteration % self.validation.every == 0
+
     @property
     def trajectories_per_iteration(self) -> int:
         return self.data.prompts_per_iteration * self.rollout.n

@@ -483,6 +483,9 @@ class ReferenceConfig(Section):
 class KeepConfig(Section):
     last: int = Field(3, ge=1, description="number of newest snapshots to keep")
     every: int | None = Field(10, gt=0, description="iterations between snapshots that are kept for good; null: none")
+    best: int = Field(
+        0, ge=0, description="number of snapshots with the best validation to keep; each validation then has a snapshot"
+    )
 
 
 class CheckpointConfig(Section):
@@ -517,6 +520,14 @@ class ValidationConfig(Section):
     n: int = Field(1, gt=0, description="trajectories per prompt")
     temperature: float = Field(1.0, ge=0, description="sampling temperature; 0: greedy")
     before_train: bool = Field(True, description="validate before the first iteration")
+    metric: str | None = Field(
+        None,
+        description="metric that says which weights are best, the larger the better; null: the mean score of the first "
+        "data source",
+    )
+    patience: int | None = Field(
+        None, gt=0, description="end the run after this many validations in a row without a new best one; null: never"
+    )
     solved_score: float | None = Field(
         None,
         description="smallest score of a solved answer, for pass@1; null: 1 with a built-in reward that says right or "

@@ -312,6 +312,34 @@ def test_an_update_that_is_not_finite_can_be_passed_over(ratchet: Ratchet) -> No
     assert all(actor[name].equal(initial[name]) for name in initial)
 
 
+def test_the_best_snapshot_is_kept_and_exported(ratchet: Ratchet, workspace: Path) -> None:
+    validation = {"data": str(workspace / "held_out.parquet"), "every": 1}
+    keep = {"last": 1, "every": None, "best": 1}
+    done(ratchet(train__iterations=4, validation=validation, checkpoint={"max_replay": 9, "keep": keep}))
+    run = ratchet.history.run
+    scores = run.validation().groupby("iteration")["score"].mean()
+    best = max(range(1, 5), key=lambda version: (scores[version], version))
+    # what is the best of the versions that are kept is decided when the next one is committed
+    assert run.best_snapshot() == best
+    assert set(run.state.snapshots) <= {best, 3, 4}
+    folder = ratchet.processes.folder / "best"
+    store = f"file://{ratchet.processes.folder}/runs"
+    exported = ratchet.processes.cli("export", run.config.run.name, folder, "--best", "--store", store)
+    assert f"the actor after {best} iterations" in done(exported)
+
+
+def test_a_run_ends_early_if_validations_do_not_get_better(ratchet: Ratchet, workspace: Path) -> None:
+    stuck = {"data": str(workspace / "held_out.parquet"), "every": 1, "patience": 2}
+    changes: dict[str, Any] = {"train__iterations": 9, "validation": stuck, "reward__function": "constant"}
+    child = ratchet(**changes)
+    assert child.wait() == 0
+    assert "ends after 3 iterations: the last 2 validations were no better" in child.text
+    assert "has 3 of 9 iterations" in child.text
+    assert ratchet.history.state.iteration == 3
+    assert ratchet(**changes).wait() == 0
+    assert ratchet.history.state.iteration == 3, "it stays ended"
+
+
 def test_taking_turns_changes_nothing(ratchet: Ratchet) -> None:
     done(ratchet())
     expected = ratchet.history.results

@@ -15,7 +15,6 @@ from rlhf.stage_config import StageConfig, key
 from tasks.pipeline import STAGES, dependencies, names_of, update_of
 from tasks.stage import RowsStage
 from tasks.update_actor import UPDATE_ACTOR
-from tasks.validate import is_due
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("**/*.yaml"))
 MINIMAL: dict[str, Any] = {"model": {"path": "somewhere"}, "data": {"train": ["prompts.parquet"]}}
@@ -202,7 +201,7 @@ def test_why_an_actor_does_not_learn() -> None:
 
 def test_when_a_run_is_validated() -> None:
     config = parse_config(MINIMAL, "here")
-    assert not any(is_due(config, k) for k in range(4))
+    assert not any(config.validates(k) for k in range(4))
     ends: RunConfig = config.with_values({"validation.data": "held-out.parquet"})
-    assert [is_due(ends, k) for k in range(4)] == [True, False, False, False]
-    assert [is_due(ends.with_values({"validation.every": 2}), k) for k in range(4)] == [True, False, True, False]
+    assert [ends.validates(k) for k in range(4)] == [True, False, False, False]
+    assert [ends.with_values({"validation.every": 2}).validates(k) for k in range(4)] == [True, False, True, False]
