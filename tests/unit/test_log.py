@@ -669,9 +669,19 @@ def test_another_host_is_watched(
     assert len(said) == 1
     assert "watching" in said[0]
 
-    for change, alive in (({"count": 2}, True), ({"term": 2}, True), ({"stopped": True}, False)):
-        put(objects, beat(**elsewhere))
-        clock.happens = partial(put, objects, beat(**(elsewhere | change)))
+    watched_until = clock.now
+    assert heartbeat.is_alive(objects, said.append) is None, "it has been watched"
+    assert (clock.now, len(said)) == (watched_until, 1)
+
+    changes: list[tuple[dict[str, Any], bool]] = [
+        ({"count": 99}, True),
+        ({"term": 2}, True),
+        ({"stopped": True}, False),
+    ]
+    for count, (change, alive) in enumerate(changes, 2):
+        still: dict[str, Any] = {**elsewhere, "count": count}  # not the beat that has been watched
+        put(objects, beat(**still))
+        clock.happens = partial(put, objects, beat(**(still | change)))
         assert (heartbeat.is_alive(objects) is not None) == alive
 
 

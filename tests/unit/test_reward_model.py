@@ -176,7 +176,7 @@ def test_the_sections_short_forms() -> None:
     both = parse_config(tree | {"reward": {"model": "judge", "function": "gsm8k"}}, "here")
     assert both.reward.functions == {"gsm8k": 1.0}
     assert parse_config(alone.model_dump(mode="json"), "here") == alone
-    assert parse_config(tree, "here").reward.function == "countdown"
+    assert parse_config(tree, "here").reward.function == "auto"
     assert "reward" not in parse_config(tree, "here").roles
     with pytest.raises(UserError, match="names no function"):
         parse_config(tree | {"reward": {"function": None}}, "here")
