@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,15 +19,12 @@ from infra.store.object_store import ObjectStore
 from infra.store.records import ObjectRef, StageCommit
 from infra.store.run_store import VALIDATE, RunStore
 from rlhf.errors import UserError
-from rlhf.metrics import VALIDATION, current
+from rlhf.metrics import VALIDATION, current, is_mean_score
 
 READERS = 16
 """Threads that read, so that a remote store's latency adds up less."""
 FRESH_S = 60.0
 """A driver on another host counts as alive while its heartbeat is younger."""
-
-MEAN_SCORE = re.compile(r"val-core/.+/reward/mean@\d+")
-"""Names of the metrics of a data source's mean score."""
 
 State = Literal["running", "stopped", "finished", "fit", "damaged"]
 
@@ -179,7 +175,7 @@ def best_validation(metrics: Iterable[dict[str, float]]) -> tuple[str, float] | 
     Returns:
         The metric's name and its best value; None without a validation.
     """
-    scores = [{name: value for name, value in row.items() if MEAN_SCORE.fullmatch(name)} for row in metrics]
+    scores = [{name: value for name, value in row.items() if is_mean_score(name)} for row in metrics]
     name = min((name for row in scores for name in row), default=None)
     return None if name is None else (name, max(row[name] for row in scores if name in row))
 

@@ -232,7 +232,7 @@ def test_supervised_steps_lower_the_loss(ratchet: Ratchet, workspace: Path, tmp_
     [
         (("train", "none.yaml"), "cannot read the config none.yaml"),
         (("train", "{config}", "actor.lrr=1"), "actor.lrr is not a key of the config"),
-        (("train", "{config}", "actor.mini_batch_trajectories=64"), "more than an iteration has"),
+        (("train", "{config}", "critic.mini_batch_trajectories=64"), "more than an iteration has"),
         (("train", "{config}", "critic=null"), "critic is null, but algorithm.advantage gae needs values"),
         (("train", "{config}", "model.path=./nowhere"), "model.path ./nowhere does not exist"),
         (("train", "{config}", "data.train=[nowhere.parquet]"), "nowhere.parquet does not exist"),
@@ -247,7 +247,7 @@ def test_supervised_steps_lower_the_loss(ratchet: Ratchet, workspace: Path, tmp_
         ),
         (("train", "{config}", "reward.function=rlhf.rewards.code:compute_score"), "set reward.allow_code: true"),
         (("train", "{config}", "data.train=[foo://x.parquet]"), "cannot read foo://x.parquet: Protocol not known: foo"),
-        (("train", "{config}", "data.train=[{tmp}]"), "{tmp} is a folder: name a file in it"),
+        (("train", "{config}", "data.train=[{tmp}]"), "{tmp} has no data files (Parquet, JSON or Arrow)"),
         (("data", "gsm8k", "{tmp}", "--source", "foo://bar"), "--source foo://bar: "),
         (("data", "gsm8k", "{tmp}", "--source", "{tmp}/none"), "--source {tmp}/none does not exist"),
         (

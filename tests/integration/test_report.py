@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -204,6 +205,16 @@ def test_a_run_that_goes_on(page: Page, shown_runs: Path, tmp_path: Path) -> Non
     assert "no iteration is closed yet" in page.inner_text("#count")
     assert page.locator(".token").count() == 0
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_damage_is_named_and_left_out(page: Page, shown_runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(shown_runs / "ppo", tmp_path / "ppo")
+    (tmp_path / "ppo" / "trajectories" / "score" / "iteration=000001" / "1-0-part-00000.parquet").write_bytes(b"short")
+    show(page, tmp_path / "report.html", *runs(tmp_path, "ppo"))
+    damage = page.inner_text("#damages")
+    assert damage.startswith("Left out, because it could not be read: ")
+    assert "score/iteration=000001/1-0-part-00000.parquet is damaged" in damage
+    assert page.locator("[name=iteration] option").all_inner_texts() == ["all in this report", "2", "0"]
 
 
 def test_a_report_needs_no_model(page: Page, shown_runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
