@@ -9,12 +9,25 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import get_args
-
-from rlhf.algorithms.rollout_correction import Statistic
+from typing import Literal, get_args
 
 CLOSE = "close"
 """The stage of metrics that are measured when the iteration closes."""
+
+Statistic = Literal[
+    "token_k1",
+    "token_k2",
+    "token_k3",
+    "seq_sum_k1",
+    "seq_sum_k2",
+    "seq_sum_k3",
+    "seq_mean_k1",
+    "seq_mean_k2",
+    "seq_mean_k3",
+    "seq_max_k2",
+    "seq_max_k3",
+]
+"""What a rejection of `algorithm.rollout_correction` may bound."""
 
 
 @dataclass(frozen=True)

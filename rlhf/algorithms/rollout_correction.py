@@ -16,22 +16,9 @@ from pydantic import Field, model_validator
 from rlhf.algorithms.base import Options
 from rlhf.algorithms.masked import EPSILON, MAX_LOG_RATIO, LossNormalizers, masked_mean, sequence_mean, sequence_sum
 from rlhf.algorithms.tensor import Tensor
+from rlhf.metrics import Statistic
 
 Tokens = Float[Tensor, "batch response"]
-
-Statistic = Literal[
-    "token_k1",
-    "token_k2",
-    "token_k3",
-    "seq_sum_k1",
-    "seq_sum_k2",
-    "seq_sum_k3",
-    "seq_mean_k1",
-    "seq_mean_k2",
-    "seq_mean_k3",
-    "seq_max_k2",
-    "seq_max_k3",
-]
 
 
 class ImportanceWeights(Options):

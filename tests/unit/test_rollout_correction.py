@@ -17,10 +17,10 @@ from rlhf.algorithms.rollout_correction import (
     ImportanceWeights,
     Rejection,
     RolloutCorrection,
-    Statistic,
     effective_sample_size,
     off_policy_metrics,
 )
+from rlhf.metrics import Statistic
 from tests.padded import GARBAGE, Batch, batches, padded, properties, rows, spoiled
 
 
