@@ -29,7 +29,7 @@ demo: .venv/installed ## the whole recipe on this machine: data, supervised mode
 
 browser: ## a Chromium for the tests of pages, with apt: they are skipped where there is none
 ifeq ($(shell command -v chromium || command -v chromium-browser || command -v google-chrome),)
-	if [ "$$(id -u)" = 0 ]; then apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; fi
+	-if [ "$$(id -u)" = 0 ]; then apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; fi
 endif
 
 test: .venv/installed ## the tests, and a slice of the crash matrix that changes from day to day
