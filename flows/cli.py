@@ -635,7 +635,7 @@ def deploy(
         console.print(name, highlight=False)
     console.print(f"start a worker with `ratchet worker --pool {pool}`; then `prefect deployment run {names[0]}`")
     if urlsplit(api := os.environ["PREFECT_API_URL"]).port != 4200:
-        console.print(f"the server's pages stay blank unless it was started with PREFECT_UI_API_URL={api}")
+        console.print(f"the server shows blank pages unless it was started with PREFECT_UI_API_URL={api}")
 
 
 @app.command()

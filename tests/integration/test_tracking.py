@@ -31,7 +31,7 @@ def samples(iteration: int) -> pd.DataFrame:
 
 
 def logged(root: Path, *values: float, first: int = 0, **changes: Any) -> list[str]:
-    """Log a value per iteration; returns what the user is told."""
+    """Log a value per iteration; returns the messages for the user."""
     events: list[Event] = []
     with listening(events.append), tracking(tiny.config(root, **changes), RUN_ID, samples) as track:
         for iteration, value in enumerate(values, first):
@@ -102,7 +102,7 @@ def test_wandb_has_one_run(tmp_path: Path) -> None:
         assert ended.returncode == 0, ended.stderr.decode()
         assert ended.stderr == ended.stdout == b"", "wandb is quiet"
     logs = sorted((tmp_path / "tracking" / "tiny").rglob("*.wandb"))
-    assert [log.name for log in logs] == [f"run-{RUN_ID}.wandb"] * 2, "both go on with one run"
+    assert [log.name for log in logs] == [f"run-{RUN_ID}.wandb"] * 2, "both belong to one run"
     for what in (METRIC, "games", "sweep", "short", "micro_batch_tokens"):
         assert what.encode() in logs[0].read_bytes(), what
     [table] = (tmp_path / "tracking" / "tiny").rglob("wandb/latest-run/files/media/table/samples_*.json")

@@ -29,4 +29,4 @@ def test_a_signal_may_come_while_what_it_reports_is_being_printed() -> None:
                 assert not noted.is_set()
             with pytest.raises(Stopped, match="stopped as asked; `ratchet resume run` continues"):
                 stopping.check()
-        assert noted.is_set(), "the user is told before the driver ends"
+        assert noted.is_set(), "the message comes before the driver ends"
