@@ -39,7 +39,7 @@ class Server:
     url: str
 
     def metric(self, name: str) -> int:
-        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        lines = httpx.get(f"{self.url}/metrics", timeout=900).text.splitlines()
         return int(sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}{{")))
 
     def tokens_once_idle(self) -> int:
