@@ -125,16 +125,6 @@ class Snapshots:
             self.store.commit_snapshot(self.finish())
 
 
-def has_lost_patience(store: RunStore, config: RunConfig) -> bool:
-    """Whether the last `validation.patience` validations were no better than the best one before them."""
-    patience = config.validation.patience
-    if patience is None:
-        return False
-    validated = filter(config.validates, range(store.state.iteration + 1))
-    scores = [*store.validation_scores(validated, config.validation.metric).values()]
-    return len(scores) > patience and max(scores[-patience:]) <= max(scores[:-patience])
-
-
 def describe(config: RunConfig) -> str:
     """Say how large snapshots are, and how often they are taken."""
     checkpoint, sizes = config.checkpoint, _sizes(config)
