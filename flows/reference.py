@@ -41,7 +41,7 @@ tables, and errors about unknown keys quote them:
 
 ```console
 $ ratchet convert run_qwen3_8b_fsdp.sh -o run.yaml
-run.yaml: 33 keys; 10 settings have no equal (see the comments at its end)
+run.yaml: 41 keys; 8 settings have no equal (see the comments at its end)
 $ ratchet convert trl.yaml --from trl --num_processes 8 -o run.yaml
 $ ratchet convert train_ppo_ray.sh --from openrlhf -o run.yaml
 ```
@@ -193,14 +193,14 @@ pl.read_parquet("runs/countdown/metrics")
 ```
 
 `iteration` is an int64, and everything else a float64 that is null if the iteration did not compute it: if its stage did
-not run (a rescored run trains nothing, and `train.on_nan: skip` leaves updates out), or without what the column "needs"
-names. `run.metrics()` gives the same rows without the columns that are null throughout, includes the iterations that a
-fork shares, and translates names of older releases, whose files have fewer columns.
+not run (a rescored run trains nothing, and `train.on_nan: skip` leaves updates out), or if there is nothing of what the
+column "needs" names. `run.metrics()` gives the same rows without the columns that are null throughout, includes the
+iterations that a fork shares, and translates names of older releases, whose files have fewer columns.
 
 A validation adds `val-core/<data source>/reward/mean@<n>`, the mean score;
 `val-core/<data source>/acc/mean@<n>`, the share of solved answers ([rewards.md](rewards.md)); and with `validation.n` above
-1, `reward/maj@<n>` and `reward/best@<n>`. They are null in iterations without a validation. These columns follow from the
-data sources of `validation.data` and from `validation.n`: files from before a change of them have the columns of then.
+1, `reward/maj@<n>` and `reward/best@<n>`. They are null in iterations without a validation. Their names depend on
+`validation.data` and `validation.n`: if you change one, older files keep the columns that they have.
 
 "Shown" says where a metric is shown: in the line of an iteration, in `ratchet status`, on the iteration's page in Prefect,
 or as a curve of `ratchet ui` and `ratchet report`. `ratchet query RUN "select * from metrics"` prints all.
@@ -255,6 +255,8 @@ pl.read_parquet("runs/countdown/trajectories/score")
 A fork shares the files of its parent: its folder has only the rows that it computed itself. This reads all of them:
 
 ```python
+from ratchet import open_run
+
 open_run("file://./runs/other").trajectories()
 ```
 

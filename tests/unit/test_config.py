@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import subprocess
 import sys
 import warnings
@@ -295,14 +294,6 @@ def test_reading_a_config_imports_nothing_heavy(file: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stderr == ""
     assert done.returncode == 0
-
-
-def test_the_commands_of_the_readme_validate() -> None:
-    text = (ROOT / "README.md").read_text()
-    commands = re.findall(r"\$ ratchet train (examples/\S+\.yaml)([^#\n&]*)", text)
-    assert len(commands) >= 3
-    for path, rest in commands:
-        load_config(ROOT / path, [word for word in shlex.split(rest) if "=" in word])
 
 
 def test_options_alone_keep_the_algorithm() -> None:

@@ -1,0 +1,388 @@
+"""What README.md, CONTRIBUTING.md and docs/*.md show works: every command, every block of Python, every config key.
+
+The commands run in a small copy of what `make demo` leaves behind: its config with smaller sizes, its data, its model
+after a few supervised steps, and a whole run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import shlex
+import shutil
+import signal
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import typer
+import yaml
+from typer.core import TyperGroup
+
+from flows import cli
+from rlhf.config import RunConfig, keys, load_config, overridden, read_yaml
+from tests.integration.test_cli import Ratchet, ratchet  # noqa: F401  (a fixture)
+from tests.processes import Child, Fault, Processes
+
+ROOT = Path(__file__).parents[2]
+PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+PROGRAMS = ("ratchet", "python", "make", "pip", "prefect", "ssh")
+"""What an inline code span starts with if it is a command; in a console block everything is one."""
+
+NOT_RUN = {
+    "make": "installs, or runs for minutes; its target must exist",
+    "pip install": "installs; the extras that it names must exist",
+    "OMP_NUM_THREADS=1 python benchmarks/": "measures for minutes; the script must exist and have the options",
+    "python benchmarks/replicas.py": "the same",
+    "python benchmarks/gpu.py": "the same",
+    "prefect deployment": "needs a Prefect server with a worker: tests/integration/test_deploy.py",
+    "prefect server": "the same",
+    "PREFECT_UI_API_URL": "the same",
+    "export PREFECT_API_URL": "the same",
+    "ratchet deploy": "the same",
+    "ratchet worker": "the same",
+    "ratchet train examples/countdown.yaml run.name=qwen": "needs a bucket, a model of the hub and a GPU",
+    "ratchet ui --store s3://bucket/runs": "needs a bucket: tests/integration/test_ui.py",
+    "VLLM_SERVER_DEV_MODE=1 vllm serve": "needs vLLM: tests/integration/test_server_run.py",
+    "ratchet train run.yaml rollout.engine=server": "needs that server",
+    "ratchet evaluate MODEL --data prompts.parquet --server": "needs that server",
+    "ratchet doctor --engines": "starts every engine, Ray and vLLM",
+    "ray start": "needs several machines",
+    "RAY_ADDRESS": "needs that Ray cluster and a bucket",
+    "head=$(scontrol": "needs Slurm",
+    "srun": "needs Slurm",
+    "sleep": "waits for Slurm's tasks",
+    "ssh": "needs another machine",
+}
+"""Commands that a test machine cannot run, by their first words, and why. Their configs are checked all the same."""
+
+TYPED = {
+    'ratchet show RUN --where "score < 0.5"': 'ratchet show countdown --where "score < 0.5"',
+    'ratchet query RUN "select * from metrics"': 'ratchet query countdown "select * from metrics"',
+    'ratchet query RUN "select response, reward_error from trajectories where reward_error is not null"': (
+        'ratchet query countdown "select response, reward_error from trajectories where reward_error is not null"'
+    ),
+    'ratchet query RUN "select trajectory_id, rollout_error from trajectories where rollout_error is not null"': (
+        'ratchet query guess "select trajectory_id, rollout_error from trajectories where rollout_error is not null"'
+    ),
+    "ratchet plan CONFIG": "ratchet plan examples/countdown.yaml algorithm.advantage.lam=0.9",
+    "ratchet report A B -o report.html": "ratchet report countdown other -o report.html",
+    "ratchet rescore RUN --reward R --run NEW": "ratchet rescore killed --reward format --run rescored",
+    "ratchet replay RUN --iteration K": "ratchet replay countdown --iteration 3",
+    "ratchet explain RUN K": "ratchet explain countdown 33",
+    "ratchet verify RUN": "ratchet verify countdown",
+    "ratchet vacuum RUN": "ratchet vacuum countdown",
+    "ratchet stop RUN": "ratchet stop countdown",
+    "ratchet fork RUN --at K:reward_model --run NEW reward.model.path=OTHER": (
+        "ratchet fork judged --at 0:reward_model --run judged-again reward.model.path=models/reward"
+    ),
+    "ratchet evaluate RUN|MODEL [a.b=c ...]": (
+        "ratchet evaluate countdown validation.temperature=0 validation.data=data/judged/test.parquet"
+    ),
+}
+"""What stands in for capital words."""
+
+SIZES = {
+    "data.prompts_per_iteration": 8,
+    "rollout.prompts_per_shard": 4,
+    "actor.mini_batch_trajectories": 4,
+    "critic.mini_batch_trajectories": 4,
+    "algorithm.dynamic_sampling.max_prompts": 16,
+}
+"""The sizes of the examples' configs here, where they have the key. Everything else stays as it is."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command as a page shows it."""
+
+    page: str
+    text: str
+    in_block: bool
+
+    @property
+    def words(self) -> list[str]:
+        """Without comments, and without variables of the environment before the program."""
+        words = shlex.split(self.text, comments=True)
+        while len(words) > 1 and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+            words.pop(0)
+        return words
+
+    @property
+    def reason_not_to_run(self) -> str | None:
+        """The key in NOT_RUN."""
+        return next((start for start in NOT_RUN if self.text.startswith(start)), None)
+
+
+def blocks(page: Path, *languages: str) -> list[str]:
+    found = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    return [text for language, text in found if language in languages]
+
+
+def spans(page: Path) -> list[str]:
+    """Inline code, each on one line."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", text)]
+
+
+def is_whole(line: str) -> bool:
+    """Whether a command ends here: all quotes are closed."""
+    try:
+        shlex.split(line, comments=True)
+    except ValueError:
+        return False
+    return True
+
+
+def typed_lines(page: Path) -> Iterator[str]:
+    """The commands of its console blocks, and all lines of its scripts."""
+    for text in blocks(page, "bash"):
+        yield from text.splitlines()
+    for text in blocks(page, "console"):
+        command = ""
+        for line in text.splitlines():
+            prompt = re.match(r"\w*\$ +(.*)", line)
+            if command:
+                command += f"\n{line}"
+            elif prompt:
+                command = prompt[1]
+            if command and is_whole(command):
+                yield command
+                command = ""
+        assert not command, f"{page.name}: a quote is never closed: {command}"
+
+
+def is_name_of_a_command(words: list[str]) -> bool:
+    """Whether a span only names a command (`ratchet data prompts`). One that does not exist is an error."""
+    command: Any = typer.main.get_command(cli.app)
+    for word in words[1:]:
+        if not isinstance(command, TyperGroup) or word.startswith("-"):
+            return False
+        assert word in command.commands, f"there is no command {' '.join(words)}"
+        command = command.commands[word]
+    return True
+
+
+def commands(page: Path) -> list[Command]:
+    """The commands of a page, in order: those of its blocks, then those within its text."""
+    found = [Command(page.name, line, True) for line in typed_lines(page)]
+    for span in spans(page):
+        if not is_whole(span):
+            continue
+        command = Command(page.name, span, False)
+        words = command.words
+        if len(words) < 2 or words[0] not in PROGRAMS:
+            continue
+        if words[0] != "ratchet" or not is_name_of_a_command(words):
+            found.append(command)
+    return list(dict.fromkeys(found))
+
+
+ALL = [command for page in PAGES for command in commands(page)]
+
+
+def test_every_page_is_read() -> None:
+    assert len(ALL) > 60
+    assert {command.page for command in ALL} >= {"README.md", "CONTRIBUTING.md", "rewards.md", "clusters.md"}
+    shown = next(command.text for command in ALL if command.text.startswith("ratchet query countdown"))
+    assert shown.endswith('order by 1"'), "a command goes on until its quotes are closed"
+
+
+def test_tables_hold_nothing_that_the_pages_do_not() -> None:
+    assert {command.reason_not_to_run for command in ALL} - {None} == NOT_RUN.keys()
+    assert {command.text for command in ALL} >= TYPED.keys()
+    for shown, typed in TYPED.items():
+        fixed = {word for word in shown.partition(" [")[0].split() if not re.search("[A-Z]", word)}
+        assert fixed <= set(typed.split()), f"{typed} is not {shown}"
+
+
+@pytest.mark.parametrize("command", [command for command in ALL if command.reason_not_to_run], ids=lambda it: it.text)
+def test_what_a_test_machine_cannot_run_is_right_as_far_as_it_can_tell(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = command.words
+    match words:
+        case ["make", *targets]:
+            makefile = (ROOT / "Makefile").read_text()
+            for target in targets:
+                name = target.partition("=")[0]
+                assert re.search(rf"^{name}(:| \?=|:? PYTHON)", makefile, re.MULTILINE) or f"$({name})" in makefile
+        case ["pip", *_]:
+            extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+            named = re.findall(r"ratchet-rlhf\[([^]]*)\]", command.text)
+            assert {extra for group in named for extra in group.split(",")} <= extras.keys()
+        case ["python", script, *options]:
+            text = (ROOT / script).read_text()
+            for option in options:
+                assert not option.startswith("--") or f'"{option}"' in text, f"{script} has no {option}"
+        case ["ratchet", *rest]:
+            config = next((word for word in rest if word.endswith(".yaml")), None)
+            if config:
+                path = ROOT / config if config.startswith("examples/") else ROOT / "examples" / "countdown.yaml"
+                load_config(path, [word for word in rest if re.match(r"[a-z_.]+=", word)])
+        case _:
+            assert words[0] in ("prefect", "export", "vllm", "ray", "srun", "sleep", "ssh") or "scontrol" in words[0]
+
+
+# Config keys
+
+
+KEYS = {re.sub(r"\[[^]]*\]", "", key) for key, *_ in keys(RunConfig)}
+SECTIONS = {key.partition(".")[0] for key in KEYS}
+
+
+def is_key(key: str) -> bool:
+    """Whether the config has a key, a section, or a place for names of one's own."""
+    within = [*KEYS, "algorithm.advantage.type", "algorithm.loss.type"]
+    named = re.sub(r"^pools\.\w+", "pools", key)
+    return any(known == named or known.startswith(f"{named}.") for known in within) or named.startswith(
+        ("reward.options.", "placement.")
+    )
+
+
+def keys_of(tree: Any, prefix: str = "") -> Iterator[str]:
+    """The dotted keys of nested sections."""
+    if isinstance(tree, dict) and prefix not in ("reward.function.", "reward.options.", "rollout.environment.options."):
+        for name, value in tree.items():
+            yield f"{prefix}{name}"
+            yield from keys_of(value, f"{prefix}{name}.")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_config_keys_exist(page: Path) -> None:
+    shown = spans(page)
+    if page.name == "migration.md":  # the other columns have keys of other programs
+        rows = [line.split(" | ") for line in page.read_text().splitlines() if line.startswith("| `")]
+        shown = [span for row in rows for span in re.findall(r"`([^`]+)`", row[1])]
+    for span in shown:
+        match = re.fullmatch(r"\+*([a-z_]+(?:\.[a-z_0-9]+)*)(?:(?:=|: )(.*))?", span)
+        if (
+            not match
+            or match[1].partition(".")[0] not in SECTIONS
+            or match[1].endswith((".json", ".yaml", ".md", ".py"))
+        ):
+            continue
+        key, value = match.groups()
+        if "." not in key and value is None:
+            continue
+        assert is_key(key), f"{page.name}: `{span}`"
+        if value and value.startswith("{"):
+            for inner in keys_of(yaml.safe_load(value), f"{key}."):
+                assert is_key(inner), f"{page.name}: `{span}`: {inner}"
+
+
+@pytest.mark.parametrize(
+    "text", [text for page in PAGES for text in blocks(page, "yaml")], ids=lambda text: text.partition("\n")[0]
+)
+def test_blocks_of_yaml_have_keys_of_the_config(text: str) -> None:
+    # a block may show several ways to write one section, one after the other
+    for part in re.split(r"^(?=\w)", text, flags=re.MULTILINE):
+        for key in keys_of(yaml.safe_load(part)):
+            assert is_key(key), f"{key} in\n{text}"
+
+
+# Running them
+
+
+class Checkout:
+    """The root of a small checkout, in which the demo and what the pages take for granted have run."""
+
+    def __init__(self, folder: Path, ratchet: Ratchet, processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+        self.folder, self.ratchet, self.processes, self.monkeypatch = folder, ratchet, processes, monkeypatch
+        self.background: Child | None = None
+        monkeypatch.chdir(folder)
+        monkeypatch.syspath_prepend(folder)
+        Path("benchmarks").symlink_to(ROOT / "benchmarks")
+        shutil.copytree(ROOT / "examples", "examples", ignore=shutil.ignore_patterns("__pycache__"))
+        shrink("examples/countdown.yaml")
+        shrink("examples/dapo.yaml", "train.iterations=1", "validation.data=null", "validation.every=0")
+        shrink("examples/guess/guess.yaml", "model.path=models/countdown-sft", "train.iterations=1", "validation={}")
+        self.run("ratchet data countdown data/countdown --train 400 --test 8")
+        self.run("python examples/countdown_model.py models/countdown-base")
+        self.run(
+            "ratchet sft --model models/countdown-base --data data/countdown/sft.parquet"
+            " --output models/countdown-sft --steps 30 --batch-examples 32 --lr 2e-3 --warmup-steps 5"
+        )
+        self.run("python examples/guess/guess.py data/guess")
+        self.run("ratchet train examples/guess/guess.yaml")
+        self.run("python examples/reward_model/preferences.py data/countdown/sft.parquet data/preferences")
+        self.run(
+            "ratchet reward-model --model models/countdown-sft --data data/preferences/test.parquet"
+            " --output models/judge"
+        )
+        shutil.copytree("data/countdown", "data/judged")  # a page writes data/countdown again
+        self.run(
+            "ratchet train examples/countdown.yaml --run judged reward.model.path=models/judge train.iterations=1"
+            " data.train=[data/judged/train.parquet] validation.data=data/judged/test.parquet"
+        )
+
+    def lay_out(self) -> None:
+        """Write the files that the pages name without saying where they come from, as no command has changed them."""
+        scripts = ROOT / "tests" / "data" / "scripts"
+        shutil.copytree("models/countdown-sft", "models/sft", dirs_exist_ok=True)
+        shutil.copytree(ROOT / "tests" / "data" / "gsm8k", "path/or/url", dirs_exist_ok=True)
+        for source, name in (
+            ("data/preferences/test.parquet", "pairs.parquet"),
+            ("data/preferences/test.parquet", "held-out.parquet"),
+            (scripts / "verl_ppo_gsm8k_math.sh", "run_qwen3_8b_fsdp.sh"),
+            (scripts / "openrlhf_ppo.sh", "train_ppo_ray.sh"),
+            ("examples/countdown.yaml", "run.yaml"),
+            ("examples/countdown.yaml", "c.yaml"),
+        ):
+            shutil.copy(source, name)
+        for name in ("run", "c"):
+            shrink(f"{name}.yaml", f"run.name={name}", "train.iterations=1")
+        question = {"question": "1 + 1?", "answer": "2"}
+        pd.DataFrame([question]).to_parquet("table.parquet")
+        Path("math.jsonl").write_text(json.dumps({"problem": "1 + 1?", "answer": "2"}))
+        Path("trl.yaml").write_text("model_name_or_path: m\ndataset_name: p.parquet\nnum_generations: 8\n")
+        Path("my_rewards.py").write_text(blocks(ROOT / "CONTRIBUTING.md", "python")[0])
+
+    def run(self, line: str) -> None:
+        """Run a command in this process; one with `&` in another, which is killed where `kill` comes."""
+        match shlex.split(line, comments=True):
+            case ["ratchet", *arguments, "&"]:
+                fault = Fault("put", "trajectories/score/iteration=000001/.*part-00001")
+                self.background = self.processes.cli(*arguments, faults=(fault,), setup=partial(os.chdir, self.folder))
+            case ["kill", "-9", "%1"]:
+                assert self.background is not None
+                assert self.background.wait() == -signal.SIGKILL, self.background.text
+            case ["python", script, *arguments]:
+                self.monkeypatch.setattr("sys.argv", [script, *arguments])
+                runpy.run_path(script, run_name="__main__")
+            case ["ratchet", *arguments]:
+                code, out, err = self.ratchet(*arguments)
+                assert code == 0, f"{line}\n{out}\n{err}"
+            case _:
+                raise AssertionError(f"this test neither runs it nor says in NOT_RUN why not: {line}")
+
+
+def shrink(path: str, *changes: str) -> None:
+    """Give a config smaller sizes, and other values."""
+    tree = read_yaml(Path(path))
+    sizes = [f"{key}={value}" for key, value in SIZES.items() if key in set(keys_of(tree))]
+    Path(path).write_text(yaml.safe_dump(overridden(tree, [*sizes, *changes], RunConfig)))
+
+
+def test_every_command_and_block_of_python_runs(
+    tmp_path: Path,
+    ratchet: Ratchet,  # noqa: F811
+    processes: Processes,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checkout = Checkout(tmp_path, ratchet, processes, monkeypatch)
+    for page in PAGES:
+        checkout.lay_out()
+        for command in commands(page):
+            if command.reason_not_to_run is None:
+                checkout.run(TYPED.get(command.text, shlex.join(command.words)))
+        if page.name != "CONTRIBUTING.md":  # test_contributing.py runs its examples
+            for text in blocks(page, "python"):
+                exec(compile(text, page.name, "exec"), {})
