@@ -522,6 +522,8 @@ class Worker:
         sampling = Sampling(
             temperature=rollout_config.temperature,
             top_p=rollout_config.top_p,
+            top_k=rollout_config.top_k,
+            min_p=rollout_config.min_p,
             max_tokens=rollout_config.max_response_tokens,
             seed=self.config.run.seed,
         )

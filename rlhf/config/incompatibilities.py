@@ -172,6 +172,8 @@ def _rollout_fits(config: RunConfig) -> Iterator[str]:
         yield "rollout.engine is server, but rollout.server.urls is empty: list the servers"
     if rollout.engine == "server" and rollout.server.api == "tgi" and rollout.server.weights_folder is not None:
         yield "rollout.server.api tgi cannot load new weights: use vllm or sglang to train"
+    if rollout.engine == "server" and rollout.server.api == "tgi" and rollout.min_p:
+        yield "rollout.server.api tgi has no min_p: remove rollout.min_p"
     if rollout.engine == "server" and config.model.lora is not None:
         yield "rollout.engine server cannot load adapters: use vllm or hf with model.lora"
     temperatures = {
@@ -179,10 +181,11 @@ def _rollout_fits(config: RunConfig) -> Iterator[str]:
         "validation.temperature": config.validation.temperature,
     }
     for key, temperature in temperatures.items():
-        if rollout.top_p < 1 and temperature not in (0.0, 1.0):
+        if rollout.truncated_by and temperature not in (0.0, 1.0):
+            by = rollout.truncated_by[0]
             yield (
-                f"rollout.engine {rollout.engine} gives log-probs either before top_p or at a temperature, not both: "
-                f"with rollout.top_p {rollout.top_p}, {key} must be 1 (or 0), but is {temperature}"
+                f"rollout.engine {rollout.engine} gives log-probs either before {by} or at a temperature, not both: "
+                f"with rollout.{by} {getattr(rollout, by)}, {key} must be 1 (or 0), but is {temperature}"
             )
     longest = config.data.max_prompt_tokens + rollout.max_response_tokens
     if rollout.vllm.max_model_len is not None and rollout.vllm.max_model_len < longest:

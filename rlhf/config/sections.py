@@ -235,6 +235,10 @@ class RolloutConfig(Section):
     top_p: float = Field(
         1.0, gt=0, le=1, description="nucleus sampling: draw from the likeliest tokens with this total probability"
     )
+    top_k: int = Field(0, ge=0, description="draw from this many likeliest tokens; 0: from all")
+    min_p: float = Field(
+        0.0, ge=0, le=1, description="draw from tokens with at least this share of the likeliest one's probability"
+    )
     max_response_tokens: int = Field(512, gt=0, description="longest response in tokens")
     seeds: Literal["trajectory", "engine"] = Field(
         "trajectory",
@@ -274,6 +278,12 @@ class RolloutConfig(Section):
     max_in_flight: int = Field(
         512, gt=0, description="largest number of trajectories that a replica of the engine generates at the same time"
     )
+
+    @property
+    def truncated_by(self) -> tuple[str, ...]:
+        """The keys by which some tokens are never drawn."""
+        neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+        return tuple(name for name, value in neutral.items() if getattr(self, name) != value)
 
     @property
     def in_batches(self) -> bool:

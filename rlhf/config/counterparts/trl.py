@@ -305,7 +305,8 @@ TRAINER_ROWS: tuple[Counterpart, ...] = (
     ),
     without_equal(("dataset_train_split", "dataset_config", "datasets"), "`ratchet data` writes each split to a file"),
     without_equal(
-        ("top_k", "min_p", "repetition_penalty", "generation_kwargs"), "rollouts sample by temperature and top_p"
+        ("repetition_penalty", "generation_kwargs"),
+        "the trainer's log-probs know no penalties; rollouts sample by temperature, top_p, top_k and min_p",
     ),
     without_equal(
         ("log_completions", "num_completions_to_print", "log_unique_prompts", "num_sample_generations"),
@@ -377,6 +378,8 @@ GRPO = Source(
         ),
         direct("num_generations", "rollout.n"),
         direct("top_p", "rollout.top_p"),
+        direct("top_k", "rollout.top_k"),
+        direct("min_p", "rollout.min_p"),
         direct("max_completion_length", "rollout.max_response_tokens"),
         computed(("use_vllm", "vllm_mode"), "rollout.engine", _engine, "`vllm` or `hf`"),
         _with_vllm("vllm_gpu_memory_utilization", "rollout.vllm.gpu_memory_utilization"),
