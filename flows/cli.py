@@ -85,6 +85,7 @@ class Api(StrEnum):
 class Role(StrEnum):
     actor = "actor"
     critic = "critic"
+    ema = "ema"
 
 
 def main() -> None:
