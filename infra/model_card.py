@@ -21,6 +21,12 @@ if TYPE_CHECKING:
     from infra.runs import Run
 
 PACKAGES = {"ratchet-rlhf": "Ratchet", "torch": "torch", "transformers": "transformers"}
+WHAT = {
+    "actor": "policy",
+    "critic": "critic, which estimates the return of each token,",
+    "ema": "moving average of the policy",
+    "reference": "reference",
+}
 _HUB_DATASET = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)")
 
 
@@ -42,42 +48,37 @@ def model_card(run: Run, checkpoint: Checkpoint, *, adapter: bool) -> str:
     """
     from huggingface_hub import ModelCard, ModelCardData
 
-    name, version, is_actor = run.store.url.rpartition("/")[2], checkpoint.weights.version, checkpoint.role == "actor"
+    name, version, role = run.store.url.rpartition("/")[2], checkpoint.weights.version, checkpoint.role
     claim = _trained_by(run, version)
     config = stored_config(claim.config, run.store.url)
-    model = run.config.model if is_actor else run.config.critic_model  # where it is today
+    model = run.config.model_of(role)  # where it is today
+    datasets = [dataset for url in config.data.train for dataset in _HUB_DATASET.findall(url)]
     metadata = ModelCardData(
         base_model=base_models(model) or None,
-        datasets=list(dict.fromkeys(dataset for url in config.data.train for dataset in _HUB_DATASET.findall(url))),
+        datasets=list(dict.fromkeys(datasets)) or None,
         library_name="peft" if adapter else "transformers",
-        pipeline_tag="text-generation" if is_actor else "token-classification",
+        pipeline_tag="token-classification" if role == "critic" else "text-generation",
         tags=["reinforcement-learning", *_algorithms(config), *(["lora"] if model.lora else []), "ratchet"],
     )
-    metadata.datasets = metadata.datasets or None
-    what = "policy" if is_actor else "critic, which estimates the return of each token,"
     iterations = "1 iteration" if version == 1 else f"{version} iterations"
-    in_store = f"{shlex.quote(name)} {{}}" + ("" if is_actor else f" --role {checkpoint.role}")
     body = f"""# {_code(name)}
 
-This is the {what} of the run {_code(name)} after {iterations} of reinforcement learning with Ratchet. It
+This is the {WHAT[role]} of the run {_code(name)} after {iterations} of reinforcement learning with Ratchet. It
 started from {_model(model)}.
 
 {_table(("", ""), _facts(config, model, adapter=adapter))}
 
 ## Validation
 
-{_validation(run, config, version, iterations)}
+{_validation(run, config, checkpoint, iterations)}
 
 ## Use
 
-{_usage(model, adapter=adapter, is_actor=is_actor)}
+{_usage(model, role, adapter=adapter)}
 
 ## Origin
 
-In the run's store, these weights with their optimizer state have the digest
-{_code(checkpoint.weights.digest)}. With access to the store,
-{_code("ratchet explain " + in_store.format(version))} shows what produced them, and
-{_code("ratchet export " + in_store.format(f"DIR --iteration {version}"))} writes them again.
+{_origin(name, checkpoint)}
 
 Trained with {_packages(claim)}.
 
@@ -144,29 +145,41 @@ def _data(url: str) -> str:
     return _code(dataset[1] if dataset else published_text(url).rstrip("/").rpartition("/")[2])
 
 
-def _validation(run: Run, config: RunConfig, version: int, iterations: str) -> str:
+def _validation(run: Run, config: RunConfig, checkpoint: Checkpoint, iterations: str) -> str:
     """The values before training and at a version."""
-    first, now = (run.store.validation_metrics(number) for number in (0, version))
+    first, now = (run.store.validation_metrics(version) for version in (0, checkpoint.weights.version))
     shown = [
         name for name in sorted({*first, *now}) if name.startswith("val-core/") or name == config.validation.metric
     ]
     if not shown:
         return "These weights were not validated."
     rows = [(_code(name), *(f"{row[name]:.4g}" if name in row else "–" for row in (first, now))) for name in shown]
-    return _table(("metric", "before training", f"after {iterations}"), rows)
+    of_whom = "" if checkpoint.role == "actor" else "These are the values of the policy that was trained.\n\n"
+    return of_whom + _table(("metric", "before training", f"after {iterations}"), rows)
 
 
-def _usage(model: ModelConfig, *, adapter: bool, is_actor: bool) -> str:
-    auto = "AutoModelForCausalLM" if is_actor else "AutoModelForTokenClassification"
+def _usage(model: ModelConfig, role: str, *, adapter: bool) -> str:
+    auto = "AutoModelForTokenClassification" if role == "critic" else "AutoModelForCausalLM"
     imports = [f"from transformers import {auto}, AutoTokenizer"]
     loads = [f"model = {auto}.from_pretrained(path)"]
     if adapter:
         imports.insert(0, "from peft import PeftModel")
         base = json.dumps(published_text(model.path), ensure_ascii=False)
-        labels = "" if is_actor else ", num_labels=1"
+        labels = ", num_labels=1" if role == "critic" else ""
         loads = [f"base = {auto}.from_pretrained({base}{labels})", "model = PeftModel.from_pretrained(base, path)"]
     path = 'path = "."  # this folder, or its name on the hub'
     return _block("\n".join([*imports, "", path, *loads, "tokenizer = AutoTokenizer.from_pretrained(path)"]), "python")
+
+
+def _origin(name: str, checkpoint: Checkpoint) -> str:
+    digest, version, role = _code(checkpoint.weights.digest), checkpoint.weights.version, checkpoint.role
+    known = f"In the run's store, these weights with their optimizer state have the digest\n{digest}."
+    if role == "reference":  # which the command line does not export
+        return known
+    option = "" if role == "actor" else f" --role {role}"
+    explain = _code(f"ratchet explain {shlex.quote(name)} {version}{option}")
+    export = _code(f"ratchet export {shlex.quote(name)} DIR --iteration {version}{option}")
+    return f"{known} With access to the store,\n{explain} shows what produced them, and\n{export} writes them again."
 
 
 def _packages(claim: Claim) -> str:

@@ -319,12 +319,12 @@ class Run:
         target.mkdir(parents=True, exist_ok=True)
         names = [name for name in checkpoint.files if name.startswith(("config", "model", "adapter"))]
         files = self.store.read_checkpoint(checkpoint, names)
-        base = self.config.model if role == "actor" else self.config.critic_model
+        base = self.config.model_of(role)
         if ADAPTER_CONFIG in files and not adapter:
             seed = self.config.run.seed
             if initial_digest(base, seed) != self.state.initial[role].digest:
                 raise UserError(f"{base.path} is not the base model of the run's adapters: restore its files")
-            model = load_actor(base, seed) if role == "actor" else load_critic(base, seed)
+            model = load_critic(base, seed) if role == "critic" else load_actor(base, seed)
             copy_weights(StoredState.of(files).tensors(), model)
             save(model, target)
         else:
