@@ -121,6 +121,7 @@ def incompatible(config: RunConfig) -> Iterator[str]:
             yield f"model.attention {model.attention} computes in 16 bits: set model.dtype bfloat16, or use sdpa"
     if config.reference.model is not None and config.reference.model.lora is not None:
         yield "reference.model.lora is set, but the reference does not learn: remove it"
+    yield from _averages_fit(config)
     if config.bypass and config.data.generations is not None and config.train.updates:
         yield (
             "data.generations uses the generations of another policy, so the old log-probs must be recomputed: set "
@@ -128,6 +129,30 @@ def incompatible(config: RunConfig) -> Iterator[str]:
         )
     if config.validation.every and config.validation.data is None:
         yield "validation.every is set without validation.data: name a prompt file, or remove it"
+
+
+def _averages_fit(config: RunConfig) -> Iterator[str]:
+    reference = config.reference
+    if reference.sync_every is None and reference.mix != 1:
+        yield "reference.mix is set, but the reference never changes: set reference.sync_every, too"
+    if reference.sync_every is not None and not config.needs_reference:
+        yield (
+            "reference.sync_every is set, but nothing reads the reference: set algorithm.kl.in_loss or "
+            "algorithm.kl.in_reward, or remove it"
+        )
+    if reference.sync_every is not None and reference.model is not None:
+        yield "reference.sync_every moves the reference to the actor, so reference.model would be lost: remove one"
+    if reference.sync_every is not None and config.pool_of("reference") != config.pool_of("actor"):
+        yield (
+            "reference.sync_every reads the actor's weights, which are in another pool: place actor and reference in "
+            "the same pool"
+        )
+    for key, is_set in (
+        ("reference.sync_every", reference.sync_every is not None),
+        ("actor.ema_decay", config.actor.ema_decay is not None),
+    ):
+        if is_set and config.model.lora is not None:
+            yield f"{key} averages whole models and does not work with model.lora: remove one of them"
 
 
 def _environment_fits(config: RunConfig) -> Iterator[str]:

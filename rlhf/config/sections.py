@@ -475,6 +475,13 @@ class TrainerConfig(Section):
 
 class ActorConfig(TrainerConfig):
     lr: float = Field(1e-6, gt=0, description="learning rate")
+    ema_decay: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="keep a moving average of the actor's weights over the iterations, with this decay, in snapshots "
+        "(`ratchet export --role ema`); null: none",
+    )
 
 
 class CriticConfig(TrainerConfig):
@@ -488,6 +495,15 @@ class CriticConfig(TrainerConfig):
 
 class ReferenceConfig(Section):
     model: ModelConfig | None = Field(None, description="frozen reference; null: the actor's initial weights")
+    sync_every: int | None = Field(
+        None, gt=0, description="iterations after which the reference follows the actor; null: it never changes"
+    )
+    mix: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="share of the actor's weights in the new reference, the rest being the old one's; 1: a copy",
+    )
 
 
 class KeepConfig(Section):
