@@ -53,6 +53,7 @@ NOT_RUN = {
     "VLLM_SERVER_DEV_MODE=1 vllm serve": "needs vLLM: tests/integration/test_server_run.py",
     "ratchet train run.yaml rollout.engine=server": "needs that server",
     "ratchet evaluate MODEL --data prompts.parquet --server": "needs that server",
+    "ratchet push": "needs the hub: tests/integration/test_sharing.py",
     "ratchet doctor --engines": "starts every engine, Ray and vLLM",
     "ray start": "needs several machines",
     "RAY_ADDRESS": "needs that Ray cluster and a bucket",
@@ -64,7 +65,6 @@ NOT_RUN = {
 """Commands that a test machine cannot run, by their first words, and why. Their configs are checked all the same."""
 
 TYPED = {
-    'ratchet show RUN --where "score < 0.5"': 'ratchet show countdown --where "score < 0.5"',
     'ratchet query RUN "select * from metrics"': 'ratchet query countdown "select * from metrics"',
     'ratchet query RUN "select response, reward_error from trajectories where reward_error is not null"': (
         'ratchet query countdown "select response, reward_error from trajectories where reward_error is not null"'
@@ -77,6 +77,7 @@ TYPED = {
     "ratchet rescore RUN --reward R --run NEW": "ratchet rescore killed --reward format --run rescored",
     "ratchet replay RUN --iteration K": "ratchet replay countdown --iteration 3",
     "ratchet explain RUN K": "ratchet explain countdown 33",
+    "ratchet export RUN DIR": "ratchet export countdown exported",
     "ratchet verify RUN": "ratchet verify countdown",
     "ratchet vacuum RUN": "ratchet vacuum countdown",
     "ratchet stop RUN": "ratchet stop countdown",
@@ -160,13 +161,22 @@ def typed_lines(page: Path) -> Iterator[str]:
 
 
 def is_name_of_a_command(words: list[str]) -> bool:
-    """Whether a span only names a command (`ratchet data prompts`). One that does not exist is an error."""
+    """Whether a span only names a command (`ratchet data prompts`), or an option of one that needs more to run.
+
+    A command or an option that does not exist is an error.
+    """
     command: Any = typer.main.get_command(cli.app)
-    for word in words[1:]:
-        if not isinstance(command, TyperGroup) or word.startswith("-"):
+    for position, word in enumerate(words[1:], start=1):
+        if isinstance(command, TyperGroup) and not word.startswith("-"):
+            assert word in command.commands, f"there is no command {' '.join(words)}"
+            command = command.commands[word]
+            continue
+        needs_more = any(parameter.required and parameter.param_type_name == "argument" for parameter in command.params)
+        if not word.startswith("-") or not needs_more:
             return False
-        assert word in command.commands, f"there is no command {' '.join(words)}"
-        command = command.commands[word]
+        options = {"--help", *(name for parameter in command.params for name in parameter.opts)}
+        assert word in options, f"there is no option {word}: {' '.join(words)}"
+        return True
     return True
 
 
