@@ -73,6 +73,9 @@ class Opened:
             raise UserError(f"{self.run.store.url} was deleted or replaced: reload the page")
         return f"{self.run.store.log.read().sha256}-{is_driven(objects)}"
 
+    def _damaged(self, damage: Corrupt) -> None:
+        self._damages[str(damage)] = None
+
     def view(self, name: str) -> RunView:
         """Describe the run.
 
@@ -82,12 +85,9 @@ class Opened:
         Returns:
             The description.
         """
-        for iteration in range(self._read, self.run.state.iteration):
-            try:
-                self._metrics.append(self.run.metrics_of(self.run.store.index_of(iteration)))
-            except Corrupt as damage:
-                self._damages[str(damage)] = None
-        self._read = self.run.state.iteration
+        closed = self.run.state.iteration
+        self._metrics += self.run.metric_rows(closed - self._read, self._damaged)
+        self._read = closed
         return run_view(self.run, name, self._metrics, self._damages)
 
     def trajectory(self, iteration: int, trajectory_id: str) -> Trajectory:

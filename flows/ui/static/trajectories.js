@@ -2,6 +2,7 @@
 
 import {read, write} from "ui/address";
 import {at, make, number, options} from "ui/dom";
+import {isOpen} from "ui/runs";
 import {source} from "ui/source";
 
 const GROUP = "";
@@ -32,7 +33,7 @@ function filter(view) {
 
 /** Show the trajectories of these runs, as the address says. */
 export async function show(shown) {
-  views = shown.filter(view => !view.is_fit);
+  views = shown.filter(view => view.state !== "fit");
   at("trajectories").hidden = !views.length;
   if (!views.length) return;
   const view = run();
@@ -49,7 +50,7 @@ export async function show(shown) {
 
 async function iterations(view) {
   if (source.live) {
-    const last = view.closed < view.iterations ? view.closed : view.closed - 1;
+    const last = isOpen(view) ? view.closed : view.closed - 1;
     const all = Array.from({length: last + 1}, (_, back) => last - back);
     return [["", `newest closed`], ["all", "all"], ...all.map(iteration =>
       [String(iteration), iteration === view.closed ? `${iteration} (open)` : String(iteration)])];
