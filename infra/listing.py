@@ -27,8 +27,8 @@ FRESH_S = 60.0
 """A driver on another host counts as alive while its heartbeat is younger."""
 
 State = Literal["running", "stopped", "finished", "ended early", "fit", "damaged"]
-"""`ended early`: by `validation.patience`; `fit`: an SFT or a reward model, running or not; `damaged`: the log cannot
-be read."""
+"""`ended early`: by `validation.patience`; `fit`: an SFT or a reward model, running or not; `damaged`: the log, an
+index or a validation cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class RunSummary:
     iteration: int
     """The open iteration, which is the number of closed ones."""
     iterations: int | None
-    """The number of iterations of the config; None for a fit, and if the log cannot be read."""
+    """The number of iterations of the config; None for a fit, and if it cannot be read."""
     best_validation: tuple[str, float] | None
     """The metric that `validation.metric` names, and its best value."""
     age_s: float
@@ -102,20 +102,21 @@ def _summary(store_url: str, name: str) -> RunSummary | None:
     url = run_url(store_url, name)
     objects = ObjectStore(url)
     size = _size(objects)
+    closed, iterations, age_s = 0, None, float("inf")
     try:
         store = RunStore(objects)
         if store.log.read().slot < 0:
             return None
         run = Run(store)
-        iterations = None if run.is_fit else run.config.iterations
-        age_s = (datetime.now(UTC) - run.store.log.record(run.state.slot).at).total_seconds()
+        closed, iterations = run.state.iteration, None if run.is_fit else run.config.iterations
+        age_s = max((datetime.now(UTC) - run.store.log.record(run.state.slot).at).total_seconds(), 0.0)
         validated = {} if run.is_fit else validations(run)
         metric = None if run.is_fit else run.config.validation.metric
         best = max(validation_scores(validated, metric).values(), key=lambda score: score[1], default=None)
         state = state_of(run, validated)
     except (Corrupt, UserError) as error:
-        return RunSummary(name, url, "damaged", 0, None, None, float("inf"), size, str(error).splitlines()[0])
-    return RunSummary(name, url, state, run.state.iteration, iterations, best, max(age_s, 0.0), size)
+        return RunSummary(name, url, "damaged", closed, iterations, None, age_s, size, str(error).splitlines()[0])
+    return RunSummary(name, url, state, closed, iterations, best, age_s, size)
 
 
 def state_of(run: Run, metrics: Mapping[int, Mapping[str, float]]) -> State:

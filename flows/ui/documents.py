@@ -112,6 +112,8 @@ class Trajectories(Document):
     lines: list[TrajectoryLine]
     matching: int
     total: int
+    damages: list[str]
+    """What could not be read, and is left out."""
 
 
 class Turn(Document):

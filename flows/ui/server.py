@@ -101,11 +101,13 @@ class Opened:
             The description.
 
         Raises:
-            UserError: the run has no such trajectory.
+            UserError: the run has no such trajectory, or it cannot be read.
         """
-        rows = browsing.full_rows(self.run, iteration, trajectory_id).to_dict("records")
+        frame, damages = browsing.full_rows(self.run, iteration, trajectory_id)
+        rows = frame.to_dict("records")
         if not rows:
-            raise UserError(f"iteration {iteration} of {self.run.store.url} has no trajectory {trajectory_id}")
+            missing = f"iteration {iteration} of {self.run.store.url} has no trajectory {trajectory_id}"
+            raise UserError("; ".join([missing, *damages]))
         return trajectory(rows[0], self._decode, self._scales(iteration, self.run.state.sha256))
 
     @cached_property
@@ -115,7 +117,8 @@ class Opened:
     @lru_cache(maxsize=64)  # noqa: B019  (runs stay open as long as the server)
     def _scales(self, iteration: int, version: str) -> dict[str, tuple[float, float]]:
         """The scales of an iteration, which may change while it is open."""
-        return scales_of(browsing.full_rows(self.run, iteration))
+        frame, _ = browsing.full_rows(self.run, iteration)
+        return scales_of(frame)
 
 
 class Pages:

@@ -16,8 +16,8 @@ export function list(summaries, chosen, choose) {
     const done = summary.iterations ? `${summary.iteration} of ${summary.iterations}` : String(summary.iteration);
     const bar = make("progress", {max: summary.iterations || 1, value: summary.iterations ? summary.iteration : 1, "aria-label": "iterations"});
     return make("tr", {"data-name": summary.name}, make("td", {}, box), make("td", {className: "name"}, name),
-      make("td", {className: `state ${summary.state.replace(" ", "-")}`, title: summary.problem}, summary.state),
-      make("td", {}, done, ...(summary.iterations ? [bar] : [])),
+      make("td", {className: `state ${summary.state.replace(" ", "-")}`}, summary.state),
+      make("td", {}, done, ...(summary.iterations ? [bar] : []), ...(summary.problem ? [make("div", {className: "dim"}, summary.problem)] : [])),
       make("td", {className: "optional", title: metric}, best === null ? "" : number(best, 3)),
       make("td", {className: "optional"}, summary.age_s === null ? "" : duration(summary.age_s)),
       make("td", {className: "optional"}, summary.bytes === null ? "" : size(summary.bytes)));
@@ -79,7 +79,3 @@ export function config(views) {
     ...(rows.length || !views.length ? rows : [row("td", ["the configs are the same"])]));
 }
 
-export function damages(views) {
-  at("damages").replaceChildren(...views.flatMap(view => view.damages.map(damage =>
-    make("p", {role: "alert"}, `Left out, because it could not be read: ${damage}`))));
-}

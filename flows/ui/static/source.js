@@ -73,7 +73,7 @@ class Report {
       && [trajectory.prompt, trajectory.response, trajectory.ground_truth]
         .some(part => part.toLowerCase().includes((text ?? "").toLowerCase()))
     ).sort((a, b) => ORDERS[order || "best"](a, b) || b.iteration - a.iteration || (a.id < b.id ? -1 : 1));
-    return {lines, matching: lines.length, total: all.length};
+    return {lines, matching: lines.length, total: all.length, damages: []};
   }
 
   async trajectory(name, iteration, id) {

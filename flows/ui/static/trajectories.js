@@ -1,7 +1,7 @@
 /* The browser of trajectories: a list that is filtered, one trajectory with coloured tokens, and what lies beside it. */
 
 import {read, write} from "ui/address";
-import {at, make, number, options} from "ui/dom";
+import {at, damages, make, number, options} from "ui/dom";
 import {isOpen} from "ui/runs";
 import {source} from "ui/source";
 
@@ -75,6 +75,7 @@ async function list() {
       listed = answer.lines;
       at("filter-error").hidden = true;
       at("count").textContent = count(view, answer, wanted.iteration);
+      damages("left-out", answer.damages);
     } catch (error) {
       if (turn !== asked) return;
       if (error instanceof TypeError) asking = "";  // the server was not reached: ask again
@@ -87,8 +88,8 @@ async function list() {
   await open();
 }
 
-function count(view, {lines, matching, total}, iteration) {
-  if (!total) return iteration === "" ? "no iteration is closed yet" : `iteration ${iteration} has no trajectories yet`;
+function count(view, {lines, matching, total, damages}, iteration) {
+  if (!total && !damages.length) return iteration === "" ? "no iteration is closed yet" : `iteration ${iteration} has no trajectories yet`;
   if (!source.live) {
     const closed = new Set(lines.map(line => line.iteration)).size;
     return `${matching} of ${total} trajectories: a sample of the newest closed iterations${closed ? "" : ", none of which match"}, `
