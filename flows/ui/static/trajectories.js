@@ -191,8 +191,9 @@ function beside(view, other) {
   if (other === GROUP) {
     const {lines} = opened.beside;
     const mean = lines.reduce((sum, line) => sum + (line.score ?? 0), 0) / lines.length;
+    const answers = lines.length === 1 ? "1 answer" : `${lines.length} answers`;
     const sample = source.live ? "" : " in this report";
-    at("beside").replaceChildren(select, make("p", {className: "dim"}, `${lines.length} answers to the same prompt${sample}, mean score ${number(mean)}`),
+    at("beside").replaceChildren(select, make("p", {className: "dim"}, `${answers} to the same prompt${sample}, mean score ${number(mean)}`),
       make("div", {className: "group"}, ...lines.map(line =>
         button(line, line.id === opened.trajectory.id, false))));
   } else if (compared) {
