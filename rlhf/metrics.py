@@ -285,7 +285,7 @@ def validation_scores(
     """
     scores: dict[int, tuple[str, float]] = {}
     for iteration, metrics in validations.items():
-        means = (name for name in metrics if re.fullmatch(r"val-core/.*/reward/mean@\d+", name))
+        means = (name for name in metrics if re.fullmatch(r"val-core/.*/reward/mean@\d+", name, re.DOTALL))
         name = min(means, default=None) if metric is None else metric
         if name is not None and name in metrics:
             scores[iteration] = (name, metrics[name])

@@ -12,7 +12,7 @@ from infra.workers.calls import C, Call, S
 from infra.workers.ray_group import GroupLost
 from infra.workers.worker import WrongPolicyVersion
 from tasks.changes import weights_for
-from tasks.restore import ensure_weights
+from tasks.restore import ensure_weights, followed
 from tasks.stage import RowsStage, UpdateStage
 
 R = TypeVar("R")
@@ -23,13 +23,12 @@ Handles = Mapping[str, StageHandle]
 """Handles of stages, by stage name."""
 
 
-def on_worker(driver: Driver, role: str | None, weights: Weights | None, call: Callable[[], R]) -> R:
-    """Call the workers of a role, after restoring its weights if they do not hold them.
+def on_worker(driver: Driver, needs: Mapping[str, Weights], call: Callable[[], R]) -> R:
+    """Call the workers of a role, after restoring the weights that they need and do not hold.
 
     Args:
         driver: Driver of the run.
-        role: The role; None: the call needs no model.
-        weights: The weights that the role must hold; None: any.
+        needs: The weights that roles of the workers must hold.
         call: Calls the workers.
 
     Returns:
@@ -45,9 +44,10 @@ def on_worker(driver: Driver, role: str | None, weights: Weights | None, call: C
             driver.store.log.check_claim()  # the driver that took the run over may have ended the workers
             raise
         except WrongPolicyVersion:
-            assert role is not None and weights is not None
-            ensure_weights(driver, role, weights)
-    raise GroupLost(f"the workers of the {role} do not keep the weights of version {weights and weights.version}")
+            for role, weights in needs.items():
+                ensure_weights(driver, role, weights)
+    versions = ", ".join(f"the {role}'s weights of version {weights.version}" for role, weights in needs.items())
+    raise GroupLost(f"the workers do not keep {versions}")
 
 
 def call_of(
@@ -91,6 +91,7 @@ def call_of(
         inputs=stage.inputs(inputs, shard),
         role=stage.role,
         weights=weights_for(driver, stage, iteration, shard),
+        follows=followed(driver, stage, iteration) if isinstance(stage, UpdateStage) else {},
         cursor=cursor,
         drawn=None if draws is None else draws(driver, iteration, shard, config, cursor),
         controllers=dict(state.controllers),

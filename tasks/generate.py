@@ -56,6 +56,8 @@ class GenerateConfig(StageConfig):
     n: int = key("rollout.n")
     temperature: float = key("rollout.temperature")
     top_p: float = key("rollout.top_p")
+    top_k: int = key("rollout.top_k")
+    min_p: float = key("rollout.min_p")
     max_response_tokens: int = key("rollout.max_response_tokens")
     seeds: Literal["trajectory", "engine"] = key("rollout.seeds")
     ignore_eos: bool = key("rollout.ignore_eos")
@@ -170,6 +172,8 @@ def prompts_of(context: Context[GenerateConfig]) -> Prompts:
     sampling = Sampling(
         temperature=config.temperature,
         top_p=config.top_p,
+        top_k=config.top_k,
+        min_p=config.min_p,
         max_tokens=config.max_response_tokens,
         seed=config.seed,
         seeds=config.seeds,

@@ -128,4 +128,4 @@ def _replicas(driver: Driver) -> Replicas:
 def _generate(driver: Driver, replica: Replica, weights: Weights, prompts: Sequence[Prompt]) -> Sequence[Generated]:
     with driver.rollout.turn.shared():
         weights = driver.rollout.loaded or weights
-        return on_worker(driver, "rollout", weights, partial(replica.generate, weights, prompts, WAIT_S))
+        return on_worker(driver, {"rollout": weights}, partial(replica.generate, weights, prompts, WAIT_S))

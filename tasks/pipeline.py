@@ -12,6 +12,7 @@ from infra.execution.driver import Dependencies
 from rlhf.config import RunConfig
 from rlhf.errors import UserError
 from tasks.advantages import ADVANTAGES
+from tasks.averages import UPDATE_EMA, UPDATE_REFERENCE
 from tasks.filter_groups import FILTER_GROUPS
 from tasks.generate import GENERATE
 from tasks.greedy_baseline import GREEDY_BASELINE
@@ -40,6 +41,8 @@ STAGES: tuple[Stage, ...] = (
     ADVANTAGES,
     UPDATE_CRITIC,
     UPDATE_ACTOR,
+    UPDATE_REFERENCE,
+    UPDATE_EMA,
 )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from infra.execution.claims import check_store, run_url
-from infra.execution.driver import Driver, check_inputs, with_iterations
+from infra.execution.driver import Driver, check_inputs, other_averages, with_iterations
 from infra.forks import fork
 from infra.runs import Run
 from infra.store.object_store import ObjectStore
@@ -91,6 +91,8 @@ def fork_run(run: Run, config: RunConfig, iteration: int, stage: str | None) -> 
     state, config = run.state, with_iterations(config)
     if not 0 <= iteration <= state.iteration:
         raise UserError(f"--at {iteration}: the run has iterations 0 to {state.iteration} (the open one)")
+    if mistakes := other_averages(run.config, config, iteration):
+        raise UserError("\n".join(mistakes))
     shared: list[str] = []
     if stage is not None:
         names = [candidate.name for candidate in STAGES]

@@ -62,7 +62,12 @@ def restore(driver: Driver, role: str, weights: Weights) -> None:
     role = WEIGHTS_OF.get(role, role)
     update = update_of(role)
     snapshot = None if update is None else store.snapshot_at_or_before(weights.version, role)
-    if snapshot is None:
+    before = (
+        None if update is None or not weights.version else store.iteration_state(weights.version - 1).starting.get(role)
+    )
+    if snapshot != weights.version and before is not None and group.call(Worker.has_weights, role, before):
+        at = before  # as when the updates of a role that follows this one are replayed one by one
+    elif snapshot is None:
         at = driver.state.initial[role]
         group.call(Worker.load, role, at, None)
     else:
@@ -152,7 +157,10 @@ def _replay(driver: Driver, group: WorkerGroup, stage: UpdateStage[C], current: 
         inputs=stage.inputs(stage.inputs_of({name: StageHandle.of(sources[name]) for name in input_names}), shard=0),
         role=role,
         weights=current,
+        follows=followed(driver, stage, current.version),
     )
+    for source, weights in call.follows.items():
+        ensure_weights(driver, source, weights)
     try:
         replayed = group.call(Worker.update, UpdateCall(call, stage.compute))
     except NotFinite as error:
@@ -162,6 +170,23 @@ def _replay(driver: Driver, group: WorkerGroup, stage: UpdateStage[C], current: 
         _report_mismatch(driver, stage, committed, manifest, replayed)
         group.call(Worker.mark_as_version, role, manifest.weights)
     return manifest.weights
+
+
+def followed(driver: Driver, stage: UpdateStage[C], iteration: int) -> dict[str, Weights]:
+    """The weights, by role, that an update reads in addition to its own: those after the iteration.
+
+    Args:
+        driver: Driver of the run.
+        stage: The update.
+        iteration: Its iteration, in which the role that it follows has been updated or skipped.
+    """
+    if stage.follows is None:
+        return {}
+    source = update_of(stage.follows)
+    assert source is not None, "it follows a role that is trained"
+    committed = driver.store.committed_stage(iteration, source.name)
+    assert committed is not None and committed.weights is not None, f"{stage.name} reads {source.name}"
+    return {stage.follows: committed.weights}
 
 
 def _report_mismatch(

@@ -124,8 +124,7 @@ class ShardJob(Generic[C, S]):
         """Compute a shard; the caller commits it."""
         self.check()
         request, group = self.request(shard), self.driver.groups.of(self.stage.role)
-        weights = request.call.weights
-        rows = on_worker(self.driver, self.stage.role, weights, lambda: group.call(Worker.rows, request))
+        rows = on_worker(self.driver, request.call.needs, lambda: group.call(Worker.rows, request))
         return self.commit(shard, rows, rows.seconds)
 
     def commit(self, shard: int, rows: Rows[S], seconds: float) -> ShardCommit:

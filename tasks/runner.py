@@ -66,7 +66,7 @@ def start(
             if stage.reads_shard_of(name):
                 source.any_shard()
             else:
-                source.manifest()
+                source.is_skipped()
         run = partial(_run, driver, stage, iteration, inputs, handle)
         result = _stage_task(stage.name)(driver, iteration, run)
         return result.result() if isinstance(result, State) else result
@@ -119,6 +119,9 @@ def _run_update(driver: Driver, stage: UpdateStage[C], iteration: int, inputs: H
         report(StageProgress(iteration=iteration, stage=stage.name, done=1, total=1))
         return store.manifest(committed), True
 
+    if skipped := [name for name, source in inputs.items() if source.is_skipped()]:
+        skip_update(driver, stage, iteration, f"{skipped[0]} was skipped", not_finite=True)
+        return None, False
     attempt, began = store.begin_attempt(iteration, stage.name), now()
     report(StageProgress(iteration=iteration, stage=stage.name, done=0, total=1))
     driver.stopping.check()
@@ -126,7 +129,7 @@ def _run_update(driver: Driver, stage: UpdateStage[C], iteration: int, inputs: H
     update_call = UpdateCall(call, stage.compute)
     try:
         group = driver.groups.of(stage.role)
-        updated = on_worker(driver, stage.role, call.weights, lambda: group.call(Worker.update, update_call))
+        updated = on_worker(driver, call.needs, lambda: group.call(Worker.update, update_call))
     except NotFinite as error:
         if driver.config.train.on_nan == "stop":
             raise

@@ -66,13 +66,11 @@ class _Stage(Generic[C]):
         Returns:
             For each input stage, the shards to read and their columns.
         """
-        return tuple(
-            (
-                (handle.shard(shard),) if self.reads_shard_of(name) else handle.manifest().shards,
-                self.reads[name],
-            )
+        shards = {
+            name: (handle.shard(shard),) if self.reads_shard_of(name) else handle.manifest().shards
             for name, handle in handles.items()
-        )
+        }
+        return tuple((shards[name], self.reads[name]) for name in shards if shards[name])  # an update has none
 
     def reads_shard_of(self, name: str) -> bool:
         """Whether shard i reads only shard i of the input stage `name`; otherwise it reads all shards."""
@@ -147,6 +145,8 @@ class UpdateStage(_Stage[C]):
     compute: Callable[[Context[C]], dict[str, float]]
     skipped: Callable[[RunConfig, int], str | None] = never
     """The reason why the role does not learn in an iteration; None: it learns."""
+    follows: str | None = None
+    """A role of the same workers that the update reads, with the weights that it has after the iteration."""
 
 
 AnyUpdateStage: TypeAlias = UpdateStage[Any]

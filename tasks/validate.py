@@ -46,6 +46,8 @@ class ValidateConfig(StageConfig):
     prompt: PromptConfig
     engine: str = key("rollout.engine")
     top_p: float = key("rollout.top_p")
+    top_k: int = key("rollout.top_k")
+    min_p: float = key("rollout.min_p")
     max_response_tokens: int = key("rollout.max_response_tokens")
     stop: tuple[str, ...] = key("rollout.stop")
     environment: EnvironmentStageConfig | None
@@ -82,6 +84,8 @@ def prompts_of(context: Context[ValidateConfig]) -> Prompts:
     sampling = Sampling(
         temperature=config.temperature,
         top_p=config.top_p,
+        top_k=config.top_k,
+        min_p=config.min_p,
         max_tokens=config.max_response_tokens,
         stop=config.stop,
         seed=config.seed + 1,  # different noise from the training prompts with the same numbers

@@ -209,6 +209,8 @@ class Driver:
             models["critic"] = self.config.critic_model
         if self.config.needs_reference:
             models["reference"] = self.config.reference_model
+        if "ema" in self.config.averages:
+            models["ema"] = self.config.model
         seed = self.config.run.seed
         return {role: Weights(version=0, digest=initial_digest(model, seed)) for role, model in models.items()}
 
@@ -480,6 +482,8 @@ def _check(driver: Driver, take_over: bool, accept_changes: bool, check: Callabl
         for role, weights in driver.initial_weights.items()
         if (first := state.initial.get(role)) is not None and first.digest != weights.digest
     ]
+    if state.claim is not None:
+        mistakes += other_averages(stored_config(state.claim.config, "the claim"), config, state.iteration)
     committed = []
     try:
         check(driver)
@@ -490,6 +494,23 @@ def _check(driver: Driver, take_over: bool, accept_changes: bool, check: Callabl
     if mistakes := mistakes + committed:
         raise UserError("\n".join(mistakes))
     return state
+
+
+def other_averages(before: RunConfig, config: RunConfig, iteration: int) -> list[str]:
+    """The refusal of a config in which other weights follow the actor than in the iterations that a run has.
+
+    Args:
+        before: the run's config.
+        config: the new config.
+        iteration: number of iterations that both share.
+    """
+    keys = {"reference": "reference.sync_every", "ema": "actor.ema_decay"}
+    return [
+        f"{keys[role]} can be set or removed only before the first iteration, because the average begins there: start "
+        "a new run, or `ratchet fork RUN --at 0 --run NEW`"
+        for role in keys
+        if iteration and (role in before.averages) != (role in config.averages)
+    ]
 
 
 def _other_run(driver: Driver, claim: Claim, can_continue: bool) -> list[str]:

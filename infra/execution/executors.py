@@ -108,8 +108,17 @@ class StageHandle:
         """
         self._wait(lambda: self._all_begun or self._ended)
 
+    def is_skipped(self) -> bool:
+        """Wait until the stage is complete; whether it was skipped.
+
+        Raises:
+            InputLost: the stage has failed.
+        """
+        self._wait(lambda: self._ended)
+        return self._manifest is None
+
     def manifest(self) -> Manifest:
-        """Wait until the stage is complete.
+        """Wait until the stage is complete; it must not be one that is skipped.
 
         Raises:
             InputLost: the stage has failed.

@@ -46,6 +46,8 @@ class Snapshots:
         checkpoint = self.config.checkpoint
         if checkpoint.keep.best and self.config.validates(version):
             return True
+        if self.config.syncs_reference(version - 1):  # replaying this needs the actor's weights of that time
+            return True
         if checkpoint.every is not None:
             return version % checkpoint.every == 0
         replayed, kept = version - max(self.store.state.snapshots, default=0), checkpoint.keep.every
@@ -141,11 +143,12 @@ def describe(config: RunConfig) -> str:
 
 def _sizes(config: RunConfig) -> list[int] | None:
     """Bytes of each trained role's state; None: unknown, because it has adapters."""
-    models = {"actor": config.model, "critic": config.critic_model}
-    if any(models[role].lora is not None for role in config.trained):
+    models = {role: config.critic_model if role == "critic" else config.model for role in config.trained}
+    if any(model.lora is not None for model in models.values()):
         return None
-    tensors = {role: 1 + len(config.trainers[role].optimizer.state) for role in config.trained}
-    return [FLOAT32 * tensors[role] * parameter_count(model_folder(models[role])) for role in tensors]
+    tensors = dict.fromkeys(config.averages, 1)
+    tensors |= {role: 1 + len(trainer.optimizer.state) for role, trainer in config.trainers.items()}
+    return [FLOAT32 * tensors[role] * parameter_count(model_folder(model)) for role, model in models.items()]
 
 
 def kept_snapshots(versions: list[int], checkpoint: CheckpointConfig) -> set[int]:

@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 SCHEMA_VERSION = 5
 READABLE = (2, 3, 4, 5)
 """Schema versions that this release reads. Records contain their own digest from version 3 on."""
-TRAINED = {"actor", "critic"}
-"""Roles whose weights have versions; the reference never changes."""
+TRAINED = {"actor", "critic", "ema"}
+"""Roles whose weights have a version per iteration; so do those of a reference that moves, by commits alone."""
 PAGE = 64
 """Number of closed iterations in a page of the history. Finding an iteration's index takes at most two reads."""
 

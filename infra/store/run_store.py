@@ -38,7 +38,7 @@ from infra.store.records import (
     named_here,
     sha256_of,
 )
-from rlhf.metrics import current, validation_scores
+from rlhf.metrics import VALIDATION, current, validation_scores
 from rlhf.schema import TRAJECTORY
 
 KEPT_BLOCKS = 4
@@ -342,13 +342,22 @@ class RunStore:
         Returns:
             The score by version, without versions that were not validated, or not by that metric.
         """
-        scores = validation_scores({version: self._validation(version) for version in versions}, metric)
+        scores = validation_scores({version: self.validation_metrics(version) for version in versions}, metric)
         return {version: value for version, (_, value) in scores.items()}
 
-    def _validation(self, version: int) -> dict[str, float]:
-        """The metrics of the validation after `version` iterations; empty if there is none."""
-        commit = self.iteration_state(version).stages.get(VALIDATE)
-        return current(self.manifest(commit).metrics) if isinstance(commit, StageCommit) else {}
+    def validation_metrics(self, version: int) -> dict[str, float]:
+        """Find the metrics of the validation of some weights.
+
+        Args:
+            version: the number of iterations after which to look at the weights.
+
+        Returns:
+            The values by today's names. Empty if the weights were not validated.
+        """
+        state = self.iteration_state(version)
+        commit = state.stages.get(VALIDATE)
+        metrics = current(self.manifest(commit).metrics if isinstance(commit, StageCommit) else state.metric_values)
+        return {name: value for name, value in metrics.items() if name.startswith(VALIDATION)}
 
     def index_of(self, iteration: int) -> ObjectRef:
         """Find the index of a closed iteration.

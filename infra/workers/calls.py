@@ -68,12 +68,20 @@ class Call(Generic[C_co]):
     role: str | None = None
     weights: Weights | None = None
     """The weights that the role must hold; a worker with other weights refuses the call."""
+    follows: Mapping[str, Weights] = field(default_factory=dict)
+    """The weights that other roles of the worker must hold, too."""
     cursor: int = 0
     drawn: tuple[int, ...] | None = None
     """The prompts of the shard, as indices into the dataset; None: the worker draws them."""
     controllers: Mapping[str, float] = field(default_factory=dict)
     journal: tuple[ShardRef, ...] = ()
     """What an earlier driver generated of the shards that are not complete."""
+
+    @property
+    def needs(self) -> dict[str, Weights]:
+        """The weights that roles of the worker must hold."""
+        own = {} if self.role is None or self.weights is None else {self.role: self.weights}
+        return {**self.follows, **own}
 
 
 @dataclass(frozen=True)
@@ -168,6 +176,10 @@ class Context(Generic[C]):
     def trainer(self) -> TrainEngine:
         """The model of the stage's role, for training."""
         return self.engines.model(self._role, learns=True)
+
+    def follow_actor(self, share: float) -> None:
+        """Move the weights of the stage's role a share of the way to the actor's."""
+        self.engines.follow_actor(self._role, share)
 
     @property
     def _role(self) -> str:

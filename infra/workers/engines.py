@@ -65,6 +65,11 @@ class Engines:
                 self._models[role].place(model=True, optimizer=learns)
             return self._models[role]
 
+    def follow_actor(self, role: str, share: float) -> None:
+        """Move a role's weights a share of the way to the actor's; all ranks must call it."""
+        with self.lock:
+            self.model(role).follow(self.state_of("actor"), share)
+
     def state_of(self, role: str) -> ModelEngine:
         """The engine of a role's own model, whose state is read where it is: nothing moves."""
         with self.lock:
@@ -160,6 +165,8 @@ class Engines:
                 self.team.meet()  # nobody uses the devices of another rank before they are free
 
     def _offloads(self, role: str) -> bool:
+        if role == "ema":  # nothing computes with it; DeepSpeed cannot move what stage 3 shards
+            return not (self.config.actor.engine == "deepspeed" and self.config.actor.zero_stage == 3)
         trainer = self.config.critic if role == "critic" else self.config.actor
         return trainer is not None and trainer.offload_when_idle
 
@@ -172,9 +179,9 @@ class Engines:
             chosen = config.critic_model
             skeleton = critic_skeleton(chosen, seed)
             return train_engine(config.critic, skeleton, "value", dtype=chosen.dtype, kernels=chosen.kernels)
-        chosen = config.model if role == "actor" else config.reference_model
+        chosen = config.reference_model if role == "reference" else config.model
+        # in float32 an average takes steps that are too small for bfloat16
+        dtype = "float32" if role == "ema" else chosen.dtype
         trainable = role == "actor"
-        skeleton = actor_skeleton(chosen, seed, trainable=trainable)
-        return train_engine(
-            config.actor, skeleton, "policy", dtype=chosen.dtype, kernels=chosen.kernels, trainable=trainable
-        )
+        skeleton = actor_skeleton(chosen.model_copy(update={"dtype": dtype}), seed, trainable=trainable)
+        return train_engine(config.actor, skeleton, "policy", dtype=dtype, kernels=chosen.kernels, trainable=trainable)

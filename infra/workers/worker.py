@@ -343,8 +343,9 @@ class Worker:
         done = self._updated.get(call.role)
         if done is not None and self._weights[call.role] == done.weights and done.before == call.weights:
             return done
-        if self._weights.get(call.role) != call.weights:
-            raise WrongPolicyVersion(call.role)
+        for role, weights in call.needs.items():
+            if self._weights.get(role) != weights:
+                raise WrongPolicyVersion(role)
         batch = self._read(call)
         started = time.perf_counter()
         with self.engines.lock:  # from now on nobody copies the tensors, which are about to change
@@ -522,6 +523,8 @@ class Worker:
         sampling = Sampling(
             temperature=rollout_config.temperature,
             top_p=rollout_config.top_p,
+            top_k=rollout_config.top_k,
+            min_p=rollout_config.min_p,
             max_tokens=rollout_config.max_response_tokens,
             seed=self.config.run.seed,
         )

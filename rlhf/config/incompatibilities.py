@@ -121,6 +121,7 @@ def incompatible(config: RunConfig) -> Iterator[str]:
             yield f"model.attention {model.attention} computes in 16 bits: set model.dtype bfloat16, or use sdpa"
     if config.reference.model is not None and config.reference.model.lora is not None:
         yield "reference.model.lora is set, but the reference does not learn: remove it"
+    yield from _averages_fit(config)
     if config.bypass and config.data.generations is not None and config.train.updates:
         yield (
             "data.generations uses the generations of another policy, so the old log-probs must be recomputed: set "
@@ -128,6 +129,30 @@ def incompatible(config: RunConfig) -> Iterator[str]:
         )
     if config.validation.every and config.validation.data is None:
         yield "validation.every is set without validation.data: name a prompt file, or remove it"
+
+
+def _averages_fit(config: RunConfig) -> Iterator[str]:
+    reference = config.reference
+    if reference.sync_every is None and reference.mix != 1:
+        yield "reference.mix is set, but the reference never changes: set reference.sync_every, too"
+    if reference.sync_every is not None and not config.needs_reference:
+        yield (
+            "reference.sync_every is set, but nothing reads the reference: set algorithm.kl.in_loss or "
+            "algorithm.kl.in_reward, or remove it"
+        )
+    if reference.sync_every is not None and reference.model is not None:
+        yield "reference.sync_every moves the reference to the actor, so reference.model would be lost: remove one"
+    if reference.sync_every is not None and config.pool_of("reference") != config.pool_of("actor"):
+        yield (
+            "reference.sync_every reads the actor's weights, which are in another pool: place actor and reference in "
+            "the same pool"
+        )
+    for key, is_set in (
+        ("reference.sync_every", reference.sync_every is not None),
+        ("actor.ema_decay", config.actor.ema_decay is not None),
+    ):
+        if is_set and config.model.lora is not None:
+            yield f"{key} averages whole models and does not work with model.lora: remove one of them"
 
 
 def _environment_fits(config: RunConfig) -> Iterator[str]:
@@ -172,6 +197,8 @@ def _rollout_fits(config: RunConfig) -> Iterator[str]:
         yield "rollout.engine is server, but rollout.server.urls is empty: list the servers"
     if rollout.engine == "server" and rollout.server.api == "tgi" and rollout.server.weights_folder is not None:
         yield "rollout.server.api tgi cannot load new weights: use vllm or sglang to train"
+    if rollout.engine == "server" and rollout.server.api == "tgi" and rollout.min_p:
+        yield "rollout.server.api tgi has no min_p: remove rollout.min_p"
     if rollout.engine == "server" and config.model.lora is not None:
         yield "rollout.engine server cannot load adapters: use vllm or hf with model.lora"
     temperatures = {
@@ -179,10 +206,11 @@ def _rollout_fits(config: RunConfig) -> Iterator[str]:
         "validation.temperature": config.validation.temperature,
     }
     for key, temperature in temperatures.items():
-        if rollout.top_p < 1 and temperature not in (0.0, 1.0):
+        if rollout.truncated_by and temperature not in (0.0, 1.0):
+            by = rollout.truncated_by[0]
             yield (
-                f"rollout.engine {rollout.engine} gives log-probs either before top_p or at a temperature, not both: "
-                f"with rollout.top_p {rollout.top_p}, {key} must be 1 (or 0), but is {temperature}"
+                f"rollout.engine {rollout.engine} gives log-probs either before {by} or at a temperature, not both: "
+                f"with rollout.{by} {getattr(rollout, by)}, {key} must be 1 (or 0), but is {temperature}"
             )
     longest = config.data.max_prompt_tokens + rollout.max_response_tokens
     if rollout.vllm.max_model_len is not None and rollout.vllm.max_model_len < longest:

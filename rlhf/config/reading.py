@@ -236,6 +236,14 @@ def _explain(problem: ErrorDetails, tree: Mapping[str, Any], model: type[BaseMod
     return {key: _explain_key(key, problem, model)}
 
 
+PENALTY = (
+    "it lowers a token's probability by what came before, which the trainer's log-probs do not, so every importance "
+    "ratio would be wrong: use a reward against repetition instead"
+)
+REFUSED = {f"rollout.{name}_penalty": PENALTY for name in ("repetition", "presence", "frequency")}
+"""Keys that users of other programs look for and that are left out on purpose, and why."""
+
+
 def _explain_key(key: str, problem: ErrorDetails, model: type[BaseModel]) -> str:
     message, given = problem["msg"], problem["input"]
     if problem["type"] == "union_tag_not_found":
@@ -244,6 +252,8 @@ def _explain_key(key: str, problem: ErrorDetails, model: type[BaseModel]) -> str
         return f"{key}.type is {problem['ctx']['tag']!r}: input should be one of {problem['ctx']['expected_tags']}"
     if problem["type"] == "extra_forbidden" and key in GONE:
         return f"{key} is not a key of the config any more: {GONE[key]}"
+    if problem["type"] == "extra_forbidden" and key in REFUSED:
+        return f"{key} is not supported: {REFUSED[key]}"
     if problem["type"] == "extra_forbidden":
         lists = "`ratchet train --help`" if "rollout" in model.model_fields else "docs/configuration.md"
         return f"{key} is not a key of the config{_near(key, model)}; {lists} lists them"

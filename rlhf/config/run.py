@@ -41,6 +41,7 @@ ALLOW_INCOMPATIBLE = "anything fits"
 LEARNED: dict[str, bool | set[str]] = {
     **dict.fromkeys(("data", "reward", "algorithm"), True),
     "rollout": {"n", "environment"},
+    "reference": {"sync_every", "mix"},
 }
 """Sections that say what a run learns from; models are compared by their files instead."""
 HOW_COMPUTED: dict[str, bool | set[str] | dict[str, set[str]]] = {
@@ -129,12 +130,29 @@ class RunConfig(Section):
         return self.data.prompts_per_iteration if sampling is None else sampling.max_prompts
 
     @property
-    def roles(self) -> tuple[Role, ...]:
+    def roles(self) -> tuple[str, ...]:
         """Roles that have a model."""
-        critic: tuple[Role, ...] = ("critic",) if self.needs_critic else ()
-        reference: tuple[Role, ...] = ("reference",) if self.needs_reference else ()
-        reward: tuple[Role, ...] = ("reward",) if self.reward.model is not None else ()
-        return ("actor", *critic, *reference, *reward, "rollout")
+        has = {
+            "critic": self.needs_critic,
+            "reference": self.needs_reference,
+            "ema": "ema" in self.averages,
+            "reward": self.reward.model is not None,
+        }
+        return ("actor", *(role for role, exists in has.items() if exists), "rollout")
+
+    @property
+    def averages(self) -> tuple[str, ...]:
+        """Roles whose weights follow the actor's."""
+        if not self.train.updates:
+            return ()
+        moves = self.needs_reference and self.reference.sync_every is not None
+        averaged = self.actor.ema_decay is not None
+        return (*(("reference",) if moves else ()), *(("ema",) if averaged else ()))
+
+    def syncs_reference(self, iteration: int) -> bool:
+        """Whether the reference follows the actor at the end of an iteration."""
+        every = self.reference.sync_every
+        return "reference" in self.averages and every is not None and (iteration + 1) % every == 0
 
     @property
     def trainers(self) -> dict[str, TrainerConfig]:
@@ -151,10 +169,16 @@ class RunConfig(Section):
         """The reference, or the actor's model without adapters: LoRA adapters start at zero."""
         return self.reference.model or self.model.model_copy(update={"lora": None})
 
+    def model_of(self, role: str) -> ModelConfig:
+        """The model that a role of a snapshot began as."""
+        return {"critic": self.critic_model, "reference": self.reference_model}.get(role, self.model)
+
     def pool_of(self, role: str) -> str | None:
         """Name of the pool that serves a role, or None for the driver's own process."""
         if not self.pools:
             return None
+        if role == "ema":
+            role = "actor"  # whose weights it reads
         if isinstance(self.placement, dict):
             return self.placement.get(role)  # type: ignore[call-overload, no-any-return]
         return role if self.placement == "separate" else next(iter(self.pools))
@@ -201,7 +225,8 @@ class RunConfig(Section):
     @property
     def trained(self) -> tuple[str, ...]:
         """Roles whose weights an iteration commits, updated or unchanged."""
-        return ("actor", "critic") if self.needs_critic and self.train.updates else ("actor",)
+        critic = ("critic",) if self.needs_critic and self.train.updates else ()
+        return ("actor", *critic, *self.averages)
 
     @property
     def needs_old_log_probs(self) -> bool:

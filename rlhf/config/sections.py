@@ -235,6 +235,10 @@ class RolloutConfig(Section):
     top_p: float = Field(
         1.0, gt=0, le=1, description="nucleus sampling: draw from the likeliest tokens with this total probability"
     )
+    top_k: int = Field(0, ge=0, description="draw from this many likeliest tokens; 0: from all")
+    min_p: float = Field(
+        0.0, ge=0, le=1, description="draw from tokens with at least this share of the likeliest one's probability"
+    )
     max_response_tokens: int = Field(512, gt=0, description="longest response in tokens")
     seeds: Literal["trajectory", "engine"] = Field(
         "trajectory",
@@ -274,6 +278,12 @@ class RolloutConfig(Section):
     max_in_flight: int = Field(
         512, gt=0, description="largest number of trajectories that a replica of the engine generates at the same time"
     )
+
+    @property
+    def truncated_by(self) -> tuple[str, ...]:
+        """The keys by which some tokens are never drawn."""
+        neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+        return tuple(name for name, value in neutral.items() if getattr(self, name) != value)
 
     @property
     def in_batches(self) -> bool:
@@ -465,6 +475,13 @@ class TrainerConfig(Section):
 
 class ActorConfig(TrainerConfig):
     lr: float = Field(1e-6, gt=0, description="learning rate")
+    ema_decay: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="keep a moving average of the actor's weights over the iterations, with this decay, in snapshots "
+        "(`ratchet export --role ema`); null: none",
+    )
 
 
 class CriticConfig(TrainerConfig):
@@ -478,6 +495,15 @@ class CriticConfig(TrainerConfig):
 
 class ReferenceConfig(Section):
     model: ModelConfig | None = Field(None, description="frozen reference; null: the actor's initial weights")
+    sync_every: int | None = Field(
+        None, gt=0, description="iterations after which the reference follows the actor; null: it never changes"
+    )
+    mix: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="share of the actor's weights in the new reference, the rest being the old one's; 1: a copy",
+    )
 
 
 class KeepConfig(Section):

@@ -46,6 +46,15 @@ class Sampling:
     """Texts that end a response; they are kept in the response."""
     seeds: Literal["trajectory", "engine"] = "trajectory"
     """`engine`: the engine's own noise is used, and `seed` has no effect; see `seed_of`."""
+    top_k: int = 0
+    """Draw from this many likeliest tokens; 0: from all."""
+    min_p: float = 0.0
+    """Draw from the tokens with at least this share of the likeliest one's probability (arXiv 2407.01082)."""
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens are never drawn; at temperature 0 there is nothing to truncate."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
 @dataclass(frozen=True)
@@ -106,8 +115,8 @@ class RolloutEngine(ABC):
     def stream(self, request: Request, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
         """Generate a response. The same request and weights give the same response, except for rounding.
 
-        Log-probs are computed from the temperature-scaled logits, before truncation by `top_p`; at temperature 0
-        (greedy), from the plain logits. Closing the generator cancels the request.
+        Log-probs are computed from the temperature-scaled logits, before truncation (`top_p`, `top_k`, `min_p`); at
+        temperature 0 (greedy), from the plain logits. Closing the generator cancels the request.
 
         Args:
             request: the trajectory to generate.

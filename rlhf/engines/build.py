@@ -133,7 +133,7 @@ def vllm_rollout(config: RunConfig, tokenizer: PreTrainedTokenizerBase, devices:
         eos_token_ids=eos_token_ids(generation_config(model), tokenizer),
         dtype=model.dtype,
         max_model_len=vllm.max_model_len or config.data.max_prompt_tokens + rollout.max_response_tokens,
-        logprobs_mode="processed_logprobs" if rollout.top_p == 1 else "raw_logprobs",
+        logprobs_mode="raw_logprobs" if rollout.truncated_by else "processed_logprobs",
         timeout_s=vllm.timeout_s,
         on_gpu=on_gpu,
         deterministic=config.run.deterministic,

@@ -130,8 +130,7 @@ class DeepSpeedEngine(ModelEngine):
         super().place(model=model, optimizer=optimizer)
 
     def _optimizer_tensors(self) -> Iterator[Tensor]:
-        assert self.optimizer is not None
-        if self.stage > 0:  # its float32 weights
+        if self.optimizer is not None and self.stage > 0:  # its float32 weights
             for group in self.optimizer.param_groups:
                 yield from group["params"]
         yield from super()._optimizer_tensors()
@@ -260,7 +259,8 @@ class DeepSpeedEngine(ModelEngine):
         return state
 
     def _reset_optimizer(self) -> None:
-        assert self.optimizer is not None
+        if self.optimizer is None:
+            return
         # DeepSpeed keeps gradients in many places; a step clears them all, but all ranks must take it together.
         if ranks.largest(int(self._accumulates)):
             self._stand_still()

@@ -299,10 +299,10 @@ def sample(
     Args:
         logits: shape (batch, vocab).
         uniforms: a uniform number in [0, 1) per row, float64, shape (batch,).
-        sampling: temperature and `top_p`; temperature 0 is greedy.
+        sampling: temperature and truncation; temperature 0 is greedy.
 
     Returns:
-        Token ids, shape (batch,), and their log-probs in nats before `top_p`, float32, shape (batch,).
+        Token ids, shape (batch,), and their log-probs in nats before truncation, float32, shape (batch,).
     """
     logits = logits.float()
     if sampling.temperature == 0:
@@ -312,15 +312,24 @@ def sample(
     log_probs = (logits / sampling.temperature).log_softmax(-1)
     probs = log_probs.double().exp()
     with determinism.relaxed():  # of running sums on a GPU; their last bits hardly ever decide which token is drawn
-        if sampling.top_p < 1:
-            ordered, order = probs.sort(dim=-1, descending=True, stable=True)
-            beyond = ordered.cumsum(-1) - ordered >= sampling.top_p
-            probs = torch.zeros_like(probs).scatter(-1, order, ordered.masked_fill(beyond, 0.0))
+        if sampling.truncates:
+            probs = _truncated(probs, sampling)
         cumulative = probs.cumsum(-1)
     # just below the total, so that rounding never selects a position after the last token with nonzero probability
     drawn = uniforms[:, None] * cumulative[:, -1:] * (1 - 1e-12)
     tokens = torch.searchsorted(cumulative, drawn, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)  # NaN
     return tokens, log_probs.gather(-1, tokens[:, None]).squeeze(-1)
+
+
+def _truncated(probs: Float[Tensor, "batch vocab"], sampling: Sampling) -> Float[Tensor, "batch vocab"]:
+    """Set to 0 what `min_p`, then `top_k`, then `top_p` leave out, in vLLM's order; the rest need not sum to 1."""
+    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+    ordered = ordered.masked_fill(ordered < sampling.min_p * ordered[:, :1], 0.0)
+    if sampling.top_k > 0:
+        ordered[:, sampling.top_k :] = 0.0
+    before = ordered.cumsum(-1) - ordered
+    beyond = before >= sampling.top_p * ordered.sum(-1, keepdim=True)
+    return torch.zeros_like(probs).scatter(-1, order, ordered.masked_fill(beyond, 0.0))
 
 
 def _uniforms(requests: Sequence[Request], sampling: Sampling) -> np.ndarray:

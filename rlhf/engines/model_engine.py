@@ -30,7 +30,7 @@ from rlhf.engines.parts import Part
 from rlhf.engines.performance import TrainingFlops
 from rlhf.engines.router_loss import NAME as ROUTER_LOSS
 from rlhf.engines.sequence_parallel import Team
-from rlhf.engines.stored_state import Stored, StoredState, StoredTensor, TensorFile
+from rlhf.engines.stored_state import Held, Stored, StoredState, StoredTensor, TensorFile
 from rlhf.engines.token_outputs import Head, TokenOutputs
 from rlhf.errors import NotFinite
 from rlhf.models import config_json, lora
@@ -456,6 +456,26 @@ class ModelEngine(ABC):
                 for kind in self.optimizer_type.state:
                     for name in names:
                         self._load(kind, name, moments[f"{kind}.{name}"])
+
+    def follow(self, other: ModelEngine, share: float) -> None:
+        """Move the weights a share of the way to another engine's: w + share (other - w), computed in float32.
+
+        Args:
+            other: an engine of the same model, on the same ranks; all of them must make the same call.
+            share: 1: copy the weights.
+        """
+        assert not self.trainable, "an optimizer would not know"
+        assert not self.weights_buffers.in_use, "the weights are not on the device"
+        buffers = other._buffers()
+        with torch.no_grad():
+            for name in self.names():  # one tensor at a time is whole
+                weights = other.get("model", name)
+                if share < 1:
+                    own = self.get("model", name)
+                    weights = own.lerp(weights.to(own.device), share)
+                self._load("model", name, Held(weights))
+            for name, buffer in self._buffers().items():
+                buffer.copy_(buffers[name])
 
     def _stored(self, stored: StoredState) -> dict[str, StoredTensor]:
         """The stored parameters and buffers, by their names in the model."""

@@ -174,12 +174,12 @@ class VLLMApi:
             "model": self.models[ask.url],
             "prompt": list(request.prompt_ids),
             "temperature": sampling.temperature,
-            "top_p": sampling.top_p if sampling.temperature else 1.0,
+            "top_p": sampling.top_p if sampling.truncates else 1.0,
+            "top_k": sampling.top_k if sampling.truncates else 0,
+            "min_p": sampling.min_p if sampling.truncates else 0.0,
             "max_tokens": limit_of(request, sampling),
             "seed": seed,
             # explicitly neutral, since defaults from the model's generation_config.json would change the sampling
-            "top_k": 0,
-            "min_p": 0.0,
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
@@ -225,11 +225,11 @@ class SGLangApi:
             "input_ids": list(request.prompt_ids),
             "sampling_params": {
                 "temperature": sampling.temperature,
-                "top_p": sampling.top_p if sampling.temperature else 1.0,
+                "top_p": sampling.top_p if sampling.truncates else 1.0,
+                "top_k": (sampling.truncates and sampling.top_k) or -1,
+                "min_p": sampling.min_p if sampling.truncates else 0.0,
                 "max_new_tokens": limit_of(request, sampling),
                 "sampling_seed": None if seed is None else seed % 2**31,
-                "top_k": -1,
-                "min_p": 0.0,
                 "repetition_penalty": 1.0,
                 "presence_penalty": 0.0,
                 "frequency_penalty": 0.0,
@@ -280,8 +280,10 @@ class TGIApi:
         }
         if sampling.temperature > 0:
             parameters["temperature"] = sampling.temperature
-        if sampling.top_p < 1:  # the server refuses 1
+        if sampling.truncates and sampling.top_p < 1:  # the server refuses 1
             parameters["top_p"] = sampling.top_p
+        if sampling.truncates and sampling.top_k:
+            parameters["top_k"] = sampling.top_k
         text = self.tokenizer.decode(list(request.prompt_ids), skip_special_tokens=False)
         answer = await ask("/generate", {"inputs": text, "parameters": parameters})
         details = (answer[0] if isinstance(answer, list) else answer)["details"]
@@ -309,10 +311,10 @@ def check_log_probs(
 ) -> None:
     """Check that the log-probs of every server match the trainer's, on one response per server.
 
-    Training needs the log-probs of the temperature-scaled logits before `top_p`. The kind of log-probs that a server
+    Training needs the log-probs of the temperature-scaled logits before truncation. The kind of log-probs that a server
     returns is fixed when the server starts and cannot be queried. The probe is therefore sampled so that the wrong kind
     stands out: at temperature 2 if `sampling` has a temperature other than 1, and with a tiny `top_p` (the log-prob
-    after `top_p` is then 0) if `sampling` has a `top_p` below 1.
+    after `top_p` is then 0) if `sampling` truncates.
 
     Args:
         rollout: the servers.
@@ -324,7 +326,8 @@ def check_log_probs(
         UserError: a server returns the wrong kind of log-probs, or those of another model.
         EngineLost: a server does not answer.
     """
-    if sampling.top_p < 1:
+    truncates = sampling.truncates
+    if truncates:
         sampling, mode = replace(sampling, temperature=1.0, top_p=1e-6), "raw_logprobs"
     else:
         sampling, mode = replace(sampling, temperature=1.0 if sampling.temperature == 1 else 2.0), "processed_logprobs"
@@ -338,7 +341,7 @@ def check_log_probs(
             np.abs(log_probs - expected).mean()
             for expected in (
                 _log_probs(actor, batch, sampling.temperature),
-                np.zeros_like(log_probs) if sampling.top_p < 1 else _log_probs(actor, batch, 1.0),
+                np.zeros_like(log_probs) if truncates else _log_probs(actor, batch, 1.0),
             )
         )
         if error > error_if_wrong_kind + ROUNDING or error > SAME_MODEL:

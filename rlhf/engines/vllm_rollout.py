@@ -229,7 +229,7 @@ class VLLMRollout(RolloutEngine):
             eos_token_ids: tokens that end a response.
             dtype: type of the weights and the computation.
             max_model_len: maximum number of tokens of prompt and response.
-            logprobs_mode: kind of log-probs: `processed_logprobs`, or `raw_logprobs` if `top_p` is below 1.
+            logprobs_mode: kind of log-probs: `processed_logprobs`, or `raw_logprobs` if the sampling truncates.
             timeout_s: vLLM is restarted if it makes no progress for so long, in seconds.
             on_gpu: whether vLLM runs on a GPU.
             deterministic: whether a response must not depend on the requests beside it; only on a GPU.
@@ -368,7 +368,9 @@ class VLLMRollout(RolloutEngine):
         seed = seed_of(request, sampling)
         return {
             "temperature": sampling.temperature,
-            "top_p": sampling.top_p if sampling.temperature else 1.0,
+            "top_p": sampling.top_p if sampling.truncates else 1.0,
+            "top_k": sampling.top_k if sampling.truncates else 0,
+            "min_p": sampling.min_p if sampling.truncates else 0.0,
             "max_tokens": limit_of(request, sampling),
             "seed": seed,
             "logprobs": 0,  # of the sampled token

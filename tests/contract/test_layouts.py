@@ -288,6 +288,50 @@ def test_a_rollout_gets_all_weights_in_its_type_from_each_rank(
             assert torch.equal(tensor, held[name].to(tensor.dtype)), "rounded once"
 
 
+def run_follow(kind: Kind, batch: TrajectoryBatch, dtype: str) -> tuple[dict[str, torch.Tensor], ...]:
+    """The weights of an actor, and those of a model that followed it twice, before, between and after; then a state
+    that was stored is loaded, and moved to host memory and back where the engine can."""
+    actor, follower = kind.build(), kind.build(trainable=False, dtype=dtype)
+    assert isinstance(actor, ModelEngine) and isinstance(follower, ModelEngine)
+
+    def weights(engine: ModelEngine) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in engine.weights()}
+
+    before = weights(follower)
+    actor.update(batch, kind.objective, DEALT)
+    follower.follow(actor, 0.25)
+    between = weights(follower)
+    gathered: dict[str, bytes] = {}
+    from rlhf.engines import ranks
+
+    for part in ranks.gathered(follower.state()):
+        gathered |= part
+    follower.follow(actor, 1.0)
+    after = weights(follower)
+    if "zero3" not in kind.engine:
+        follower.place(model=False, optimizer=False)
+        follower.place(model=True, optimizer=True)
+    follower.load_state(StoredState.of(gathered))
+    return weights(actor), before, between, after, weights(follower)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_model_follows_another_one(
+    engine: str, dtype: str, policy_folder: Path, batch: TrajectoryBatch, ranks: Ranks
+) -> None:
+    """A frozen model in bfloat16 is rounded after each step: 2 ** -9 of a weight."""
+    kind = kind_of(engine, "policy", policy_folder, policy_folder)
+    in_type = getattr(torch, dtype)
+    for actor, before, between, after, loaded in ranks(run_follow, kind, batch, dtype):
+        assert any(not torch.equal(actor[name], before[name]) for name in actor)
+        for name in actor:
+            quarter = before[name].lerp(actor[name], 0.25)
+            torch.testing.assert_close(between[name], quarter.to(in_type).float(), rtol=1e-6, atol=1e-8)
+            assert torch.equal(after[name], actor[name].to(in_type).float())
+            assert torch.equal(loaded[name], between[name])
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_nan_in_one_rank_is_refused_by_all(
     engine: str, policy_folder: Path, batch: TrajectoryBatch, ranks: Ranks

@@ -581,18 +581,40 @@ def test_first_tokens_follow_the_softmax(engine: RolloutEngine, policy_folder: P
     assert_distribution([generation.response_ids[0] for generation in found], probs)
 
 
-@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9])
-def test_top_p_keeps_the_smallest_set_and_its_proportions(own: Kind, policy_folder: Path, top_p: float) -> None:
+def truncated(probs: np.ndarray, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0) -> np.ndarray:
+    """What is left of a distribution, token by token, in the order min_p, top_k, top_p."""
+    likeliest = [token for token in np.argsort(-probs) if probs[token] >= min_p * probs.max()]
+    likeliest = likeliest[:top_k] if top_k else likeliest
+    size = int(np.searchsorted((probs[likeliest] / probs[likeliest].sum()).cumsum(), top_p)) + 1
+    kept = np.zeros_like(probs)
+    kept[likeliest[:size]] = probs[likeliest[:size]]
+    return np.asarray(kept / kept.sum())
+
+
+@pytest.mark.parametrize(
+    "truncation",
+    [
+        {"top_p": 0.05},
+        {"top_p": 0.9},
+        {"top_k": 1},
+        {"top_k": 5},
+        {"min_p": 0.4},
+        {"min_p": 0.1, "top_k": 12, "top_p": 0.7},
+    ],
+    ids=str,
+)
+def test_truncation_keeps_the_likeliest_and_their_proportions(
+    own: Kind, policy_folder: Path, truncation: dict[str, float]
+) -> None:
     asked, is_vllm = same_prompt(2000), own.build is vllm_rollout
     engine = own.build(policy_folder, logprobs_mode="raw_logprobs") if is_vllm else own.build(policy_folder)
     temperature = 1.0 if is_vllm else 0.8
-    found = engine.generate(asked, Sampling(temperature, top_p=top_p, max_tokens=1, seed=9))
+    sampling = replace(Sampling(temperature, top_p=1.0, max_tokens=1, seed=9), **truncation)
+    found = engine.generate(asked, sampling)
     probs = probabilities(policy_folder, asked[0].prompt_ids, temperature)
-    order = np.argsort(-probs)
-    size = int(np.searchsorted(probs[order].cumsum(), top_p)) + 1
-    nucleus = np.zeros_like(probs)
-    nucleus[order[:size]] = probs[order[:size]] / probs[order[:size]].sum()
-    assert_distribution([generation.response_ids[0] for generation in found], nucleus)
+    kept = truncated(probs, **truncation)
+    assert 0 < (kept > 0).sum() < len(probs), "it leaves something out"
+    assert_distribution([generation.response_ids[0] for generation in found], kept)
     assert all(
         generation.log_probs[0] == pytest.approx(np.log(probs[generation.response_ids[0]]), abs=own.close)
         for generation in found

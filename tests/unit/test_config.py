@@ -99,10 +99,19 @@ def test_the_minimal_config_is_the_documented_default(file: Path) -> None:
         ("model.attention=flash_attention_2; model.dtype=float32", "model.attention flash_attention_2 computes in 16 bits: set model.dtype bfloat16, or use sdpa"),  # noqa: E501
         ("rollout.quantization=fp8", "rollout.quantization fp8 is for rollout.engine vllm: remove it"),
         ("rollout={engine: vllm, top_p: 0.9, temperature: 0.7}", "with rollout.top_p 0.9, rollout.temperature must be 1 (or 0), but is 0.7"),  # noqa: E501
+        ("rollout={engine: vllm, min_p: 0.1, temperature: 0.7}", "rollout.engine vllm gives log-probs either before min_p or at a temperature, not both: with rollout.min_p 0.1, rollout.temperature must be 1 (or 0), but is 0.7"),  # noqa: E501
+        ("rollout={engine: server, top_k: 8, min_p: 0.1, server: {urls: 'http://a:1', api: tgi}}", "rollout.server.api tgi has no min_p: remove rollout.min_p"),  # noqa: E501
+        ("rollout.repetition_penalty=1.1", "rollout.repetition_penalty is not supported: it lowers a token's probability by what came before, which the trainer's log-probs do not"),  # noqa: E501
         ("rollout={engine: vllm, vllm: {max_model_len: 100}}", "rollout.vllm.max_model_len is 100, less than data.max_prompt_tokens + rollout.max_response_tokens = 1024: raise it"),  # noqa: E501
         ("pools={all: {workers: 6, gpus_per_worker: 1}}; rollout={engine: vllm, vllm: {tensor_parallel: 4}}", "rollout.vllm.tensor_parallel is 4, the GPUs of 4 workers, but pools.all.workers is 6, which is not a multiple of 4: change one of them"),  # noqa: E501
         ("pools={all: {workers: 4, gpus_per_worker: 2}}; rollout={engine: vllm, vllm: {tensor_parallel: 3}}", "rollout.vllm.tensor_parallel is 3, which is not a multiple of pools.all.gpus_per_worker (2): change one of them"),  # noqa: E501
         ("pools={all: {workers: 2, gpus_per_worker: 0.5}}; rollout={engine: vllm, vllm: {tensor_parallel: 2}}", "rollout.vllm.tensor_parallel is 2, but the workers of pools.all share GPUs (gpus_per_worker 0.5): set pools.all.gpus_per_worker to 1"),  # noqa: E501
+        ("reference.mix=0.5", "reference.mix is set, but the reference never changes: set reference.sync_every, too"),
+        ("reference.sync_every=4", "reference.sync_every is set, but nothing reads the reference: set algorithm.kl.in_loss or algorithm.kl.in_reward, or remove it"),  # noqa: E501
+        ("algorithm.kl.in_loss=0.1; reference={sync_every: 4, model: m}", "reference.sync_every moves the reference to the actor, so reference.model would be lost: remove one"),  # noqa: E501
+        ("algorithm.kl.in_loss=0.1; reference.sync_every=4; pools={a: {}, b: {}}; placement={actor: a, critic: a, rollout: a, reference: b}", "reference.sync_every reads the actor's weights, which are in another pool: place actor and reference in the same pool"),  # noqa: E501
+        ("model.lora={}; actor.ema_decay=0.99", "actor.ema_decay averages whole models and does not work with model.lora: remove one of them"),  # noqa: E501
+        ("actor.ema_decay=1", "actor.ema_decay is 1: input should be less than 1"),
         ("rollout.engine=server", "rollout.engine is server, but rollout.server.urls is empty: list the servers"),
         ("rollout={engine: server, server: {urls: 'http://a:1'}}; model.lora={}", "rollout.engine server cannot load adapters"),  # noqa: E501
         ("critic=null", "critic is null, but algorithm.advantage gae needs values: leave critic out"),

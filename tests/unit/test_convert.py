@@ -286,6 +286,8 @@ def test_trl_counts_completions_of_all_processes_and_accumulated_steps(tmp_path:
     alone = convert(path, "trl")
     assert alone.config().actor.mini_batch_trajectories == 4 * 4
     assert "one process is assumed: num_processes is not given" in comments(alone)
+    moving = ["--num_processes", "2", "--sync_ref_model", "true", "--ref_model_sync_steps", "16"]
+    assert convert(path, "trl", moving).config().reference.model_dump() == {"model": None, "sync_every": 4, "mix": 0.6}
     config = convert(path, "trl", ["--importance_sampling_level=sequence", "--loss_type", "grpo"]).config()
     assert config.algorithm.loss.type == "gspo"
 
@@ -308,6 +310,8 @@ def test_openrlhfs_older_flags_mean_the_same() -> None:
     assert config.actor.mini_batch_trajectories == 128
     assert (config.algorithm.kl.in_loss, config.algorithm.kl.in_reward) == (1e-3, None)
     assert config.train.iterations == 20_000 // 128
+    ema = convert(SCRIPTS / "openrlhf_dapo.sh", "openrlhf", ["--train.enable_ema"]).config().actor.ema_decay
+    assert ema == pytest.approx(0.992**8), "an iteration has 128 x 8 / 128 steps"
     ppo = convert(SCRIPTS / "openrlhf_ppo.sh", "openrlhf").config()
     assert (ppo.algorithm.kl.in_reward, ppo.algorithm.kl.in_loss) == (0.01, None)
     assert ppo.critic is not None
@@ -452,6 +456,9 @@ def test_the_tables_name_keys_that_there_are(source: Source) -> None:
         ),
         ("actor.learning_rate=1e-6", "is not a key of the config: write actor.lr=1.0e-06"),
         ("learning_rate=1e-6", "is a key of TRL (GRPO): write actor.lr=1.0e-06"),
+        ("actor_rollout_ref.rollout.top_k=50", "write rollout.top_k=50"),
+        ("actor_rollout_ref.rollout.top_k=-1", "write rollout.top_k=0"),
+        ("min_p=0.1", "is a key of TRL (GRPO): write rollout.min_p=0.1"),
         ("rollout.tensor_model_parallel_size=2", "write rollout.vllm.tensor_parallel=2"),
         ("reward_model.num_workers=4", "is a key of verl: write reward.workers=4"),
         ("n_samples_per_prompt=4", "is a key of OpenRLHF: write rollout.n=4"),

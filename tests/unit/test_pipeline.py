@@ -196,7 +196,7 @@ def test_why_an_actor_does_not_learn() -> None:
     assert UPDATE_ACTOR.skipped(config.with_values({"train.updates": False}), 0) == "this run only scores"
     assert UPDATE_ACTOR.skipped(config, 0) is None
     assert update_of("actor") is UPDATE_ACTOR
-    assert update_of("reference") is None
+    assert update_of("reward") is None
 
 
 def test_when_a_run_is_validated() -> None:

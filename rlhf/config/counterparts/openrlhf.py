@@ -201,6 +201,16 @@ def _mini_batch(settings: Settings) -> Converted:
     return {**both, "critic.mini_batch_trajectories": size} if _estimator(settings) == "gae" else both
 
 
+def _ema(settings: Settings) -> Converted:
+    if not settings.flag("train.enable_ema"):
+        raise NoEqual("off, as actor.ema_decay null is")
+    trajectories = settings.count("rollout.batch_size") * settings.count("rollout.n_samples_per_prompt")
+    steps = max(1, trajectories // settings.count("train.batch_size")) * settings.count("train.max_epochs")
+    beta = settings.number("train.ema_beta")
+    why = f"ema_beta {beta:g} for each of an iteration's {steps} optimizer steps"
+    return {"actor.ema_decay": beta if steps == 1 else Assumed(beta**steps, why)}
+
+
 def _both(theirs: str, ours: str, note: str = "") -> Counterpart:
     """A row of a setting that OpenRLHF has for actor and critic together."""
 
@@ -492,7 +502,7 @@ COUNTERPARTS: tuple[Counterpart, ...] = (
         ("actor.freeze_visual_encoder", "data.image_key", "data.max_images_per_prompt"), "models see text, not images"
     ),
     without_equal(("vllm.*", "ds.*", "logger.*", "local_rank", "perf", "use_ms"), "changes no result"),
-    without_equal(("train.enable_ema", "train.ema_beta"), "there is no moving average of the weights"),
+    computed(("train.enable_ema", "train.ema_beta"), "actor.ema_decay", _ema, "over iterations, not optimizer steps"),
     without_equal(("actor.*", "train.*", "data.*", "eval.*", "rollout.*", "algo.*"), "there is no such setting"),
 )
 
@@ -639,6 +649,7 @@ DEFAULTS: dict[str, Value] = {
     "train.max_tokens_per_gpu": 16192,
     "train.max_epochs": 1,
     "train.num_episodes": 1,
+    "train.ema_beta": 0.992,
     "actor.num_nodes": 1,
     "actor.num_gpus_per_node": 8,
     "critic.value_clip": 0.5,

@@ -224,6 +224,20 @@ def _every(key: str, ours: str, strategy: str) -> Counterpart:
     return computed((key, strategy), ours, convert, "iterations, not optimizer steps")
 
 
+def _moving_reference(settings: Settings) -> Converted:
+    if not settings.flag("sync_ref_model"):
+        raise NoEqual("off, as reference.sync_every null is")
+    if not settings.number("beta"):
+        raise NoEqual("beta is 0, so nothing reads the reference")
+    steps, exact = settings.count("ref_model_sync_steps"), settings.count("ref_model_sync_steps") / _steps(settings)
+    every = max(1, round(exact))
+    why = f"ref_model_sync_steps {steps} / {_steps(settings):g} optimizer steps of an iteration"
+    return {
+        "reference.sync_every": every if every == exact == steps else Assumed(every, why),
+        "reference.mix": settings.number("ref_model_mixup_alpha"),
+    }
+
+
 def _engine(settings: Settings) -> Converted:
     if not settings.flag("use_vllm"):
         return {"rollout.engine": "hf"}
@@ -306,15 +320,16 @@ TRAINER_ROWS: tuple[Counterpart, ...] = (
     ),
     without_equal(("dataset_train_split", "dataset_config", "datasets"), "`ratchet data` writes each split to a file"),
     without_equal(
-        ("top_k", "min_p", "repetition_penalty", "generation_kwargs"), "rollouts sample by temperature and top_p"
+        ("repetition_penalty", "generation_kwargs"),
+        "the trainer's log-probs know no penalties; rollouts sample by temperature, top_p, top_k and min_p",
     ),
     without_equal(
         ("log_completions", "num_completions_to_print", "log_unique_prompts", "num_sample_generations"),
         "every trajectory is stored: `ratchet show`",
     ),
+    without_equal(("logging_steps", "logging_strategy", "logging_first_step", "run_name"), "changes no result"),
     without_equal(
-        ("logging_steps", "logging_strategy", "logging_first_step", "run_name", "push_to_hub", "hub_model_id"),
-        "changes no result",
+        ("push_to_hub", "hub_model_id", "hub_private_repo"), "`ratchet push RUN REPO` uploads a snapshot afterwards"
     ),
     without_equal(
         ("deepspeed", "fsdp", "fsdp_config", "ddp_timeout", "ds3_gather_for_generation", "optim"),
@@ -378,6 +393,8 @@ GRPO = Source(
         ),
         direct("num_generations", "rollout.n"),
         direct("top_p", "rollout.top_p"),
+        direct("top_k", "rollout.top_k"),
+        direct("min_p", "rollout.min_p"),
         direct("max_completion_length", "rollout.max_response_tokens"),
         computed(("use_vllm", "vllm_mode"), "rollout.engine", _engine, "`vllm` or `hf`"),
         _with_vllm("vllm_gpu_memory_utilization", "rollout.vllm.gpu_memory_utilization"),
@@ -410,6 +427,12 @@ GRPO = Source(
         _loss_option("sapo_temperature_pos", "tau_pos"),
         _loss_option("sapo_temperature_neg", "tau_neg"),
         computed("beta", ("algorithm.kl.in_loss", "algorithm.kl.loss_estimator"), _kl, "0 is null; always `k3`"),
+        computed(
+            ("sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha"),
+            ("reference.sync_every", "reference.mix"),
+            _moving_reference,
+            "iterations, not optimizer steps",
+        ),
         direct("entropy_coef", "algorithm.entropy_coef"),
         computed(
             (
@@ -459,6 +482,8 @@ GRPO = Source(
         "sapo_temperature_pos": 1.0,
         "sapo_temperature_neg": 1.05,
         "entropy_coef": 0.0,
+        "ref_model_sync_steps": 512,
+        "ref_model_mixup_alpha": 0.6,
     },
     {"torch_dtype": "dtype", "vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max"},
     "trl",

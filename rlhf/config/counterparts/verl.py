@@ -215,9 +215,9 @@ def _engine(settings: Settings) -> Converted:
     return {"rollout.engine": Assumed("vllm", f"{name} does not run in Ratchet's processes; see rollout.server")}
 
 
-def _no_top_k(settings: Settings) -> Converted:
-    top_k = settings[f"{ROLLOUT}.top_k"]
-    raise NoEqual("off, as always here" if top_k in (-1, 0, None) else "there is no top_k: all tokens can be drawn")
+def _top_k(settings: Settings) -> Converted:
+    key = f"{ROLLOUT}.top_k"
+    return {"rollout.top_k": max(settings.count(key), 0)} if settings.has(key) else {}
 
 
 def _pool(settings: Settings) -> Converted:
@@ -447,7 +447,7 @@ COUNTERPARTS: tuple[Counterpart, ...] = (
     direct(f"{ROLLOUT}.n", "rollout.n"),
     direct(f"{ROLLOUT}.temperature", "rollout.temperature"),
     direct(f"{ROLLOUT}.top_p", "rollout.top_p"),
-    computed(f"{ROLLOUT}.top_k", (), _no_top_k, "there is no top_k: all tokens can be drawn"),
+    Counterpart((f"{ROLLOUT}.top_k",), ("rollout.top_k",), "-1 is 0", _top_k, is_direct=True),
     direct(f"{ROLLOUT}.ignore_eos", "rollout.ignore_eos"),
     direct(f"{ROLLOUT}.quantization", "rollout.quantization", values={"fp8": "fp8"}),
     _of_vllm(direct(f"{ROLLOUT}.tensor_model_parallel_size", "rollout.vllm.tensor_parallel")),
@@ -623,7 +623,8 @@ COUNTERPARTS: tuple[Counterpart, ...] = (
         "iterations are epochs x rows / prompts, where the data can be read",
     ),
     without_equal(
-        (f"{ROLLOUT}.val_kwargs.top_p", f"{ROLLOUT}.val_kwargs.top_k"), "validation samples with rollout.top_p"
+        (f"{ROLLOUT}.val_kwargs.top_p", f"{ROLLOUT}.val_kwargs.top_k"),
+        "validation samples with rollout.top_p, top_k and min_p",
     ),
     without_equal(
         ("reward.reward_manager.*", "reward.reward_kwargs.max_resp_len", f"{OVERLONG}.log"),
