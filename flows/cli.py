@@ -8,7 +8,7 @@ import sys
 import warnings
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, TextIO
+from typing import TYPE_CHECKING, Annotated, TextIO
 from urllib.parse import urlsplit
 
 import typer
@@ -22,6 +22,9 @@ from rlhf.config import RewardTraining, RunConfig, SFTConfig, keys, load_config,
 from rlhf.config.older import RenamedKey
 from rlhf.errors import RatchetError, UserError
 from rlhf.rewards import solved_score
+
+if TYPE_CHECKING:
+    from infra.runs import Run
 
 app = typer.Typer(
     name="ratchet",
@@ -59,6 +62,11 @@ AcceptChanges = Annotated[
     bool,
     typer.Option("--accept-changes", help="continue the run with other data, another reward or another algorithm"),
 ]
+
+
+Iteration = Annotated[int | None, typer.Option(help="the snapshot after this many iterations; by default the newest")]
+Best = Annotated[bool, typer.Option("--best", help="the snapshot with the best validation")]
+Adapter = Annotated[bool, typer.Option("--adapter", help="only the adapter (model.lora), in PEFT's format")]
 
 
 class Format(StrEnum):
@@ -452,9 +460,7 @@ def evaluate(
     overrides: Overrides = None,
     data: Annotated[str | None, typer.Option(help="prompt file; by default the run's validation.data")] = None,
     store: Store = DEFAULT_STORE,
-    iteration: Annotated[
-        int | None, typer.Option(help="the snapshot after this many iterations; by default the newest")
-    ] = None,
+    iteration: Iteration = None,
     n: Annotated[
         int | None, typer.Option(help="trajectories per prompt; by default the run's validation.n, or 1", min=1)
     ] = None,
@@ -513,25 +519,58 @@ def export(
     name: Name,
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="the Hugging Face model folder to write")],
     store: Store = DEFAULT_STORE,
-    iteration: Annotated[
-        int | None, typer.Option(help="the snapshot after this many iterations; by default the newest")
-    ] = None,
+    iteration: Iteration = None,
     role: Annotated[Role, typer.Option(help="which model")] = Role.actor,
-    best: Annotated[bool, typer.Option("--best", help="the snapshot with the best validation")] = False,
-    adapter: Annotated[
-        bool, typer.Option("--adapter", help="write only the adapter (model.lora), in PEFT's format")
-    ] = False,
+    best: Best = False,
+    adapter: Adapter = False,
 ) -> None:
-    """Write a snapshot as a Hugging Face model folder."""
+    """Write a snapshot as a Hugging Face model folder, with a model card."""
+    from flows.terminal import progress
     from infra.runs import open_run
 
     run = open_run(_url(name, store))
+    version = _snapshot(run, iteration, best)
+    run.exportable(version, role.value, adapter=adapter)
+    make_folder(folder)
+    with progress(console):
+        run.export(version, folder, role.value, adapter=adapter)
+    console.print(f"the {role.value} after {version} iterations is in {folder}")
+
+
+@app.command()
+def push(
+    name: Name,
+    repo: Annotated[str, typer.Argument(metavar="REPO", help="the repository on the hub: owner/name")],
+    store: Store = DEFAULT_STORE,
+    iteration: Iteration = None,
+    role: Annotated[Role, typer.Option(help="which model")] = Role.actor,
+    best: Best = False,
+    adapter: Adapter = False,
+    public: Annotated[
+        bool, typer.Option("--public", help="make a new repository public, or push to one that is")
+    ] = False,
+) -> None:
+    """Upload a snapshot to the Hugging Face hub, as `export` writes it. New repositories are private.
+
+    The token is that of `hf auth login`, or of the variable HF_TOKEN.
+    """
+    from flows.terminal import progress
+    from infra import hub
+    from infra.runs import open_run
+
+    run = open_run(_url(name, store))
+    version = _snapshot(run, iteration, best)
+    with progress(console):
+        pushed = hub.push(run, repo, version, role.value, adapter=adapter, public=public)
+    visibility = "private" if pushed.private else "public"
+    console.print(f"the {role.value} after {version} iterations is at {pushed.url} ({visibility})", highlight=False)
+
+
+def _snapshot(run: Run, iteration: int | None, best: bool) -> int:
+    """The version of the snapshot that the options choose."""
     if best and iteration is not None:
         raise UserError("--best and --iteration both choose the snapshot: give only one")
-    version = run.best_snapshot() if best else run.newest_snapshot() if iteration is None else iteration
-    make_folder(folder)
-    run.export(version, folder, role.value, adapter=adapter)
-    console.print(f"the {role.value} after {version} iterations is in {folder}")
+    return run.best_snapshot() if best else run.newest_snapshot() if iteration is None else iteration
 
 
 @app.command()

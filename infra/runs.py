@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from infra.execution.claims import is_fit
+from infra.progress import note
 from infra.store.log import Corrupt
+from infra.store.manifest import Checkpoint
 from infra.store.object_store import ObjectStore
 from infra.store.records import ObjectRef, RunState, StageCommit
 from infra.store.run_store import VALIDATE, RunStore
@@ -23,6 +26,10 @@ if TYPE_CHECKING:
     import pandas as pd
 
 OnDamage = Callable[[Corrupt], None]
+
+ADAPTER_CONFIG = "adapter_config.json"
+CARD = "README.md"
+"""The file of a model folder that people read first."""
 
 
 def open_run(url: str) -> Run:
@@ -246,8 +253,40 @@ class Run:
             )
         return max(scores, key=lambda version: (scores[version], version))
 
+    def exportable(self, version: int, role: str = "actor", *, adapter: bool = False) -> Checkpoint:
+        """Find what `export` would write, and check that it can.
+
+        Args:
+            version: the snapshot's version.
+            role: the model to export.
+            adapter: whether only its LoRA adapters are wanted.
+
+        Returns:
+            The role's checkpoint.
+
+        Raises:
+            UserError: the run is a fit, or the snapshot, role or adapter does not exist.
+            Corrupt: the checkpoint's manifest is missing or damaged.
+        """
+        if self.is_fit:
+            assert self.state.claim is not None
+            output = self.state.claim.config["output"]
+            raise UserError(
+                f"{self.store.url} is a fit, whose model is already in {output}: `hf upload` shares a folder"
+            )
+        if version not in self.state.snapshots:
+            versions = ", ".join(map(str, sorted(self.state.snapshots))) or "none"
+            raise UserError(f"there is no snapshot after {version} iterations; existing snapshots: {versions}")
+        if role not in self.state.snapshots[version]:
+            roles = ", ".join(self.state.snapshots[version])
+            raise UserError(f"snapshot {version} has no {role}; it has: {roles}")
+        checkpoint = self.store.checkpoint(self.state.snapshots[version][role])
+        if adapter and ADAPTER_CONFIG not in checkpoint.files:
+            raise UserError(f"the {role} has no adapter: model.lora is null; leave --adapter out")
+        return checkpoint
+
     def export(self, version: int, folder: str | Path, role: str = "actor", *, adapter: bool = False) -> Path:
-        """Write a snapshot as a Hugging Face model folder with its tokenizer.
+        """Write a snapshot as a Hugging Face model folder with its tokenizer and a model card.
 
         Args:
             version: the snapshot's version.
@@ -259,19 +298,15 @@ class Run:
             The folder.
 
         Raises:
-            UserError: the snapshot, role or adapter does not exist, or the base model has changed.
+            UserError: the run is a fit, the snapshot, role or adapter does not exist, or the base model has changed.
             Corrupt: the snapshot is missing or damaged.
         """
-        if version not in self.state.snapshots:
-            versions = ", ".join(map(str, sorted(self.state.snapshots))) or "none"
-            raise UserError(f"there is no snapshot after {version} iterations; existing snapshots: {versions}")
-        if role not in self.state.snapshots[version]:
-            roles = ", ".join(self.state.snapshots[version])
-            raise UserError(f"snapshot {version} has no {role}; it has: {roles}")
+        checkpoint = self.exportable(version, role, adapter=adapter)
         from rlhf.engines.model_engine import copy_weights
         from rlhf.engines.stored_state import StoredState
         from rlhf.models import (
             TOKENIZER,
+            hub_name,
             initial_digest,
             load_actor,
             load_critic,
@@ -280,32 +315,42 @@ class Run:
             save,
         )
 
-        checkpoint = self.store.checkpoint(self.state.snapshots[version][role])
         target = Path(folder)
         target.mkdir(parents=True, exist_ok=True)
-        if adapter and "adapter_config.json" not in checkpoint.files:
-            raise UserError(f"the {role} has no adapter: model.lora is null; leave --adapter out")
         names = [name for name in checkpoint.files if name.startswith(("config", "model", "adapter"))]
         files = self.store.read_checkpoint(checkpoint, names)
-        if "adapter_config.json" in files and not adapter:
+        base = self.config.model_of(role)
+        if ADAPTER_CONFIG in files and not adapter:
             seed = self.config.run.seed
-            is_actor = role == "actor"
-            base = self.config.model if is_actor else self.config.critic_model
             if initial_digest(base, seed) != self.state.initial[role].digest:
                 raise UserError(f"{base.path} is not the base model of the run's adapters: restore its files")
-            model = load_actor(self.config.model, seed) if is_actor else load_critic(self.config.critic_model, seed)
+            model = load_critic(base, seed) if role == "critic" else load_actor(base, seed)
             copy_weights(StoredState.of(files).tensors(), model)
             save(model, target)
         else:
             for name, data in files.items():
                 (target / name).write_bytes(data)
+            if adapter:  # the stored one names the base model's folder on the machine that trained
+                settings = json.loads(files[ADAPTER_CONFIG]) | {"base_model_name_or_path": hub_name(base)}
+                (target / ADAPTER_CONFIG).write_text(json.dumps(settings, sort_keys=True, indent=1))
         source = model_folder(self.config.model)
         for pattern in (*TOKENIZER, "generation_config.json"):
             for path in source.glob(pattern):
                 shutil.copy(path, target / path.name)
         if self.config.model.chat_template is not None:
             load_tokenizer(self.config.model).save_pretrained(target)
+        self._write_card(target / CARD, checkpoint, adapter=adapter)
         return target
+
+    def _write_card(self, path: Path, checkpoint: Checkpoint, *, adapter: bool) -> None:
+        """Write the model card of an export; without what it tells, the export is still good."""
+        from infra.model_card import model_card
+
+        try:
+            path.write_text(model_card(self, checkpoint, adapter=adapter), encoding="utf-8")
+        except Corrupt as damage:
+            path.unlink(missing_ok=True)  # that of an earlier export
+            note(f"the folder gets no model card: {damage}")
 
     def _iteration(
         self, state: RunState, by_stage: dict[str, tuple[str, ...]], wanted: Sequence[str], tolerant: bool

@@ -273,7 +273,7 @@ def validation_metrics(source: str, statistics: Mapping[str, float], n: int) -> 
 
 def is_mean_score(name: str) -> bool:
     """Whether a metric is the mean score of a data source in a validation."""
-    return re.fullmatch(r"val-core/.*/reward/mean@\d+", name) is not None
+    return re.fullmatch(r"val-core/.*/reward/mean@\d+", name, re.DOTALL) is not None
 
 
 def current(metrics: Mapping[str, float]) -> dict[str, float]:

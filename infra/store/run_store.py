@@ -38,7 +38,7 @@ from infra.store.records import (
     named_here,
     sha256_of,
 )
-from rlhf.metrics import current, is_mean_score
+from rlhf.metrics import VALIDATION, current, is_mean_score
 from rlhf.schema import TRAJECTORY
 
 KEPT_BLOCKS = 4
@@ -345,10 +345,22 @@ class RunStore:
         scores = {version: self._validation_score(version, metric) for version in versions}
         return {version: score for version, score in scores.items() if score is not None}
 
-    def _validation_score(self, version: int, metric: str | None) -> float | None:
+    def validation_metrics(self, version: int) -> dict[str, float]:
+        """Find the metrics of the validation of some weights.
+
+        Args:
+            version: the number of iterations after which to look at the weights.
+
+        Returns:
+            The values by today's names. Empty if the weights were not validated.
+        """
         state = self.iteration_state(version)
         commit = state.stages.get(VALIDATE)
         metrics = current(self.manifest(commit).metrics if isinstance(commit, StageCommit) else state.metric_values)
+        return {name: value for name, value in metrics.items() if name.startswith(VALIDATION)}
+
+    def _validation_score(self, version: int, metric: str | None) -> float | None:
+        metrics = self.validation_metrics(version)
         chosen = min(filter(is_mean_score, metrics), default=None) if metric is None else metric
         return None if chosen is None else metrics.get(chosen)
 

@@ -160,6 +160,10 @@ class RunConfig(Section):
         """The reference, or the actor's model without adapters: LoRA adapters start at zero."""
         return self.reference.model or self.model.model_copy(update={"lora": None})
 
+    def model_of(self, role: str) -> ModelConfig:
+        """The model that a role of a snapshot began as."""
+        return {"critic": self.critic_model, "reference": self.reference_model}.get(role, self.model)
+
     def pool_of(self, role: str) -> str | None:
         """Name of the pool that serves a role, or None for the driver's own process."""
         if not self.pools:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +13,6 @@ from rlhf.convert.reading import Given, read_settings
 from rlhf.errors import UserError
 
 WIDTH = 120
-SECRET = re.compile(r"(token|secret|password|api_key|wandb(\.key)?)$", re.IGNORECASE)
-"""Keys whose values are not repeated in comments."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +116,7 @@ def convert(path: Path, program: str, overrides: Sequence[str] = ()) -> Conversi
     sections = list(RunConfig.model_fields)
     return Conversion(
         tuple(sorted(lines.values(), key=lambda line: sections.index(line.key.split(".")[0]))),
-        tuple(f"{given.shown(key, SECRET)}: {reason}" for key, reason in without_equal.items()),
+        tuple(f"{given.shown(key)}: {reason}" for key, reason in without_equal.items()),
         given.assumptions,
         given.where,
         given.source.name,

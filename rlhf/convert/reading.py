@@ -12,6 +12,7 @@ import yaml
 
 from rlhf.config import read_yaml, yaml_text
 from rlhf.config.counterparts import SOURCES, Source, Value
+from rlhf.config.published import SECRET
 from rlhf.config.reading import plain_value
 from rlhf.convert.shell import launches, read_script
 from rlhf.errors import UserError
@@ -33,11 +34,10 @@ class Given:
     assumptions: tuple[str, ...]
     """What was assumed to read the file, one sentence each."""
 
-    def shown(self, key: str, secret: re.Pattern[str]) -> str:
+    def shown(self, key: str) -> str:
         """A setting as text; without its value if the key is that of a secret."""
-        return (
-            self.names[key] if secret.search(self.names[key]) else f"{self.names[key]}={yaml_text(self.settings[key])}"
-        )
+        name = self.names[key]
+        return name if SECRET.search(name) else f"{name}={yaml_text(self.settings[key])}"
 
 
 def read_settings(path: Path, program: str, overrides: Sequence[str]) -> Given:

@@ -29,7 +29,7 @@ def model_folder(model: ModelConfig, key: str = "model") -> Path:
         if not (path / "config.json").is_file():
             raise UserError(f"{key}.path {model.path} holds no config.json: it is not a Hugging Face model folder")
         return path
-    if path.is_absolute() or model.path.startswith(".") or model.path.count("/") != 1:
+    if hub_name(model) is None:
         raise UserError(
             f"{key}.path {model.path} does not exist: name a model folder, or a model on the hub (owner/name)"
         )
@@ -42,6 +42,31 @@ def model_folder(model: ModelConfig, key: str = "model") -> Path:
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         first = str(error).splitlines()[0]
         raise UserError(f"{key}.path {model.path} is not a local folder, and the download failed: {first}") from None
+
+
+def hub_name(model: ModelConfig) -> str | None:
+    """The name of a model on the hub; None if it is a local folder, even one that does not exist."""
+    is_name = model.path.count("/") == 1 and not model.path.startswith((".", "/"))
+    return model.path if is_name and not Path(model.path).is_dir() else None
+
+
+def base_models(model: ModelConfig) -> list[str]:
+    """Names on the hub of what a model derives from: the model itself, or what the card of its folder names."""
+    from huggingface_hub.repocard import metadata_load
+    from huggingface_hub.utils import validate_repo_id
+    from yaml import YAMLError
+
+    if (name := hub_name(model)) is not None:
+        return [name]
+    card = Path(model.path) / "README.md"
+    try:
+        named = (metadata_load(card) or {}).get("base_model") if card.is_file() else None
+        names = [str(name) for name in (named if isinstance(named, list) else [named] if named else [])]
+        for name in names:
+            validate_repo_id(name)
+    except (OSError, ValueError, YAMLError):  # the card is others' text
+        return []
+    return names
 
 
 def files_digest(folder: Path, patterns: tuple[str, ...] = WEIGHTS) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -64,6 +65,12 @@ def test_reference_and_average_follow_the_actor(workspace: Path, processes: Proc
         if version % SYNC_EVERY == 0:
             reference = moved(reference, actor, MIX)
         assert_are(exported(history, version, "reference", tmp_path), reference)
+    card = ModelCard.load(tmp_path / "ema-1" / "README.md")
+    assert card.data.pipeline_tag == "text-generation"
+    assert "This is the moving average of the policy of the run `tiny` after 1 iteration" in card.text
+    assert "`ratchet export tiny DIR --iteration 1 --role ema`" in card.text
+    card = ModelCard.load(tmp_path / "reference-1" / "README.md")
+    assert "This is the reference of the run" in card.text
     skipped = [(skip.stage, skip.iteration) for skip in history.commits(Skip)]
     assert skipped == [("update_reference", k) for k in range(ITERATIONS) if (k + 1) % SYNC_EVERY]
 

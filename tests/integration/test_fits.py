@@ -67,6 +67,10 @@ def test_stopped_killed_and_contested_it_comes_out_the_same(sft: Any, processes:
     assert again.wait() == 0, again.text
     assert len(again.engine_calls) < 9, "what was committed is not computed again"
     assert same(processes.folder / "slow", processes.folder / "quiet")
+    exported = processes.cli("export", "slow", processes.folder / "again", "--store", f"file://{processes.folder}/runs")
+    assert exported.wait() == 2
+    assert f"slow is a fit, whose model is already in {processes.folder}/slow: " in exported.text
+    assert not (processes.folder / "again").exists()
 
     killed = sft("killed", store=s3, faults=(Fault("put", "checkpoints/actor/000002.*/manifest", "before"),))
     assert killed.wait() == -signal.SIGKILL, killed.text

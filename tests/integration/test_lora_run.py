@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 import torch
 import yaml
+from huggingface_hub import ModelCard
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
@@ -74,7 +75,14 @@ def test_a_run_that_trains_adapters(cli: Any, workspace: Path, processes: Proces
         assert (expected - base(IDS).logits).abs().max() > 1e-3
         adapted = PeftModel.from_pretrained(base, str(tmp_path / "export1"))
         torch.testing.assert_close(adapted(IDS).logits, expected, rtol=1e-5, atol=1e-5)
-    assert json.loads((tmp_path / "export1" / "adapter_config.json").read_text())["r"] == 4
+    settings = json.loads((tmp_path / "export1" / "adapter_config.json").read_text())
+    assert settings["r"] == 4
+    assert settings["base_model_name_or_path"] is None, "a folder of this machine is nothing to others"
+    cards = [ModelCard.load(tmp_path / folder / "README.md") for folder in ("export0", "export1")]
+    assert [card.data.library_name for card in cards] == ["transformers", "peft"]
+    assert ["| LoRA | rank 4, merged into the weights |" in card.text for card in cards] == [True, False]
+    assert "PeftModel.from_pretrained(base, path)" in cards[1].text
+    assert all("lora" in card.data.tags for card in cards)
 
     answered = processes.cli(
         "evaluate", "quiet", "--store", store, "--data", workspace / "held_out.parquet", "--temperature", "0"

@@ -326,9 +326,9 @@ TRAINER_ROWS: tuple[Counterpart, ...] = (
         ("log_completions", "num_completions_to_print", "log_unique_prompts", "num_sample_generations"),
         "every trajectory is stored: `ratchet show`",
     ),
+    without_equal(("logging_steps", "logging_strategy", "logging_first_step", "run_name"), "changes no result"),
     without_equal(
-        ("logging_steps", "logging_strategy", "logging_first_step", "run_name", "push_to_hub", "hub_model_id"),
-        "changes no result",
+        ("push_to_hub", "hub_model_id", "hub_private_repo"), "`ratchet push RUN REPO` uploads a snapshot afterwards"
     ),
     without_equal(
         ("deepspeed", "fsdp", "fsdp_config", "ddp_timeout", "ds3_gather_for_generation", "optim"),

@@ -1,0 +1,220 @@
+"""The model card of an exported model (README.md): where its weights come from, for people who have only the folder."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import yaml
+
+from infra.store.manifest import Checkpoint
+from infra.store.records import Claim
+from rlhf.algorithms import KLPenalty
+from rlhf.config import ModelConfig, RunConfig, stored_config
+from rlhf.config.published import published, published_text
+from rlhf.models import base_models, hub_name
+
+if TYPE_CHECKING:
+    from infra.runs import Run
+
+PACKAGES = {"ratchet-rlhf": "Ratchet", "torch": "torch", "transformers": "transformers"}
+WHAT = {
+    "actor": "policy",
+    "critic": "critic, which estimates the return of each token,",
+    "ema": "moving average of the policy",
+    "reference": "reference",
+}
+_HUB_DATASET = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)")
+
+
+def model_card(run: Run, checkpoint: Checkpoint, *, adapter: bool) -> str:
+    """Write the card of a snapshot.
+
+    It has no secrets and no absolute paths, and names in it are shown as code, so that they are never markup.
+
+    Args:
+        run: the run.
+        checkpoint: the snapshot's checkpoint of one role.
+        adapter: whether the folder holds only the adapter.
+
+    Returns:
+        Markdown with YAML metadata.
+
+    Raises:
+        Corrupt: an index or a manifest is missing or damaged.
+    """
+    from huggingface_hub import ModelCard, ModelCardData
+
+    name, version, role = run.store.url.rpartition("/")[2], checkpoint.weights.version, checkpoint.role
+    claim = _trained_by(run, version)
+    config = stored_config(claim.config, run.store.url)
+    model = run.config.model_of(role)  # where it is today
+    datasets = [dataset for url in config.data.train for dataset in _HUB_DATASET.findall(url)]
+    metadata = ModelCardData(
+        base_model=base_models(model) or None,
+        datasets=list(dict.fromkeys(datasets)) or None,
+        library_name="peft" if adapter else "transformers",
+        pipeline_tag="token-classification" if role == "critic" else "text-generation",
+        tags=["reinforcement-learning", *_algorithms(config), *(["lora"] if model.lora else []), "ratchet"],
+    )
+    iterations = "1 iteration" if version == 1 else f"{version} iterations"
+    body = f"""# {_code(name)}
+
+This is the {WHAT[role]} of the run {_code(name)} after {iterations} of reinforcement learning with Ratchet. It
+started from {_model(model)}.
+
+{_table(("", ""), _facts(config, model, adapter=adapter))}
+
+## Validation
+
+{_validation(run, config, checkpoint, iterations)}
+
+## Use
+
+{_usage(model, role, adapter=adapter)}
+
+## Origin
+
+{_origin(name, checkpoint)}
+
+Trained with {_packages(claim)}.
+
+<details>
+<summary>Config</summary>
+
+Secrets and local folders are left out.
+
+{_config(config)}
+
+</details>
+"""
+    return str(ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{body}"))
+
+
+def _trained_by(run: Run, version: int) -> Claim:
+    """The claim of the driver that made a version of the weights; a later driver may have another config."""
+    state = run.store.iteration_state(version - 1) if version else run.state
+    assert state.claim is not None
+    return state.claim
+
+
+def _algorithms(config: RunConfig) -> list[str]:
+    """The algorithm, as people search for it: grpo, gspo; ppo for its own estimator and loss."""
+    estimator, loss = config.algorithm.advantage.type, config.algorithm.loss.type
+    return [name for name, usual in ((estimator, "gae"), (loss, "ppo")) if name != usual] or ["ppo"]
+
+
+def _facts(config: RunConfig, model: ModelConfig, *, adapter: bool) -> Iterable[tuple[str, str]]:
+    data, rollout = config.data, config.rollout
+    responses = f"{rollout.n} responses of at most {rollout.max_response_tokens} tokens"
+    yield "advantage estimator", _code(config.algorithm.advantage.type)
+    yield "policy loss", _code(config.algorithm.loss.type)
+    yield "KL to the reference", _kl(config.algorithm.kl)
+    yield "reward", _reward(config)
+    yield "prompts", ", ".join(map(_data, data.train))
+    yield "iteration", f"{data.prompts_per_iteration} prompts × {responses}"
+    if model.lora is not None:
+        yield "LoRA", f"rank {model.lora.r}, {'not merged' if adapter else 'merged into the weights'}"
+
+
+def _kl(kl: KLPenalty) -> str:
+    places = (("reward", kl.in_reward, kl.reward_estimator), ("loss", kl.in_loss, kl.loss_estimator))
+    terms = [
+        f"in the {place}, coefficient {coefficient:g}, estimator {_code(estimator)}"
+        for place, coefficient, estimator in places
+        if coefficient is not None
+    ]
+    return "; ".join(terms) or "none"
+
+
+def _reward(config: RunConfig) -> str:
+    reward, environment = config.reward, config.rollout.environment
+    parts = [reward.function] if isinstance(reward.function, str) else list(reward.function or ())
+    parts = [_code(function) for function in parts]
+    parts += [f"the reward model {_code(reward.model.path)}"] if reward.model is not None else []
+    parts += [f"the environment {_code(environment.name)}"] if environment is not None else []
+    return ", ".join(parts)
+
+
+def _data(url: str) -> str:
+    """A data file or dataset by its name, without the folders or the host that has it."""
+    dataset = _HUB_DATASET.match(url)
+    return _code(dataset[1] if dataset else published_text(url).rstrip("/").rpartition("/")[2])
+
+
+def _validation(run: Run, config: RunConfig, checkpoint: Checkpoint, iterations: str) -> str:
+    """The values before training and at a version."""
+    first, now = (run.store.validation_metrics(version) for version in (0, checkpoint.weights.version))
+    shown = [
+        name for name in sorted({*first, *now}) if name.startswith("val-core/") or name == config.validation.metric
+    ]
+    if not shown:
+        return "These weights were not validated."
+    rows = [(_code(name), *(f"{row[name]:.4g}" if name in row else "–" for row in (first, now))) for name in shown]
+    of_whom = "" if checkpoint.role == "actor" else "These are the values of the policy that was trained.\n\n"
+    return of_whom + _table(("metric", "before training", f"after {iterations}"), rows)
+
+
+def _usage(model: ModelConfig, role: str, *, adapter: bool) -> str:
+    auto = "AutoModelForTokenClassification" if role == "critic" else "AutoModelForCausalLM"
+    imports = [f"from transformers import {auto}, AutoTokenizer"]
+    loads = [f"model = {auto}.from_pretrained(path)"]
+    if adapter:
+        imports.insert(0, "from peft import PeftModel")
+        base = json.dumps(published_text(model.path), ensure_ascii=False)
+        labels = ", num_labels=1" if role == "critic" else ""
+        loads = [f"base = {auto}.from_pretrained({base}{labels})", "model = PeftModel.from_pretrained(base, path)"]
+    path = 'path = "."  # this folder, or its name on the hub'
+    return _block("\n".join([*imports, "", path, *loads, "tokenizer = AutoTokenizer.from_pretrained(path)"]), "python")
+
+
+def _origin(name: str, checkpoint: Checkpoint) -> str:
+    digest, version, role = _code(checkpoint.weights.digest), checkpoint.weights.version, checkpoint.role
+    known = f"In the run's store, these weights with their optimizer state have the digest\n{digest}."
+    if role == "reference":  # which the command line does not export
+        return known
+    option = "" if role == "actor" else f" --role {role}"
+    explain = _code(f"ratchet explain {shlex.quote(name)} {version}{option}")
+    export = _code(f"ratchet export {shlex.quote(name)} DIR --iteration {version}{option}")
+    return f"{known} With access to the store,\n{explain} shows what produced them, and\n{export} writes them again."
+
+
+def _packages(claim: Claim) -> str:
+    return ", ".join(f"{shown} {claim.packages[name]}" for name, shown in PACKAGES.items() if name in claim.packages)
+
+
+def _config(config: RunConfig) -> str:
+    tree = published(config.model_dump(mode="json"))
+    return _block(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120).rstrip(), "yaml")
+
+
+def _model(model: ModelConfig) -> str:
+    name = hub_name(model)
+    return _code(model.path) if name is None else f"[{_code(name)}](https://huggingface.co/{name})"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = (" | ".join(cell.replace("|", r"\|") for cell in cells) for cells in (head, ["---"] * len(head), *rows))
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def _code(text: str) -> str:
+    """Text as code in a line, in which Markdown and HTML mean nothing."""
+    plain = "".join(character if character.isprintable() else " " for character in published_text(text))
+    fence = "`" * (_longest_run(plain) + 1)
+    pad = " " if plain.startswith("`") or plain.endswith("`") else ""
+    return f"{fence}{pad}{plain}{pad}{fence}"
+
+
+def _block(text: str, language: str) -> str:
+    """Text as a block of code."""
+    fence = "`" * max(3, _longest_run(text) + 1)
+    return f"{fence}{language}\n{text}\n{fence}"
+
+
+def _longest_run(text: str) -> int:
+    """Length of the longest run of backticks."""
+    return max(map(len, re.findall("`+", text)), default=0)
