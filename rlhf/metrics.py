@@ -55,7 +55,7 @@ TIMERS = {
 
 STAGES = (
     *("validate", "generate", "reward_model", "score", "select", "greedy_baseline", "old_log_probs"),
-    *("ref_log_probs", "values", "advantages", "update_critic", "update_actor"),
+    *("ref_log_probs", "values", "advantages", "update_critic", "update_actor", "update_reference", "update_ema"),
 )
 
 
