@@ -127,8 +127,14 @@ def incompatible(config: RunConfig) -> Iterator[str]:
             "data.generations uses the generations of another policy, so the old log-probs must be recomputed: set "
             "algorithm.rollout_correction.bypass: false"
         )
-    if config.validation.every and config.validation.data is None:
-        yield "validation.every is set without validation.data: name a prompt file, or remove it"
+    for key, is_set in (
+        ("validation.every", config.validation.every > 0),
+        ("validation.metric", config.validation.metric is not None),
+        ("validation.patience", config.validation.patience is not None),
+        ("checkpoint.keep.best", config.checkpoint.keep.best > 0),
+    ):
+        if is_set and config.validation.data is None:
+            yield f"{key} is set without validation.data: name a prompt file, or remove it"
 
 
 def _averages_fit(config: RunConfig) -> Iterator[str]:
