@@ -166,7 +166,7 @@ def is_name_of_a_command(words: list[str]) -> bool:
     A command or an option that does not exist is an error.
     """
     command: Any = typer.main.get_command(cli.app)
-    for position, word in enumerate(words[1:], start=1):
+    for word in words[1:]:
         if isinstance(command, TyperGroup) and not word.startswith("-"):
             assert word in command.commands, f"there is no command {' '.join(words)}"
             command = command.commands[word]
