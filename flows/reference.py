@@ -50,7 +50,8 @@ It takes a YAML file, or a shell script that starts the program; a script is rea
 does not set have the values of this shell, and further settings may follow the file, as on the program's command line.
 Every line of the config says which setting it comes from. Defaults of the program that differ from ours are written
 out. Comments say what was assumed, and which settings have no equal. The number of iterations is computed from epochs
-if the data files can be read.
+if the data files can be read. Otherwise `train.epochs` is set; with dynamic sampling, which does not go by epochs, the
+config has no length, and is refused until you set `train.iterations`.
 
 Sizes are converted to these units: `data.prompts_per_iteration` counts prompts, `actor.mini_batch_trajectories`
 trajectories, and `actor.micro_batch_tokens` tokens; all but the last are totals over all processes.

@@ -81,9 +81,9 @@ def _reported(run: Run, name: str) -> ReportedRun:
     def damaged(damage: Corrupt) -> None:
         damages[str(damage)] = None
 
-    metrics = run.metrics(damaged=damaged).to_dict("records")
+    metrics = run.metric_rows(damaged=damaged)
     trajectories = [] if run.is_fit else _trajectories(run, damaged)
-    view = run_view(run, name, [{str(key): value for key, value in row.items()} for row in metrics], damages)
+    view = run_view(run, name, metrics, damages)
     for damage in view.damages:
         note(f"the report leaves out what it could not read: {damage}")
     return ReportedRun(view=view, trajectories=trajectories)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
@@ -19,9 +19,9 @@ from flows.iteration import iteration
 from flows.prefect_pages import has_pages, show_report, shown, tagged
 from flows.summary import summary
 from flows.tracking import tracking
-from infra.execution.driver import Driver, driving, with_iterations
+from infra.execution.driver import driving, with_iterations
 from infra.progress import note
-from infra.runs import open_run
+from infra.runs import Run, open_run
 from infra.store.log import Fenced
 from rlhf.config import RunConfig
 from rlhf.errors import RatchetError
@@ -29,7 +29,7 @@ from tasks.changes import check_open_iteration
 from tasks.pipeline import dependencies
 from tasks.recording import noted, recorded
 from tasks.runner import finish, start
-from tasks.validate import VALIDATE, has_lost_patience
+from tasks.validate import VALIDATE
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -82,15 +82,15 @@ def drive(config: RunConfig, take_over: bool, accept_changes: bool = False) -> N
     ):
         if driver.state.iteration < config.iterations:
             note("\n".join(summary(config, driver.state.iteration)))
-        patience, scores = config.validation.patience, _scores(driver, range(driver.state.iteration + 1))
+        scores = Run(driver.store).deciding_scores()
         while (k := driver.state.iteration) < config.iterations:
-            if has_lost_patience(scores, patience):
-                note(f"ends after {k} iterations: the last {patience} validations were no better")
+            if config.ends_early(scores):
+                note(f"ends after {k} iterations: the last {config.validation.patience} validations were no better")
                 break
             with tagged(config.run.name):
                 metrics = _iteration(config, k)
             track(k, metrics)
-            scores |= _scores(driver, [k])
+            scores |= Run(driver.store).deciding_scores(k)
         if config.validation.data is not None:
             with shown(config.run.name):
                 validated = start(driver, VALIDATE, driver.state.iteration, {})
@@ -101,13 +101,6 @@ def drive(config: RunConfig, take_over: bool, accept_changes: bool = False) -> N
             show_report(driver.store.url)
         except RatchetError as error:  # the run is complete, and the report can be written at any time
             note(f"the report was not written: {error}")
-
-
-def _scores(driver: Driver, iterations: Iterable[int]) -> dict[int, float]:
-    """The scores of validations that decide whether the run ends early; empty if it does not."""
-    validation = driver.config.validation
-    validated = filter(driver.config.validates, iterations if validation.patience is not None else ())
-    return driver.store.validation_scores(validated, validation.metric)
 
 
 def _iteration(config: RunConfig, k: int) -> dict[str, float]:

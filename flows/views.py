@@ -75,6 +75,8 @@ def _status(console: Console, run: Run, last: int) -> None:
         console.print(numbers)
     snapshots = ", ".join(map(str, sorted(state.snapshots))) or "none"
     console.print(f"term {state.term}, {state.slot + 1} log records, snapshots after iterations: {snapshots}")
+    if state.iteration < config.iterations and config.ends_early(run.deciding_scores()):
+        console.print(f"ended early: the last {config.validation.patience} validations were no better")
 
 
 def runs(console: Console, summaries: Sequence[RunSummary], store: str, format: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -19,14 +19,16 @@ from infra.store.object_store import ObjectStore
 from infra.store.records import ObjectRef, StageCommit
 from infra.store.run_store import VALIDATE, RunStore
 from rlhf.errors import UserError
-from rlhf.metrics import VALIDATION, current, is_mean_score
+from rlhf.metrics import VALIDATION, current, validation_scores
 
 READERS = 16
 """Threads that read, so that a remote store's latency adds up less."""
 FRESH_S = 60.0
 """A driver on another host counts as alive while its heartbeat is younger."""
 
-State = Literal["running", "stopped", "finished", "fit", "damaged"]
+State = Literal["running", "stopped", "finished", "ended early", "fit", "damaged"]
+"""`ended early`: by `validation.patience`; `fit`: an SFT or a reward model, running or not; `damaged`: the log, an
+index or a validation cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +38,12 @@ class RunSummary:
     name: str
     url: str
     state: State
-    """`fit`: an SFT or a reward model, running or not; `damaged`: the log cannot be read."""
     iteration: int
     """The open iteration, which is the number of closed ones."""
     iterations: int | None
-    """The number of iterations of the config; None for a fit, and if the log cannot be read."""
+    """The number of iterations of the config; None for a fit, and if it cannot be read."""
     best_validation: tuple[str, float] | None
-    """The metric `val-core/<data source>/reward/mean@<n>` of the first data source, and its best value."""
+    """The metric that `validation.metric` names, and its best value."""
     age_s: float
     """Seconds since the last commit."""
     bytes: int
@@ -101,25 +102,42 @@ def _summary(store_url: str, name: str) -> RunSummary | None:
     url = run_url(store_url, name)
     objects = ObjectStore(url)
     size = _size(objects)
+    closed, iterations, age_s = 0, None, float("inf")
     try:
         store = RunStore(objects)
         if store.log.read().slot < 0:
             return None
         run = Run(store)
-        iterations = None if run.is_fit else run.config.iterations
-        closed = run.state.iteration
-        age_s = (datetime.now(UTC) - run.store.log.record(run.state.slot).at).total_seconds()
-        best = None if run.is_fit else best_validation(validations(run))
+        closed, iterations = run.state.iteration, None if run.is_fit else run.config.iterations
+        age_s = max((datetime.now(UTC) - run.store.log.record(run.state.slot).at).total_seconds(), 0.0)
+        validated = {} if run.is_fit else validations(run)
+        metric = None if run.is_fit else run.config.validation.metric
+        best = max(validation_scores(validated, metric).values(), key=lambda score: score[1], default=None)
+        state = state_of(run, validated)
     except (Corrupt, UserError) as error:
-        return RunSummary(name, url, "damaged", 0, None, None, float("inf"), size, str(error).splitlines()[0])
-    state: State = "stopped"
-    if iterations is None:
-        state = "fit"
-    elif closed >= iterations:
-        state = "finished"
-    elif is_driven(objects):
-        state = "running"
-    return RunSummary(name, url, state, closed, iterations, best, max(age_s, 0.0), size)
+        return RunSummary(name, url, "damaged", closed, iterations, None, age_s, size, str(error).splitlines()[0])
+    return RunSummary(name, url, state, closed, iterations, best, age_s, size)
+
+
+def state_of(run: Run, metrics: Mapping[int, Mapping[str, float]]) -> State:
+    """Tell what a readable run does.
+
+    Args:
+        run: the run.
+        metrics: metrics by iteration, in order, at least those of its validations.
+
+    Returns:
+        Its state.
+    """
+    if run.is_fit:
+        return "fit"
+    config, closed = run.config, run.state.iteration
+    if closed >= config.iterations:
+        return "finished"
+    scores = validation_scores(metrics, config.validation.metric)
+    if config.ends_early({iteration: value for iteration, (_, value) in scores.items() if iteration < closed}):
+        return "ended early"
+    return "running" if is_driven(run.store.objects) else "stopped"
 
 
 def is_driven(objects: ObjectStore) -> bool:
@@ -145,39 +163,25 @@ def is_driven(objects: ObjectStore) -> bool:
     return (datetime.now(UTC) - written).total_seconds() < FRESH_S
 
 
-def validations(run: Run) -> list[dict[str, float]]:
+def validations(run: Run) -> dict[int, dict[str, float]]:
     """Collect the validation metrics of a run, those of the open iteration included.
 
     Args:
         run: the run.
 
     Returns:
-        The metrics of each validation in order, by today's names.
+        The metrics of each validation by iteration, in order, by today's names.
 
     Raises:
         Corrupt: an index or a manifest is missing or damaged.
     """
     state, url = run.state, run.store.url
     refs = [ref for page in state.pages for ref in (*_page(url, page), page)] + state.recent
-    metrics = [dict(_validation(url, ref)) for ref in refs]
+    metrics = {iteration: dict(_validation(url, ref)) for iteration, ref in enumerate(refs)}
     committed = state.stages.get(VALIDATE)
     if isinstance(committed, StageCommit):
-        metrics.append(_of_validation(current(run.store.manifest(committed).metrics)))
-    return [row for row in metrics if row]
-
-
-def best_validation(metrics: Iterable[dict[str, float]]) -> tuple[str, float] | None:
-    """Choose the best validation by the mean score of the first data source.
-
-    Args:
-        metrics: from `validations`.
-
-    Returns:
-        The metric's name and its best value; None without a validation.
-    """
-    scores = [{name: value for name, value in row.items() if is_mean_score(name)} for row in metrics]
-    name = min((name for row in scores for name in row), default=None)
-    return None if name is None else (name, max(row[name] for row in scores if name in row))
+        metrics[state.iteration] = _of_validation(current(run.store.manifest(committed).metrics))
+    return {iteration: row for iteration, row in metrics.items() if row}
 
 
 @lru_cache(maxsize=4096)

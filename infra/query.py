@@ -3,8 +3,9 @@ that a query needs."""
 
 from __future__ import annotations
 
+import io
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import duckdb
@@ -13,8 +14,9 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 from pyarrow.fs import FSSpecHandler, PyFileSystem
 
-from infra.runs import Run, row_stages
-from infra.store.records import ShardRef
+from infra.runs import OnDamage, Run, refuse, row_stages
+from infra.store.log import Corrupt
+from infra.store.records import RunState, ShardRef
 from infra.store.run_store import VALIDATE
 from rlhf.errors import UserError
 from rlhf.schema import TRAJECTORY
@@ -23,6 +25,10 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Files = list[tuple[int, ShardRef]]
+FAILURES = (duckdb.Error, SystemError)
+"""What a statement raises: the second if the bytes of a damaged file mislead pyarrow's reader."""
+UNREADABLE = (duckdb.InvalidInputException, SystemError)
+"""What it raises if a data file cannot be read."""
 
 
 def query(runs: Run | Sequence[Run], sql: str) -> pd.DataFrame:
@@ -46,8 +52,10 @@ def query(runs: Run | Sequence[Run], sql: str) -> pd.DataFrame:
     connection = connect(runs)
     try:
         return answer(connection, sql)
-    except duckdb.Error as error:
-        raise UserError(f"query: {str(error).splitlines()[0]}; tables are {', '.join(_tables(connection))}") from None
+    except FAILURES as error:
+        hint = "`ratchet verify` lists all damage; " if isinstance(error, UNREADABLE) else ""
+        tables = f"tables are {', '.join(_tables(connection))}"
+        raise UserError(f"query: {str(error).splitlines()[0]}; {hint}{tables}") from None
 
 
 def answer(
@@ -65,7 +73,8 @@ def answer(
 
     Raises:
         UserError: `sql` holds no statement or several.
-        duckdb.Error: DuckDB rejects the statement.
+        duckdb.Error: DuckDB rejects the statement, or cannot read a data file.
+        SystemError: a data file cannot be read.
     """
     statements = connection.extract_statements(sql)
     if len(statements) != 1:
@@ -79,19 +88,29 @@ def isolated() -> duckdb.DuckDBPyConnection:
     return duckdb.connect(config={"enable_external_access": "false", "lock_configuration": "true"})
 
 
-def connect(runs: Run | Sequence[Run], iterations: Sequence[int] | None = None) -> duckdb.DuckDBPyConnection:
+def connect(
+    runs: Run | Sequence[Run],
+    iterations: Sequence[int] | None = None,
+    damaged: OnDamage = refuse,
+    check: Callable[[Run, ShardRef], None] | None = None,
+) -> duckdb.DuckDBPyConnection:
     """A connection with the tables of `query` and access to nothing else.
 
     Args:
         runs: the run, or several.
         iterations: what the tables cover; None for all, including the open ones. With a choice there is no table
             `metrics`.
+        damaged: called with each error of a missing or damaged object, whose rows are then left out.
+        check: raises `Corrupt` for a data file that cannot be read; None: a query fails if it reads one.
+
+    Raises:
+        Corrupt: an object is missing or damaged, unless `damaged` handles it.
     """
     runs = [runs] if isinstance(runs, Run) else runs
     connection = isolated()
     tables: dict[str, list[str]] = {}
     for number, (name, run) in enumerate(zip(names(runs), runs, strict=True)):
-        for table in _register(connection, run, f"{OF_ONE_RUN}{number}_", iterations):
+        for table in _register(connection, run, f"{OF_ONE_RUN}{number}_", iterations, damaged, check):
             rows = f"SELECT '{name.replace(chr(39), chr(39) * 2)}' AS run, * FROM \"{OF_ONE_RUN}{number}_{table}\""
             tables.setdefault(table, []).append(rows)
     for table, parts in tables.items():
@@ -111,26 +130,60 @@ OF_ONE_RUN = "_"
 
 
 def _register(
-    connection: duckdb.DuckDBPyConnection, run: Run, prefix: str, iterations: Sequence[int] | None
+    connection: duckdb.DuckDBPyConnection,
+    run: Run,
+    prefix: str,
+    iterations: Sequence[int] | None,
+    damaged: OnDamage,
+    check: Callable[[Run, ShardRef], None] | None,
 ) -> list[str]:
     """Register the tables of one run, with a prefix; returns their names without it."""
     chosen = range(run.state.iteration + 1) if iterations is None else iterations
-    states = [run.store.iteration_state(iteration) for iteration in chosen]
+    states: list[RunState] = []
+    for iteration in chosen:
+        try:
+            states.append(run.store.iteration_state(iteration))
+        except Corrupt as damage:
+            damaged(damage)
     columns: dict[str, list[str]] = {}
     for stage in dict.fromkeys(name for state in states for name in row_stages(state)):
-        files = [(state.iteration, ref) for state in states for ref in run.store.shards_of(state, stage)]
-        if files:
+        if files := _files(run, stage, states, damaged, check):
             rows = _dataset(run, stage, files)
             connection.register(prefix + stage, rows)
             columns[stage] = [name for name in rows.schema.names if name not in ("trajectory_id", "iteration")]
     tables = list(columns)
     if iterations is None:
-        connection.register(f"{prefix}metrics", run.metrics())
+        connection.register(f"{prefix}metrics", run.metrics(damaged=damaged))
         tables.append("metrics")
     if TRAJECTORY.stages[0] in columns:
         connection.execute(_joined({stage: names for stage, names in columns.items() if stage != VALIDATE}, prefix))
         tables.append("trajectories")
     return tables
+
+
+def _files(
+    run: Run,
+    stage: str,
+    states: Sequence[RunState],
+    damaged: OnDamage,
+    check: Callable[[Run, ShardRef], None] | None,
+) -> Files:
+    """The data files of a stage, each with its iteration."""
+    files: Files = []
+    for state in states:
+        try:
+            refs = run.store.shards_of(state, stage)
+        except Corrupt as damage:
+            damaged(damage)
+            continue
+        for ref in refs:
+            try:
+                if check is not None:
+                    check(run, ref)
+                files.append((state.iteration, ref))
+            except Corrupt as damage:
+                damaged(damage)
+    return files
 
 
 def _joined(stages: dict[str, list[str]], prefix: str) -> str:
@@ -160,7 +213,7 @@ def _dataset(run: Run, stage: str, files: Files) -> ds.Dataset:
     parts: list[Any] = []
     for url, store_files in by_store.items():
         fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
-        filesystem = PyFileSystem(FSSpecHandler(fs))
+        filesystem = PyFileSystem(_Opening(fs))
         paths = [f"{root.rstrip('/')}/{ref.key}" for _, ref in store_files]
         form = ds.ParquetFileFormat()
         names = ("trajectory_id", *TRAJECTORY.names(stage))
@@ -176,6 +229,17 @@ def _dataset(run: Run, stage: str, files: Files) -> ds.Dataset:
             )
         )
     return parts[0] if len(parts) == 1 else ds.dataset(parts)
+
+
+class _Opening(FSSpecHandler):  # type: ignore[misc]  # pyarrow has no types
+    """Opens data files. One that is gone is opened as an empty file, which pyarrow refuses: an exception that is raised
+    here, in a thread of pyarrow's, can leave it and DuckDB waiting for each other for ever."""
+
+    def open_input_file(self, path: str) -> pa.NativeFile:
+        try:
+            return super().open_input_file(path)
+        except OSError:
+            return pa.PythonFile(io.BytesIO(b""), mode="r")
 
 
 def _tables(connection: duckdb.DuckDBPyConnection) -> list[str]:

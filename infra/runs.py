@@ -182,6 +182,11 @@ class Run:
         """
         import pandas as pd
 
+        rows = self.metric_rows(last, damaged)
+        return pd.DataFrame(rows) if rows else pd.DataFrame(columns=["iteration"])
+
+    def metric_rows(self, last: int | None = None, damaged: OnDamage = refuse) -> list[dict[str, float]]:
+        """The same as `metrics`, as a mapping per iteration of the metrics that it has."""
         closed = self.state.iteration
         rows = []
         for iteration in range(0 if last is None else max(0, closed - last), closed):
@@ -189,7 +194,7 @@ class Run:
                 rows.append(self.metrics_of(self.store.index_of(iteration)))
             except Corrupt as damage:
                 damaged(damage)
-        return pd.DataFrame(rows) if rows else pd.DataFrame(columns=["iteration"])
+        return rows
 
     def metrics_of(self, closed: ObjectRef) -> dict[str, float]:
         """The metrics of one closed iteration.
@@ -238,6 +243,24 @@ class Run:
         if version is None:
             raise UserError(f"{self.store.url} has no snapshot yet: checkpoint.every says how often one is taken")
         return version
+
+    def deciding_scores(self, first: int = 0) -> dict[int, float]:
+        """The scores of validations by which the run may end early (`RunConfig.ends_early`).
+
+        Args:
+            first: the first iteration whose score is read.
+
+        Returns:
+            The scores by closed iteration; empty without `validation.patience`, so that nothing is read.
+
+        Raises:
+            Corrupt: an index or a manifest is missing or damaged.
+        """
+        config = self.config
+        if config.validation.patience is None:
+            return {}
+        validated = filter(config.validates, range(first, self.state.iteration))
+        return self.store.validation_scores(validated, config.validation.metric)
 
     def best_snapshot(self) -> int:
         """The version of the snapshot with the best validation, by `validation.metric`.

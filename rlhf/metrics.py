@@ -271,9 +271,25 @@ def validation_metrics(source: str, statistics: Mapping[str, float], n: int) -> 
     }
 
 
-def is_mean_score(name: str) -> bool:
-    """Whether a metric is the mean score of a data source in a validation."""
-    return re.fullmatch(r"val-core/.*/reward/mean@\d+", name, re.DOTALL) is not None
+def validation_scores(
+    validations: Mapping[int, Mapping[str, float]], metric: str | None
+) -> dict[int, tuple[str, float]]:
+    """Find the values that say how good the weights were.
+
+    Args:
+        validations: metrics of validations by iteration, by today's names; others may be among them.
+        metric: `validation.metric`; None: the mean score of the first data source.
+
+    Returns:
+        The metric's name and its value by iteration, without iterations that do not have it.
+    """
+    scores: dict[int, tuple[str, float]] = {}
+    for iteration, metrics in validations.items():
+        means = (name for name in metrics if re.fullmatch(r"val-core/.*/reward/mean@\d+", name, re.DOTALL))
+        name = min(means, default=None) if metric is None else metric
+        if name is not None and name in metrics:
+            scores[iteration] = (name, metrics[name])
+    return scores
 
 
 def current(metrics: Mapping[str, float]) -> dict[str, float]:

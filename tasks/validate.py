@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import compress
 
 from infra.execution.driver import Driver
@@ -141,17 +141,6 @@ def validation_columns(driver: Driver) -> list[str]:
     statistics = {"mean_score": 0.0, "pass@1": 0.0} | several
     sources = dict.fromkeys(prompt.data_source for prompt in prompts)
     return [name for source in sources for name in named(source, statistics, validation.n)]
-
-
-def has_lost_patience(scores: Mapping[int, float], patience: int | None) -> bool:
-    """Whether the last validations were no better than the best one before them.
-
-    Args:
-        scores: score of each validation, by iteration, in order.
-        patience: number of the last ones; None: they may always be.
-    """
-    values = [*scores.values()]
-    return patience is not None and len(values) > patience and max(values[-patience:]) <= max(values[:-patience])
 
 
 def exists(config: RunConfig) -> bool:

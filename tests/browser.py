@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+import uvicorn
 from playwright.sync_api import Browser, Page, sync_playwright
+
+from flows.ui.server import app
+from tests.ports import free_port
 
 TIMEOUT_MS = 300_000
 """A busy machine is slow; nothing is asserted about time."""
+REFUSED = "status of 400"
+"""How Chromium reports that the server refused a request, such as a mistake in a filter."""
 FLAGS = (
     "--no-sandbox",  # Chromium does not start for root otherwise; the pages are our own
     "--disable-gpu",
@@ -35,22 +42,63 @@ def chromium() -> Iterator[Browser]:
 
 
 @contextmanager
-def opened(browser: Browser, *, width: int = 1280, height: int = 900, scheme: str = "light") -> Iterator[Page]:
-    """A page of its own, without trouble when it is closed: errors, and requests to other places than its own."""
+def opened(
+    browser: Browser, *, width: int = 1280, height: int = 900, scheme: str = "light", refused: str = REFUSED
+) -> Iterator[Page]:
+    """A page of its own, without trouble when it is closed: errors, and requests to other places than its own.
+    Answers with the status `refused` are no trouble: the page shows why."""
     page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
     page.set_default_timeout(TIMEOUT_MS)
     trouble: list[str] = []
     page.on("pageerror", lambda error: trouble.append(str(error)))
     page.on(
-        "console", lambda message: trouble.append(message.text) if _is_trouble(message.text, message.type) else None
+        "console",
+        lambda message: trouble.append(message.text) if _is_trouble(message.text, message.type, refused) else None,
     )
     page.on("request", lambda request: trouble.append(request.url) if _is_foreign(page.url, request.url) else None)
     try:
         yield page
         assert page.evaluate("typeof hacked") == "undefined"
-        assert trouble == []
+        assert not trouble, trouble
     finally:
         page.close()
+
+
+@contextmanager
+def served(store: str) -> Iterator[str]:
+    """The URL of the page over a store."""
+    port = free_port()
+    server = uvicorn.Server(uvicorn.Config(app(store), port=port, log_level="warning"))
+    started = threading.Event()
+    serve_until_stopped = server.startup
+
+    async def startup(sockets: object = None) -> None:
+        await serve_until_stopped()
+        started.set()
+
+    server.startup = startup
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    started.wait()
+    try:
+        yield f"http://127.0.0.1:{port}/"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@contextmanager
+def live(page: Page, store: str) -> Iterator[str]:
+    """The URL of the page over a store, for one page: it asks again and again, and leaves before the server does."""
+    with served(store) as url:
+        yield url
+        page.goto("about:blank")
+
+
+def visit(page: Page, url: str) -> None:
+    """Open a live page, and wait until it shows its runs."""
+    page.goto(url)
+    page.wait_for_selector("body[data-ready]")
 
 
 def wait_until(page: Page, condition: str, argument: object = None) -> None:
@@ -62,9 +110,8 @@ def wait_until(page: Page, condition: str, argument: object = None) -> None:
         page.wait_for_timeout(50)
 
 
-def _is_trouble(text: str, kind: str) -> bool:
-    is_refusal = "status of 400" in text  # the page shows it: a mistake in a filter
-    return kind in ("error", "assert") and not is_refusal
+def _is_trouble(text: str, kind: str, refused: str) -> bool:
+    return kind in ("error", "assert") and refused not in text
 
 
 def _is_foreign(page: str, request: str) -> bool:

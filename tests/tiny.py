@@ -20,6 +20,7 @@ def model_folder(
     heads: int = 4,
     key_value_heads: int = 2,
     vocabulary: int | None = None,
+    letters: str = LETTERS,
     seed: int = 0,
 ) -> Path:
     """A Llama with random weights and a character tokenizer."""
@@ -27,7 +28,7 @@ def model_folder(
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    tokens = {token: index for index, token in enumerate(["<pad>", "<eos>", "<unk>", *LETTERS])}
+    tokens = {token: index for index, token in enumerate(["<pad>", "<eos>", "<unk>", *letters])}
     characters = Tokenizer(models.WordLevel(tokens, unk_token="<unk>"))
     characters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     characters.decoder = decoders.Fuse()

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, TypeVar
 
 import duckdb
 
 from flows.ui.documents import CLIP, Filter, Order, Trajectories, TrajectoryLine
-from infra.query import answer, connect
+from infra.query import FAILURES, UNREADABLE, answer, connect
 from infra.runs import Run
+from infra.store.log import Corrupt, read_verified
+from infra.store.object_store import ObjectStore
+from infra.store.records import ShardRef
 from rlhf.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,7 +26,8 @@ LISTED = 200
 SAMPLED = 256
 """Trajectories of an iteration from which the scales of colours are computed."""
 LIMIT_S = 30.0
-"""A query that takes longer is interrupted."""
+"""A query that takes longer is interrupted, as is a check of data files."""
+T = TypeVar("T")
 Parameters = dict[str, str | float | None]
 ORDERS: dict[Order, str] = {
     "best": "score DESC NULLS LAST",
@@ -39,19 +46,24 @@ def matching(run: Run, wanted: Filter) -> Trajectories:
         wanted: the filter.
 
     Returns:
-        The first `LISTED` trajectories in the filter's order, and the numbers of matching and of all ones.
+        The first `LISTED` trajectories in the filter's order, the numbers of matching and of all ones, and what could
+        not be read.
 
     Raises:
         UserError: DuckDB rejects the condition.
-        Corrupt: an index or a manifest is missing or damaged.
     """
     last = run.state.iteration
     if wanted.iteration is not None and not 0 <= wanted.iteration <= last:
         raise UserError(f"there is no iteration {wanted.iteration}: choose one from 0 to {last}")
-    connection = connect(run, None if wanted.iteration is None else [wanted.iteration])
+    chosen = None if wanted.iteration is None else [wanted.iteration]
+    listed, damages = _of_readable(run, chosen, lambda connection: _matching(connection, wanted))
+    return listed.model_copy(update={"damages": damages})
+
+
+def _matching(connection: duckdb.DuckDBPyConnection, wanted: Filter) -> Trajectories:
     columns = _columns(connection)
     if not columns:
-        return Trajectories(lines=[], matching=0, total=0)
+        return Trajectories(lines=[], matching=0, total=0, damages=[])
     score = "score" if "score" in columns else "NULL::FLOAT AS score"
     conditions: list[str] = []
     parameters: Parameters = {}
@@ -77,16 +89,16 @@ def matching(run: Run, wanted: Filter) -> Trajectories:
     try:
         frame = _within_limit(connection, listed, parameters)
         total = int(_within_limit(connection, "SELECT count(*) AS n FROM trajectories", {})["n"][0])
-    except duckdb.Error as error:
-        raise UserError(_reason(error, wanted.where, columns)) from None
+    except FAILURES as error:
+        raise UserError(_reason(error, wanted.where, columns)) from error
     frame = frame.rename(columns={"trajectory_id": "id"}).astype({"score": object})
     frame["score"] = frame["score"].where(frame["score"].notna(), None)
     count = int(frame["matching"][0]) if len(frame) else 0
     lines = [TrajectoryLine.model_validate(row) for row in frame.drop(columns="matching").to_dict("records")]
-    return Trajectories(lines=lines, matching=count, total=total)
+    return Trajectories(lines=lines, matching=count, total=total, damages=[])
 
 
-def full_rows(run: Run, iteration: int, trajectory_id: str | None = None) -> pd.DataFrame:
+def full_rows(run: Run, iteration: int, trajectory_id: str | None = None) -> tuple[pd.DataFrame, list[str]]:
     """Read trajectories of an iteration, with the columns of all stages.
 
     Args:
@@ -95,24 +107,58 @@ def full_rows(run: Run, iteration: int, trajectory_id: str | None = None) -> pd.
         trajectory_id: the only one to read; None: the first `SAMPLED` by id.
 
     Returns:
-        A row per trajectory; columns of stages without commits are missing. Empty if there is none.
+        A row per trajectory, without columns of stages that have no commits, and what could not be read. Empty if there
+        is none.
 
     Raises:
-        UserError: a file cannot be read.
-        Corrupt: an index or a manifest is missing or damaged.
+        UserError: they cannot be read.
     """
     import pandas as pd
 
-    connection = connect(run, [iteration])
-    if not _columns(connection):
-        return pd.DataFrame()
     parameters: Parameters = {} if trajectory_id is None else {"id": trajectory_id}
     where = "" if trajectory_id is None else "WHERE trajectory_id = $id"
+    sql = f"SELECT * FROM trajectories {where} ORDER BY trajectory_id LIMIT {SAMPLED}"
+
+    def rows(connection: duckdb.DuckDBPyConnection) -> pd.DataFrame:
+        try:
+            return _within_limit(connection, sql, parameters) if _columns(connection) else pd.DataFrame()
+        except FAILURES as error:
+            message = f"iteration {iteration}: {_first_line(error)}; `ratchet verify` lists all damage"
+            raise UserError(message) from error
+
+    return _of_readable(run, [iteration], rows)
+
+
+def _of_readable(
+    run: Run, iterations: Sequence[int] | None, ask: Callable[[duckdb.DuckDBPyConnection], T]
+) -> tuple[T, list[str]]:
+    """Ask about what can be read, and name the rest. All data files are read ahead only if one cannot be."""
+    damages: dict[str, None] = {}
+
+    def damaged(damage: Corrupt) -> None:
+        damages[str(damage)] = None
+
+    def check(run: Run, ref: ShardRef) -> None:
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"finding what cannot be read takes longer than {LIMIT_S:.0f} s: choose one iteration; "
+                "`ratchet verify` lists all damage"
+            )
+        _check(run.store.url, ref)
+
     try:
-        sql = f"SELECT * FROM trajectories {where} ORDER BY trajectory_id LIMIT {SAMPLED}"
-        return _within_limit(connection, sql, parameters)
-    except duckdb.Error as error:
-        raise UserError(f"iteration {iteration}: {_first_line(error)}; `ratchet verify` lists all damage") from None
+        return ask(connect(run, iterations, damaged)), list(damages)
+    except UserError as error:
+        if not isinstance(error.__cause__, UNREADABLE):
+            raise
+    deadline = time.monotonic() + LIMIT_S
+    return ask(connect(run, iterations, damaged, check)), list(damages)
+
+
+@lru_cache(maxsize=65536)
+def _check(url: str, ref: ShardRef) -> None:
+    """Raise `Corrupt` if a data file is missing or damaged. Others are immutable: they are read once."""
+    read_verified(ObjectStore(url), ref)
 
 
 def _columns(connection: duckdb.DuckDBPyConnection) -> list[str]:
@@ -132,7 +178,7 @@ def _within_limit(connection: duckdb.DuckDBPyConnection, sql: str, parameters: P
         timer.cancel()
 
 
-def _reason(error: duckdb.Error, where: str, columns: list[str]) -> str:
+def _reason(error: duckdb.Error | SystemError, where: str, columns: list[str]) -> str:
     if isinstance(error, duckdb.InterruptException):
         return f"the filter took longer than {LIMIT_S:.0f} s: choose one iteration, or a simpler condition"
     if not where.strip():
@@ -140,5 +186,5 @@ def _reason(error: duckdb.Error, where: str, columns: list[str]) -> str:
     return f"where {where!r}: {_first_line(error)}; columns are {', '.join(columns)}"
 
 
-def _first_line(error: duckdb.Error) -> str:
+def _first_line(error: duckdb.Error | SystemError) -> str:
     return str(error).splitlines()[0]

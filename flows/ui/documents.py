@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from flows.metrics import REPORT, shown_in
-from infra.listing import is_driven
+from infra.listing import State, state_of
 from infra.runs import OnDamage, Run
 from infra.store.log import Corrupt
 from infra.store.records import Fork, StageCommit
@@ -78,8 +78,7 @@ class RunView(Document):
 
     name: str
     url: str
-    is_fit: bool
-    driven: bool
+    state: State
     closed: int
     iterations: int | None
     snapshots: list[int]
@@ -113,6 +112,8 @@ class Trajectories(Document):
     lines: list[TrajectoryLine]
     matching: int
     total: int
+    damages: list[str]
+    """What could not be read, and is left out."""
 
 
 class Turn(Document):
@@ -201,8 +202,7 @@ def run_view(run: Run, name: str, closed_metrics: Sequence[Metrics], damages: It
     return RunView(
         name=name,
         url=run.store.url,
-        is_fit=run.is_fit,
-        driven=is_driven(run.store.objects),
+        state=state_of(run, {int(row["iteration"]): row for row in rows}),
         closed=run.state.iteration,
         iterations=None if run.is_fit else run.config.iterations,
         snapshots=sorted(run.state.snapshots),

@@ -73,6 +73,9 @@ class Opened:
             raise UserError(f"{self.run.store.url} was deleted or replaced: reload the page")
         return f"{self.run.store.log.read().sha256}-{is_driven(objects)}"
 
+    def _damaged(self, damage: Corrupt) -> None:
+        self._damages[str(damage)] = None
+
     def view(self, name: str) -> RunView:
         """Describe the run.
 
@@ -82,12 +85,9 @@ class Opened:
         Returns:
             The description.
         """
-        for iteration in range(self._read, self.run.state.iteration):
-            try:
-                self._metrics.append(self.run.metrics_of(self.run.store.index_of(iteration)))
-            except Corrupt as damage:
-                self._damages[str(damage)] = None
-        self._read = self.run.state.iteration
+        closed = self.run.state.iteration
+        self._metrics += self.run.metric_rows(closed - self._read, self._damaged)
+        self._read = closed
         return run_view(self.run, name, self._metrics, self._damages)
 
     def trajectory(self, iteration: int, trajectory_id: str) -> Trajectory:
@@ -101,11 +101,13 @@ class Opened:
             The description.
 
         Raises:
-            UserError: the run has no such trajectory.
+            UserError: the run has no such trajectory, or it cannot be read.
         """
-        rows = browsing.full_rows(self.run, iteration, trajectory_id).to_dict("records")
+        frame, damages = browsing.full_rows(self.run, iteration, trajectory_id)
+        rows = frame.to_dict("records")
         if not rows:
-            raise UserError(f"iteration {iteration} of {self.run.store.url} has no trajectory {trajectory_id}")
+            missing = f"iteration {iteration} of {self.run.store.url} has no trajectory {trajectory_id}"
+            raise UserError("; ".join([missing, *damages]))
         return trajectory(rows[0], self._decode, self._scales(iteration, self.run.state.sha256))
 
     @cached_property
@@ -115,7 +117,8 @@ class Opened:
     @lru_cache(maxsize=64)  # noqa: B019  (runs stay open as long as the server)
     def _scales(self, iteration: int, version: str) -> dict[str, tuple[float, float]]:
         """The scales of an iteration, which may change while it is open."""
-        return scales_of(browsing.full_rows(self.run, iteration))
+        frame, _ = browsing.full_rows(self.run, iteration)
+        return scales_of(frame)
 
 
 class Pages:

@@ -42,6 +42,8 @@ from rlhf.config.older import changed_since
 from rlhf.data.prompts import Prompt, PromptDataset, check_length
 from rlhf.environments import check_environment, environment_digest
 from rlhf.environments.calls import try_environment
+from rlhf.environments.dialogues import is_prefix_stable
+from rlhf.environments.policy_tokenizer import policy_tokenizer
 from rlhf.errors import UserError
 from rlhf.models import (
     attention_heads,
@@ -194,7 +196,7 @@ class Driver:
                 return f"{files_digest(model_folder(model))} {tokenizer_digest(model, writes=False)}"
             case "environment":
                 environment = config.rollout.environment
-                return None if environment is None else environment_digest(environment.name)
+                return None if environment is None else environment_digest(environment.name, environment.options)
             case "reward":
                 functions = reward_digest(config.reward.functions)
                 return functions if model is None else f"{functions} {self.digest('reward_model')}"
@@ -282,17 +284,20 @@ def with_iterations(config: RunConfig) -> RunConfig:
     epochs, per_iteration = config.train.epochs, config.data.prompts_per_iteration
     if epochs is None:
         return config
-    prompts = _size_of(config.model, config.data)
+    environment = config.rollout.environment
+    prompts = _size_of(config.model, config.data, None if environment is None else environment.model_dump_json())
     iterations = max(1, math.ceil(epochs * prompts / per_iteration))
     note(f"train.epochs {epochs:g} of {prompts} prompts: {iterations} iterations of {per_iteration} prompts")
     return config.with_values({"train.iterations": iterations, "train.epochs": None})
 
 
 @cache  # called by the command line and by the flow
-def _size_of(model: ModelConfig, data: DataConfig) -> int:
+def _size_of(model: ModelConfig, data: DataConfig, environment: str | None) -> int:
     dataset = PromptDataset(data.train)
     if data.truncation == "drop":
-        dataset = dataset.without_overlong(load_tokenizer(model), data.max_prompt_tokens, data.system_prompt)
+        of_environment = None if environment is None else EnvironmentConfig.model_validate_json(environment)
+        tokenizer = policy_tokenizer(model, of_environment)
+        dataset = dataset.without_overlong(tokenizer, data.max_prompt_tokens, data.system_prompt)
     return len(dataset)
 
 
@@ -326,7 +331,12 @@ def check_inputs(config: RunConfig) -> None:
         )
     if config.needs_critic:
         check_architecture(config.critic_model, "critic.model", is_critic=True)
-    load_tokenizer(config.model)
+    tokenizer = policy_tokenizer(config.model, config.rollout.environment)
+    if config.rollout.environment is not None and not is_prefix_stable(tokenizer):
+        note(
+            f"the chat template of {config.model.path} renders earlier messages differently when others follow (it may "
+            "leave out reasoning): the policy sees and learns from what it wrote"
+        )
     if config.reward.model is not None:
         check_reward_model(config.reward.model)
         load_tokenizer(config.reward.model, writes=False)
@@ -375,7 +385,7 @@ def check_prompts(
     problems: dict[str, str] = {}
     """The first problem of each kind and data source."""
     comparing = next((name for name in reward.functions if name in COMPARING), None)
-    tokenizer = load_tokenizer(model) if data.truncation == "error" else None
+    tokenizer = policy_tokenizer(model, environment) if data.truncation == "error" else None
     if tokenizer is not None and len(dataset) > MANY_PROMPTS:
         note(f"checking the lengths of {len(dataset)} prompts")
     for prompt in dataset:

@@ -38,7 +38,7 @@ from infra.store.records import (
     named_here,
     sha256_of,
 )
-from rlhf.metrics import VALIDATION, current, is_mean_score
+from rlhf.metrics import VALIDATION, current, validation_scores
 from rlhf.schema import TRAJECTORY
 
 KEPT_BLOCKS = 4
@@ -342,8 +342,8 @@ class RunStore:
         Returns:
             The score by version, without versions that were not validated, or not by that metric.
         """
-        scores = {version: self._validation_score(version, metric) for version in versions}
-        return {version: score for version, score in scores.items() if score is not None}
+        scores = validation_scores({version: self.validation_metrics(version) for version in versions}, metric)
+        return {version: value for version, (_, value) in scores.items()}
 
     def validation_metrics(self, version: int) -> dict[str, float]:
         """Find the metrics of the validation of some weights.
@@ -358,11 +358,6 @@ class RunStore:
         commit = state.stages.get(VALIDATE)
         metrics = current(self.manifest(commit).metrics if isinstance(commit, StageCommit) else state.metric_values)
         return {name: value for name, value in metrics.items() if name.startswith(VALIDATION)}
-
-    def _validation_score(self, version: int, metric: str | None) -> float | None:
-        metrics = self.validation_metrics(version)
-        chosen = min(filter(is_mean_score, metrics), default=None) if metric is None else metric
-        return None if chosen is None else metrics.get(chosen)
 
     def index_of(self, iteration: int) -> ObjectRef:
         """Find the index of a closed iteration.

@@ -14,7 +14,7 @@ from rlhf.config import RunConfig
 from rlhf.data.prompts import PromptDataset
 from rlhf.environments import load_environment
 from rlhf.environments.calls import EnvironmentCalls, OnError
-from rlhf.models import load_tokenizer
+from rlhf.environments.policy_tokenizer import policy_tokenizer
 from rlhf.rewards.pool import RewardPool
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Resources:
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The policy's tokenizer."""
-        return load_tokenizer(self.config.model)
+        return policy_tokenizer(self.config.model, self.config.rollout.environment)
 
     def environments(
         self, name: str, options: Mapping[str, Any], *, timeout_s: float, concurrency: int, on_error: OnError

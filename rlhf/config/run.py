@@ -110,6 +110,15 @@ class RunConfig(Section):
             return self.validation.before_train
         return self.validation.every > 0 and iteration % self.validation.every == 0
 
+    def ends_early(self, scores: Mapping[int, float]) -> bool:
+        """Whether the last validations were no better than the best one before them; see `validation.patience`.
+
+        Args:
+            scores: scores of the validations with which closed iterations began, by iteration, in order.
+        """
+        patience, values = self.validation.patience, [scores[k] for k in scores if self.validates(k)]
+        return patience is not None and len(values) > patience and max(values[-patience:]) <= max(values[:-patience])
+
     @property
     def trajectories_per_iteration(self) -> int:
         return self.data.prompts_per_iteration * self.rollout.n

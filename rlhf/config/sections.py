@@ -100,7 +100,13 @@ class ModelConfig(Section):
     )
     lora: LoRAConfig | None = Field(None, description="train adapters (extra lora); null: train all weights")
     chat_template: str | None = Field(None, description="Jinja file of the chat template; null: the tokenizer's own")
+    chat_template_kwargs: dict[str, bool | int | float | str | None] = Field(
+        {}, description="variables of the chat template, such as {enable_thinking: false}"
+    )
     trust_remote_code: bool = Field(False, description="run Python code from the model's repository")
+
+    def __hash__(self) -> int:
+        return hash(self.model_dump_json())  # a dictionary among the values has no hash
 
 
 class CurriculumConfig(Section):
@@ -201,6 +207,10 @@ class ServerConfig(Section):
     )
 
 
+TOOLS = "tools"
+"""The environment that calls `rollout.tools` and `rollout.mcp`."""
+
+
 class EnvironmentConfig(Section):
     """The environment that the policy talks to while it responds."""
 
@@ -250,6 +260,14 @@ class RolloutConfig(Section):
     environment: EnvironmentConfig | None = Field(
         None, description="tools, or another party, that the policy talks to within a response; null: none"
     )
+    tools: OneOrMore[str] = Field(
+        (),
+        description="Python functions that the policy may call, as package.module:function or file.py:function; the "
+        "environment is then `tools`",
+    )
+    mcp: OneOrMore[str] = Field(
+        (), description="MCP servers whose tools the policy may call (extra mcp): URLs, or commands that start one"
+    )
     quantization: Literal["fp8"] | None = Field(
         None, description="vllm: generate with 8-bit weights; null: not quantized"
     )
@@ -278,6 +296,34 @@ class RolloutConfig(Section):
     max_in_flight: int = Field(
         512, gt=0, description="largest number of trajectories that a replica of the engine generates at the same time"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tools_are_an_environment(cls, tree: Any) -> Any:
+        """Name the environment that calls the tools, and give it the tools as options."""
+        if not isinstance(tree, Mapping) or not (tree.get("tools") or tree.get("mcp")):
+            return tree
+        environment = tree.get("environment") or {}
+        if isinstance(environment, EnvironmentConfig):
+            environment = environment.model_dump()
+        if not isinstance(environment, Mapping) or environment.get("name", TOOLS) != TOOLS:
+            return tree
+        sources = {"functions": tree.get("tools") or [], "mcp": tree.get("mcp") or []}
+        options = {name: [value] if isinstance(value, str) else list(value) for name, value in sources.items()}
+        return {**tree, "environment": {**environment, "name": TOOLS, "options": options}}
+
+    @model_validator(mode="after")
+    def _tools_are_called(self) -> Self:
+        is_called = self.environment is not None and self.environment.name == TOOLS
+        if (self.tools or self.mcp) and not is_called:
+            key = "tools" if self.tools else "mcp"
+            raise ValueError(
+                f"rollout.{key} is set, but rollout.environment is {self.environment and self.environment.name}, which "
+                f"would not call them: remove one of them"
+            )
+        if is_called and not (self.tools or self.mcp):
+            raise ValueError("rollout.environment is tools, but there are none: set rollout.tools or rollout.mcp")
+        return self
 
     @property
     def truncated_by(self) -> tuple[str, ...]:

@@ -251,8 +251,7 @@ class Generator:
                 return
             turn = dialogue.unanswered_turn
         assert environments is not None and turn is not None
-        text = str(self.tokenizer.decode(turn, skip_special_tokens=True))
-        observation = await environments.step(dialogue, text)
+        observation = await environments.step(dialogue, environments.text_of(dialogue, turn, self.tokenizer))
         dialogue.answered += 1
         dialogue.reward += observation.reward
         if observation.content is None:

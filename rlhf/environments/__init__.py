@@ -16,7 +16,7 @@ from rlhf.data.formats import Messages
 from rlhf.errors import RatchetError, UserError
 from rlhf.named import load_named, source_of
 
-BUILT_IN = ("calculator",)
+BUILT_IN = ("calculator", "tools")
 KEY = "rollout.environment"
 
 
@@ -40,6 +40,8 @@ class Environment(Protocol):
 
     stop: tuple[str, ...]
     """Texts that end a turn, such as the end of a tool call; the turn keeps them."""
+    keeps_special_tokens: bool
+    """Whether `step` gets the special tokens of a turn, too; False if the class has no such attribute."""
 
     def reset(self, messages: Messages, ground_truth: Any, extra_info: Any) -> None:
         """Start a trajectory.
@@ -105,6 +107,9 @@ def check_environment(name: str, options: Mapping[str, Any]) -> None:
             )
 
 
-def environment_digest(name: str) -> str:
-    """sha256 of the source of the environment's module: changed code is a different environment."""
-    return hashlib.sha256(source_of(load_environment(name), KEY, name).encode()).hexdigest()
+def environment_digest(name: str, options: Mapping[str, Any]) -> str:
+    """sha256 of the source of the environment's module, and of what the class says that it depends on, by a class
+    method `identity` with the options: changed code is a different environment."""
+    make = load_environment(name)
+    source, identity = source_of(make, KEY, name), getattr(make, "identity", None)
+    return hashlib.sha256((source if identity is None else source + identity(**options)).encode()).hexdigest()

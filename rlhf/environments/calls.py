@@ -81,7 +81,7 @@ class EnvironmentCalls:
 
         environment = self._environments[id(dialogue)] = await self.begin(beginning, f"{trajectory_id}, at reset")
         for turn in dialogue.answered_turns:
-            text = tokenizer.decode(turn, skip_special_tokens=True)
+            text = self.text_of(dialogue, turn, tokenizer)
             await self._call(partial(environment.step, text), f"{trajectory_id}, replaying a turn")
         return environment
 
@@ -121,6 +121,11 @@ class EnvironmentCalls:
         except (TypeError, ValueError, OverflowError) as error:
             raise EnvironmentFailed(f"{KEY} raised {raised(error)} ({where})") from None
         return observation
+
+    def text_of(self, dialogue: Dialogue, turn: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
+        """The text of a turn, as the trajectory's environment gets it."""
+        keeps = bool(getattr(self._environments[id(dialogue)], "keeps_special_tokens", False))
+        return str(tokenizer.decode(turn, skip_special_tokens=not keeps))
 
     def forget(self, dialogue: Dialogue) -> None:
         """Drop a trajectory's environment, if it has one."""

@@ -40,6 +40,8 @@ JOURNALED = (
     "finish_reason",
 )
 """The state of a trajectory."""
+CALL_ID = "000000000"
+"""The id of a tool call where a chat template insists on one, as Mistral's does, with nine characters."""
 
 
 @dataclass
@@ -157,27 +159,69 @@ def content_ids(content: str | Messages, last: int, tokenizer: PreTrainedTokeniz
         tokenizer: tokenizer of the policy.
 
     Raises:
-        UserError: the chat template refuses the messages, or renders earlier messages differently when others follow.
+        UserError: the chat template refuses the messages.
     """
     if isinstance(content, str):
         text = content
     elif not tokenizer.chat_template:
         text = "\n" + "\n".join(message["content"] for message in content) + "\n"
     else:
-        from jinja2 import TemplateError
-
-        before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
-        try:
-            rendered = str(tokenizer.apply_chat_template(before, tokenize=False))
-            whole = str(tokenizer.apply_chat_template([*before, *content], tokenize=False, add_generation_prompt=True))
-        except TemplateError as error:
-            roles = ", ".join(message["role"] for message in content)
-            raise UserError(f"the chat template refuses the messages of {KEY} (roles: {roles}): {error}") from None
-        if not whole.startswith(rendered):
-            raise UserError(
-                "the chat template renders earlier messages differently when others follow, so a response cannot have "
-                "several turns: use another chat template"
-            )
-        end_of_message = rendered[rendered.rindex("!") + 1 :].removeprefix(str(tokenizer.decode([last])))
-        text = end_of_message + whole[len(rendered) :]
+        text = _after_turn(content, str(tokenizer.decode([last])), tokenizer)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def is_prefix_stable(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the chat template renders earlier messages in the same way when others follow.
+
+    If it does not (Qwen3's leaves out earlier reasoning), the tokens of a trajectory differ from those that the
+    template would write for the whole conversation.
+    """
+    if not tokenizer.chat_template:
+        return True
+    question, more = ({"role": "user", "content": text} for text in ("?", "more"))
+    messages = [question, {"role": "assistant", "content": "<think>\nwhy\n</think>\n\nso"}]
+    rendered = str(tokenizer.apply_chat_template(messages, tokenize=False))
+    return str(tokenizer.apply_chat_template([*messages, more], tokenize=False)).startswith(rendered)
+
+
+MARK = "ratchet0mark"
+"""Stands for the policy's turn in a rendered conversation."""
+
+
+def _after_turn(messages: Messages, last: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """What the chat template writes after a message of the assistant when others follow.
+
+    Some templates render the assistant's message differently when it is not the last one (Qwen3's drops its
+    reasoning). The policy's tokens stay as it wrote them, so only what follows the message matters.
+
+    Args:
+        messages: the messages that follow.
+        last: last token of the policy's turn, which may be the one that ends its message.
+        tokenizer: tokenizer of the policy.
+    """
+    from jinja2 import TemplateError
+
+    question: dict[str, Any] = {"role": "user", "content": "?"}
+    function = {"name": "f", "arguments": {"a": MARK}}
+    call = {"type": "function", "id": CALL_ID, "function": function}
+    answers: list[dict[str, Any]] = [{"role": "assistant", "content": MARK}]
+    if messages[0]["role"] == "tool":  # which some templates allow only after a call
+        answers.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        messages = [{**message, "tool_call_id": CALL_ID} for message in messages]
+    for number, answer in enumerate(answers, 1):
+        try:
+            whole = str(
+                tokenizer.apply_chat_template([question, answer, *messages], tokenize=False, add_generation_prompt=True)
+            )
+        except TemplateError as error:
+            if number == len(answers):
+                roles = ", ".join(message["role"] for message in messages)
+                raise UserError(f"the chat template refuses the messages of {KEY} (roles: {roles}): {error}") from None
+        else:
+            break
+    if MARK not in whole:
+        raise UserError("the chat template leaves out the assistant's messages: use another chat template")
+    _, _, after = whole.rpartition(MARK)
+    if "tool_calls" in answer and last in after:
+        return after[after.index(last) + len(last) :]
+    return after.removeprefix(last)

@@ -163,7 +163,23 @@ def load_tokenizer(model: ModelConfig, *, writes: bool = True) -> PreTrainedToke
         raise UserError(f"the tokenizer of {model.path} has no end-of-sequence token: set eos_token in its config")
     if model.chat_template is not None:
         _set_template(tokenizer, model.chat_template)
+    if model.chat_template_kwargs:
+        _set_variables(tokenizer, model)
     return tokenizer
+
+
+def _set_variables(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> None:
+    """Set variables at the beginning of the chat template, so that they hold wherever it is used."""
+    template = tokenizer.chat_template
+    for name in model.chat_template_kwargs:
+        if not name.isidentifier() or not isinstance(template, str) or name not in template:
+            raise UserError(
+                f"model.chat_template_kwargs has {name}, which the chat template of {model.path} does not use: remove "
+                "it"
+            )
+    # Jinja reads Python's literals
+    variables = "".join(f"{{%- set {name} = {value!r} -%}}" for name, value in model.chat_template_kwargs.items())
+    tokenizer.chat_template = variables + template
 
 
 def _set_template(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
@@ -184,6 +200,7 @@ def tokenizer_digest(model: ModelConfig, *, writes: bool = True) -> str:
     """
     files = files_digest(model_folder(model), TOKENIZER)
     template = "" if model.chat_template is None else f" {Path(model.chat_template).read_text()}"
+    template += f" {json.dumps(model.chat_template_kwargs, sort_keys=True)}" if model.chat_template_kwargs else ""
     around = _tokens_around(model) if writes else ""
     return hashlib.sha256(f"{files}{template}{around}".encode()).hexdigest() if template or around else files
 

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from flows.train import train
+from infra.query import query
+from infra.runs import open_run
 from infra.store.log import Corrupt
 from rlhf.config import RunConfig
 from rlhf.errors import UserError
@@ -65,6 +67,19 @@ def test_a_damaged_shard_is_named_and_never_trained_on(config: RunConfig, stage:
     history = History.of(config)
     assert "advantages" not in history.state.stages
     assert history.state.weights == history.state.starting, "nothing was learned"
+
+
+@pytest.mark.parametrize("damage", ["truncated", "deleted"])
+def test_a_query_that_meets_damage_says_where(config: RunConfig, damage: str) -> None:
+    path = shard(config, "score")
+    if damage == "deleted":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-20])
+    run = open_run(f"{config.run.store}/damaged")
+    assert len(query(run, "select * from generate")) == 8, "what it does not read may be damaged"
+    with pytest.raises(UserError, match=f"{path.name}.*`ratchet verify` lists all damage; tables are"):
+        query(run, "select * from score")
 
 
 def test_a_planted_pickle_is_never_opened(config: RunConfig, tmp_path: Path) -> None:

@@ -11,8 +11,11 @@ import pandas as pd
 import pytest
 from playwright.sync_api import Browser, Page
 
+from flows.sft import sft
 from flows.train import train
+from flows.train_reward_model import train_reward_model
 from infra.runs import open_run
+from rlhf.config import RewardTraining, SFTConfig
 from tasks.plan import fork_run
 from tests import tiny
 from tests.browser import chromium, opened
@@ -31,6 +34,40 @@ def shown_runs(common: Path, workspace: Path, prefect_server: str) -> Path:
             _make(folder / "runs", workspace, _hostile(folder / "hostile", workspace))
             (folder / "done").touch()
     return folder / "runs"
+
+
+@pytest.fixture(scope="session")
+def other_runs(common: Path, workspace: Path, prefect_server: str) -> Path:
+    """A folder with runs of other kinds: `dialogue`, in which an environment says something; the fits `sft` and
+    `judge`, a reward model."""
+    folder = common / "other"
+    folder.mkdir(exist_ok=True)
+    with locked(folder):
+        if not (folder / "done").exists():
+            _make_others(folder / "runs", folder, workspace)
+            (folder / "done").touch()
+    return folder / "runs"
+
+
+def _make_others(store: Path, folder: Path, workspace: Path) -> None:
+    environment = {"name": "tests.environments:Chatty", "max_turns": 6}
+    dialogue = {"rollout__environment": environment, "rollout__max_response_tokens": 48, "reward": {"function": None}}
+    changes = {"algorithm__advantage": "grpo", "train__iterations": 1}
+    train(tiny.config(workspace, run__name="dialogue", run__store=f"file://{store}", **dialogue, **changes))
+    rows = [
+        {"prompt": f"say {number}", "response": "abc"[number % 3] * 4, "chosen": "abc", "rejected": "123"}
+        for number in range(8)
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = {"path": str(workspace / "model"), "dtype": "float32"}
+    for name, kind, flow, size in (
+        ("sft", SFTConfig, sft, {"steps": 4, "batch_examples": 4}),
+        ("judge", RewardTraining, train_reward_model, {"epochs": 2, "batch_pairs": 4}),
+    ):
+        (folder / name).mkdir()
+        files = {"data": str(folder / "rows.jsonl"), "output": str(folder / name)}
+        run = {"name": name, "store": f"file://{store}"}
+        flow(kind.model_validate({"run": run, "model": model, "lr": 0.01, "checkpoint_steps": 2, **files, **size}))
 
 
 def _make(folder: Path, workspace: Path, hostile: Path) -> None:

@@ -45,6 +45,36 @@ def start(workspace: Path, processes: Processes) -> Any:
     return start
 
 
+def test_a_run_with_tools(start: Any, workspace: Path, processes: Processes) -> None:
+    template = processes.folder / "template.jinja"
+    said = "{% for m in messages %}({{ m.role }}){{ m.content }}{% endfor %}"
+    template.write_text("{{ tools | tojson }}" + said + "{% if add_generation_prompt %}(assistant){% endif %}")
+    model = {"path": str(workspace / "model"), "dtype": "float32", "chat_template": str(template)}
+    tools = {"rollout__environment": None, "rollout__tools": "tests.tool_functions:weather"}
+    config, child = start(
+        "tools",
+        model=model,
+        data__max_prompt_tokens=900,
+        actor__micro_batch_tokens=4096,
+        critic__micro_batch_tokens=4096,
+        **tools,
+    )
+    assert child.wait() == 0, child.text
+    assert "renders earlier messages differently" not in child.text
+    history = History.of(config)
+    history.check_sound()
+    frame = history.run.trajectories()
+    assert frame["prompt"].str.contains("The weather of the next days").all(), "the policy knows its tools"
+    assert (frame["finish_reason"] != "error").all()
+    assert [turn["role"] for turn in frame["turns"][0]] == ["policy"]
+    more = config.with_values({"rollout.tools": ["tests.tool_functions:weather", "tests.tool_functions:shout"]})
+    path = processes.folder / "more.yaml"
+    path.write_text(yaml.safe_dump(more.model_dump(mode="json")))
+    refused = processes.cli("train", path, "train.iterations=3")
+    assert refused.wait() == 2, refused.text
+    assert "rollout.environment" in refused.text, "other tools are another environment"
+
+
 def test_what_the_environment_says_is_read_and_never_learned(start: Any, processes: Processes) -> None:
     config, child = start("quiet")
     assert child.wait() == 0, child.text

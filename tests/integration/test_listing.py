@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import socket
@@ -11,17 +12,22 @@ from pathlib import Path
 import psutil
 import pytest
 import s3fs
+from rich.console import Console
 
+from flows import views
 from flows.ui.documents import run_view
 from infra.execution import heartbeat
 from infra.execution.heartbeat import Beat
 from infra.listing import FRESH_S, RunSummary, runs_of
 from infra.runs import open_run
 from infra.store.clock import born
+from infra.store.manifest import Fingerprint, Manifest
 from infra.store.object_store import ObjectStore
-from infra.store.records import Claim
-from infra.store.run_store import RunStore
+from infra.store.records import Claim, Snapshot, StageCommit
+from infra.store.run_store import VALIDATE, RunStore
+from rlhf.errors import UserError
 from tasks.plan import fork_run
+from tests import tiny
 from tests.integration.test_stored_runs import STORED
 
 
@@ -78,9 +84,85 @@ def test_validations_of_older_releases_have_todays_names(tmp_path: Path, monkeyp
         best = runs[name].best_validation
         assert best is not None and best[0] == metric and best[1] == score
         run = open_run(f"file://{store}/{name}")
-        view = run_view(run, name, run.metrics().to_dict("records"))
+        view = run_view(run, name, run.metric_rows())
         assert view.titles[metric] == "validation: countdown/reward/mean@1"
         assert view.metrics[metric] == [score]
+
+
+def validated(folder: Path, values: list[dict[str, float]], **changes: object) -> RunStore:
+    """A run of 9 iterations that has only validations and snapshots; that of the open iteration is the last."""
+    store = RunStore.at(f"file://{folder}/validated")
+    validation = {f"validation__{key}": value for key, value in {"data": "none", "every": 1, **changes}.items()}
+    config = tiny.config(folder, train__iterations=9, **validation).model_dump(mode="json")
+    store.log.claim(Claim(config=config, code="", packages={}, threads=1, host="here", initial={}))
+    for iteration, metrics in enumerate(values):
+        place = {"iteration": iteration, "stage": VALIDATE}
+        parts = Fingerprint(parts={})
+        manifest = Manifest(**place, term=1, attempt=0, fingerprint=parts, config={}, metrics=metrics)
+        store.commit(
+            StageCommit(**place, manifest=store.write_manifest(manifest), fingerprint=parts.digest),
+            Snapshot(version=iteration, roles={}),
+        )
+        if iteration < len(values) - 1:
+            store.close(metrics)
+    return store
+
+
+@pytest.mark.parametrize(
+    ("metric", "best", "version"),
+    [
+        (None, ("val-core/a/reward/mean@2", 0.6), 1),
+        ("val-core/b/reward/mean@2", ("val-core/b/reward/mean@2", 0.9), 0),
+        ("val-core/a/reward/best@2", ("val-core/a/reward/best@2", 1.0), 2),
+        ("val-core/c/reward/mean@2", None, None),
+    ],
+)
+def test_the_best_validation_is_that_of_the_best_snapshot(
+    metric: str | None, best: tuple[str, float] | None, version: int | None, tmp_path: Path
+) -> None:
+    names = ("val-core/b/reward/mean@2", "val-core/a/reward/best@2", "val-core/a/reward/mean@2")
+    values = [(0.9, 0.7, 0.5), (0.1, 0.8, 0.6), (0.2, 1.0, 0.4)]
+    store = validated(tmp_path, [dict(zip(names, row, strict=True)) for row in values], metric=metric)
+    assert listed(tmp_path)["validated"].best_validation == best
+    if version is None:
+        with pytest.raises(UserError, match=r"no snapshot of .* was validated"):
+            open_run(store.url).best_snapshot()
+    else:
+        assert open_run(store.url).best_snapshot() == version
+
+
+@pytest.mark.parametrize(
+    ("scores", "changes", "state"),
+    [
+        ([0.5, 0.5, 0.4, 0.4], {"patience": 2}, "ended early"),
+        ([0.5, 0.5, 0.4, 0.9], {"patience": 2}, "ended early"),  # the last one, after the end, changes nothing
+        ([0.5, 0.5, 0.6, 0.4], {"patience": 2}, "stopped"),
+        ([0.5, 0.5, 0.4, 0.4], {"patience": 3}, "stopped"),
+        ([0.5, 0.5, 0.4, 0.4], {"patience": 1, "every": 2}, "ended early"),
+        ([0.5, 0.4, 0.6, 0.4], {"patience": 1, "every": 2}, "stopped"),
+        ([0.5, 0.5, 0.4, 0.4], {"patience": 2, "metric": "val-core/a/reward/best@2"}, "stopped"),
+        ([0.5, 0.5, 0.4, 0.4], {"patience": None}, "stopped"),
+    ],
+)
+def test_a_run_that_lost_patience_has_ended_early(
+    scores: list[float], changes: dict[str, object], state: str, tmp_path: Path
+) -> None:
+    better = {0: 0.1, 1: 0.2, 2: 0.3, 3: 0.4}
+    values = [
+        {"val-core/a/reward/mean@2": score, "val-core/a/reward/best@2": better[iteration]}
+        for iteration, score in enumerate(scores)
+    ]
+    store = validated(tmp_path, values, **changes)
+    assert listed(tmp_path)["validated"].state == state
+    run = open_run(store.url)
+    assert run_view(run, "validated", run.metric_rows()).state == state
+    assert run.config.ends_early(run.deciding_scores()) == (state == "ended early"), "as the driver decides"
+    console = Console(record=True, width=160, file=io.StringIO())
+    views.status(console, run, 10)
+    says = f"ended early: the last {changes['patience']} validations were no better"
+    assert (says in console.export_text()) == (state == "ended early")
+    beat(tmp_path, "validated", socket.gethostname())
+    assert listed(tmp_path)["validated"].state == ("running" if state == "stopped" else state)
 
 
 def test_a_run_is_running_while_its_driver_lives(store: Path) -> None:

@@ -16,6 +16,7 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 from safetensors.torch import load_file
 
+from infra.listing import runs_of
 from infra.store.object_store import ObjectStore
 from infra.store.records import Claim, Diverged, Skip
 from infra.store.run_store import RunStore
@@ -336,6 +337,7 @@ def test_a_run_ends_early_if_validations_do_not_get_better(ratchet: Ratchet, wor
     assert "ends after 3 iterations: the last 2 validations were no better" in child.text
     assert "has 3 of 9 iterations" in child.text
     assert ratchet.history.state.iteration == 3
+    assert [summary.state for summary in runs_of(ratchet.config.run.store)] == ["ended early"]
     assert ratchet(**changes).wait() == 0
     assert ratchet.history.state.iteration == 3, "it stays ended"
 

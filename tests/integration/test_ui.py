@@ -4,55 +4,27 @@ from __future__ import annotations
 
 import re
 import signal
-import threading
 import urllib.error
 import urllib.parse
 import urllib.request
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import s3fs
-import uvicorn
 from playwright.sync_api import Browser, Page
 
-from flows.ui.server import app
 from infra.runs import Run, open_run
 from rlhf.errors import UserError
 from tasks.plan import fork_run
-from tests.browser import opened, wait_until
-from tests.ports import free_port
+from tests.browser import live, opened, served, visit, wait_until
 from tests.processes import Processes
 
 LISTED = "[...document.querySelectorAll('#list button')].map(button => button.dataset.id)"
 OPEN = "document.querySelector('#reader h3')?.textContent"
 SCORES = "[...document.querySelector('.chart').chart.data[1]]"
-
-
-@contextmanager
-def served(store: str) -> Iterator[str]:
-    """The URL of the page over a store."""
-    port = free_port()
-    server = uvicorn.Server(uvicorn.Config(app(store), port=port, log_level="warning"))
-    started = threading.Event()
-    serve_until_stopped = server.startup
-
-    async def startup(sockets: object = None) -> None:
-        await serve_until_stopped()
-        started.set()
-
-    server.startup = startup
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    started.wait()
-    try:
-        yield f"http://127.0.0.1:{port}/"
-    finally:
-        server.should_exit = True
-        thread.join()
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +36,6 @@ def url(shown_runs: Path) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def ppo(shown_runs: Path) -> Run:
     return open_run(f"file://{shown_runs}/ppo")
-
-
-def visit(page: Page, url: str) -> None:
-    page.goto(url)
-    page.wait_for_selector("body[data-ready]")
 
 
 def wait_for_list(page: Page, expected: pd.DataFrame) -> None:
@@ -95,6 +62,12 @@ def test_runs_and_their_state(page: Page, url: str) -> None:
     stages = page.locator("#now .stages li").all_inner_texts()
     assert [stage.split()[:2] for stage in stages][:3] == [["valid", "✓"], ["gen", "✓"], ["score", "·"]]
     assert "2 of 3 iterations closed, stopped" in page.inner_text("#now")
+
+
+def test_a_run_without_a_closed_iteration_says_so(page: Page, url: str) -> None:
+    visit(page, f"{url}#run=new")
+    assert page.inner_text("#seconds") == "no metrics of a closed iteration"
+    wait_until(page, "document.querySelector('#count').textContent !== ''")
 
 
 def test_trajectories_by_sql_and_clicks(page: Page, url: str, ppo: Run) -> None:
@@ -269,7 +242,7 @@ def test_curves_grow_while_a_run_trains(
 ) -> None:
     config = ppo.config.with_values({"run.store": f"file://{tmp_path}/runs", "run.name": "live"})
     fork_run(ppo, config, 2, "score")
-    with served(config.run.store) as url:
+    with live(page, config.run.store) as url:
         visit(page, url)
         assert len(page.evaluate(SCORES)) == 3
         assert page.evaluate(SCORES)[2] is None
@@ -285,7 +258,7 @@ def test_curves_grow_while_a_run_trains(
 def test_a_run_in_a_bucket(page: Page, shown_runs: Path, s3: str, ppo: Run) -> None:
     store = f"{s3}/shown-{uuid.uuid4().hex}"
     s3fs.S3FileSystem().put(f"{shown_runs}/ppo", f"{store}/ppo", recursive=True)
-    with served(store) as url:
+    with live(page, store) as url:
         visit(page, url)
         assert "3 of 3" in page.inner_text("tr[data-name=ppo]")
         page.fill("[name=where]", "score >= 0")

@@ -17,6 +17,8 @@ from rlhf.convert.shell import launches, read_script
 from rlhf.errors import UserError
 
 SCRIPTS = Path(__file__).parents[1] / "data" / "scripts"
+STEPS = "trainer.total_training_steps=100"
+"""What verl_dapo.sh needs where its data cannot be read."""
 VERL = next(source for source in SOURCES if source.name == "verl")
 QUICKSTART = [
     "data.train_files=$HOME/data/gsm8k/train.parquet",
@@ -140,7 +142,7 @@ def test_the_command_that_starts_a_program_is_found(words: list[str], started: t
 def test_every_setting_of_an_example_is_converted_or_explained(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     program = path.stem.partition("_")[0]
-    converted = convert(path, program)
+    converted = convert(path, program, [STEPS] if path.stem == "verl_dapo" else [])
     text = converted.text()
     assert parse_config(yaml.safe_load(text), path.name) == converted.config()
     (_, arguments), *_ = launches(read_script(path.read_text(), path.name, {"HOME": "/home/me"}).commands)
@@ -168,7 +170,7 @@ def test_all_of_verls_quickstart_is_in_the_table_by_todays_names(tmp_path: Path)
 
 
 def test_verls_units_and_combinations(tmp_path: Path) -> None:
-    config = convert(SCRIPTS / "verl_dapo.sh", "verl").config()
+    config = convert(SCRIPTS / "verl_dapo.sh", "verl", [STEPS]).config()
     assert config.actor.mini_batch_trajectories == 32 * 16
     assert config.algorithm.dynamic_sampling is not None
     assert config.algorithm.dynamic_sampling.max_prompts == 10 * 3 * 512
@@ -327,11 +329,46 @@ def test_epochs_become_iterations_if_the_data_can_be_read(tmp_path: Path) -> Non
     converted = convert(path, "verl", [f"data.train_files=['{data}', '{data}']"])
     assert converted.config().train.iterations == 2000 // 256 * 15
     assert "15 (trainer.total_epochs) x 2000 rows / 256 prompts" in comments(converted)
-    unread = convert(
-        path, "verl", ["data.train_files=nowhere.parquet", "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine"]
-    )
-    assert "the data cannot be read here: set it to 15 (trainer.total_epochs) x rows / 256" in comments(unread)
+
+
+def test_epochs_stay_epochs_if_the_data_cannot_be_read(tmp_path: Path) -> None:
+    cosine = "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine"
+    unread = convert(script(tmp_path, *QUICKSTART), "verl", ["data.train_files=nowhere.parquet", cosine])
+    train = unread.config().train
+    assert (train.epochs, train.iterations) == (15, None)
+    assert "epochs: 15  # trainer.total_epochs" in unread.text()
     assert "cosine depends on the number of iterations, which is unknown: set actor.lr_schedule" in comments(unread)
+    steps = convert(script(tmp_path, *QUICKSTART), "verl", ["trainer.total_training_steps=70"]).config().train
+    assert (steps.epochs, steps.iterations) == (None, 70)
+    trl = ["--model_name_or_path=m", "--dataset_name=nowhere.parquet", "--num_processes=1"]
+    path = script(tmp_path, *trl, start="trl grpo")
+    default = convert(path, "trl")
+    assert default.config().train.epochs == 3
+    assert "epochs: 3.0  # TRL's default" in default.text()
+    assert convert(path, "trl", ["--num_train_epochs=0.5"]).config().train.epochs == 0.5
+    openrlhf = convert(SCRIPTS / "openrlhf_ppo.sh", "openrlhf")
+    assert "1 (train.num_episodes) x 100000 rows / 1024 prompts; if the data has as many" in comments(openrlhf)
+
+
+def test_the_rows_that_are_taken_may_be_limited(tmp_path: Path) -> None:
+    data = tmp_path / "train.parquet"
+    pq.write_table(pa.table({"prompt": ["p"] * 5000}), data)
+    for most, rows in ((4000, 4000), (100_000, 5000)):
+        settings = ["--data.prompt_dataset", str(data), "--data.max_samples", str(most)]
+        converted = convert(SCRIPTS / "openrlhf_ppo.sh", "openrlhf", settings)
+        assert converted.config().train.iterations == rows // 1024
+
+
+def test_dynamic_sampling_without_data_needs_a_number(tmp_path: Path) -> None:
+    """An epoch says nothing there, and a number that nobody gave would be wrong."""
+    converted = convert(SCRIPTS / "verl_dapo.sh", "verl")
+    says = "the data cannot be read here: set it, to at most 1 (trainer.total_epochs) x rows / 1536"
+    assert says in comments(converted)
+    with pytest.raises(UserError, match="train: iterations and epochs are both null: set one"):
+        converted.config()
+    path = tmp_path / "run.yaml"
+    path.write_text(converted.text())
+    assert load_config(path, ["train.iterations=5"]).iterations == 5
 
 
 def test_a_value_cannot_leave_its_comment_and_secrets_are_not_repeated(tmp_path: Path) -> None:

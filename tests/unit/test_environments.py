@@ -191,7 +191,7 @@ def test_an_environment_that_fails_is_named(tokenizer: Any) -> None:
     calls = EnvironmentCalls(load_environment("calculator"), {"no": "option"})
     with pytest.raises(EnvironmentFailed, match=r"raised TypeError: .* \(it000000-p00000-s00, at reset\)"):
         write(ScriptedEngine(tokenizer, []), calls, "1")
-    with pytest.raises(UserError, match=r"rollout.environment nobody: ModuleNotFoundError.*\(calculator\)"):
+    with pytest.raises(UserError, match=r"rollout.environment nobody: ModuleNotFoundError.*\(calculator, tools\)"):
         load_environment("nobody")
 
 
@@ -441,9 +441,9 @@ def test_a_template_that_knows_no_tools_is_named(tokenizer: Any) -> None:
 def test_an_environment_is_known_by_its_source(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text("class Mine:\n    stop = ()\n")
-    before = environment_digest(f"{path}:Mine")
+    before = environment_digest(f"{path}:Mine", {})
     path.write_text("class Mine:\n    stop = ('.',)\n")
-    assert environment_digest(f"{path}:Mine") != before
+    assert environment_digest(f"{path}:Mine", {}) != before
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ const TIME = "timing_s/";
 const SHARES_OVER = 10;
 const cards = new Map();
 const together = uPlot.sync("iterations");
+const nothing = Object.fromEntries(["curves", "seconds"].map(parent =>
+  [parent, make("p", {className: "dim"}, "no metrics of a closed iteration")]));
 
 const style = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
@@ -62,7 +64,7 @@ function draw(entry, title, data, series, extra, tell) {
       cursor: {sync: {key: together.key}, points: {size: 6}, drag: {x: false, y: false}},
       series: [{label: "iteration"}, ...series],
       axes: [axis({values: iterations, size: 26, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000]}),
-        axis({size: 52, values: (_, splits) => splits.map(split => number(split, 3))})],
+        axis({size: 60, values: (_, splits) => splits.map(split => number(split, 3))})],
       hooks: {setCursor: [told]}, ...extra,
     }, data, entry.place);
     entry.drawn = wanted;
@@ -84,7 +86,7 @@ function curve(parent, key, title, drawn, sparse) {
     points: {show: sparse || x.length < 50, size: 5, fill: color(index)}}));
   const entry = card(parent, key, title, 170);
   draw(entry, title, data, series, {
-    scales: {x: {time: false, range: (_, low, high) => low === high ? [low - 1, high + 1] : [low, high]},
+    scales: {x: {time: false, range: () => x.length === 1 ? [x[0] - 1, x[0] + 1] : [x[0], x.at(-1)]},
       y: {range: (_, low, high) => range(low, high)}},
   }, ({values}, at) => values.replaceChildren(make("span", {className: "dim"}, at === null ? "last" : `it ${x[at]}`),
     ...drawn.map(({index}, row) => make("span", {}, dot(index),
@@ -105,7 +107,7 @@ function seconds(parent, view, stages) {
   const series = present.map(stage => ({label: stage.slice(TIME.length), stroke: color(stages.indexOf(stage)),
     fill: color(stages.indexOf(stage)), width: 0, paths: bars, points: {show: false}}));
   draw(entry, title, [x, ...stacked], series, {
-    scales: {x: {time: false, range: (_, low, high) => [low - 0.6, high + 0.6]}, y: {range: (_, low, high) => [0, (high || 1) * 1.05]}},
+    scales: {x: {time: false, range: () => [x[0] - 0.6, x.at(-1) + 0.6]}, y: {range: (_, low, high) => [0, (high || 1) * 1.05]}},
   }, ({values}, at) => {
     const of = at === null ? x.map((_, row) => row).slice(-SHARES_OVER) : [at];
     const means = own.map(stage => of.reduce((sum, row) => sum + stage[row], 0) / of.length);
@@ -128,13 +130,14 @@ export function show(drawn) {
     if (having.length && !stages.includes(key)) shown.get("curves").push(curve("curves", key, title, having, /^val(-core)?\//.test(key)));
   }
   for (const {view} of drawn) {
-    if (stages.some(stage => view.metrics[stage]?.length)) shown.get("seconds").push(seconds("seconds", view, stages));
+    if (stages.some(stage => view.metrics[stage]?.some(value => value !== null))) shown.get("seconds").push(seconds("seconds", view, stages));
   }
+  at("time").hidden = drawn.length > 0 && drawn.every(({view}) => view.state === "fit");
   for (const [parent, entries] of shown) {
-    const elements = entries.map(({element}) => element);
+    const elements = entries.length ? entries.map(({element}) => element) : [nothing[parent]];
     const now = [...at(parent).children];
     if (now.length !== elements.length || now.some((element, place) => element !== elements[place])) {
-      at(parent).replaceChildren(...(elements.length ? elements : [make("p", {className: "dim"}, "no iteration is closed yet")]));
+      at(parent).replaceChildren(...elements);
     }
   }
 }

@@ -32,6 +32,11 @@ export function options(select, pairs, chosen) {
   select.value = chosen;
 }
 
+/** Say what could not be read. */
+export function damages(place, texts) {
+  at(place).replaceChildren(...texts.map(text => make("p", {role: "alert"}, `Left out, because it could not be read: ${text}`)));
+}
+
 export const number = (value, digits = 4) =>
   value === null || value === undefined ? "–" : String(Number(Number(value).toPrecision(digits)));
 

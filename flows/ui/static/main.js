@@ -2,7 +2,7 @@
 
 import {read, write} from "ui/address";
 import * as charts from "ui/charts";
-import {at, dot, make} from "ui/dom";
+import {at, damages, dot, make} from "ui/dom";
 import * as runs from "ui/runs";
 import {source} from "ui/source";
 import * as trajectories from "ui/trajectories";
@@ -13,6 +13,7 @@ const hidden = new Set();
 let summaries = [];
 let views = [];
 let chosen = [];
+let asked = "";
 
 function choose(names) {
   write({runs: names, id: ""}, {step: true});
@@ -23,7 +24,8 @@ function choose(names) {
 function choice() {
   const named = read().runs;
   if (named.length) return named;
-  return source.live ? summaries.filter(({state}) => state !== "damaged").slice(0, 1).map(({name}) => name) : summaries.map(({name}) => name);
+  const newest = summaries.find(({state}) => state !== "damaged") ?? summaries[0];
+  return (source.live && newest ? [newest] : summaries).map(({name}) => name);
 }
 
 function legend() {
@@ -50,12 +52,13 @@ async function refresh() {
   const isNew = arrived.length !== views.length || arrived.some((view, place) => view !== views[place]);
   if (failed?.reason instanceof TypeError) return;
   views = arrived;
-  if (isNew || wanted.join("\n") !== chosen.join("\n")) {
+  if (isNew || wanted.join("\n") !== asked) {
+    asked = wanted.join("\n");
     chosen = views.map(({name}) => name);
     runs.list(summaries, chosen, choose);
     runs.now(views);
     runs.config(views);
-    runs.damages(views);
+    damages("damages", views.flatMap(view => view.damages));
     legend();
     draw();
   }

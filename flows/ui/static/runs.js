@@ -16,8 +16,8 @@ export function list(summaries, chosen, choose) {
     const done = summary.iterations ? `${summary.iteration} of ${summary.iterations}` : String(summary.iteration);
     const bar = make("progress", {max: summary.iterations || 1, value: summary.iterations ? summary.iteration : 1, "aria-label": "iterations"});
     return make("tr", {"data-name": summary.name}, make("td", {}, box), make("td", {className: "name"}, name),
-      make("td", {className: `state ${summary.state}`, title: summary.problem}, summary.state),
-      make("td", {}, done, ...(summary.iterations ? [bar] : [])),
+      make("td", {className: `state ${summary.state.replace(" ", "-")}`}, summary.state),
+      make("td", {}, done, ...(summary.iterations ? [bar] : []), ...(summary.problem ? [make("div", {className: "dim"}, summary.problem)] : [])),
       make("td", {className: "optional", title: metric}, best === null ? "" : number(best, 3)),
       make("td", {className: "optional"}, summary.age_s === null ? "" : duration(summary.age_s)),
       make("td", {className: "optional"}, summary.bytes === null ? "" : size(summary.bytes)));
@@ -30,10 +30,12 @@ export function list(summaries, chosen, choose) {
 }
 
 function state(view) {
-  if (view.is_fit) return `a fit, ${view.closed} rounds`;
-  const done = view.closed >= view.iterations ? "" : view.driven ? ", running" : ", stopped";
-  return `${view.closed} of ${view.iterations} iterations closed${done}`;
+  if (view.state === "fit") return `a fit, ${view.closed} rounds`;
+  return `${view.closed} of ${view.iterations} iterations closed${view.state === "finished" ? "" : `, ${view.state}`}`;
 }
+
+/** Whether a run has an iteration that is still to be closed. */
+export const isOpen = view => view.state === "running" || view.state === "stopped";
 
 function stage({label, name, progress, seconds}) {
   const [done, total] = progress.split("/").map(Number);
@@ -58,7 +60,7 @@ export function now(views) {
       ["forked from", view.parent, value => value],
       ["folder", view.url, value => value],
     ].filter(([, value]) => value !== null);
-    const open = view.stages.length && view.closed < view.iterations
+    const open = isOpen(view)
       ? [make("p", {className: "dim"}, `iteration ${view.closed}`), make("ol", {className: "stages"}, ...view.stages.map(stage))] : [];
     return make("div", {className: "card"}, make("h3", {}, dot(index), view.name), make("p", {}, state(view)), ...open,
       make("dl", {}, ...facts.flatMap(([name, value, text]) => [make("dt", {}, name), make("dd", {}, text(value))])));
@@ -77,7 +79,3 @@ export function config(views) {
     ...(rows.length || !views.length ? rows : [row("td", ["the configs are the same"])]));
 }
 
-export function damages(views) {
-  at("damages").replaceChildren(...views.flatMap(view => view.damages.map(damage =>
-    make("p", {role: "alert"}, `Left out, because it could not be read: ${damage}`))));
-}

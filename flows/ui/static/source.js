@@ -57,12 +57,8 @@ class Report {
   }
 
   async runs() {
-    return this.all.map(({view}) => {
-      const done = view.iterations !== null && view.closed >= view.iterations;
-      const state = view.is_fit ? "fit" : done ? "finished" : view.driven ? "running" : "stopped";
-      return {name: view.name, url: view.url, state, iteration: view.closed, iterations: view.iterations,
-        best_validation: null, age_s: null, bytes: null, problem: ""};
-    });
+    return this.all.map(({view}) => ({name: view.name, url: view.url, state: view.state, iteration: view.closed,
+      iterations: view.iterations, best_validation: null, age_s: null, bytes: null, problem: ""}));
   }
 
   async run(name) {
@@ -77,7 +73,7 @@ class Report {
       && [trajectory.prompt, trajectory.response, trajectory.ground_truth]
         .some(part => part.toLowerCase().includes((text ?? "").toLowerCase()))
     ).sort((a, b) => ORDERS[order || "best"](a, b) || b.iteration - a.iteration || (a.id < b.id ? -1 : 1));
-    return {lines, matching: lines.length, total: all.length};
+    return {lines, matching: lines.length, total: all.length, damages: []};
   }
 
   async trajectory(name, iteration, id) {

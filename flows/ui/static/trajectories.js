@@ -1,7 +1,8 @@
 /* The browser of trajectories: a list that is filtered, one trajectory with coloured tokens, and what lies beside it. */
 
 import {read, write} from "ui/address";
-import {at, make, number, options} from "ui/dom";
+import {at, damages, make, number, options} from "ui/dom";
+import {isOpen} from "ui/runs";
 import {source} from "ui/source";
 
 const GROUP = "";
@@ -32,7 +33,7 @@ function filter(view) {
 
 /** Show the trajectories of these runs, as the address says. */
 export async function show(shown) {
-  views = shown.filter(view => !view.is_fit);
+  views = shown.filter(view => view.state !== "fit");
   at("trajectories").hidden = !views.length;
   if (!views.length) return;
   const view = run();
@@ -49,7 +50,7 @@ export async function show(shown) {
 
 async function iterations(view) {
   if (source.live) {
-    const last = view.closed < view.iterations ? view.closed : view.closed - 1;
+    const last = isOpen(view) ? view.closed : view.closed - 1;
     const all = Array.from({length: last + 1}, (_, back) => last - back);
     return [["", `newest closed`], ["all", "all"], ...all.map(iteration =>
       [String(iteration), iteration === view.closed ? `${iteration} (open)` : String(iteration)])];
@@ -74,6 +75,7 @@ async function list() {
       listed = answer.lines;
       at("filter-error").hidden = true;
       at("count").textContent = count(view, answer, wanted.iteration);
+      damages("left-out", answer.damages);
     } catch (error) {
       if (turn !== asked) return;
       if (error instanceof TypeError) asking = "";  // the server was not reached: ask again
@@ -86,8 +88,8 @@ async function list() {
   await open();
 }
 
-function count(view, {lines, matching, total}, iteration) {
-  if (!total) return iteration === "" ? "no iteration is closed yet" : `iteration ${iteration} has no trajectories yet`;
+function count(view, {lines, matching, total, damages}, iteration) {
+  if (!total && !damages.length) return iteration === "" ? "no iteration is closed yet" : `iteration ${iteration} has no trajectories yet`;
   if (!source.live) {
     const closed = new Set(lines.map(line => line.iteration)).size;
     return `${matching} of ${total} trajectories: a sample of the newest closed iterations${closed ? "" : ", none of which match"}, `
@@ -189,8 +191,9 @@ function beside(view, other) {
   if (other === GROUP) {
     const {lines} = opened.beside;
     const mean = lines.reduce((sum, line) => sum + (line.score ?? 0), 0) / lines.length;
+    const answers = lines.length === 1 ? "1 answer" : `${lines.length} answers`;
     const sample = source.live ? "" : " in this report";
-    at("beside").replaceChildren(select, make("p", {className: "dim"}, `${lines.length} answers to the same prompt${sample}, mean score ${number(mean)}`),
+    at("beside").replaceChildren(select, make("p", {className: "dim"}, `${answers} to the same prompt${sample}, mean score ${number(mean)}`),
       make("div", {className: "group"}, ...lines.map(line =>
         button(line, line.id === opened.trajectory.id, false))));
   } else if (compared) {

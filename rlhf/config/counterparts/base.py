@@ -21,8 +21,6 @@ class Assumed:
 
     value: Value
     why: str
-    is_guess: bool = False
-    """Whether the value only stands for one that the user must choose."""
 
 
 Converted: TypeAlias = Mapping[str, Value | Assumed]

@@ -22,11 +22,12 @@ from rlhf.config.counterparts.base import (
     without_equal,
 )
 from rlhf.config.counterparts.shared import (
+    LENGTH,
     NO_DUAL_CLIP,
     data_file,
-    iterations,
     known_iterations,
     lr_schedule,
+    run_length,
     run_name,
 )
 
@@ -171,11 +172,9 @@ def _overlong(settings: Settings) -> Converted:
 def _iterations(settings: Settings) -> Converted:
     names = settings.texts("data.prompt_dataset") if settings.has("data.prompt_dataset") else []
     epochs, prompts = settings.count("train.num_episodes"), settings.count("rollout.batch_size")
-    if settings.has("data.max_samples") and settings.rows(names) is None:
-        rows = settings.count("data.max_samples")
-        why = f"{epochs} (num_episodes) x {rows} rows (max_samples) / {prompts}; the data cannot be read here"
-        return {"train.iterations": Assumed(max(1, rows // prompts * epochs), why)}
-    return iterations(settings, names, epochs, prompts, "train.num_episodes")
+    is_dynamic = settings.flag("algo.dynamic_filtering_enable")
+    most = settings.count("data.max_samples") if settings.has("data.max_samples") else None
+    return run_length(settings, names, epochs, prompts, "train.num_episodes", is_dynamic=is_dynamic, most=most)
 
 
 def _pool(settings: Settings) -> Converted:
@@ -477,9 +476,9 @@ COUNTERPARTS: tuple[Counterpart, ...] = (
     ),
     computed(
         ("train.num_episodes", "data.max_samples"),
-        "train.iterations",
+        LENGTH,
         _iterations,
-        "epochs x rows / prompts",
+        "iterations are epochs x rows / prompts, where the data can be read or max_samples is given",
     ),
     without_equal(
         ("data.input_key", "data.label_key"), "the columns are prompt and reward_model: `ratchet data prompts`"

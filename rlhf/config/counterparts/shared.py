@@ -9,17 +9,27 @@ from pathlib import Path
 from rlhf.algorithms import PolicyLoss
 from rlhf.config.counterparts.base import Assumed, Converted, NoEqual, Settings, Value
 
-DEFAULT_ITERATIONS = 30
-"""`train.iterations` where the number cannot be computed."""
-
 
 def sole_file(names: Sequence[str]) -> Value | Assumed:
     """The first of several files, where we take one."""
     return names[0] if len(names) == 1 else Assumed(names[0], f"one file: {', '.join(names[1:])} left out")
 
 
-def iterations(settings: Settings, names: Sequence[str], epochs: float, prompts: int, key: str) -> Converted:
-    """The number of iterations in some passes over the data.
+LENGTH = ("train.iterations", "train.epochs")
+"""The keys of which `run_length` sets one."""
+
+
+def run_length(
+    settings: Settings,
+    names: Sequence[str],
+    epochs: float,
+    prompts: int,
+    key: str,
+    *,
+    is_dynamic: bool = False,
+    most: int | None = None,
+) -> Converted:
+    """The length of a run that makes some passes over the data.
 
     Args:
         settings: the other program's settings.
@@ -27,23 +37,30 @@ def iterations(settings: Settings, names: Sequence[str], epochs: float, prompts:
         epochs: passes over the data.
         prompts: prompts that an iteration takes.
         key: the other program's key for the epochs.
+        is_dynamic: whether an iteration draws more prompts if it needs them: `train.epochs` is refused then.
+        most: largest number of rows that are taken; None: all.
 
     Returns:
-        `train.iterations`.
+        `train.iterations` if the number of rows is known, otherwise `train.epochs`; if that is refused, no number, so
+        that the user must set one.
     """
     rows = settings.rows(names)
-    if rows is None:
-        why = f"the data cannot be read here: set it to {epochs:g} ({key}) x rows / {prompts}, rounded down"
-        return {"train.iterations": Assumed(DEFAULT_ITERATIONS, why, is_guess=True)}
-    why = f"{epochs:g} ({key}) x {rows} rows / {prompts} prompts; dropped prompts are not counted"
+    if rows is None and most is None and is_dynamic:
+        why = f"the data cannot be read here: set it, to at most {epochs:g} ({key}) x rows / {prompts}"
+        return {"train.iterations": Assumed(None, why)}
+    if rows is None and most is None:
+        return {"train.epochs": epochs}
+    remark = "if the data has as many" if rows is None else "dropped prompts are not counted"
+    rows = min(count for count in (rows, most) if count is not None)
+    why = f"{epochs:g} ({key}) x {rows} rows / {prompts} prompts; {remark}"
     return {"train.iterations": Assumed(max(1, int(rows // prompts * epochs)), why)}
 
 
 def known_iterations(converted: Converted) -> int | None:
     """The number of iterations, if it follows from the settings or the data."""
-    value = converted["train.iterations"]
+    value = converted.get("train.iterations")
     if isinstance(value, Assumed):
-        value = None if value.is_guess else value.value
+        value = value.value
     return value if isinstance(value, int) else None
 
 

@@ -20,13 +20,14 @@ from rlhf.config.counterparts.base import (
     without_equal,
 )
 from rlhf.config.counterparts.shared import (
+    LENGTH,
     NO_DUAL_CLIP,
     data_file,
-    iterations,
     known_iterations,
     loss_option,
     lr_schedule,
     python_reward,
+    run_length,
     run_name,
     services,
 )
@@ -102,7 +103,7 @@ def _grpo_iterations(settings: Settings) -> Converted:
     if settings.has("max_steps") and settings.count("max_steps") > 0:
         return {"train.iterations": max(1, int(settings.count("max_steps") / _steps(settings)))}
     epochs = settings.number("num_train_epochs")
-    return iterations(settings, _files(settings), epochs, _prompts(settings), "num_train_epochs")
+    return run_length(settings, _files(settings), epochs, _prompts(settings), "num_train_epochs")
 
 
 def _files(settings: Settings) -> list[str]:
@@ -456,9 +457,9 @@ GRPO = Source(
         _every("save_steps", "checkpoint.every", "save_strategy"),
         computed(
             ("max_steps", "num_train_epochs"),
-            "train.iterations",
+            LENGTH,
             _grpo_iterations,
-            "iterations, not optimizer steps; epochs x rows / prompts, where the data can be read",
+            "iterations, not optimizer steps; they are epochs x rows / prompts, where the data can be read",
         ),
     ),
     COMMON
@@ -494,7 +495,7 @@ GRPO = Source(
 def _ppo_iterations(settings: Settings) -> Converted:
     if settings.has("total_episodes"):
         return {"train.iterations": -(-settings.count("total_episodes") // _step(settings))}
-    return iterations(
+    return run_length(
         settings, _files(settings), settings.number("num_train_epochs"), _step(settings), "num_train_epochs"
     )
 
@@ -597,9 +598,9 @@ PPO = Source(
         direct("cliprange_value", "critic.cliprange_value"),
         computed(
             ("total_episodes", "num_train_epochs"),
-            "train.iterations",
+            LENGTH,
             _ppo_iterations,
-            "episodes / prompts, rounded up; or epochs x rows / prompts, where the data can be read",
+            "iterations are episodes / prompts, rounded up; or epochs x rows / prompts, where the data can be read",
         ),
         without_equal("vf_coef", "the critic has an optimizer and a learning rate of its own: critic.lr"),
         without_equal("whiten_rewards", "advantages are whitened, rewards are not"),

@@ -19,10 +19,11 @@ from rlhf.config.counterparts.base import (
     without_equal,
 )
 from rlhf.config.counterparts.shared import (
-    iterations,
+    LENGTH,
     known_iterations,
     loss_option,
     lr_schedule,
+    run_length,
     run_name,
     services,
     sole_file,
@@ -231,7 +232,8 @@ def _iterations(settings: Settings) -> Converted:
         return {"train.iterations": settings.count("trainer.total_training_steps")}
     names = settings.texts("data.train_files") if settings.has("data.train_files") else []
     epochs = settings.count("trainer.total_epochs")
-    return iterations(settings, names, epochs, _prompts_drawn(settings), "trainer.total_epochs")
+    is_dynamic = settings.flag("algorithm.filter_groups.enable")
+    return run_length(settings, names, epochs, _prompts_drawn(settings), "trainer.total_epochs", is_dynamic=is_dynamic)
 
 
 def _snapshots(settings: Settings) -> Converted:
@@ -616,9 +618,9 @@ COUNTERPARTS: tuple[Counterpart, ...] = (
     ),
     computed(
         ("trainer.total_training_steps", "trainer.total_epochs"),
-        "train.iterations",
+        LENGTH,
         _iterations,
-        "epochs x rows / prompts, where the data can be read",
+        "iterations are epochs x rows / prompts, where the data can be read",
     ),
     without_equal(
         (f"{ROLLOUT}.val_kwargs.top_p", f"{ROLLOUT}.val_kwargs.top_k"),

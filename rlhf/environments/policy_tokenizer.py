@@ -1,0 +1,43 @@
+"""The tokenizer of the policy, whose chat template describes the environment's tools."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rlhf.environments import load_environment
+from rlhf.errors import UserError
+from rlhf.models import load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rlhf.config.sections import EnvironmentConfig, ModelConfig
+
+
+def policy_tokenizer(model: ModelConfig, environment: EnvironmentConfig | None) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of the policy.
+
+    Args:
+        model: the policy's model.
+        environment: `rollout.environment`. If its class has a class method `schemas`, of the options, the chat
+            template gets the tools that it returns.
+
+    Raises:
+        UserError: the tokenizer cannot be loaded, or its chat template does not describe tools.
+    """
+    tokenizer = load_tokenizer(model)
+    if environment is None:
+        return tokenizer
+    schemas_of = getattr(load_environment(environment.name), "schemas", None)
+    if schemas_of is None:
+        return tokenizer
+    schemas = [dict(schema) for schema in schemas_of(**environment.options)]
+    templates = tokenizer.chat_template
+    template = templates.get("tool_use", templates.get("default")) if isinstance(templates, dict) else templates
+    if not template or "tools" not in template:
+        raise UserError(
+            f"rollout.environment {environment.name} has tools, and the chat template of {model.path} does not "
+            "describe tools: set model.chat_template, or choose a model that was trained to call tools"
+        )
+    tokenizer.chat_template = f"{{%- set tools = {schemas!r} -%}}{template}"  # Jinja reads Python's literals
+    return tokenizer

@@ -1,0 +1,219 @@
+"""Where tools come from: Python functions as they stand, and MCP servers."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import inspect
+import json
+import os
+import shlex
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future
+from functools import cache
+from typing import Any, TypeVar
+
+from rlhf.errors import UserError, raised
+from rlhf.named import load_named, source_of
+
+T = TypeVar("T")
+FUNCTIONS_KEY, MCP_KEY = "rollout.tools", "rollout.mcp"
+CONNECT_S = 60.0
+"""Seconds in which an MCP server must start and list its tools."""
+
+
+class CallFailed(Exception):
+    """A tool refused its arguments, or failed; the policy reads the message."""
+
+
+class Tool(ABC):
+    """A tool, as the policy sees it."""
+
+    name: str
+    schema: Mapping[str, Any]
+    """Its JSON schema, in the layout that chat templates take: {type: function, function: {name, …}}."""
+    identity: str
+    """Differs for a tool that answers differently."""
+
+    @abstractmethod
+    async def call(self, arguments: Mapping[str, Any]) -> str:
+        """Call it.
+
+        Args:
+            arguments: JSON values by name.
+
+        Returns:
+            The result: a text as it is, everything else as JSON.
+
+        Raises:
+            CallFailed: it failed.
+        """
+
+
+class FunctionTool(Tool):
+    """A Python function, `async` or not, with type hints and a docstring that describes its arguments."""
+
+    def __init__(self, named: str) -> None:
+        """Load the function.
+
+        Args:
+            named: ``package.module:function`` or ``file.py:function``.
+
+        Raises:
+            UserError: there is no such function, or it has no schema.
+        """
+        from transformers.utils import get_json_schema
+
+        if ":" not in named:
+            raise UserError(f"{FUNCTIONS_KEY} {named}: name it as package.module:function or file.py:function")
+        self._function: Callable[..., Any] = load_named(named, FUNCTIONS_KEY, "", "", ())
+        try:
+            self.schema = get_json_schema(self._function)
+        except Exception as error:  # transformers has several, and they name the function and the argument
+            raise UserError(
+                f"{FUNCTIONS_KEY} {named}: {error}; a tool needs type hints, and a docstring with a line for each "
+                "argument in a section Args:"
+            ) from None
+        self.name = self.schema["function"]["name"]
+        self.identity = hashlib.sha256(source_of(self._function, FUNCTIONS_KEY, named).encode()).hexdigest()
+        self._signature = inspect.signature(self._function)
+
+    async def call(self, arguments: Mapping[str, Any]) -> str:
+        """See `Tool.call`. A function that is not `async` runs in a thread."""
+        try:
+            bound = self._signature.bind(**arguments)
+        except TypeError as error:
+            raise CallFailed(f"{self.name}: {error}") from None
+        try:
+            if inspect.iscoroutinefunction(self._function):
+                result = await self._function(*bound.args, **bound.kwargs)
+            else:
+                result = await asyncio.to_thread(self._function, *bound.args, **bound.kwargs)
+        except Exception as error:
+            raise CallFailed(f"{self.name} raised {raised(error)}") from None
+        try:
+            return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+        except (TypeError, ValueError) as error:
+            raise CallFailed(f"{self.name} returned something that is not JSON: {error}") from None
+
+
+class MCPServer:
+    """A connection to an MCP server, on an event loop of its own."""
+
+    def __init__(self, where: str) -> None:
+        """Connect.
+
+        Args:
+            where: the URL of a server (streamable HTTP), or a command that starts one (stdio).
+
+        Raises:
+            UserError: it does not start, does not answer, or offers no tools.
+        """
+        try:
+            from mcp import Client, StdioServerParameters
+        except ImportError:
+            raise UserError(f'{MCP_KEY} needs the package mcp: pip install "ratchet-rlhf[mcp]"') from None
+
+        self.where = where
+        server: str | StdioServerParameters = where
+        if not where.startswith(("http://", "https://")):
+            try:
+                command, *arguments = shlex.split(where)
+            except ValueError as error:
+                raise UserError(f"{MCP_KEY} {where!r} is neither a URL nor a command: {error}") from None
+            server = StdioServerParameters(command=command, args=arguments, env=dict(os.environ))
+        self._client = Client(server)
+        self._loop = asyncio.new_event_loop()
+        self._ended = asyncio.Event()
+        ready: Future[None] = Future()
+        threading.Thread(target=self._serve, args=(ready,), name="mcp", daemon=True).start()
+        try:
+            ready.result(CONNECT_S)
+            self.tools = self._run(self._list()).result(CONNECT_S)
+        except Exception as error:
+            raise UserError(f"{MCP_KEY} {where}: {_reason(error)}: start the server, or correct the address") from None
+        if not self.tools:
+            raise UserError(f"{MCP_KEY} {where} offers no tools")
+
+    def _serve(self, ready: Future[None]) -> None:
+        async def connected() -> None:
+            try:
+                async with self._client:
+                    ready.set_result(None)
+                    await self._ended.wait()
+            except Exception as error:
+                if not ready.done():
+                    ready.set_exception(error)
+
+        self._loop.run_until_complete(connected())
+
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    async def _list(self) -> list[MCPTool]:
+        tools: list[MCPTool] = []
+        cursor: str | None = None
+        while True:
+            page = await self._client.list_tools(cursor=cursor)
+            tools += [MCPTool(self, tool.name, tool.description or "", dict(tool.input_schema)) for tool in page.tools]
+            cursor = page.next_cursor
+            if cursor is None:
+                return tools
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Call a tool; see `Tool.call`."""
+        try:
+            result = await asyncio.wrap_future(self._run(self._client.call_tool(name, dict(arguments))))
+        except Exception as error:
+            raise CallFailed(f"{name}: {_reason(error)}") from None
+        text = "\n".join(part.text for part in result.content if part.type == "text")
+        if result.is_error:
+            raise CallFailed(f"{name}: {text}")
+        return text
+
+
+class MCPTool(Tool):
+    """A tool of an MCP server."""
+
+    def __init__(self, server: MCPServer, name: str, description: str, parameters: Mapping[str, Any]) -> None:
+        self._server, self.name = server, name
+        self.schema = {
+            "type": "function",
+            "function": {"name": name, "description": description, "parameters": parameters},
+        }
+        self.identity = json.dumps([name, self.schema], sort_keys=True)
+
+    async def call(self, arguments: Mapping[str, Any]) -> str:
+        """See `Tool.call`."""
+        return await self._server.call(self.name, arguments)
+
+
+@cache
+def tools_of(functions: tuple[str, ...], mcp: tuple[str, ...]) -> tuple[Tool, ...]:
+    """Load tools; MCP servers start, and stay for the life of the process.
+
+    Args:
+        functions: `rollout.tools`.
+        mcp: `rollout.mcp`.
+
+    Raises:
+        UserError: one cannot be loaded, or two have the same name.
+    """
+    tools: list[Tool] = [FunctionTool(named) for named in functions]
+    for where in mcp:
+        tools += MCPServer(where).tools
+    names = [tool.name for tool in tools]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise UserError(f"{FUNCTIONS_KEY} and {MCP_KEY} have several tools named {min(twice)}: rename one")
+    return tuple(tools)
+
+
+def _reason(error: BaseException) -> str:
+    """The first error of a group, in one line."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, TimeoutError):
+        return f"no answer within {CONNECT_S:g} s"
+    return raised(error)

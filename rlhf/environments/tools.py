@@ -1,0 +1,155 @@
+"""Tools that the policy calls by its chat template: Python functions, and tools of MCP servers.
+
+A turn may contain calls in the format of Hermes and Qwen (``<tool_call>{"name": …, "arguments": {…}}</tool_call>``), of
+Llama 3 (``{"name": …, "parameters": {…}}``), or of Mistral (``[TOOL_CALLS] [{"name": …, "arguments": {…}}]``). Their
+results are messages of the role `tool`. A turn without a call is the answer, and the end. A call that fails is answered
+with the error, so that the policy can learn from it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from rlhf.data.formats import Messages
+from rlhf.environments import Observation
+from rlhf.environments.tool_sources import CallFailed, Tool, tools_of
+
+JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
+HERMES = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+MISTRAL = "[TOOL_CALLS]"
+LLAMA = "<|python_tag|>"
+LONGEST_ERROR = 1000
+"""Characters of an error that the policy reads at most."""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call that the policy wrote."""
+
+    name: str
+    arguments: Mapping[str, JSON]
+
+
+class MalformedCall(Exception):
+    """The policy began a call that is not one."""
+
+
+class Environment:
+    """Answers the calls of a turn, in order."""
+
+    stop = ()
+    keeps_special_tokens = True  # the marks of calls are special tokens in some tokenizers
+
+    def __init__(self, functions: Sequence[str] = (), mcp: Sequence[str] = ()) -> None:
+        """Load the tools, once per process.
+
+        Args:
+            functions: `rollout.tools`.
+            mcp: `rollout.mcp`.
+        """
+        self._tools = {tool.name: tool for tool in tools_of(tuple(functions), tuple(mcp))}
+
+    @classmethod
+    def identity(cls, functions: Sequence[str] = (), mcp: Sequence[str] = ()) -> str:
+        """What the environment depends on in addition to its code: the code of functions, the schemas of others."""
+        return json.dumps(sorted(tool.identity for tool in tools_of(tuple(functions), tuple(mcp))))
+
+    @classmethod
+    def schemas(cls, functions: Sequence[str] = (), mcp: Sequence[str] = ()) -> list[Mapping[str, Any]]:
+        """What the chat template tells the policy about the tools."""
+        return [tool.schema for tool in tools_of(tuple(functions), tuple(mcp))]
+
+    def reset(self, messages: Messages, ground_truth: Any, extra_info: Any) -> None:
+        """It remembers nothing."""
+
+    async def step(self, turn: str) -> Observation:
+        """Call what the turn asks for."""
+        try:
+            calls = tool_calls(turn, self._tools)
+        except MalformedCall as error:
+            return Observation([{"role": "tool", "content": f"error: {error}"}])
+        if not calls:
+            return Observation(None)
+        return Observation([{"role": "tool", "name": call.name, "content": await self._result(call)} for call in calls])
+
+    async def _result(self, call: ToolCall) -> str:
+        tool: Tool | None = self._tools.get(call.name)
+        if tool is None:
+            return f"error: there is no tool {call.name}; there are {', '.join(self._tools)}"
+        try:
+            return await tool.call(call.arguments)
+        except CallFailed as error:
+            return f"error: {str(error)[:LONGEST_ERROR]}"
+
+
+def tool_calls(turn: str, names: Iterable[str]) -> list[ToolCall]:
+    """Find the calls in a turn, in whichever of the formats it has.
+
+    Args:
+        turn: text of the policy, with special tokens.
+        names: names of the tools. JSON in Llama's format, which has no mark, is a call only if it names one.
+
+    Returns:
+        The calls, in order; empty if there are none.
+
+    Raises:
+        MalformedCall: a call is not JSON, or lacks the name or the arguments.
+    """
+    if "<tool_call>" in turn:
+        texts = HERMES.findall(turn)
+        if not texts or turn.rfind("<tool_call>") > turn.rfind("</tool_call>"):
+            raise MalformedCall("a <tool_call> has no </tool_call>")
+        return [_call(_decoded(text)) for text in texts]
+    if MISTRAL in turn:
+        decoded = _decoded(turn.partition(MISTRAL)[2])
+        return [_call(item) for item in (decoded if isinstance(decoded, list) else [decoded])]
+    start = turn.find("{")
+    marked = LLAMA in turn
+    if start < 0 or not (marked or not turn[:start].strip()):
+        return []
+    try:
+        calls = [_call(value) for value in _several(turn[start:])]
+    except MalformedCall:
+        if marked:
+            raise
+        return []
+    return calls if marked or calls[0].name in set(names) else []
+
+
+def _several(text: str) -> Iterator[JSON]:
+    """The JSON values that a text begins with, separated by semicolons."""
+    rest = ";" + text
+    while rest.startswith(";"):
+        value, end = _decoded_to(rest[1:].lstrip())
+        rest = rest[1:].lstrip()[end:].lstrip()
+        yield value
+
+
+def _decoded(text: str) -> JSON:
+    """The JSON value that a text begins with; a special token may follow it."""
+    return _decoded_to(text.strip())[0]
+
+
+def _decoded_to(text: str) -> tuple[JSON, int]:
+    """The JSON value that a text begins with, and the position after it."""
+    try:
+        value: JSON
+        value, end = json.JSONDecoder().raw_decode(text)
+    except (ValueError, RecursionError) as error:
+        raise MalformedCall(f"the call is not JSON: {error}") from None
+    return value, end
+
+
+def _call(value: JSON) -> ToolCall:
+    if not isinstance(value, dict) or not isinstance(name := value.get("name"), str):
+        raise MalformedCall('a call is a JSON object with "name" and "arguments"')
+    arguments = value.get("arguments", value.get("parameters"))
+    if isinstance(arguments, str):  # some models write the arguments as a text
+        arguments = _decoded(arguments)
+    if not isinstance(arguments, dict):
+        raise MalformedCall(f"the arguments of {name} are not a JSON object")
+    return ToolCall(name, arguments)

@@ -1,0 +1,202 @@
+"""The live page in a real Chromium, of runs unlike others: dialogues, fits, runs that ended early, damaged ones."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page
+
+from infra.runs import open_run
+from tests.browser import live, opened, visit, wait_until
+from tests.integration.test_listing import validated
+from tests.integration.test_stored_runs import STORED
+
+CURVES = """Object.fromEntries([...document.querySelectorAll("#curves .chart")].map(place =>
+    [place.parentElement.querySelector("h3").textContent, place.chart.data.map(values => [...values])]))"""
+SCALES = """[...document.querySelectorAll(".chart")].map(place =>
+    [place.chart.data[0].length, place.chart.scales.x.min, place.chart.scales.x.max])"""
+LISTED = "[...document.querySelectorAll('#list button')].map(button => button.dataset.id)"
+LEFT_OUT = "Left out, because it could not be read: "
+
+
+@pytest.fixture(scope="module", autouse=True)
+def made(shown_runs: Path, other_runs: Path) -> None:
+    """All runs are made before Chromium starts."""
+
+
+@pytest.fixture
+def damaged(shown_runs: Path, tmp_path: Path) -> Path:
+    """A copy of the run `ppo`, to be damaged, beside a whole one."""
+    for name in ("ppo", "whole"):
+        shutil.copytree(shown_runs / "ppo", tmp_path / name)
+    return tmp_path / "ppo"
+
+
+def row_of(page: Page, name: str) -> str:
+    return page.inner_text(f"#list-of-runs tr[data-name={name}]")
+
+
+def test_a_dialogue_shows_who_wrote_what(page: Page, other_runs: Path) -> None:
+    frame = open_run(f"file://{other_runs}/dialogue").trajectories().set_index("trajectory_id")
+    row = max((row for _, row in frame.iterrows()), key=lambda row: len(row["turns"]))
+    assert {turn["role"] for turn in row["turns"]} == {"policy", "environment"}
+    with live(page, f"file://{other_runs}") as url:
+        visit(page, f"{url}#run=dialogue&id={row.name}")
+        page.wait_for_selector("#reader .token")
+        turns = page.locator("#reader .turns li").evaluate_all(
+            "all => all.map(li => [...li.children].map(c => c.textContent))"
+        )
+        assert turns == [[turn["role"], turn["content"]] for turn in row["turns"]]
+        assert f"environment {row['score']:g}" in page.inner_text("#reader dl")
+        page.select_option("#quantity", "written by the policy")
+        tokens = page.locator("#reader .token")
+        assert tokens.count() == len(row["response_mask"])
+        titles = tokens.evaluate_all("all => all.map(token => token.title)")
+        assert titles == [f"written by the policy {written}" for written in row["response_mask"]]
+        colours = tokens.evaluate_all("all => all.map(token => getComputedStyle(token).backgroundColor)")
+        coloured = [colour != "rgba(50, 120, 220, 0)" for colour in colours]
+        assert coloured == [bool(written) for written in row["response_mask"]], "what it was told has no colour"
+        curves = page.evaluate(CURVES)
+        assert curves["num_turns/mean: turns of a dialogue, the prompt included, mean (turns)"][1] == [
+            pytest.approx(frame["turns"].map(len).mean() + 1, rel=1e-3)
+        ]
+        assert page.evaluate(SCALES), "there are charts"
+        for length, low, high in page.evaluate(SCALES):
+            assert length == 1 and -1 <= low < 0 < high <= 1, "the only iteration is in the middle"
+
+
+@pytest.mark.parametrize(("name", "loss"), [("sft", "sft/loss"), ("judge", "reward/loss")])
+def test_a_fit_shows_its_metrics(page: Page, other_runs: Path, name: str, loss: str) -> None:
+    run = open_run(f"file://{other_runs}/{name}")
+    metrics = run.metrics()
+    with live(page, f"file://{other_runs}") as url:
+        visit(page, f"{url}#run={name}")
+        assert "fit" in row_of(page, name)
+        assert "a fit, 2 rounds" in page.inner_text("#now")
+        curves = page.evaluate(CURVES)
+        assert loss in curves
+        assert curves == {
+            metric: [[0, 1], pytest.approx(list(metrics[metric]), rel=1e-6)]
+            for metric in metrics.columns
+            if metric != "iteration"
+        }
+        assert ["lr", "0.01"] in page.locator("#config tr").evaluate_all(
+            "all => all.map(r => r.innerText.split('\\t'))"
+        )
+        assert page.is_hidden("#trajectories") and page.is_hidden("#time"), "it has none, and no stages"
+        page.check("[data-run=dialogue]")
+        wait_until(page, "document.querySelectorAll('#now h3').length === 2")
+        page.wait_for_selector("#reader .token")
+        assert page.locator("[name=of] option").all_inner_texts() == ["dialogue"]
+        assert page.locator("#seconds h3").all_inner_texts() == ["dialogue: seconds by stage"]
+
+
+def test_a_run_that_lost_patience_has_ended_early(page: Page, tmp_path: Path) -> None:
+    validated(tmp_path, [{"val-core/a/reward/mean@1": score} for score in (0.5, 0.4, 0.3)], patience=1)
+    with live(page, f"file://{tmp_path}") as url:
+        visit(page, url)
+        assert "ended early" in row_of(page, "validated") and "2 of 9" in row_of(page, "validated")
+        assert "0.5" in row_of(page, "validated"), "the best validation"
+        assert "2 of 9 iterations closed, ended early" in page.inner_text("#now")
+        assert page.locator("#now .stages").count() == 0, "nothing will happen in iteration 2"
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+@pytest.mark.parametrize(
+    ("key", "damage", "says", "listed", "scored"),
+    [
+        ("trajectories/score/iteration=000002/1-0-part-00000.parquet", truncate, "is damaged", 8, 4),
+        ("trajectories/generate/iteration=000002/1-0-part-00000.parquet", Path.unlink, "is gone", 4, 4),
+        ("manifests/iteration=000002/score.1-0.json", Path.unlink, "is gone", 8, 0),
+        ("manifests/iteration=000002/generate.1-0.json", truncate, "is damaged", 0, 0),
+    ],
+)
+def test_what_can_be_read_of_trajectories_is_shown(
+    page: Page, damaged: Path, key: str, damage: Callable[[Path], object], says: str, listed: int, scored: int
+) -> None:
+    damage(damaged / key)
+    with live(page, f"file://{damaged.parent}") as url:
+        visit(page, f"{url}#run=ppo")
+        wait_until(page, "document.querySelector('#count').textContent !== ''")
+        wait_until(page, f"{LISTED}.length === {listed}")
+        told = page.inner_text("#left-out")
+        assert told.startswith(LEFT_OUT) and f"{key} {says}" in told
+        assert page.inner_text("#count") == f"{listed} of {listed} trajectories of iteration 2"
+        lines = page.locator("#list button .dim").all_inner_texts()
+        assert sum("score –" not in line for line in lines) == scored
+        if listed:
+            page.wait_for_selector("#reader .token")
+            page.locator("#list button").last.click()
+            wait_until(
+                page,
+                "document.querySelector('#reader h3').textContent.startsWith("
+                "document.querySelector('#list button:last-child').dataset.id)",
+            )
+        page.select_option("[name=iteration]", "all")
+        wait_until(page, f"{LISTED}.length === {16 + listed}")
+        assert f"{key} {says}" in page.inner_text("#left-out")
+        page.select_option("[name=iteration]", "1")
+        wait_until(page, f"{LISTED}.length === 8 && document.querySelector('#left-out').textContent === ''")
+        assert len(page.evaluate(CURVES)["critic/score/mean: score, mean"][0]) == 4, "no metric is missing"
+
+
+def test_a_trajectory_that_cannot_be_read_says_why(page: Page, damaged: Path) -> None:
+    key = "trajectories/generate/iteration=000002/1-0-part-00000.parquet"
+    (damaged / key).unlink()
+    with live(page, f"file://{damaged.parent}") as url:
+        visit(page, f"{url}#run=ppo&id=it000002-p00000-s00")
+        page.wait_for_selector("#reader [role=alert]")
+        told = page.inner_text("#reader")
+        assert "has no trajectory it000002-p00000-s00" in told and f"{key} is gone" in told
+
+
+def test_an_iteration_without_its_index_is_missing_from_the_curves(page: Page, damaged: Path) -> None:
+    key = "index/000001.1-0.json"
+    (damaged / key).unlink()
+    with live(page, f"file://{damaged.parent}") as url:
+        visit(page, url)
+        assert page.locator("#now h3").all_inner_texts() == ["whole"], "by default one that is whole"
+        row = row_of(page, "ppo")
+        assert "damaged" in row and "3 of 3" in row and f"{key} is gone" in row
+        page.click("tr[data-name=ppo] button")
+        wait_until(page, "document.querySelector('#now h3')?.textContent === 'ppo'")
+        assert f"{LEFT_OUT}file://{damaged}/{key} is gone" in page.inner_text("#damages")
+        assert page.evaluate(CURVES)["critic/score/mean: score, mean"][0] == [0, 2, 3]
+        page.select_option("[name=iteration]", "all")
+        wait_until(page, f"{LISTED}.length === 16")
+        assert {trajectory[:8] for trajectory in page.evaluate(LISTED)} == {"it000000", "it000002"}
+        assert f"{key} is gone" in page.inner_text("#left-out")
+
+
+@pytest.mark.parametrize(("damage", "says"), [(Path.unlink, "is gone"), (truncate, "is damaged")])
+def test_metrics_that_cannot_be_read_leave_the_rest(
+    page: Page, tmp_path: Path, damage: Callable[[Path], object], says: str
+) -> None:
+    """A run of an older release, whose metrics are in no other place than the metrics files."""
+    shutil.copytree(STORED / "schema-2" / "run", tmp_path / "old")
+    key = "metrics/iteration=000000.1-0.parquet"
+    damage(tmp_path / "old" / key)
+    with live(page, f"file://{tmp_path}") as url:
+        visit(page, url)
+        assert "damaged" in row_of(page, "old") and f"{key} {says}" in row_of(page, "old")
+        assert f"{key} {says}" in page.inner_text("#damages")
+        wait_until(page, f"{LISTED}.length === 8")
+        assert page.inner_text("#curves") == "no metrics of a closed iteration"
+
+
+def test_a_log_that_cannot_be_read_is_named_and_hides_no_other_run(browser: Browser, damaged: Path) -> None:
+    newest = max((damaged / "log").glob("[0-9]*.json"))
+    truncate(newest)
+    with opened(browser, refused="status of 502") as page, live(page, f"file://{damaged.parent}") as url:
+        visit(page, f"{url}#run=ppo")
+        assert f"{newest.name} is damaged" in row_of(page, "ppo")
+        assert f"{newest.name} is damaged" in page.inner_text("#error")
+        page.check("[data-run=whole]")
+        wait_until(page, "document.querySelector('#now h3')?.textContent === 'whole'")
+        wait_until(page, f"{LISTED}.length === 8")
