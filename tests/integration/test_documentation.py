@@ -253,7 +253,7 @@ def is_key(key: str) -> bool:
     within = [*KEYS, "algorithm.advantage.type", "algorithm.loss.type"]
     named = re.sub(r"^pools\.\w+", "pools", key)
     return any(known == named or known.startswith(f"{named}.") for known in within) or named.startswith(
-        ("reward.options.", "placement.")
+        ("reward.options.", "placement.", "model.chat_template_kwargs.")
     )
 
 
