@@ -211,7 +211,7 @@ class Partner(EnvironmentCalls):
         self.loop, self.stage = loop, stage
 
     async def of(self, dialogue: Dialogue, tokenizer: Any) -> Any:
-        return SimpleNamespace(stop=())
+        return self._environments.setdefault(id(dialogue), SimpleNamespace(stop=()))  # type: ignore[arg-type]
 
     async def step(self, dialogue: Dialogue, turn: str) -> Observation:
         name = f"{self.stage} {dialogue.request.trajectory_id}"
