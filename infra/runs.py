@@ -131,9 +131,10 @@ class Run:
             else:
                 readable.append((state, by_stage))
                 known |= dict.fromkeys(name for names in by_stage.values() for name in names)
-        if unknown := [name for name in columns or () if name not in known]:
-            raise UserError(f"there is no column {unknown[0]}; columns are {', '.join(known)}")
-        wanted = list(known) if columns is None else columns
+        asked = [name for name in columns or () if name != "iteration"]  # which is always there
+        if unknown := [name for name in asked if name not in known]:
+            raise UserError(f"there is no column {unknown[0]}; columns are iteration, {', '.join(known)}")
+        wanted = list(known) if columns is None else asked
         frames = []
         for state, by_stage in readable:
             try:

@@ -134,7 +134,8 @@ def incompatible(config: RunConfig) -> Iterator[str]:
         ("checkpoint.keep.best", config.checkpoint.keep.best > 0),
     ):
         if is_set and config.validation.data is None:
-            yield f"{key} is set without validation.data: name a prompt file, or remove it"
+            off = 0 if key in ("validation.every", "checkpoint.keep.best") else "null"
+            yield f"{key} is set without validation.data: name a prompt file, or set {key}={off}"
 
 
 def _averages_fit(config: RunConfig) -> Iterator[str]:

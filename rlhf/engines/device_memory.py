@@ -34,6 +34,8 @@ def resident(config: RunConfig, parameters: Mapping[str, int], ranks: int, *, id
         if role == "reward":
             assert config.reward.model is not None
             held["weights of the reward model"] = count * _width(config.reward.model)
+        elif role == "ema":
+            held["weights of the ema (host memory)"] = 4 * count
         elif role == "reference":
             if config.model.lora is None or config.reference.model is not None:  # otherwise it is the actor's base
                 is_sharded = trainer.engine == "fsdp" or (trainer.engine == "deepspeed" and trainer.zero_stage == 3)

@@ -90,6 +90,7 @@ def test_ppo(ratchet: Ratchet, workspace: Path, prefect_server: str) -> None:
     assert frame.groupby("iteration")["prompt"].nunique().tolist() == [4, 4]
     assert frame["prompt"].nunique() == 8, "every iteration draws the next prompts"
     assert frame["policy_version"].tolist() == frame["iteration"].tolist()
+    assert list(run.trajectories(columns=["score", "iteration"]).columns) == ["iteration", "score"]
     assert run.validation().groupby("iteration").size().to_dict() == {0: 3 * 2, 2: 3 * 2}
 
     # what a person sees in Prefect: the stages that were committed before are Cached

@@ -123,10 +123,10 @@ def test_the_minimal_config_is_the_documented_default(file: Path) -> None:
         ("algorithm.advantage=egpo; algorithm.rollout_correction.bypass=true", "algorithm.advantage egpo needs the entropy"),  # noqa: E501
         ("algorithm.rollout_correction={bypass: true, weights: {}}", "algorithm.rollout_correction: bypass uses the rollout's log-probs as the old ones"),  # noqa: E501
         ("algorithm.advantage={type: gdpo, parts: [a]}; algorithm.kl.in_reward=0.1", "algorithm.kl.in_reward would do nothing: use algorithm.kl.in_loss"),  # noqa: E501
-        ("validation.every=1", "validation.every is set without validation.data: name a prompt file, or remove it"),
-        ("validation.patience=2", "validation.patience is set without validation.data: name a prompt file, or remove it"),  # noqa: E501
-        ("validation.metric=m", "validation.metric is set without validation.data: name a prompt file, or remove it"),
-        ("checkpoint.keep.best=1", "checkpoint.keep.best is set without validation.data: name a prompt file, or remove it"),  # noqa: E501
+        ("validation.every=1", "validation.every is set without validation.data: name a prompt file, or set validation.every=0"),  # noqa: E501
+        ("validation.patience=2", "validation.patience is set without validation.data: name a prompt file, or set validation.patience=null"),  # noqa: E501
+        ("validation.metric=m", "validation.metric is set without validation.data: name a prompt file, or set validation.metric=null"),  # noqa: E501
+        ("checkpoint.keep.best=1", "checkpoint.keep.best is set without validation.data: name a prompt file, or set checkpoint.keep.best=0"),  # noqa: E501
         ("actor.lr_schedule.type=cosine", "actor.lr_schedule: a cosine schedule needs decay_iterations"),
         # overrides that are none
         ("actor.lr", "'actor.lr' is not an override: write key.subkey=value"),

@@ -458,6 +458,7 @@ def test_the_tables_name_keys_that_there_are(source: Source) -> None:
         ("learning_rate=1e-6", "is a key of TRL (GRPO): write actor.lr=1.0e-06"),
         ("actor_rollout_ref.rollout.top_k=50", "write rollout.top_k=50"),
         ("actor_rollout_ref.rollout.top_k=-1", "write rollout.top_k=0"),
+        ("num_generations=8", "is a key of TRL (GRPO): write rollout.n=8"),
         ("min_p=0.1", "is a key of TRL (GRPO): write rollout.min_p=0.1"),
         ("rollout.tensor_model_parallel_size=2", "write rollout.vllm.tensor_parallel=2"),
         ("reward_model.num_workers=4", "is a key of verl: write reward.workers=4"),

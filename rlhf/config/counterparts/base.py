@@ -193,6 +193,7 @@ class Source:
         return names
 
     def counterpart(self, key: str) -> Counterpart | None:
-        """The row of a key, by today's or an older name."""
+        """The row of a key, by today's or an older name; where there are several, the one of this key alone."""
         today = self.today(key)
-        return next((row for row in self.counterparts if row.matches(today)), None)
+        rows = [row for row in self.counterparts if row.matches(today)]
+        return next((row for row in rows if row.is_direct), rows[0] if rows else None)

@@ -404,7 +404,7 @@ GRPO = Source(
             ("reward_funcs", "reward_weights", "reward_model_name_or_path"),
             ("reward.function", "reward.model.path"),
             _reward,
-            "functions of one response, with verl's signature",
+            "functions with TRL's signature run unchanged, and so do verl's",
         ),
         computed(
             ("scale_rewards", "multi_objective_aggregation"),
