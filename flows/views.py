@@ -207,8 +207,12 @@ def plan(console: Console, run: Run, config: RunConfig, iteration: int | None, n
     console.print(table)
     if (stage := first_changed(stages)) is None:
         console.print("nothing that is committed would run again: `ratchet train` continues with this config")
-    else:
+    elif any(entry.keeps for entry in stages if entry.stage != VALIDATE):
         console.print(f"to keep the stages that stay, fork: `ratchet fork {name} --at {chosen}:{stage} --run NEW …`")
+    else:
+        console.print(
+            f"no stage stays; to keep earlier iterations, fork: `ratchet fork {name} --at {chosen} --run NEW …`"
+        )
 
 
 def tree(origin: Origin) -> Tree:

@@ -70,9 +70,11 @@ def first_changed(planned: Iterable[Planned]) -> str | None:
         planned: The result of `plan`.
 
     Returns:
-        The first committed stage that does not stay valid; None if all do.
+        The first committed stage that does not stay valid; None if all do. A validation only counts if nothing else
+        changes, because no stage reads it, and a fork leaves it out if it is not valid.
     """
-    return next((entry.stage for entry in planned if not entry.keeps and entry.why != ("not committed",)), None)
+    changed = [entry.stage for entry in planned if not entry.keeps and entry.why != ("not committed",)]
+    return next((stage for stage in changed if stage != VALIDATE.name), changed[0] if changed else None)
 
 
 def fork_run(run: Run, config: RunConfig, iteration: int, stage: str | None) -> None:
@@ -106,7 +108,11 @@ def fork_run(run: Run, config: RunConfig, iteration: int, stage: str | None) -> 
         driver = Driver(config, run.store)
         for candidate in STAGES:
             if candidate.name in shared and isinstance(commit := committed[candidate.name], StageCommit):
-                check_unchanged(driver, candidate, run.store.manifest(commit))
+                manifest = run.store.manifest(commit)
+                if candidate is VALIDATE and changes_since(driver, candidate, manifest):
+                    shared.remove(candidate.name)  # no stage reads it: the fork validates again
+                else:
+                    check_unchanged(driver, candidate, manifest)
     child = ObjectStore(run_url(config.run.store, config.run.name))
     check_inputs(config)
     check_store(child, config)

@@ -102,6 +102,31 @@ def test_a_fork_shares_what_came_before_and_nothing_is_copied(
     assert [path for path in after if path not in before] in ([], [parent.folder / "forks" / "child.json"])
 
 
+def test_a_fork_with_another_reward_validates_again(ratchet: Ratchet, config: RunConfig, workspace: Path) -> None:
+    """As `plan` says: the iteration's validation is out of date, too, and no reason to lose its generations."""
+    store = ("--store", config.run.store)
+    train(config.with_values({"validation": {"data": str(workspace / "held_out.parquet"), "every": 1}}))
+    path = workspace.parent / "validated.yaml"
+    run = of(config, "parent").run
+    path.write_text(yaml.safe_dump(run.config.model_dump(mode="json")))
+    code, out, _ = ratchet("plan", path, REWARD, "--iteration", "2")
+    assert code == 0
+    at = re.search(r"ratchet fork parent --at (\S+) --run NEW", out)
+    assert at is not None, out
+    assert at[1] == "2:score"
+    assert ratchet("fork", "parent", "--at", at[1], "--run", "child", *store, REWARD)[0] == 0
+    shared = set(of(config, "child").run.store.iteration_state(2).stages)
+    assert shared == {"generate", "old_log_probs", "ref_log_probs", "values"}
+    code, _, err = ratchet("resume", "child", *store)
+    assert code == 0, err
+    child = of(config, "child").run
+    assert "validate" in child.store.iteration_state(2).stages
+    columns = ["trajectory_id", "response", "score"]
+    mine, theirs = (one.trajectories(iterations=[2], columns=columns) for one in (child, run))
+    assert list(mine["response"]) == list(theirs["response"])
+    assert (mine["score"] != theirs["score"]).any()
+
+
 def test_a_fork_that_changes_nothing_gives_the_same_weights(
     ratchet: Ratchet, parent: History, config: RunConfig
 ) -> None:
