@@ -28,6 +28,10 @@ class CallFailed(Exception):
     """A tool refused its arguments, or failed; the policy reads the message."""
 
 
+class ServerLost(Exception):
+    """An MCP server does not answer any more: no fault of the policy, which does not read the message."""
+
+
 class Tool(ABC):
     """A tool, as the policy sees it."""
 
@@ -49,6 +53,7 @@ class Tool(ABC):
 
         Raises:
             CallFailed: it failed.
+            ServerLost: nothing can be called there any more.
         """
 
 
@@ -126,7 +131,6 @@ class MCPServer:
             server = StdioServerParameters(command=command, args=arguments, env=dict(os.environ))
         self._client = Client(server)
         self._loop = asyncio.new_event_loop()
-        self._ended = asyncio.Event()
         ready: Future[None] = Future()
         threading.Thread(target=self._serve, args=(ready,), name="mcp", daemon=True).start()
         try:
@@ -142,7 +146,7 @@ class MCPServer:
             try:
                 async with self._client:
                     ready.set_result(None)
-                    await self._ended.wait()
+                    await asyncio.Event().wait()  # until the process ends
             except Exception as error:
                 if not ready.done():
                     ready.set_exception(error)
@@ -163,11 +167,20 @@ class MCPServer:
                 return tools
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Call a tool; see `Tool.call`."""
+        """Call a tool; see `Tool.call`.
+
+        Raises:
+            ServerLost: the server does not answer.
+        """
+        from mcp import MCPError
+        from mcp.types import INVALID_PARAMS
+
         try:
             result = await asyncio.wrap_future(self._run(self._client.call_tool(name, dict(arguments))))
         except Exception as error:
-            raise CallFailed(f"{name}: {_reason(error)}") from None
+            if isinstance(error, MCPError) and error.error.code == INVALID_PARAMS:
+                raise CallFailed(f"{name}: {_reason(error)}") from None
+            raise ServerLost(f"{MCP_KEY} {self.where}: {_reason(error)}: start it again, and resume") from None
         text = "\n".join(part.text for part in result.content if part.type == "text")
         if result.is_error:
             raise CallFailed(f"{name}: {text}")

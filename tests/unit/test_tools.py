@@ -1,4 +1,4 @@
-"""Tools by the model's own template: what the policy is told, which calls it writes, and what it reads."""
+"""Tools: how the chat template describes them, which calls are recognized, and what the policy reads in answer."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -269,8 +270,9 @@ def test_a_policy_reads_what_its_tool_answers(folder: Path) -> None:
     assert tokenizer.decode(by_policy) == "".join(turns), "and learns only what it wrote"
 
 
-@pytest.fixture(scope="module")
-def over_http() -> Iterator[str]:
+@contextmanager
+def mcp_server() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """A server over HTTP: its URL, and its process."""
     port = free_port()
     process = subprocess.Popen([sys.executable, "-m", "tests.mcp_server", str(port)], stderr=subprocess.DEVNULL)
     try:
@@ -281,10 +283,34 @@ def over_http() -> Iterator[str]:
                 break
             except OSError:
                 time.sleep(0.05)
-        yield f"http://127.0.0.1:{port}/mcp"
+        yield f"http://127.0.0.1:{port}/mcp", process
     finally:
         process.terminate()
         process.wait()
+
+
+@pytest.fixture(scope="module")
+def over_http() -> Iterator[str]:
+    with mcp_server() as (url, _):
+        yield url
+
+
+def test_a_server_that_is_lost_is_no_fault_of_the_policy(folder: Path) -> None:
+    """The policy must not learn from it: the trajectory gets a rollout_error."""
+    tokenizer = policy_tokenizer(model_of(folder, "hermes"), environment_of(*FUNCTIONS))
+    engine = ScriptedEngine(tokenizer, [[call_text("add", a=1, b=2) + "<eos>"]])
+    with mcp_server() as (url, process):
+        calls = EnvironmentCalls(Environment, {"mcp": (url,)}, on_error="drop")
+        assert Environment.schemas((), (url,))
+        process.kill()
+        process.wait()
+        generator, [dialogue] = Generator(engine, tokenizer, interruptible=True), dialogues_for("truth")
+        generator.resume(0)
+        generator.submit([(dialogue, Rules(replace(SAMPLING, max_tokens=400), calls, max_turns=5))])
+        wait_for(generator, [dialogue])
+    assert dialogue.finish_reason == "error"
+    assert dialogue.error is not None
+    assert f"rollout.mcp {url}: MCPError: Connection closed: start it again, and resume" in dialogue.error
 
 
 @pytest.mark.parametrize("transport", ["stdio", "http"])
