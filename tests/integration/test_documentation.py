@@ -249,7 +249,7 @@ SECTIONS = {key.partition(".")[0] for key in KEYS}
 
 
 def is_key(key: str) -> bool:
-    """Whether the config has a key, a section, or a place for names of one's own."""
+    """Whether a key exists: a key or a section of the config, or a name that the user chooses within one."""
     within = [*KEYS, "algorithm.advantage.type", "algorithm.loss.type"]
     named = re.sub(r"^pools\.\w+", "pools", key)
     return any(known == named or known.startswith(f"{named}.") for known in within) or named.startswith(
