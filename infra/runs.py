@@ -334,9 +334,9 @@ class Run:
             initial_digest,
             load_actor,
             load_critic,
-            load_tokenizer,
             model_folder,
             save,
+            save_tokenizer,
         )
 
         target = Path(folder)
@@ -362,7 +362,7 @@ class Run:
             for path in source.glob(pattern):
                 shutil.copy(path, target / path.name)
         if self.config.model.chat_template is not None:
-            load_tokenizer(self.config.model).save_pretrained(target)
+            save_tokenizer(self.config.model, target)
         self._write_card(target / CARD, checkpoint, adapter=adapter)
         return target
 

@@ -18,7 +18,7 @@ from rlhf.engines.base import OptimizerPlan
 from rlhf.engines.learning_rate import learning_rate
 from rlhf.engines.model_engine import ModelEngine, float32_model
 from rlhf.engines.optimizers import AdamW
-from rlhf.models import load_tokenizer, save
+from rlhf.models import save, save_tokenizer
 from tasks.recording import recorded_task
 
 
@@ -94,7 +94,7 @@ def _write(job: Fit) -> None:
     with tempfile.TemporaryDirectory(dir=output, prefix=".") as name:
         folder = Path(name)
         save(float32_model(job.engine), folder)
-        load_tokenizer(job.config.model).save_pretrained(folder)
+        save_tokenizer(job.config.model, folder)
         for path in sorted(folder.iterdir()):
             if (target := output / path.name).is_dir():
                 shutil.rmtree(target)

@@ -168,6 +168,12 @@ def load_tokenizer(model: ModelConfig, *, writes: bool = True) -> PreTrainedToke
     return tokenizer
 
 
+def save_tokenizer(model: ModelConfig, folder: Path) -> None:
+    """Write the tokenizer of a model, with the configured chat template, but without values for its variables: whoever
+    uses the model sets them."""
+    load_tokenizer(model.model_copy(update={"chat_template_kwargs": {}})).save_pretrained(folder)
+
+
 def _set_variables(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> None:
     """Set variables at the beginning of the chat template, so that they hold wherever it is used."""
     template = tokenizer.chat_template
