@@ -38,7 +38,7 @@ def evaluate(config: RunConfig, iteration: int = 0, overrides: Sequence[str] = (
     if config.validation.data is None:
         raise UserError("validation.data is null: name the prompts to evaluate on (--data)")
     say_attention(config.model)
-    check_rewards(config.reward.functions, config.reward.options, config.reward.allow_code)
+    check_rewards(config.reward)
     return answer(config, iteration)
 
 

@@ -76,6 +76,8 @@ NAMES = {
     "group_ids": "groups (rollout.n > 1)",
     "greedy_scores": "greedy answers",
     "reward_parts": "parts of the reward",
+    "turns": "turns (rollout.environment)",
+    "states": "what each turn follows",
 }
 
 
@@ -150,7 +152,9 @@ def _row(key: str, algorithm: type) -> str:
         "data": {"train": "prompts.parquet"},
         "algorithm": {"loss": "gpg", "advantage": "grpo"},
     }
-    config = parse_config(minimal, "reference").with_values({key: options})
+    environment = {"name": "calculator", "on_error": "fail"}
+    talks = {"rollout.environment": environment} if "turns" in algorithm.needs else {}  # type: ignore[attr-defined]
+    config = parse_config(minimal, "reference").with_values({key: options, **talks})
     stages = ", ".join(f"`{stage}`" for stage in names_of(config) if stage not in ALWAYS)
     papers = ", ".join(
         f"[{paper}](https://arxiv.org/abs/{paper})"
@@ -300,7 +304,8 @@ def _type(kind: pa.DataType) -> str:
 def _shape(column: Column) -> str:
     if not pa.types.is_list(column.type):
         return ""
-    return {"prompt_ids": "[P]", "turns": "[turns]"}.get(column.name, "[T]")
+    of_policy = dict.fromkeys(("turn_rewards", "turn_ends"), "[policy turns]")
+    return {"prompt_ids": "[P]", "turns": "[turns]", **of_policy}.get(column.name, "[T]")
 
 
 def main() -> None:

@@ -51,7 +51,11 @@ def rescoring_config(
         "run.name": run,
         "run.store": source.rpartition("/")[0],
         "data.generations": source,
-        **({} if reward is None else {"reward.function": reward, "reward.model": None, "reward.options": {}}),
+        **(
+            {}
+            if reward is None
+            else dict.fromkeys(("reward.model", "reward.judge")) | {"reward.function": reward, "reward.options": {}}
+        ),
         "train": {"iterations": parent.state.iteration, "updates": learn},
         "validation": parent.config.validation.model_dump() if learn else {},
         "tracking": list(parent.config.tracking) if learn else [],

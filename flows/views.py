@@ -125,8 +125,9 @@ def show(
     if trajectories.empty:
         raise UserError(f"iteration {chosen} of {run.config.run.name} has no committed trajectories yet")
     if columns is None:
-        response = "turns" if "turns" in trajectories and trajectories["turns"].notna().any() else "response"
-        names = [name for name in ("trajectory_id", "prompt", response, "score") if name in trajectories]
+        has_turns = "turns" in trajectories and trajectories["turns"].notna().any()
+        response = ("turns", "turn_rewards") if has_turns else ("response",)
+        names = [name for name in ("trajectory_id", "prompt", *response, "score") if name in trajectories]
     else:
         names = list(trajectories.columns) if columns == "all" else [name.strip() for name in columns.split(",")]
     missing = [name for name in names if name not in trajectories]

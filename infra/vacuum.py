@@ -7,6 +7,7 @@ deleted.
 from __future__ import annotations
 
 from infra.execution.claims import refuse_if_driven
+from infra.store.answers import FOLDER as ANSWERS
 from infra.store.chain import Broken, Chain, last_slot
 from infra.store.log import Corrupt
 from infra.store.records import (
@@ -22,7 +23,7 @@ from infra.store.records import (
 )
 from infra.store.run_store import REPORT, RunStore
 
-KEPT = ("run.json", "log/", "forks/", REPORT)
+KEPT = ("run.json", "log/", "forks/", ANSWERS, REPORT)
 
 
 def vacuum(store: RunStore, take_over: bool = False) -> list[str]:

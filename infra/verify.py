@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from infra.execution.claims import run_json, run_json_is_readable
 from infra.progress import StepProgress, report
+from infra.store import answers
 from infra.store.chain import AT_ONCE, Broken, Chain, last_slot
 from infra.store.log import TAIL, Corrupt
 from infra.store.records import ObjectRef
@@ -74,6 +76,7 @@ def verify(store: RunStore) -> Iterator[Finding]:
             digests |= {file.key: file.sha256 for file in store.checkpoint(ref).files.values()}
     yield from _objects(store, digests)
     yield from _beside_the_log(store)
+    yield from _answers(store, [key for key in keys if key.startswith(answers.FOLDER)])
     for key in keys:
         if is_whole and key not in digests and not key.startswith(KEPT):
             yield Finding(key, "is not referenced by any record", "`ratchet vacuum` deletes it", harmless=True)
@@ -134,3 +137,17 @@ def _beside_the_log(store: RunStore) -> Iterator[Finding]:
             harmless=True,
             repair=lambda: store.objects.delete([TAIL]),
         )
+
+
+def _answers(store: RunStore, keys: list[str]) -> Iterator[Finding]:
+    """Check the judge's answers, several at a time."""
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for key, data in zip(keys, pool.map(store.objects.get_if_there, keys), strict=True):
+            if data is not None and not answers.is_sound(data):
+                yield Finding(
+                    key,
+                    "is damaged",
+                    "it is an answer of the judge; --repair deletes it, and the judge is asked again",
+                    harmless=True,
+                    repair=partial(store.objects.delete, [key]),
+                )

@@ -15,14 +15,14 @@ from typing import Any
 from rlhf.errors import UserError
 
 
-def load_named(name: str, key: str, package: str, attribute: str, built_in: Sequence[str]) -> Any:
+def load_named(name: str, key: str, package: str, attributes: Sequence[str], built_in: Sequence[str]) -> Any:
     """Load a function or a class by its name in the config.
 
     Args:
         name: a built-in, ``package.module:name`` or ``folder/file.py:name``.
         key: config key that holds the name, for errors.
         package: package whose modules are the built-ins.
-        attribute: name of the function or class in a built-in's module.
+        attributes: names that the function or class of a built-in or of a file may have; the first that exists counts.
         built_in: names of the built-ins, for errors.
 
     Raises:
@@ -30,9 +30,12 @@ def load_named(name: str, key: str, package: str, attribute: str, built_in: Sequ
     """
     module_name, colon, attribute_name = name.rpartition(":")
     if not colon:
-        module_name, attribute_name = name if name.endswith(".py") else f"{package}.{name}", attribute
+        module_name, attribute_name = name if name.endswith(".py") else f"{package}.{name}", attributes[0]
     try:
-        target = getattr(_module(module_name), attribute_name)
+        module = _module(module_name)
+        if not colon:
+            attribute_name = next((known for known in attributes if hasattr(module, known)), attribute_name)
+        target = getattr(module, attribute_name)
     except Exception as error:  # a user's module may raise anything when it is imported
         raise UserError(
             f"{key} {name}: {type(error).__name__}: {error}; name a built-in ({', '.join(built_in)}), "

@@ -20,6 +20,7 @@ from rlhf.algorithms.kl import AdaptiveCoefficient, Controller, Estimator, kl_di
 from rlhf.algorithms.rollout_correction import off_policy_metrics
 from rlhf.batch import TrajectoryBatch, unpadded
 from rlhf.config import RunConfig
+from rlhf.errors import UserError
 from rlhf.schema import TRAJECTORY
 from rlhf.stage_config import StageConfig, key
 from tasks.stage import RowsStage
@@ -64,6 +65,8 @@ def advantages(context: Context[AdvantagesConfig]) -> ShardOutput[ShardSummary]:
     if "reward_parts" in estimator.needs:
         parts = _reward_parts(batch, estimator.parts if isinstance(estimator, GDPO) else ())
         inputs["reward_parts"] = {name: estimator.clipped(part) for name, part in parts.items()}
+    if "turns" in estimator.needs:
+        inputs["turns"], inputs["states"] = _turns_and_states(batch, estimator.type)
     for name in ("values", "entropy"):
         if name in batch:
             inputs[name] = batch.padded(name).double()
@@ -96,7 +99,8 @@ def _token_rewards(
     """Per-token rewards, metrics, and the state of the KL controller.
 
     The score goes to the tokens in `token_scores`, and the rest of it, with the length penalty, to the last token that
-    the model wrote. The KL penalty is subtracted at every token.
+    the model wrote. The KL penalty is subtracted at every token. A trajectory that an older release scored has no
+    `token_scores` of its turns, perhaps beside others of the iteration that have them.
 
     Args:
         context: The batch, the config and the controllers' state before this iteration.
@@ -114,10 +118,8 @@ def _token_rewards(
         penalty = config.overlong_penalty(lengths, config.max_response_tokens)
         metrics["critic/overlong_penalty/mean"] = float(penalty.mean())
         scores = scores + penalty
-    token_rewards = torch.zeros_like(mask)
-    if batch.array("token_scores").null_count == 0:
-        token_rewards = batch.padded("token_scores").double()
-        scores = scores - token_rewards.sum(-1)
+    token_rewards = batch.padded("token_scores", mask.shape[1]).double()
+    scores = scores - token_rewards.sum(-1)
     last = (mask * torch.arange(1, mask.shape[1] + 1)).argmax(-1)
     token_rewards[torch.arange(len(batch)), last] += scores
     if "ref_log_probs" in batch:
@@ -176,6 +178,38 @@ def _reward_parts(batch: TrajectoryBatch, wanted: Sequence[str]) -> dict[str, to
     values = {name: [row[name] if good else 0.0 for row, good in zip(rows, scored, strict=True)] for name in names}
     parts = {name: torch.tensor(column, dtype=torch.float64) for name, column in sorted(values.items())}
     return {"score": _doubles(batch, "score"), **parts}
+
+
+def _turns_and_states(batch: TrajectoryBatch, advantage: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tell which turn each token belongs to, and what the policy had read right before that turn.
+
+    Args:
+        batch: The trajectories.
+        advantage: The estimator that needs them, for the error.
+
+    Returns:
+        The number of the token's turn in its trajectory, and a number for the text that the turn follows: the
+        environment's answer to the turn before, or the prompt. Tokens of the environment belong to the turn that
+        follows them. Both int64, shape (batch, response).
+
+    Raises:
+        UserError: if an older release generated the trajectories.
+    """
+    if batch.array("turn_ends").null_count:
+        raise UserError(
+            "these trajectories were generated before the rewards and ends of their turns were stored, so "
+            f"algorithm.advantage {advantage} cannot use them: generate them again, or choose another advantage"
+        )
+    lengths = batch.lengths("response_mask")
+    turns = np.zeros((len(batch), lengths.max(initial=0)), dtype=np.int64)
+    states = np.zeros_like(turns)
+    numbers: dict[str | None, int] = {}
+    for row, (ends, said) in enumerate(zip(batch.list("turn_ends"), batch.list("turns"), strict=True)):
+        followed = [None, *(turn["content"] for turn in said if turn["role"] == "environment")]
+        of_turn = np.array([numbers.setdefault(text, len(numbers)) for text in followed])
+        of_token = np.searchsorted(ends, np.arange(lengths[row]), side="right")
+        turns[row, : lengths[row]], states[row, : lengths[row]] = of_token, of_turn[of_token]
+    return torch.from_numpy(turns), torch.from_numpy(states)
 
 
 def _doubles(batch: TrajectoryBatch, name: str) -> torch.Tensor:
@@ -242,7 +276,15 @@ ADVANTAGES = RowsStage(
     config=AdvantagesConfig,
     exists=exists,
     reads={
-        "generate": ("prompt_id", "prompt_ids", "response_mask", "rollout_log_probs", "finish_reason"),
+        "generate": (
+            "prompt_id",
+            "prompt_ids",
+            "response_mask",
+            "rollout_log_probs",
+            "finish_reason",
+            "turns",
+            "turn_ends",
+        ),
         "select": (),
         "score": ("score", "reward_parts", "reward_error", "token_scores"),
         "greedy_baseline": ("greedy_score", "greedy_tokens"),

@@ -262,6 +262,7 @@ def trajectories(context: Context[C], prompts: Prompts) -> TrajectoryBatch:
         number, row = prompts.rows[place // prompts.n]
         prompt = prompts.dataset[row]
         text, ids = _encoded(context, prompts, row)
+        unanswered = len(dialogue.turn_ends) - dialogue.answered
         values = {
             "trajectory_id": dialogue.request.trajectory_id,
             "prompt_id": _prompt_id(context, number),
@@ -286,6 +287,8 @@ def trajectories(context: Context[C], prompts: Prompts) -> TrajectoryBatch:
             "turns": dialogue.turns(tokenizer) if talks else None,
             "rollout_error": dialogue.error,
             "environment_reward": dialogue.reward if talks else None,
+            "turn_rewards": [*dialogue.turn_rewards, *[0.0] * unanswered] if talks else None,
+            "turn_ends": dialogue.turn_ends if talks else None,
         }
         for name, value in values.items():
             columns[name].append(value)

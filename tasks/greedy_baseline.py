@@ -64,6 +64,8 @@ def greedy_baseline(context: Context[GreedyBaselineConfig]) -> ShardOutput[Greed
     responses = [dialogue.ids for dialogue in context.dialogues]
     texts = [context.resources.tokenizer.decode(response, skip_special_tokens=True) for response in responses]
     written = {
+        "trajectory_id": [dialogue.request.trajectory_id for dialogue in context.dialogues],
+        "finish_reason": [dialogue.finish_reason for dialogue in context.dialogues],
         "response": texts,
         "response_ids": responses,
         "response_mask": [[1] * len(response) for response in responses],

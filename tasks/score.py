@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import compress
 from typing import Any, Literal
 
@@ -16,8 +16,7 @@ from rlhf.batch import TrajectoryBatch
 from rlhf.config import RunConfig
 from rlhf.data.prompts import original, structures
 from rlhf.errors import RatchetError
-from rlhf.rewards import Score
-from rlhf.rewards.pool import Row
+from rlhf.rewards import JUDGE, Score, Trajectory
 from rlhf.schema import TRAJECTORY
 from rlhf.stage_config import StageConfig, key
 from tasks.reward_model import RewardModelStageConfig, is_complete, model_scores
@@ -25,15 +24,31 @@ from tasks.stage import RowsStage
 
 OnError = Literal["fail", "zero", "drop"]
 REWARD_READS = (
+    "prompt_id",
+    "sample",
     "data_source",
-    "response",
     "messages",
     "prompt_is_text",
+    "response",
+    "response_mask",
+    "finish_reason",
+    "policy_version",
     "ground_truth",
     "ground_truth_is_json",
     "extra_info",
+    "turns",
 )
-"""What the reward functions receive."""
+"""What the reward functions receive, in addition to `trajectory_id`."""
+
+
+class JudgeStageConfig(StageConfig):
+    section = "reward.judge"
+    model: str = key("model")
+    mode: Literal["rubric", "pairwise", "ranking"] = key("mode")
+    rubric: str = key("rubric")
+    url: str = key("url", operational=True)
+    retries: int = key("retries", operational=True)
+    api_key_env: str = key("api_key_env", operational=True)
 
 
 class ScoreConfig(StageConfig):
@@ -42,7 +57,9 @@ class ScoreConfig(StageConfig):
     timeout_s: float = key("reward.timeout_s")
     on_error: OnError = key("reward.on_error")
     model_weight: float | None = key("reward.model.weight")
+    judge: JudgeStageConfig | None
     workers: int = key("reward.workers", operational=True)
+    concurrency: int = key("reward.concurrency", operational=True)
 
 
 class ScoreSummary(ShardSummary):
@@ -100,7 +117,7 @@ def scores(
         RatchetError: if a reward fails and `reward.on_error` is `fail`.
     """
     complete = is_complete(batch)
-    rewards = _rewards(context, config, _reward_rows(batch), complete)
+    rewards = _rewards(context, config, _trajectories(batch, context.iteration), complete)
     more: list[dict[str, float]] = [{} for _ in rewards]
     """Rewards of the model and the environment, per trajectory, by their name in the parts."""
     token_scores: list[Any] = [None] * len(rewards)
@@ -117,6 +134,10 @@ def scores(
     for row, given_reward in enumerate(batch.list("environment_reward") if "environment_reward" in batch else ()):
         if given_reward is not None:
             more[row]["environment"] = given_reward if complete[row] else 0.0
+    for row, turn_scores in enumerate(_turn_scores(batch)):
+        if turn_scores is not None:
+            counted = turn_scores if complete[row] and rewards[row].error is None else np.zeros_like(turn_scores)
+            token_scores[row] = counted if token_scores[row] is None else token_scores[row] + counted
     for row, (reward, added) in enumerate(zip(rewards, more, strict=True)):
         if added:
             rule = {} if config.function is None else {"rule": reward.score}
@@ -130,22 +151,73 @@ def scores(
     }
 
 
-def _reward_rows(batch: TrajectoryBatch) -> list[Row]:
-    rows = zip(*(batch.list(name) for name in REWARD_READS), strict=True)
-    return [
-        (source, response, *structures(*prompt), original(messages, is_text))
-        for source, response, messages, is_text, *prompt in rows
-    ]
+def _turn_scores(batch: TrajectoryBatch) -> Iterator[np.ndarray | None]:
+    """The rewards of each trajectory's turns at the last token of each turn, as arrays of the lengths of the responses.
+
+    None without an environment, and if an older release, which kept only their sum, generated the trajectory.
+    """
+    if "turn_rewards" not in batch:
+        return
+    mask, lengths = batch.flat("response_mask"), batch.lengths("response_mask")
+    firsts = np.cumsum(lengths) - lengths
+    rows = zip(firsts, lengths, batch.list("turn_ends"), batch.list("turn_rewards"), strict=True)
+    for first, length, ends, rewards in rows:
+        if rewards is None:
+            yield None
+            continue
+        placed = np.zeros(length, dtype=np.float32)
+        for end, reward in zip(ends, rewards, strict=True):
+            if end and mask[first + end - 1]:  # a turn without tokens has no place: its reward is in the rest
+                placed[end - 1] += reward
+        yield placed
 
 
-def _rewards(context: Context[C], config: ScoreConfig, rows: list[Row], complete: np.ndarray) -> list[Score]:
+def _trajectories(batch: TrajectoryBatch, iteration: int) -> list[Trajectory]:
+    """What the reward functions receive. Greedy answers, and trajectories of older releases, lack some columns."""
+    trajectories: list[Trajectory] = []
+    names = ("trajectory_id", *REWARD_READS)
+    values = [batch.list(name) if name in batch else [None] * len(batch) for name in names]
+    for row in (dict(zip(names, cells, strict=True)) for cells in zip(*values, strict=True)):
+        truth, extra = structures(row["ground_truth"], row["ground_truth_is_json"], row["extra_info"])
+        mask = row["response_mask"]
+        trajectories.append(
+            Trajectory(
+                data_source=row["data_source"],
+                solution_str=row["response"],
+                ground_truth=truth,
+                extra_info=extra,
+                prompt=original(row["messages"], row["prompt_is_text"]),
+                turns=row["turns"] or [{"role": "policy", "content": row["response"]}],
+                metadata={
+                    "trajectory_id": row["trajectory_id"],
+                    "prompt_id": row["prompt_id"],
+                    "sample": row["sample"],
+                    "iteration": iteration,
+                    "policy_version": row["policy_version"],
+                    "finish_reason": row["finish_reason"],
+                    "response_length": None if mask is None else sum(mask),
+                },
+            )
+        )
+    return trajectories
+
+
+def _rewards(
+    context: Context[C], config: ScoreConfig, trajectories: list[Trajectory], complete: np.ndarray
+) -> list[Score]:
     """The scores of the reward functions; 0 for trajectories that are not `complete`. Raises the error of a failed
     reward if `reward.on_error` is `fail`."""
-    rewards = [Score(0.0, {}) for _ in rows]
+    rewards = [Score(0.0, {}) for _ in trajectories]
     if config.function is None:
         return rewards
-    settings = RewardSettings(config.function, config.options, config.workers, config.timeout_s)
-    scored = context.resources.rewards(settings).score(list(compress(rows, complete)))
+    settings = RewardSettings(
+        functions={config.function: 1.0} if isinstance(config.function, str) else config.function,
+        options=config.options if config.judge is None else {**config.options, JUDGE: config.judge.model_dump()},
+        workers=config.workers,
+        timeout_s=config.timeout_s,
+        concurrency=config.concurrency,
+    )
+    scored = context.resources.rewards(settings).score(list(compress(trajectories, complete)))
     for row, reward in zip(np.flatnonzero(complete), scored, strict=True):
         if isinstance(reward, RatchetError):
             if config.on_error == "fail":
@@ -165,12 +237,7 @@ SCORE = RowsStage(
     config=ScoreConfig,
     exists=exists,
     reads={
-        "generate": (
-            "prompt_id",
-            *REWARD_READS,
-            "environment_reward",
-            "rollout_error",
-        ),
+        "generate": (*REWARD_READS, "environment_reward", "rollout_error", "turn_ends", "turn_rewards"),
         "reward_model": TRAJECTORY.names("reward_model"),
     },
     writes=TRAJECTORY.of("score"),

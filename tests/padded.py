@@ -48,13 +48,20 @@ def batches(draw: st.DrawFn, scale: float | None = None) -> Batch:
     batch["mask"] = torch.from_numpy(mask.astype(np.float64))
     batch["group_ids"] = torch.from_numpy(rng.integers(0, 3, shape[0]))
     batch |= {name: torch.from_numpy(rng.standard_normal(shape[0]) * scale) for name in ("greedy_scores", "part")}
+    batch["turns"] = torch.from_numpy(np.cumsum(rng.random(shape) < 0.4, axis=1))
+    said = rng.integers(0, 3, (shape[0], shape[1] + 1))
+    batch["states"] = torch.from_numpy(np.take_along_axis(said, batch["turns"].numpy(), axis=1))
     return spoiled(batch, draw(st.sampled_from(GARBAGE)))
 
 
 def spoiled(batch: Batch, garbage: float) -> Batch:
     """The same batch with something else at its masked positions."""
     mask = batch["mask"] > 0
-    return {name: x.where(mask, garbage) if x.dim() == 2 and name != "mask" else x for name, x in batch.items()}
+    return {
+        name: x.where(mask, garbage if x.is_floating_point() else int(garbage) % 1000) if x.dim() == 2 else x
+        for name, x in batch.items()
+        if name != "mask"
+    } | {"mask": batch["mask"]}
 
 
 def padded(batch: Batch, columns: int) -> Batch:

@@ -314,7 +314,7 @@ def check_inputs(config: RunConfig) -> None:
             "rollout.server.weights_folder is null, so the servers would keep generating with the first weights: "
             "name a folder that they can read, or only evaluate"
         )
-    check_rewards(config.reward.functions, config.reward.options, config.reward.allow_code)
+    check_rewards(config.reward, config.algorithm.advantage.type if config.needs_greedy_scores else None)
     if config.rollout.environment is not None:
         check_environment(config.rollout.environment.name, config.rollout.environment.options)
     models = {"model": config.model, "critic.model": config.critic_model, "reference.model": config.reference_model}

@@ -15,7 +15,7 @@ from rlhf.data.prompts import PromptDataset
 from rlhf.environments import load_environment
 from rlhf.environments.calls import EnvironmentCalls, OnError
 from rlhf.environments.policy_tokenizer import policy_tokenizer
-from rlhf.rewards.pool import RewardPool
+from rlhf.rewards.pool import AnswerStore, RewardPool
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,17 +25,19 @@ if TYPE_CHECKING:
 class RewardSettings:
     """The settings of the processes that compute rewards."""
 
-    function: str | Mapping[str, float]
+    functions: Mapping[str, float]
     options: Mapping[str, Mapping[str, Any]]
     workers: int
     timeout_s: float
+    concurrency: int
 
 
 class Resources:
     """The resources of one worker, each loaded on first use and kept."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, answers: AnswerStore | None = None) -> None:
         self.config = config
+        self._answers = answers
         self._datasets: dict[tuple[str, ...], PromptDataset] = {}
         self._environments: dict[str, EnvironmentCalls] = {}
         self._rewards: tuple[RewardSettings, RewardPool] | None = None
@@ -76,7 +78,14 @@ class Resources:
         with self._lock:
             if self._rewards is None or self._rewards[0] != settings:
                 self._end_rewards()
-                pool = RewardPool(settings.function, settings.options, settings.workers, settings.timeout_s)
+                pool = RewardPool(
+                    settings.functions,
+                    settings.options,
+                    workers=settings.workers,
+                    timeout_s=settings.timeout_s,
+                    concurrency=settings.concurrency,
+                    answers=self._answers,
+                )
                 self._rewards = settings, pool
             return self._rewards[1]
 

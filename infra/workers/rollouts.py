@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,19 @@ if TYPE_CHECKING:
 
 Generated = tuple[ShardKey, str]
 """A shard, and the id of one of its trajectories."""
+
+
+def of_this_release(rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Convert the rows of a journal that may be of an older release.
+
+    Older releases kept the sum of a trajectory's rewards instead of the reward of each turn. A trajectory whose
+    environment has answered is therefore left out: it begins again.
+    """
+    for row in rows:
+        if "turn_rewards" in row:
+            yield row
+        elif not row["answered"]:
+            yield {**row, "turn_rewards": []}
 
 
 def newest(rows: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
@@ -34,7 +47,7 @@ def newest(rows: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
 
 
 def _progress(row: Mapping[str, Any]) -> tuple[int, int, bool]:
-    return len(row["ids"]), row["answered"], bool(row["finish_reason"])
+    return len(row["ids"]), len(row["turn_rewards"]), bool(row["finish_reason"])
 
 
 @dataclass

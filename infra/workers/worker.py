@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from infra.progress import note
+from infra.store.answers import Answers
 from infra.store.log import Corrupt, Fenced
 from infra.store.manifest import Checkpoint, File
 from infra.store.records import ObjectRef, ShardRef, Weights
@@ -40,7 +41,7 @@ from infra.workers.calls import (
 from infra.workers.checkpoints import stored_state
 from infra.workers.engines import Engines
 from infra.workers.resources import Resources
-from infra.workers.rollouts import Generated, Rollouts, newest
+from infra.workers.rollouts import Generated, Rollouts, newest, of_this_release
 from rlhf.batch import TrajectoryBatch
 from rlhf.config import RunConfig
 from rlhf.data.prompts import encode
@@ -69,8 +70,7 @@ JOURNAL = pa.schema(
         "versions": pa.list_(pa.int32()),
         "turn_starts": pa.list_(pa.int32()),
         "turn_ends": pa.list_(pa.int32()),
-        "answered": pa.int32(),
-        "reward": pa.float64(),
+        "turn_rewards": pa.list_(pa.float64()),
         "finish_reason": pa.string(),
     }
 )
@@ -105,7 +105,7 @@ class Worker:
         self.config = config
         self.store = store
         self.engines = Engines(config, config.roles if roles is None else roles, self._new_weights_follow)
-        self.resources = Resources(config)
+        self.resources = Resources(config, Answers(store.objects))
         self.term = 0
         self._weights: dict[str, Weights | None] = {}
         """The weights that each role holds; None during an update, when its tensors have no version."""
@@ -222,10 +222,10 @@ class Worker:
         """The rows of the call's journal by trajectory id. A damaged journal is left out: it saves time, no more."""
         parts, rows = self._last_journal
         if parts != call.journal:
-            written: list[dict[str, Any]] = []
+            written: list[Mapping[str, Any]] = []
             for part in call.journal:
                 try:
-                    written += self.store.read_shard(part).to_pylist()
+                    written += of_this_release(self.store.read_shard(part).to_pylist())
                 except Corrupt as damage:
                     note(f"generation restarts without a journal: {damage}")
             rows = newest(written)

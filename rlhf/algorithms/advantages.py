@@ -17,9 +17,11 @@ from rlhf.algorithms.base import Algorithm
 from rlhf.algorithms.groups import Groups
 from rlhf.algorithms.masked import sequence_mean, sequence_sum, whiten
 from rlhf.algorithms.tensor import Tensor
+from rlhf.algorithms.turns import Turns
 from rlhf.errors import UserError
 
 Tokens = Float[Tensor, "batch response"]
+TokenNumbers = Int[Tensor, "batch response"]
 Scores = Float[Tensor, " batch"]
 
 
@@ -33,7 +35,10 @@ class AdvantageEstimator(Algorithm):
     - ``group_ids``, shape (batch,): equal for trajectories of the same prompt;
     - ``entropy``, shape (batch, response): entropy of the policy, in nats;
     - ``greedy_scores``, shape (batch,): score of the greedy answer to the same prompt;
-    - ``reward_parts``: each named part of the score, shape (batch,).
+    - ``reward_parts``: each named part of the score, shape (batch,);
+    - ``turns``, int64, shape (batch, response): number of the turn that each token belongs to, in its trajectory;
+    - ``states``, int64, shape (batch, response): equal for tokens whose turns follow the same text: the same answer of
+      the environment, or the prompt.
 
     It returns advantages and returns, float32, shape (batch, response), 0 where masked.
     """
@@ -88,6 +93,58 @@ class AdvantageEstimator(Algorithm):
         return ~groups.alone if "group_ids" in self.needs else groups.size > 0
 
 
+def rewards_to_go(
+    rewards: Float[Tensor, "batch step"], mask: Float[Tensor, "batch step"], gamma: float
+) -> Float[Tensor, "batch step"]:
+    """Sum up each step's reward and the discounted rewards of the steps that follow. Masked steps are skipped.
+
+    Args:
+        rewards: reward of each step (a token, or a turn), shape (batch, step).
+        mask: 1 for steps that count, 0 for the rest, same shape.
+        gamma: discount per step.
+
+    Returns:
+        The sums, same shape. At a masked step it is that of the step that follows.
+    """
+    sums = rewards.new_zeros(rewards.shape)
+    following = rewards.new_zeros(rewards.shape[0])
+    for t in reversed(range(rewards.shape[1])):
+        following = (rewards[:, t] + gamma * following).where(mask[:, t] > 0, following)
+        sums[:, t] = following
+    return sums
+
+
+def generalized_advantages(
+    rewards: Float[Tensor, "batch step"],
+    values: Float[Tensor, "batch step"],
+    mask: Float[Tensor, "batch step"],
+    gamma: float,
+    lam: float,
+) -> Float[Tensor, "batch step"]:
+    """Compute the advantages of `GAE` for each step. Masked steps are skipped.
+
+    Args:
+        rewards: reward of each step (a token, or a turn), shape (batch, step).
+        values: value of the state before each step, same shape.
+        mask: 1 for steps that count, 0 for the rest, same shape.
+        gamma: discount per step.
+        lam: GAE's lambda.
+
+    Returns:
+        The advantages, same shape. At a masked step it is that of the step that follows.
+    """
+    advantages = rewards.new_zeros(rewards.shape)
+    next_value = rewards.new_zeros(rewards.shape[0])
+    next_advantage = next_value
+    for t in reversed(range(rewards.shape[1])):
+        unmasked = mask[:, t] > 0
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        next_advantage = (delta + gamma * lam * next_advantage).where(unmasked, next_advantage)
+        next_value = values[:, t].where(unmasked, next_value)
+        advantages[:, t] = next_advantage
+    return advantages
+
+
 class GAE(AdvantageEstimator):
     r"""Generalized advantage estimation (arXiv 1506.02438, eq. 16), for PPO with a critic.
 
@@ -115,16 +172,46 @@ class GAE(AdvantageEstimator):
         Returns:
             Advantages and returns, shape (batch, response), 0 where masked.
         """
-        advantages = token_rewards.new_zeros(token_rewards.shape)
-        next_value = token_rewards.new_zeros(token_rewards.shape[0])
-        next_advantage = next_value
-        for t in reversed(range(token_rewards.shape[1])):
-            unmasked = mask[:, t] > 0
-            delta = token_rewards[:, t] + self.gamma * next_value - values[:, t]
-            next_advantage = (delta + self.gamma * self.lam * next_advantage).where(unmasked, next_advantage)
-            next_value = values[:, t].where(unmasked, next_value)
-            advantages[:, t] = next_advantage
+        advantages = generalized_advantages(token_rewards, values, mask, self.gamma, self.lam)
         return self.finished(advantages, mask), (advantages + values).where(mask > 0, 0.0)
+
+
+class TurnGAE(AdvantageEstimator):
+    r"""Generalized advantage estimation over turns (Turn-PPO, arXiv 2512.17008): a turn of the policy is one action.
+
+    .. math::
+        \delta_k = r_k + \gamma V_{k+1} - V_k, \qquad A_k = \delta_k + \gamma\lambda A_{k+1}, \qquad R_k = A_k + V_k
+
+    where :math:`r_k` is the sum of the rewards of the turn's tokens, and :math:`V_k` the critic's value at its first
+    token: of the state that the policy has read when the turn begins. :math:`V = A = 0` after the last turn. All
+    tokens of a turn have its advantage and its return, so the critic learns at each of them what the turn leads to.
+    Returns are computed before the advantages are whitened.
+    """
+
+    type: Literal["turn_gae"] = "turn_gae"
+    gamma: float = Field(1.0, ge=0, le=1, description="discount per turn")
+    lam: float = Field(0.95, ge=0, le=1, description="GAE's lambda: 0 trusts the critic, 1 the observed return")
+    whiten: bool = Field(True, description="shift and scale advantages to mean 0, variance 1 over the batch's tokens")
+    needs: ClassVar[tuple[str, ...]] = ("values", "turns")
+
+    def __call__(
+        self, token_rewards: Tokens, mask: Tokens, *, values: Tokens, turns: TokenNumbers
+    ) -> tuple[Tokens, Tokens]:
+        """Compute the advantage and the return of each turn.
+
+        Args:
+            token_rewards: reward of each token, float32, shape (batch, response).
+            mask: 1 for tokens that count in the loss, 0 for the rest, same shape.
+            values: the critic's value at each token, before its update, same shape.
+            turns: number of the turn that each token belongs to, int64, same shape.
+
+        Returns:
+            Advantages and returns, shape (batch, response), 0 where masked.
+        """
+        by_turn = Turns(turns, mask)
+        before = by_turn.first(values)
+        advantages = generalized_advantages(by_turn.sum(token_rewards), before, by_turn.mask, self.gamma, self.lam)
+        return self.finished(by_turn.of_tokens(advantages), mask), by_turn.of_tokens(advantages + before)
 
 
 class ReinforcePlusPlus(AdvantageEstimator):
@@ -151,11 +238,7 @@ class ReinforcePlusPlus(AdvantageEstimator):
         Returns:
             Advantages and returns, shape (batch, response), 0 where masked.
         """
-        returns = token_rewards.new_zeros(token_rewards.shape)
-        following = token_rewards.new_zeros(token_rewards.shape[0])
-        for t in reversed(range(token_rewards.shape[1])):
-            following = (token_rewards[:, t] + self.gamma * following).where(mask[:, t] > 0, following)
-            returns[:, t] = following
+        returns = rewards_to_go(token_rewards, mask, self.gamma)
         return self.finished(returns, mask), returns * mask
 
 
@@ -455,6 +538,62 @@ class GDPO(AdvantageEstimator):
         return advantages, advantages
 
 
+class GiGPO(AdvantageEstimator):
+    r"""Group-in-group policy optimization (arXiv 2505.10978, eqs. 3, 7 and 8): compares trajectories, and within them
+    turns that follow the same observation.
+
+    .. math::
+        A_{ik} = \frac{R_i - \operatorname{mean}(R_{group})}{F(R_{group})} +
+        \omega \frac{G_{ik} - \operatorname{mean}(G_{same})}{F(G_{same})}, \qquad
+        G_{ik} = \sum_{l \ge k} \gamma^{l-k} r_{il}
+
+    :math:`r_{ik}` is the sum of the rewards of the tokens in turn k of trajectory i. *same* are the turns, of all
+    trajectories of the prompt, that follow the same text: the environment's answer to the turn before, or the prompt.
+    So the answers of the environment should describe its state. A turn that is alone in this gets the first term only.
+    F is 1, or with `norm_by_std` the Bessel-corrected standard deviation plus `epsilon`. The mean of a group counts
+    every trajectory once, as in the paper; the published code counts it once for each of its turns.
+    """
+
+    type: Literal["gigpo"] = "gigpo"
+    gamma: float = Field(0.95, ge=0, le=1, description="discount per turn")
+    step_weight: float = Field(1.0, ge=0, description="weight omega of the comparison of turns")
+    norm_by_std: bool = Field(False, description="divide by the standard deviations")
+    epsilon: float = Field(1e-6, gt=0, description="added to the standard deviations")
+    needs: ClassVar[tuple[str, ...]] = ("group_ids", "turns", "states")
+
+    def __call__(
+        self,
+        token_rewards: Tokens,
+        mask: Tokens,
+        *,
+        group_ids: Int[Tensor, " batch"],
+        turns: TokenNumbers,
+        states: TokenNumbers,
+    ) -> tuple[Tokens, Tokens]:
+        """Compute the sum of both comparisons for each turn.
+
+        Args:
+            token_rewards: reward of each token, float32, shape (batch, response).
+            mask: 1 for tokens that count in the loss, 0 for the rest, same shape.
+            group_ids: equal for trajectories of the same prompt, shape (batch,).
+            turns: number of the turn that each token belongs to, int64, shape (batch, response).
+            states: equal for tokens whose turns follow the same text, int64, shape (batch, response).
+
+        Returns:
+            Advantages and returns, which are equal, shape (batch, response), 0 where masked.
+        """
+        groups, by_turn = Groups(group_ids), Turns(turns, mask)
+        episodes = relative_to_group(sequence_sum(token_rewards, mask), groups, self.norm_by_std, self.epsilon)
+        returns = rewards_to_go(by_turn.sum(token_rewards), by_turn.mask, self.gamma)
+        exists, followed = by_turn.mask > 0, by_turn.first(states)
+        same = Groups((groups.index[:, None] * (followed.max() + 1) + followed)[exists])
+        steps = returns.new_zeros(returns.shape)
+        steps[exists] = relative_to_group(returns[exists], same, self.norm_by_std, self.epsilon)
+        compared = episodes[:, None] * mask + self.step_weight * by_turn.of_tokens(steps)
+        advantages = self.finished(compared, mask)
+        return advantages, advantages
+
+
 Advantage = Annotated[
     GAE
     | GRPO
@@ -467,6 +606,8 @@ Advantage = Annotated[
     | OPO
     | GPG
     | GDPO
-    | EGPO,
+    | EGPO
+    | GiGPO
+    | TurnGAE,
     Field(discriminator="type"),
 ]

@@ -57,6 +57,7 @@ def incompatible(config: RunConfig) -> Iterator[str]:
     """All incompatible combinations, one line each, which names the fix."""
     yield from _algorithms_fit(config)
     yield from _rollout_fits(config)
+    yield from _judge_fits(config)
     yield from _drawing_fits(config)
     if misplaced := list(_roles_are_placed(config)):
         yield from misplaced
@@ -179,6 +180,24 @@ def _environment_fits(config: RunConfig) -> Iterator[str]:
             yield f"rollout.environment does not work with {key}, which does not support turns: remove one of them"
 
 
+def _judge_fits(config: RunConfig) -> Iterator[str]:
+    judge = config.reward.judge
+    if judge is None or not judge.compares:
+        return
+    compares = f"reward.judge.mode {judge.mode} compares the responses to a prompt"
+    counts = {"rollout.n": config.rollout.n}
+    if config.validation.data is not None:
+        counts["validation.n"] = config.validation.n
+    for key, n in counts.items():
+        if n == 1:
+            yield f"{compares}, but {key} is 1: raise {key}, or use reward.judge.mode rubric"
+    if config.needs_greedy_scores:
+        yield (
+            f"{compares}, but algorithm.advantage {config.algorithm.advantage.type} scores greedy answers, each of "
+            "which is alone: use reward.judge.mode rubric, or another estimator (grpo)"
+        )
+
+
 def _rollout_fits(config: RunConfig) -> Iterator[str]:
     rollout = config.rollout
     yield from _environment_fits(config)
@@ -293,6 +312,11 @@ def _algorithms_fit(config: RunConfig) -> Iterator[str]:
         ):
             if compares:
                 yield f"{key} compares the trajectories of a prompt, but rollout.n is 1: raise rollout.n"
+    if config.rollout.environment is None and "turns" in advantage.needs:
+        yield (
+            f"algorithm.advantage {advantage.type} is for turns, but there is no rollout.environment that takes turns "
+            "with the policy: set rollout.environment, or choose another advantage (grpo, gae)"
+        )
     if config.bypass and "entropy" in advantage.needs:
         yield (
             f"algorithm.advantage {advantage.type} needs the entropy, which the old-log-prob stage computes, but "

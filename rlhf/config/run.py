@@ -44,8 +44,11 @@ LEARNED: dict[str, bool | set[str]] = {
     "reference": {"sync_every", "mix"},
 }
 """Sections that say what a run learns from; models are compared by their files instead."""
-HOW_COMPUTED: dict[str, bool | set[str] | dict[str, set[str]]] = {
-    "reward": {"timeout_s", "on_error", "workers", "allow_code"},
+HOW_COMPUTED: dict[str, dict[str, bool | set[str]]] = {
+    "reward": {
+        **dict.fromkeys(("timeout_s", "on_error", "workers", "concurrency", "allow_code"), True),
+        "judge": {"url", "retries", "api_key_env"},
+    },
     "rollout": {"environment": {"timeout_s", "on_error", "max_error_share", "concurrency"}},
 }
 """Keys of these sections that only say how it is computed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -18,6 +19,7 @@ from rlhf.algorithms import (
 )
 from rlhf.engines.kernels import Kernels
 from rlhf.engines.optimizers import AdamW, Optimizer
+from rlhf.rewards import JUDGE
 
 RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 T = TypeVar("T")
@@ -365,6 +367,49 @@ class RewardModelConfig(ModelConfig):
         return self
 
 
+class JudgeConfig(Section):
+    """A language model on an OpenAI-compatible server that scores responses; see docs/rewards.md."""
+
+    url: str = Field(description="base URL of the server, such as http://127.0.0.1:8000/v1")
+    model: str = Field(description="name of the model on the server")
+    mode: Literal["rubric", "pairwise", "ranking"] = Field(
+        "rubric",
+        description="rubric: each response by itself, from 0 to 1; pairwise: the share of comparisons that it wins "
+        "against the other responses to the prompt; ranking: all responses to the prompt in one question, from 0 to 1",
+    )
+    rubric: str = Field(
+        "A good answer does what the prompt asks for, correctly and completely, and says nothing that is false or "
+        "beside the point.",
+        min_length=1,
+        description="what a good response is, in words",
+    )
+    retries: int = Field(
+        5, ge=0, description="how often a question is repeated if the server is busy, fails or gives no usable answer"
+    )
+    api_key_env: str = Field(
+        "OPENAI_API_KEY", min_length=1, description="name of the environment variable that holds the server's key"
+    )
+
+    @property
+    def compares(self) -> bool:
+        """Whether a score depends on the other responses to the prompt."""
+        return self.mode != "rubric"
+
+    @model_validator(mode="after")
+    def _url_is_one(self) -> Self:
+        address = urlsplit(self.url)
+        if address.scheme not in ("http", "https") or not address.hostname:
+            raise ValueError(
+                f"reward.judge.url {self.url} is not the URL of a server, such as http://127.0.0.1:8000/v1"
+            )
+        if address.username is not None or address.query or address.fragment:
+            raise ValueError(
+                "reward.judge.url has more than a server and a path, and what is in it is stored: put the key into an "
+                "environment variable, and its name into reward.judge.api_key_env"
+            )
+        return self
+
+
 class RewardConfig(Section):
     function: str | dict[str, float] | None = Field(
         "auto",
@@ -375,26 +420,37 @@ class RewardConfig(Section):
     model: RewardModelConfig | None = Field(
         None, description="reward model, alone or in addition to the function; null: none"
     )
+    judge: JudgeConfig | None = Field(
+        None, description="settings of reward.function judge (the default if they are set); null: none"
+    )
     options: dict[str, dict[str, Any]] = Field(
         {}, description="keyword arguments of the function; with several functions, by function name"
     )
-    timeout_s: float = Field(30.0, gt=0, description="time limit of one response's reward; see on_error")
+    timeout_s: float = Field(
+        30.0, gt=0, description="time limit of one response's reward, or of one request to the judge; see on_error"
+    )
     on_error: Literal["fail", "zero", "drop"] = Field(
         "fail",
         description="a reward that raises, hangs or is not a number: stop the run (fail), score 0 (zero) or leave the "
         "trajectory out (drop); the error is in reward_error",
     )
     workers: int = Field(2, gt=0, description="processes that compute rewards")
+    concurrency: int = Field(
+        32,
+        gt=0,
+        description="largest number of calls of async rewards, and of questions to the judge, at the same time",
+    )
     allow_code: bool = Field(False, description="run programs that the model wrote (reward.function code)")
 
     @model_validator(mode="before")
     @classmethod
     def _short_forms(cls, tree: Any) -> Any:
-        """Set function to null if only a model is given; key the options of a single function by its name."""
+        """Set function to the judge if one is given, and to null if only a model is; key the options of a single
+        function by its name."""
         if not isinstance(tree, Mapping):
             return tree
-        if tree.get("model") is not None and "function" not in tree:
-            tree = {**tree, "function": None}
+        if "function" not in tree and (tree.get("judge") is not None or tree.get("model") is not None):
+            tree = {**tree, "function": None if tree.get("judge") is None else JUDGE}
         function, options = tree.get("function", cls.model_fields["function"].default), tree.get("options")
         if isinstance(function, str) and isinstance(options, Mapping) and options and function not in options:
             tree = {**tree, "options": {function: options}}
@@ -405,8 +461,22 @@ class RewardConfig(Section):
         """Weights of the reward functions, by name."""
         return {self.function: 1.0} if isinstance(self.function, str) else self.function or {}
 
+    @property
+    def arguments(self) -> dict[str, dict[str, Any]]:
+        """Options of the reward functions, by name, with the judge's settings."""
+        return self.options if self.judge is None else {**self.options, JUDGE: self.judge.model_dump()}
+
     @model_validator(mode="after")
     def _has_functions(self) -> Self:
+        if JUDGE in self.options:
+            raise ValueError("reward.options has judge, whose settings are reward.judge: move them there")
+        if self.judge is None and JUDGE in self.functions:
+            raise ValueError("reward.function judge needs reward.judge: {url: ..., model: ...}")
+        if self.judge is not None and JUDGE not in self.functions:
+            raise ValueError(
+                "reward.judge is set, but reward.function does not name judge: add it, with a weight for each "
+                "function, such as {gsm8k: 1.0, judge: 0.5}, or remove reward.judge"
+            )
         unknown = set(self.options) - self.functions.keys()
         if unknown:
             raise ValueError(f"reward.options has {min(unknown)}, which is not in reward.function")

@@ -252,8 +252,7 @@ class Generator:
             turn = dialogue.unanswered_turn
         assert environments is not None and turn is not None
         observation = await environments.step(dialogue, environments.text_of(dialogue, turn, self.tokenizer))
-        dialogue.answered += 1
-        dialogue.reward += observation.reward
+        dialogue.turn_rewards.append(float(observation.reward))
         if observation.content is None:
             dialogue.finish_reason = "stop"
             return

@@ -28,7 +28,7 @@ class Observation:
     """A text that is appended to the turn unchanged, such as tool output within a message; or messages (`user`,
     `tool`) that are rendered by the chat template, and that the policy answers; or None: the trajectory ends."""
     reward: float = 0.0
-    """Added to the trajectory's score."""
+    """Reward of the turn: it is added to the trajectory's score, and placed on the last token of the turn."""
 
 
 class Environment(Protocol):
@@ -75,7 +75,9 @@ def load_environment(name: str) -> Callable[..., Environment]:
     Raises:
         UserError: there is no such class, or its module cannot be imported.
     """
-    environment_class: Callable[..., Environment] = load_named(name, KEY, "rlhf.environments", "Environment", BUILT_IN)
+    environment_class: Callable[..., Environment] = load_named(
+        name, KEY, "rlhf.environments", ("Environment",), BUILT_IN
+    )
     return environment_class
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from itertools import groupby
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf.data.formats import Messages
@@ -35,8 +33,7 @@ JOURNALED = (
     "versions",
     "turn_starts",
     "turn_ends",
-    "answered",
-    "reward",
+    "turn_rewards",
     "finish_reason",
 )
 """The state of a trajectory."""
@@ -46,7 +43,7 @@ CALL_ID = "000000000"
 
 @dataclass
 class Dialogue:
-    """A trajectory that is being written. The lists have one entry per token of the response, except `turn_ends`."""
+    """A trajectory that is being written. The lists have one entry per token of the response, except those of turns."""
 
     request: Request
     """The prompt."""
@@ -62,15 +59,23 @@ class Dialogue:
     """Position of the first token of each turn of the policy."""
     turn_ends: list[int] = field(default_factory=list)
     """Position after the last token of each complete turn of the policy."""
-    answered: int = 0
-    """Number of turns that the environment has answered."""
-    reward: float = 0.0
-    """Sum of the environment's rewards."""
+    turn_rewards: list[float] = field(default_factory=list)
+    """The environment's reward for each turn that it has answered."""
     finish_reason: str = ""
     """stop (the policy ended it, or the environment), length (there is no room for another token) or turns (the policy
     wrote `max_turns`), or error (the environment failed). Empty until the dialogue ends."""
     error: str | None = None
     """The error of the environment that ended the dialogue."""
+
+    @property
+    def answered(self) -> int:
+        """Number of turns that the environment has answered."""
+        return len(self.turn_rewards)
+
+    @property
+    def reward(self) -> float:
+        """Sum of the environment's rewards."""
+        return sum(self.turn_rewards, 0.0)
 
     @property
     def answered_turns(self) -> list[list[int]]:
@@ -133,19 +138,28 @@ class Dialogue:
         self.versions += [self.versions[-1]] * len(ids)
 
     @property
+    def _turns(self) -> list[tuple[str, list[int]]]:
+        """Role and tokens of each turn: `policy` and `environment` alternate, so an observation may have no tokens."""
+        turns: list[tuple[str, list[int]]] = []
+        heard_from = 0
+        for start, end in zip(self.turn_starts, [*self.turn_ends, len(self.ids)], strict=False):
+            if turns:
+                turns.append(("environment", self.ids[heard_from:start]))
+            turns.append(("policy", self.ids[start:end]))
+            heard_from = end
+        unanswered = self.ids[heard_from:]
+        return [*turns, ("environment", unanswered)] if unanswered else turns
+
+    @property
     def num_turns(self) -> int:
         """Number of turns, of which the prompt is the first."""
-        return 1 + sum(1 for _ in groupby(self.mask))
+        return 1 + len(self._turns)
 
     def turns(self, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, str]]:
-        """The turns as messages with the roles `policy` and `environment`."""
-        turns = groupby(zip(self.ids, self.mask, strict=True), key=itemgetter(1))
+        """The turns as messages with the roles `policy` and `environment`, which alternate."""
         return [
-            {
-                "role": "policy" if by_policy else "environment",
-                "content": tokenizer.decode([token for token, _ in tokens], skip_special_tokens=True),
-            }
-            for by_policy, tokens in turns
+            {"role": role, "content": tokenizer.decode(tokens, skip_special_tokens=True)}
+            for role, tokens in self._turns
         ]
 
 

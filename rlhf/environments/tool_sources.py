@@ -73,7 +73,7 @@ class FunctionTool(Tool):
 
         if ":" not in named:
             raise UserError(f"{FUNCTIONS_KEY} {named}: name it as package.module:function or file.py:function")
-        self._function: Callable[..., Any] = load_named(named, FUNCTIONS_KEY, "", "", ())
+        self._function: Callable[..., Any] = load_named(named, FUNCTIONS_KEY, "", (), ())
         try:
             self.schema = get_json_schema(self._function)
         except Exception as error:  # transformers has several, and they name the function and the argument

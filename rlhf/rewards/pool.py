@@ -1,7 +1,12 @@
-"""Compute rewards in child processes, so that a reward that hangs, dies or forks only costs its own row.
+"""Compute rewards in child processes, so that a reward that hangs, dies or forks only costs the rows of its own call.
 
-Each child runs in its own session, receives rows and answers them in order. A child that does not answer in time is
-killed with all the processes that it started, and a new child continues with the next row. The pipe carries JSON.
+Each child runs in its own session. It is given requests, each of which names functions and holds the trajectories of
+one call, and tells which it has begun and what became of them. The pipe carries JSON.
+
+Plain functions are called in order, by all children. A child that does not answer in time is killed with all the
+processes that it started, and a new child continues with the next request. Async functions are called at the same time,
+by a single child, so that the number of calls is bounded. If that child has to be killed, the requests that it was at
+are repeated one by one, which shows which of them it was.
 """
 
 from __future__ import annotations
@@ -13,19 +18,32 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import psutil
 
-from rlhf.data.formats import Messages
 from rlhf.data.prompts import structures
-from rlhf.errors import NotFinite, RatchetError, UserError
-from rlhf.rewards import BUILT_IN, KEY, RewardFailed, Score, auto
+from rlhf.errors import RatchetError
+from rlhf.rewards import BUILT_IN, JUDGE, auto
+from rlhf.rewards.functions import (
+    FAILURES,
+    KEY,
+    NotApplicable,
+    Outcome,
+    RewardFailed,
+    Score,
+    Trajectory,
+    is_failure,
+    place_of,
+    took_too_long,
+)
 
 if TYPE_CHECKING:
     from rlhf.config.sections import RewardConfig
@@ -35,11 +53,43 @@ START_S = 300.0
 """Time limit of starting a child, including the imports of the reward."""
 WORTH_S = 0.5
 """About the time that a child takes to start: less work is done by a single child."""
+BLOCKED_S = 5.0
+"""Seconds beyond `reward.timeout_s` after which a child whose async functions give no sign of life is killed."""
+KEEPERS = 16
+"""Threads that read and keep answers."""
 
-Row = tuple[str, str, Any, Any, str | Messages]
-"""data_source, solution_str, ground_truth, extra_info and prompt; ground_truth and extra_info are any JSON values."""
 
-FAILURES: dict[str, type[RatchetError]] = {"UserError": UserError, "NotFinite": NotFinite}
+class AnswerStore(Protocol):
+    """Answers of a judge, by the digest of the question. Used by several threads."""
+
+    def get(self, digest: str) -> str | None:
+        """The answer to a question; None if there is none."""
+
+    def keep(self, digest: str, answer: str) -> str:
+        """Keep the answer to a question, unless there is one; returns the one that is kept."""
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """How a function is called."""
+
+    is_async: bool
+    takes_several: bool
+    takes_group: bool
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A call of each of some functions, given by their indices."""
+
+    rewards: Sequence[int]
+    rows: Sequence[int]
+    """Indices of the trajectories in `group`."""
+    group: Sequence[Trajectory]
+
+
+Outcomes = Sequence[Sequence[Outcome]]
+"""Of a request: for each function, an outcome for each trajectory."""
 
 
 class RewardPool:
@@ -47,63 +97,105 @@ class RewardPool:
 
     def __init__(
         self,
-        function: str | Mapping[str, float],
+        functions: Mapping[str, float],
         options: Mapping[str, Mapping[str, Any]],
+        *,
         workers: int,
         timeout_s: float,
+        concurrency: int,
+        answers: AnswerStore | None = None,
     ) -> None:
         """Children start when they are first needed.
 
         Args:
-            function: name of a reward function, or several names with their weights. With several, the score is the
-                weighted sum, and the score of each function is a part with the function's name.
+            functions: weights of the reward functions, by name. With several, the score is the weighted sum, and the
+                score of each function is a part with the function's name.
             options: keyword arguments of the functions, by name.
             workers: number of child processes.
-            timeout_s: time limit of one response, in seconds.
+            timeout_s: time limit of one response, in seconds; of a request to the judge.
+            concurrency: largest number of calls of async functions, and of questions to the judge, at the same time.
+            answers: where the judge's answers are kept; None: nowhere.
         """
-        self.task = {
-            "path": sys.path,
-            "functions": {function: 1.0} if isinstance(function, str) else dict(function),
-            "options": {k: dict(v) for k, v in options.items()},
-        }
+        self.functions = dict(functions)
         self.timeout_s = timeout_s
-        self._children = [_Child(self.task) for _ in range(workers)]
+        task = {
+            "path": sys.path,
+            "rewards": {name: dict(options.get(name, {})) for name in functions},
+            "timeout_s": timeout_s,
+            "concurrency": concurrency,
+        }
+        self._children = [_Child(task, timeout_s, answers) for _ in range(workers)]
         self._row_s = 0.0
-        """Seconds that a row took in the last call."""
+        """Seconds that the plain functions took for a row in the last call."""
 
-    def score(self, rows: Sequence[Row]) -> list[Score | RatchetError]:
+    @property
+    def takes_groups(self) -> bool:
+        """Whether a function scores the trajectories of a prompt together, as `group`.
+
+        Raises:
+            RewardFailed: a child could not start.
+        """
+        return any(kind.takes_group for kind in self._children[0].kinds())
+
+    def score(self, trajectories: Sequence[Trajectory]) -> list[Score | RatchetError]:
         """Score some responses.
 
         Args:
-            rows: the responses.
+            trajectories: the responses. Those with the same `prompt_id` are a group.
 
         Returns:
-            For each row, in order, its score, or the error that prevented it.
+            For each response, in order, its score, or the error that prevented it.
 
         Raises:
             RewardFailed: a child could not start, for example because the reward cannot be imported.
         """
-        started = time.monotonic()
-        used = max(1, min(len(self._children), len(rows))) if self._row_s * len(rows) > WORTH_S else 1
-        shares = [rows[index::used] for index in range(used)]
-        with ThreadPoolExecutor(used) as threads:
-            results = list(threads.map(self._share, self._children, shares))
-        self._row_s = used * (time.monotonic() - started) / max(len(rows), 1)
-        return [results[row % used][row // used] for row in range(len(rows))]
+        if not trajectories:
+            return []
+        kinds = self._children[0].kinds()
+        outcomes: list[dict[int, Outcome]] = [{} for _ in trajectories]
+        """By function, for each trajectory."""
 
-    def _share(self, child: _Child, rows: Sequence[Row]) -> list[Score | RatchetError]:
-        results: list[Score | RatchetError] = []
-        with child.turn:
-            while len(results) < len(rows):
-                remaining = rows[len(results) :]
-                child.ask(remaining)
-                for row in remaining:
-                    answer = child.answer(self.timeout_s)
-                    if isinstance(answer, str):
-                        results.append(RewardFailed(f"{answer} (data_source {row[0]}, response {row[1][:60]!r})"))
-                        break  # the child has ended: a new one takes the remaining rows
-                    results.append(_result_of(answer))
-        return results
+        def note(requests: Sequence[_Request], results: Sequence[Outcomes]) -> None:
+            for request, result in zip(requests, results, strict=True):
+                for reward, scores in zip(request.rewards, result, strict=True):
+                    for row, outcome in zip(request.rows, scores, strict=True):
+                        outcomes[row][reward] = outcome
+
+        plain = [index for index, kind in enumerate(kinds) if not kind.is_async]
+        if plain:
+            started = time.monotonic()
+            requests = _requests(trajectories, kinds, plain, together=True)
+            is_slow = self._row_s * len(trajectories) > WORTH_S
+            used = max(1, min(len(self._children), len(requests))) if is_slow else 1
+            shares = [requests[index::used] for index in range(used)]
+            with ThreadPoolExecutor(used) as threads:
+                results = threads.map(lambda child, share: child.score(share, False), self._children, shares)
+                for share, result in zip(shares, results, strict=True):
+                    note(share, result)
+            self._row_s = used * (time.monotonic() - started) / len(trajectories)
+        if len(plain) < len(kinds):
+            concurrent = [index for index, kind in enumerate(kinds) if kind.is_async]
+            requests = _requests(trajectories, kinds, concurrent, together=False)
+            note(requests, self._children[0].score(requests, True))
+        return [self._combined(row) for row in outcomes]
+
+    def _combined(self, outcomes: Mapping[int, Outcome]) -> Score | RatchetError:
+        """The outcome of a response from those of its functions."""
+        given = [(name, weight, outcomes[index]) for index, (name, weight) in enumerate(self.functions.items())]
+        for _, _, outcome in given:
+            if is_failure(outcome):
+                assert isinstance(outcome, RatchetError)
+                return outcome
+        scores = [(name, weight, outcome) for name, weight, outcome in given if isinstance(outcome, Score)]
+        if not scores:
+            return next(outcome for _, _, outcome in given if isinstance(outcome, NotApplicable))
+        if len(given) == 1:
+            [(_, weight, score)] = scores
+            return Score(weight * score.score, score.parts)
+        parts: dict[str, float] = {}
+        for name, _, score in scores:
+            parts |= {name: score.score, **{f"{name}/{part}": value for part, value in score.parts.items()}}
+        return Score(sum(weight * score.score for _, weight, score in scores), parts)
 
     def close(self) -> None:
         """End the child processes; a later `score` starts new ones."""
@@ -111,10 +203,32 @@ class RewardPool:
             child.end()
 
 
+def _requests(
+    trajectories: Sequence[Trajectory], kinds: Sequence[_Kind], rewards: Sequence[int], *, together: bool
+) -> list[_Request]:
+    """A request for each response, of the functions that take one (`together`: of all; or of each), and for each group
+    and function that takes several."""
+    single = [index for index in rewards if not kinds[index].takes_several]
+    batches = [single] if single and together else [[index] for index in single]
+    groups: dict[str, list[int]] = {}
+    for row, trajectory in enumerate(trajectories):
+        groups.setdefault(trajectory.metadata["prompt_id"], []).append(row)
+    requests = [
+        _Request(batch, [row], [trajectory]) for row, trajectory in enumerate(trajectories) for batch in batches
+    ]
+    return requests + [
+        _Request([index], rows, [trajectories[row] for row in rows])
+        for index in rewards
+        if kinds[index].takes_several
+        for rows in groups.values()
+    ]
+
+
 def try_rewards(reward: RewardConfig, prompts: Sequence[Prompt]) -> Iterator[str]:
     """Score an answer to each prompt, before anything is generated.
 
-    The answer is the ground truth, or "0" if that is not a text. No reward should fail on it.
+    The answer is the ground truth, or "0" if that is not a text. No reward should fail on it. A function that takes
+    groups is given the answer twice.
 
     Args:
         reward: the reward section of the config.
@@ -128,13 +242,16 @@ def try_rewards(reward: RewardConfig, prompts: Sequence[Prompt]) -> Iterator[str
     """
     if not reward.functions or not prompts:
         return
-    rows: list[Row] = []
-    for prompt in prompts:
-        truth, extra = structures(prompt.ground_truth, prompt.ground_truth_is_json, prompt.extra_info)
-        rows.append((prompt.data_source, truth if isinstance(truth, str) else "0", truth, extra, prompt.original))
-    pool = RewardPool(reward.functions, reward.options, 1, reward.timeout_s)
+    options = dict(reward.arguments)
+    if JUDGE in options:
+        options[JUDGE] = {**options[JUDGE], "retries": min(options[JUDGE]["retries"], 1)}  # a user waits for it
+    pool = RewardPool(reward.functions, options, workers=1, timeout_s=reward.timeout_s, concurrency=reward.concurrency)
     try:
-        scores = pool.score(rows)
+        samples = 2 if pool.takes_groups else 1
+        answers = [
+            _trial(f"trial-{n}", sample, prompt) for n, prompt in enumerate(prompts) for sample in range(samples)
+        ]
+        scores = pool.score(answers)[::samples]
     finally:
         pool.close()
     for prompt, score in zip(prompts, scores, strict=True):
@@ -143,6 +260,28 @@ def try_rewards(reward: RewardConfig, prompts: Sequence[Prompt]) -> Iterator[str
                 f"{prompt.where}: {KEY} {' + '.join(reward.functions)} cannot score an answer to this prompt: {score}"
                 f"{_other_built_in(reward, prompt)}"
             )
+
+
+def _trial(prompt_id: str, sample: int, prompt: Prompt) -> Trajectory:
+    truth, extra = structures(prompt.ground_truth, prompt.ground_truth_is_json, prompt.extra_info)
+    answer = truth if isinstance(truth, str) else "0"
+    return Trajectory(
+        data_source=prompt.data_source,
+        solution_str=answer,
+        ground_truth=truth,
+        extra_info=extra,
+        prompt=prompt.original,
+        turns=[{"role": "policy", "content": answer}],
+        metadata={
+            "trajectory_id": f"{prompt_id}-s{sample:02d}",
+            "prompt_id": prompt_id,
+            "sample": sample,
+            "iteration": None,
+            "policy_version": None,
+            "finish_reason": "stop",
+            "response_length": None,
+        },
+    )
 
 
 def _other_built_in(reward: RewardConfig, prompt: Prompt) -> str:
@@ -156,42 +295,146 @@ def _other_built_in(reward: RewardConfig, prompt: Prompt) -> str:
     return f"; {prompt.data_source} has a built-in reward: set {KEY}: {fitting_name}"
 
 
-def _result_of(answer: dict[str, Any]) -> Score | RatchetError:
-    if "error" in answer:
-        return FAILURES.get(answer["type"], RewardFailed)(answer["error"])
-    return Score(answer["score"], answer["parts"])
-
-
 class _Child:
-    def __init__(self, task: Mapping[str, Any]) -> None:
+    def __init__(self, task: Mapping[str, Any], timeout_s: float, answers: AnswerStore | None) -> None:
         self.task = task
+        self.timeout_s = timeout_s
         self.turn = threading.Lock()
-        """Held while rows are scored: overlapping stages may share the pool."""
+        """Held while responses are scored: overlapping stages may share the pool."""
         self.process: subprocess.Popen[bytes] | None = None
         self.pipe: Connection
+        self._kinds: list[_Kind] = []
+        self._answers = answers
+        self._keepers = ThreadPoolExecutor(KEEPERS)
+        self._sending = threading.Lock()
+        self._store_error: Exception | None = None
+        """Why answers could not be read or kept; raised when the child has ended because of it."""
 
-    def ask(self, rows: Sequence[Row]) -> None:
-        request = json.dumps(rows).encode()
+    def kinds(self) -> list[_Kind]:
+        """How each function is called."""
+        if not self._kinds:
+            with self.turn:
+                if self.process is None:
+                    self._start()
+        return self._kinds
+
+    def score(self, requests: Sequence[_Request], concurrently: bool) -> list[Outcomes]:
+        """The outcomes of some requests, in order."""
+        results: dict[int, Outcomes] = {}
+        batches = deque([list(range(len(requests)))])
+        ended_idle = 0
+        with self.turn:
+            while batches:
+                batch = {number: requests[number] for number in batches.popleft()}
+                begun, cause = self._run(batch, concurrently, results)
+                suspects = [number for number in begun if number not in results]
+                rest = [number for number in batch if number not in begun]
+                if len(suspects) == 1:
+                    results[suspects[0]] = self._lost(requests[suspects[0]], cause, concurrently)
+                else:
+                    batches.extend([number] for number in suspects)
+                if rest:
+                    ended_idle = 0 if begun else ended_idle + 1
+                    if ended_idle > 1:
+                        raise RewardFailed(cause or "the reward's process does not answer")
+                    batches.append(rest)
+        return [results[number] for number in range(len(requests))]
+
+    def _run(
+        self, requests: Mapping[int, _Request], concurrently: bool, results: dict[int, Outcomes]
+    ) -> tuple[set[int], str | None]:
+        """Ask for some requests, and enter their outcomes in `results`.
+
+        Returns:
+            The requests that the child has begun, and how it ended if that was before the last one was done: None means
+            that it was killed because it did not answer in time.
+        """
+        numbers = list(requests)
+        self._ask(
+            {
+                "requests": [
+                    {"rewards": request.rewards, "group": [vars(trajectory) for trajectory in request.group]}
+                    for request in requests.values()
+                ],
+                "concurrently": concurrently,
+            }
+        )
+        begun: set[int] = set()
+        limit_s, left = self.timeout_s + BLOCKED_S, len(numbers)
+        while left:
+            message = self._receive(limit_s)
+            if not isinstance(message, dict):
+                return begun, message
+            if "begun" in message:
+                number = numbers[message["begun"]]
+                begun.add(number)
+                if not concurrently:
+                    limit_s = self.timeout_s * len(requests[number].group)
+            elif "done" in message:
+                results[numbers[message["done"]]] = [
+                    [_outcome(outcome) for outcome in outcomes] for outcomes in message["outcomes"]
+                ]
+                left -= 1
+            elif "number" in message and self.process is not None:
+                self._keepers.submit(self._reply, self.process, self.pipe, message)
+        return begun, None
+
+    def _lost(self, request: _Request, cause: str | None, concurrently: bool) -> Outcomes:
+        """The outcomes of a request at which the child ended."""
+        if cause is None and not concurrently:
+            error = took_too_long(self.timeout_s, request.group)
+        else:
+            blocked = (
+                f"the reward blocked its event loop for longer than reward.timeout_s {self.timeout_s:g} s, and was "
+                "ended: await what takes time, or write a function that is not async"
+            )
+            error = RewardFailed(f"{cause or blocked} ({place_of(request.group)})")
+        return [[error] * len(request.group)] * len(request.rewards)
+
+    def _reply(self, process: subprocess.Popen[bytes], pipe: Connection, message: Mapping[str, Any]) -> None:
+        """Read or keep an answer for the child."""
+        try:
+            if self._answers is None:
+                answer = message.get("answer")
+            elif "get" in message:
+                answer = self._answers.get(message["get"])
+            else:
+                answer = self._answers.keep(message["keep"], message["answer"])
+        except Exception as error:  # the store's, not the reward's
+            self._store_error = error
+            process.kill()
+            return
+        with suppress(OSError):  # the child has ended
+            self._send(pipe, {"number": message["number"], "answer": answer})
+
+    def _ask(self, message: Mapping[str, Any]) -> None:
         if self.process is not None:
             try:
-                return self.pipe.send_bytes(request)
+                return self._send(self.pipe, message)
             except OSError:  # the process died while it was idle
                 self.end()
         self._start()
-        self.pipe.send_bytes(request)
+        self._send(self.pipe, message)
 
-    def answer(self, timeout_s: float) -> dict[str, Any] | str:
-        """The answer for the next row, or a text that says how the child ended."""
-        assert self.process is not None
+    def _send(self, pipe: Connection, message: Mapping[str, Any]) -> None:
+        with self._sending:
+            pipe.send_bytes(json.dumps(message).encode())
+
+    def _receive(self, timeout_s: float) -> dict[str, Any] | str | None:
+        """The child's next message, or how it ended; None: it was killed because there was no message in time."""
+        assert self.process is not None, "it was started"
         try:
             if self.pipe.poll(timeout_s):
                 return dict(json.loads(self.pipe.recv_bytes()))
         except (EOFError, OSError):
             code = self.process.wait(5)
             self.end()
+            if (error := self._store_error) is not None:
+                self._store_error = None
+                raise error from None
             return f"the reward's process died (exit code {code})"
         self.end()
-        return f"the reward took longer than reward.timeout_s {timeout_s:g} s, and was ended"
+        return None
 
     def end(self) -> None:
         if self.process is None:
@@ -216,8 +459,17 @@ class _Child:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
         child_end.close()
-        self.pipe.send_bytes(json.dumps(self.task).encode())
-        ready = self.answer(START_S)
-        if isinstance(ready, str) or "error" in ready:
+        self._send(self.pipe, self.task)
+        ready = self._receive(START_S)
+        if not isinstance(ready, dict):
+            raise RewardFailed(ready or f"the reward took longer than {START_S:g} s to start")
+        if "error" in ready:
             self.end()
-            raise RewardFailed(ready if isinstance(ready, str) else ready["error"])
+            raise RewardFailed(ready["error"])
+        self._kinds = [_Kind(*kind) for kind in ready["rewards"]]
+
+
+def _outcome(message: Mapping[str, Any]) -> Outcome:
+    if "error" in message:
+        return FAILURES[message["kind"]](message["error"])
+    return Score(message["score"], message["parts"])

@@ -16,8 +16,9 @@ import torch
 import yaml
 
 from infra.runs import open_run
-from rlhf.rewards import load_reward, score
+from rlhf.rewards import Reward, Score, load_reward
 from tests import tiny
+from tests.scoring import trajectory
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
@@ -34,7 +35,7 @@ def test_a_reward_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (tmp_path / "my_rewards.py").write_text(example("A reward"))
     monkeypatch.syspath_prepend(tmp_path)
     reward = load_reward("my_rewards:compute_score")
-    assert score(reward, "any", "x" * 25, "null", "null").score == 0.75
+    assert Reward("mine", reward).score([trajectory("any", "x" * 25)]) == [Score(0.75, {})]
     sys.modules.pop("my_rewards")
 
 

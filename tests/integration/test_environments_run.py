@@ -101,7 +101,7 @@ def test_what_the_environment_says_is_read_and_never_learned(start: Any, process
     assert metrics["num_turns/max"].tolist() == turns.groupby(frame["iteration"]).max().tolist()
     shown = processes.cli("show", "quiet", "--store", config.run.store)
     assert shown.wait() == 0, shown.text
-    assert "environment: XY" in shown.text
+    assert "environment: XY" in shown.text and "turn_rewards" in shown.text
     report = processes.cli("report", "quiet", "--store", config.run.store, "-o", processes.folder / "report.html")
     assert report.wait() == 0, report.text
     assert "written by the policy" in (processes.folder / "report.html").read_text()
@@ -115,6 +115,37 @@ def test_what_the_environment_says_is_read_and_never_learned(start: Any, process
     assert resumed.wait() == 0, resumed.text
     assert ("generate", 1, 0) not in resumed.computed_shards
     assert History.of(config).results == history.results
+
+
+@pytest.mark.parametrize("estimator", ["gigpo", "turn_gae"])
+def test_each_turn_earns_what_the_environment_gave_for_it(estimator: str, start: Any) -> None:
+    settings: dict[str, Any] = {"algorithm__advantage": estimator, "algorithm__kl__in_reward": None, "validation": {}}
+    died = Fault("put", "trajectories/advantages/iteration=000001/", "before")
+    _, killed = start(estimator, died, **settings)
+    assert killed.wait() == -signal.SIGKILL, killed.text
+    config, resumed = start(estimator, **settings)
+    assert resumed.wait() == 0, resumed.text
+    assert {stage for stage, iteration, _ in resumed.computed_shards if iteration == 1} == {"advantages"}
+    history = History.of(config)
+    history.check_sound()
+    frame, earning, different = history.run.trajectories(), 0, 0
+    for row in frame.itertuples():
+        policy = [turn["content"] for turn in row.turns if turn["role"] == "policy"]
+        assert len(policy) == len(row.turn_ends) == len(row.turn_rewards)
+        # the environment heard all of them but one that the token limit ended
+        heard = [0.5 * sum(map(text.count, "aeiou")) for text in policy]
+        answered = heard if row.finish_reason == "stop" else [*heard[:-1], 0.0]
+        assert row.turn_rewards.tolist() == answered
+        assert row.environment_reward == sum(answered)
+        placed = np.zeros(len(row.response_ids))
+        placed[row.turn_ends - 1] = answered
+        assert row.token_rewards.tolist() == row.token_scores.tolist() == placed.tolist()
+        turns = np.split(np.arange(len(placed)), row.turn_ends[:-1])
+        own = [row.advantages[turn[row.response_mask[turn] == 1]] for turn in turns]
+        assert all((of_turn == of_turn[0]).all() for of_turn in own)
+        earning += np.count_nonzero(answered[:-1])
+        different += len({of_turn[0] for of_turn in own}) > 1
+    assert earning > 0 and different > len(frame) / 2, "not only the last turns"
 
 
 def check_turns(frame: pd.DataFrame) -> None:
@@ -214,6 +245,10 @@ def test_an_environment_that_fails_stops_the_run(environment: str, says: str, st
         (
             {"algorithm__advantage": "remax"},
             "does not work with algorithm.advantage remax, which does not support turns",
+        ),
+        (
+            {"rollout__environment": None, "reward__function": "countdown", "algorithm__advantage": "gigpo"},
+            "algorithm.advantage gigpo is for turns, but there is no rollout.environment",
         ),
         ({"rollout__ignore_eos": True}, "does not work with rollout.ignore_eos, which does not support turns"),
     ],

@@ -235,6 +235,99 @@ def test_functions_and_prompts_as_others_have_them(workspace: Path, processes: P
     assert "line 4: reward.function countdown needs reward_model.ground_truth (or a column" in refused.text
 
 
+SEES = """
+from rlhf.environments import Observation
+
+class Picky:
+    stop = ()
+
+    def reset(self, messages, ground_truth, extra_info):
+        self.turns = 0
+
+    def step(self, turn):
+        self.turns += 1
+        if turn[:1] < "d":
+            raise ValueError("not this one")
+        return Observation("XY" if self.turns == 1 else None)
+
+async def alone(data_source, solution_str, ground_truth, turns, metadata, extra_info=None):
+    assert "".join(turn["content"] for turn in turns) == solution_str
+    asked = ("sample", "iteration", "policy_version", "response_length")
+    parts = {name: metadata[name] for name in asked if metadata[name] is not None}
+    reason = ["turns", "stop", "length"].index(metadata["finish_reason"])
+    return {"score": 0.0, "turns": len(turns), "reason": reason} | parts
+
+def compute_scores(group):
+    [prompt] = {trajectory.metadata["prompt_id"] for trajectory in group}
+    ids = [trajectory.metadata["trajectory_id"] for trajectory in group]
+    assert all(name.startswith(prompt) for name in ids) and len(set(ids)) == len(ids)
+    return [{"score": len(group), "rank": rank} for rank in range(len(group))]
+"""
+
+
+def test_rewards_that_see_the_group_the_turns_and_where_they_come_from(workspace: Path, processes: Processes) -> None:
+    """What an environment's failure ended is in no group."""
+    file = processes.folder / "sees.py"
+    file.write_text(SEES)
+    config = tiny.config(
+        workspace,
+        run__name="sees",
+        run__store=f"file://{processes.folder}/runs",
+        rollout={
+            "n": 4,
+            "max_response_tokens": 12,
+            "prompts_per_shard": 2,
+            "environment": {"name": f"{file}:Picky", "max_turns": 2, "on_error": "drop", "max_error_share": 1.0},
+        },
+        reward={"function": {str(file): 1.0, f"{file}:alone": 1.0}},
+        train__iterations=2,
+    )
+    child = train(processes, config)
+    assert child.wait() == 0, child.text
+    run = History.of(config).run
+    frame = run.trajectories(columns=["prompt_id", "sample", "turns", "finish_reason", "response_mask", "score"])
+    frame = frame.join(run.trajectories(columns=["reward_parts", "rollout_error", "policy_version"]), rsuffix="_again")
+    complete = frame["rollout_error"].isna()
+    assert 0 < complete.sum() < len(frame)
+    assert (frame["score"][~complete] == 0).all()
+    sizes = complete.groupby(frame["prompt_id"]).transform("sum")
+    assert sizes[complete].nunique() > 1
+    for index, row in frame[complete].iterrows():
+        parts = row["reward_parts"]
+        assert row["score"] == parts[str(file)] == sizes[index]
+        alone = {name.removeprefix(f"{file}:alone/"): part for name, part in parts.items() if ":alone/" in name}
+        assert alone == {
+            "turns": len(row["turns"]),
+            "reason": ["turns", "stop", "length"].index(row["finish_reason"]),
+            "sample": row["sample"],
+            "iteration": int(row["prompt_id"][2:8]),
+            "policy_version": row["policy_version"],
+            "response_length": row["response_mask"].sum(),
+        }
+    assert frame["reward_parts"][complete].map(lambda parts: parts[f"{file}/rank"]).nunique() > 1
+
+
+def test_a_greedy_answer_is_scored_as_one(workspace: Path, processes: Processes) -> None:
+    file = processes.folder / "greedy.py"
+    file.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, metadata, extra_info=None):\n"
+        "    return float(metadata['trajectory_id'] == metadata['prompt_id'] + '-greedy')\n"
+    )
+    config = tiny.config(
+        workspace,
+        run__name="greedy",
+        run__store=f"file://{processes.folder}/runs",
+        reward__function=str(file),
+        algorithm={"advantage": "remax"},
+        train__iterations=1,
+    )
+    child = train(processes, config)
+    assert child.wait() == 0, child.text
+    frame = History.of(config).run.trajectories(columns=["score", "greedy_score"])
+    assert (frame["score"] == 0).all()
+    assert (frame["greedy_score"] == 1).all()
+
+
 def test_another_policy_begins_where_the_first_one_led(workspace: Path, processes: Processes) -> None:
     """To drop is to select: what has not read the selection is another stage."""
     store = f"file://{processes.folder}/runs"

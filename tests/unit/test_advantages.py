@@ -22,11 +22,13 @@ from rlhf.algorithms.advantages import (
     Advantage,
     AdvantageEstimator,
     DrGRPO,
+    GiGPO,
     GroupEstimator,
     GRPOPassK,
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
     ReMax,
+    TurnGAE,
 )
 from rlhf.algorithms.base import Algorithm
 from rlhf.errors import UserError
@@ -155,6 +157,107 @@ def test_remax_by_hand() -> None:
     assert torch.equal(advantages, tensor([4, 0, 3], [3, 3, 0]))
 
 
+# Three turns and two: the tokens of the first trajectory are turn 0, what the environment says (masked), turn 1 twice,
+# turn 2; those of the second turn 0 twice, what the environment says, turn 1, and padding.
+TURNS = torch.tensor([[0, 1, 1, 1, 2], [0, 0, 1, 1, 0]])
+TURN_MASK = tensor([1, 0, 1, 1, 1], [1, 1, 0, 1, 0])
+TURN_REWARDS = tensor([1, 99, 0.5, 1.5, 4], [0, -1, 99, 3, 99])
+
+
+def test_turn_gae_by_hand() -> None:
+    """The turns' rewards are 1, 2, 4 and -1, 3. Values before them are 2, 4, 6 and 1, 5; those of other tokens do not
+    matter. With gamma and lambda 1/2: delta is 1 + 2 - 2, 2 + 3 - 4, 4 - 6 and -1 + 2.5 - 1, 3 - 5."""
+    values = tensor([2, 77, 4, 77, 6], [1, 77, 77, 5, 77])
+    advantages, returns = TurnGAE(gamma=0.5, lam=0.5, whiten=False)(TURN_REWARDS, TURN_MASK, values=values, turns=TURNS)
+    assert torch.equal(advantages, tensor([1.125, 0, 0.5, 0.5, -2], [0, 0, 0, -2, 0]))
+    assert torch.equal(returns, tensor([3.125, 0, 4.5, 4.5, 4], [1, 1, 0, 3, 0]))
+    whitened, again = TurnGAE(gamma=0.5, lam=0.5)(TURN_REWARDS, TURN_MASK, values=values, turns=TURNS)
+    plain = advantages[TURN_MASK > 0].tolist()
+    deviation = (statistics.variance(plain) + 1e-8) ** 0.5
+    expected = (advantages - statistics.mean(plain)) / deviation * TURN_MASK
+    torch.testing.assert_close(whitened, expected, rtol=1e-12, atol=1e-12)
+    assert torch.equal(again, returns)
+
+
+@properties
+@given(batches())
+def test_turn_gae_of_turns_of_one_token_is_gae(batch: Batch) -> None:
+    batch["turns"] = torch.arange(batch["mask"].shape[1]).expand(batch["mask"].shape)
+    options = {"gamma": 0.9, "lam": 0.8, "whiten": False}
+    # the same sums of the same numbers, in the same order
+    assert torch.equal(estimate(TurnGAE, batch, **options), estimate(GAE, batch, **options))
+
+
+def test_gigpo_by_hand() -> None:
+    """Scores 7 and 2 are 2.5 from their mean. With gamma 1/2, the returns of the turns are 3, 4, 4 and 0.5, 3. The
+    first turns follow the prompt, the second ones the same text, and the third one another text."""
+    states = torch.tensor([[0, 1, 1, 1, 8], [0, 0, 1, 1, 0]])
+    both = {"group_ids": torch.tensor([4, 4]), "turns": TURNS, "states": states}
+    advantages, returns = GiGPO(gamma=0.5)(TURN_REWARDS, TURN_MASK, **both)
+    assert torch.equal(advantages, tensor([3.75, 0, 3, 3, 2.5], [-3.75, -3.75, 0, -3, 0]))
+    assert torch.equal(returns, advantages)
+    half, _ = GiGPO(gamma=0.5, step_weight=0.5)(TURN_REWARDS, TURN_MASK, **both)
+    assert torch.equal(half, tensor([3.125, 0, 2.75, 2.75, 2.5], [-3.125, -3.125, 0, -2.75, 0]))
+    normalized, _ = GiGPO(gamma=0.5, norm_by_std=True, epsilon=1e-12)(TURN_REWARDS, TURN_MASK, **both)
+    unit = 1 / 2**0.5  # how far both of a pair are from their mean, in standard deviations
+    expected = tensor([2, 0, 2, 2, 1], [-2, -2, 0, -2, 0]) * unit
+    torch.testing.assert_close(normalized, expected, rtol=1e-9, atol=0)
+    of_other_prompts = both | {"group_ids": torch.tensor([4, 5])}
+    assert (GiGPO(gamma=0.5)(TURN_REWARDS, TURN_MASK, **of_other_prompts)[0] == 0).all()
+
+
+def test_gigpo_compares_turns_of_one_trajectory_that_came_back_to_a_state() -> None:
+    rewards, mask = tensor([0, 0, 4], [0, 0, 0]), tensor([1, 1, 1], [1, 0, 0])
+    turns, states = torch.tensor([[0, 1, 2], [0, 0, 0]]), torch.tensor([[0, 1, 1], [0, 0, 0]])
+    inputs = {"group_ids": torch.tensor([0, 0]), "turns": turns, "states": states}
+    advantages, _ = GiGPO(gamma=0.5)(rewards, mask, **inputs)
+    # returns 1, 2, 4 and 0: the turn that ended the game did better than the one that did not
+    assert torch.equal(advantages, tensor([2 + 0.5, 2 - 1, 2 + 1], [-2 - 0.5, 0, 0]))
+
+
+def gigpo_of_records(batch: Batch, estimator: GiGPO) -> Tensor:
+    """GiGPO as the paper writes it: a list of turns, each with its prompt, its state and its discounted return."""
+    records = []
+    for row in range(len(batch["mask"])):
+        tokens: dict[int, list[int]] = {}
+        for at in range(batch["mask"].shape[1]):
+            if batch["mask"][row, at] > 0:
+                tokens.setdefault(int(batch["turns"][row, at]), []).append(at)
+        following = 0.0
+        for places in reversed(tokens.values()):
+            following = sum(float(batch["token_rewards"][row, at]) for at in places) + estimator.gamma * following
+            records.append((row, places, int(batch["group_ids"][row]), int(batch["states"][row, places[0]]), following))
+    scores = [float((batch["token_rewards"] * batch["mask"])[row].sum()) for row in range(len(batch["mask"]))]
+
+    def relative(value: float, others: list[float]) -> float:
+        deviation = statistics.stdev(others) if len(others) > 1 else 0.0
+        return (value - statistics.mean(others)) / (deviation + estimator.epsilon if estimator.norm_by_std else 1)
+
+    result = torch.zeros_like(batch["mask"])
+    for row, places, group, state, value in records:
+        episodes = [scores[other] for other in range(len(scores)) if batch["group_ids"][other] == group]
+        same = [record[4] for record in records if record[2:4] == (group, state)]
+        result[row, places] = relative(scores[row], episodes) + estimator.step_weight * relative(value, same)
+    return result
+
+
+@properties
+@given(batches(), st.booleans(), st.sampled_from([0.0, 0.9, 1.0]), st.sampled_from([0.0, 0.7]))
+def test_gigpo_is_the_papers(batch: Batch, norm_by_std: bool, gamma: float, step_weight: float) -> None:
+    batch["token_rewards"] = batch["token_rewards"].where(batch["mask"] > 0, 0.0)
+    options = {"norm_by_std": norm_by_std, "gamma": gamma, "step_weight": step_weight, "epsilon": 1e-3}
+    expected = gigpo_of_records(batch, GiGPO(**options))  # type: ignore[arg-type]
+    # both sum the same numbers, in another order
+    torch.testing.assert_close(estimate(GiGPO, batch, **options)[0], expected, rtol=1e-9, atol=1e-9)
+
+
+@properties
+@given(batches(), st.booleans())
+def test_gigpo_without_the_comparison_of_turns_is_grpo(batch: Batch, norm_by_std: bool) -> None:
+    plain = estimate(GRPO, batch, norm_by_std=norm_by_std)
+    assert torch.equal(estimate(GiGPO, batch, norm_by_std=norm_by_std, step_weight=0), plain)
+
+
 def test_gdpo_compares_each_part_in_its_group() -> None:
     mask = torch.ones(4, 1).double()
     parts = {"right": tensor(0, 1, 5, 5), "form": tensor(0, 100, 300, 100), "other": tensor(9, 9, 9, 9)}
@@ -176,6 +279,7 @@ def test_a_batch_without_a_token_has_no_advantage() -> None:
     for kind in members(Advantage):
         batch = dict.fromkeys(("token_rewards", "mask", "values", "entropy"), nothing)
         batch |= {"group_ids": torch.tensor([0, 0]), "greedy_scores": tensor(1, 2), "part": tensor(1, 2)}
+        batch |= dict.fromkeys(("turns", "states"), nothing.long())
         assert (estimate(kind, batch) == 0).all()
 
 
@@ -233,7 +337,7 @@ def test_groups_do_not_leak(kind: type[Algorithm], batch: Batch, other: float) -
     """
     here = batch["group_ids"] == batch["group_ids"][0]
     changed = {
-        name: x.where(here if x.dim() == 1 else here[:, None], other)
+        name: x.where(here if x.dim() == 1 else here[:, None], other if x.is_floating_point() else int(abs(other)))
         for name, x in batch.items()
         if name not in ("mask", "group_ids")
     }

@@ -16,11 +16,12 @@ from typing import Any
 import psutil
 import pytest
 
+from rlhf.config import RewardConfig
 from rlhf.errors import UserError
 from rlhf.rewards import Score, check_rewards
 from rlhf.rewards.code import compute_score
-from rlhf.rewards.pool import RewardPool
 from tests.crash.test_two_drivers import wait_until
+from tests.scoring import pool_of, trajectory
 from tests.unit.test_reward_pool import has_ended
 
 SUM = json.dumps({"inputs": ["1 2\n", "10 -3\n"], "outputs": ["3\n", "7"]})
@@ -112,9 +113,9 @@ def test_a_table_of_tests_may_have_an_empty_column() -> None:
 
 
 def test_endless_fences_take_no_time() -> None:
-    pool = RewardPool({"code": 1.0}, {"code": {"sandbox": "limits"}}, 1, 60.0)
+    pool = pool_of({"code": 1.0}, {"code": {"sandbox": "limits"}}, timeout_s=60.0)
     texts = ["```" + "x" * 200_000, "```" + " " * 200_000, "```\n" * 50_000, "` ```" * 50_000, "- ```a " * 50_000]
-    found = pool.score([("code", text, SUM, {}, "") for text in texts])
+    found = pool.score([trajectory("code", text, SUM, {}) for text in texts])
     pool.close()
     assert [isinstance(one, Score) and one.score for one in found] == [0.0] * len(texts), "in time, too"
 
@@ -163,15 +164,15 @@ def test_code_is_refused_unless_it_is_allowed(monkeypatch: pytest.MonkeyPatch) -
     for name in ("code", "rlhf.rewards.code:compute_score"):
         limits = {name: {"sandbox": "limits"}}
         with pytest.raises(UserError, match=r"reward\.allow_code: true"):
-            check_rewards([name], limits, allow_code=False)
-        check_rewards([name], limits, allow_code=True)
+            check_rewards(RewardConfig(function=name, options=limits))
+        check_rewards(RewardConfig(function=name, options=limits, allow_code=True))
         with pytest.raises(UserError, match=r"sandbox 'bwrap': Input should be 'bubblewrap' or 'limits'"):
-            check_rewards([name], {name: {"sandbox": "bwrap"}}, allow_code=True)
+            check_rewards(RewardConfig(function=name, options={name: {"sandbox": "bwrap"}}, allow_code=True))
     with pytest.raises(UserError, match="write bubblewrap or limits"):
         score("print(3)", sandbox="bwrap")
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UserError, match="there is no bwrap here: install bubblewrap"):
-        check_rewards(["code"], {}, allow_code=True)
+        check_rewards(RewardConfig(function="code", allow_code=True))
 
 
 def test_a_program_cannot_say_that_its_assertions_hold(sandbox: str) -> None:

@@ -120,7 +120,7 @@ def test_what_an_environment_says_is_part_of_the_response_and_not_learned(tokeni
     assert tokenizer.decode(first.ids) == "abXYf<eos>"
     assert first.mask == [1, 1, 0, 0, 1, 1]
     assert first.log_probs == [-0.1, -0.2, 0.0, 0.0, -0.1, -0.2]
-    assert (first.reward, first.finish_reason, first.error) == (0.75, "stop", None)
+    assert (first.turn_rewards, first.reward, first.finish_reason, first.error) == ([0.5, 0.25], 0.75, "stop", None)
     assert heard == [["ab", "f"], ["cde"]]
     assert [(turn["role"], turn["content"]) for turn in first.turns(tokenizer)] == [
         ("policy", "ab"),
@@ -155,6 +155,19 @@ def test_how_a_dialogue_ends(
     assert len(engine.requests) == len(turns)
     assert len(dialogue.ids) == len(dialogue.mask) == len(dialogue.log_probs) == len(dialogue.versions)
     assert dialogue.mask[-1] == 1, "a response does not end with an observation that nobody answers"
+
+
+def test_an_observation_without_a_text_separates_two_turns(tokenizer: Any) -> None:
+    engine = ScriptedEngine(tokenizer, [["ab", "c", "de"]])
+    (dialogue,), _ = talk(engine, [Observation("", 0.5), Observation("X", 2), Observation(None, True)])  # type: ignore
+    assert (dialogue.mask, dialogue.turn_ends) == ([1, 1, 1, 0, 1, 1], [2, 3, 6])
+    assert dialogue.turn_rewards == [0.5, 2.0, 1.0]
+    assert all(isinstance(reward, float) for reward in dialogue.turn_rewards), "as a journal wants it"
+    turns = [(turn["role"], turn["content"]) for turn in dialogue.turns(tokenizer)]
+    policy, environment = ["ab", "c", "de"], ["", "X"]
+    assert turns[::2] == [("policy", text) for text in policy]
+    assert turns[1::2] == [("environment", text) for text in environment]
+    assert dialogue.num_turns == 6
 
 
 def test_messages_go_through_the_chat_template(tokenizer: Any) -> None:
@@ -407,7 +420,7 @@ def test_a_replayed_environment_hears_the_turns_that_were_answered(tokenizer: An
     for dialogue, text, ends in zip(dialogues, ("abXcd", "abXc"), ([2, 5], [2]), strict=True):
         ids = tokenizer(text)["input_ids"]
         log_probs, mask, versions = [-0.1] * len(ids), [1, 1, 0, 1, 1][: len(ids)], [0] * len(ids)
-        committed = Dialogue(dialogue.request, None, ids, log_probs, mask, versions, [0, 3], ends, 1, 0.5)
+        committed = Dialogue(dialogue.request, None, ids, log_probs, mask, versions, [0, 3], ends, [0.5])
         dialogue.restore(committed.journaled())
     engine = ScriptedEngine(tokenizer, [["e"], ["d", "e"]])
     generator = generator_of(engine, version=3)
@@ -417,7 +430,8 @@ def test_a_replayed_environment_hears_the_turns_that_were_answered(tokenizer: An
     for dialogue in dialogues:
         assert tokenizer.decode(dialogue.ids) == "abXcdYe"
         assert dialogue.mask == [1, 1, 0, 1, 1, 0, 1]
-        assert (dialogue.reward, dialogue.finish_reason) == (1.75, "stop"), "a replayed answer earns nothing"
+        assert dialogue.turn_rewards == [0.5, 0.25, 1.0], "a replayed answer earns nothing"
+        assert dialogue.finish_reason == "stop"
     assert dialogues[0].versions == [0, 0, 0, 0, 0, 0, 3], "an observation has the version of the turn before"
     assert dialogues[1].versions == [0, 0, 0, 0, 3, 3, 3]
     requests = sorted((request.trajectory_id, request.generated_tokens) for request, _ in engine.requests)

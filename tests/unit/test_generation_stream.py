@@ -68,7 +68,7 @@ def reason_after(name: str, position: int, limit: int) -> str | None:
 
 def answer(name: str, answered: int) -> Observation:
     """What an environment says after it has answered this many turns."""
-    return Observation(None if draw("answer", name, answered) % 4 == 0 else "ok", reward=1.0)
+    return Observation(None if draw("answer", name, answered) % 4 == 0 else "ok", reward=answered + 0.5)
 
 
 def shape_of(name: str, request: Request, *, has_environment: bool) -> Dialogue:
@@ -284,7 +284,9 @@ class Shard:
             now, whole = getattr(dialogue, column), getattr(shape, column)
             assert now == whole[: len(now)] and (now == whole or not dialogue.finish_reason)
         assert dialogue.finish_reason in ("", shape.finish_reason)
-        assert dialogue.reward == dialogue.answered, "an answer counts twice, or not"
+        rewards = [turn + 0.5 for turn in range(dialogue.answered)]
+        assert dialogue.turn_rewards == rewards, "an answer counts twice, or not"
+        assert dialogue.answered in (len(dialogue.turn_ends), len(dialogue.turn_ends) - 1)
 
 
 class Streaming(Machine):

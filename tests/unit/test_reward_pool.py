@@ -14,20 +14,21 @@ import pytest
 from rlhf.config import RewardConfig
 from rlhf.data.prompts import PromptDataset
 from rlhf.errors import NotFinite, UserError
-from rlhf.rewards import RewardFailed, Score
-from rlhf.rewards.pool import RewardPool, Row, try_rewards
+from rlhf.rewards import RewardFailed, Score, Trajectory
+from rlhf.rewards.pool import RewardPool, try_rewards
 from tests.crash.test_two_drivers import wait_until
+from tests.scoring import pool_of, trajectory
 
 HOSTILE = "tests.rewards:hostile"
 
 
-def row(response: str, source: str = "any", truth: str = "") -> Row:
-    return source, response, truth, None, ""
+def row(response: str, truth: str = "") -> Trajectory:
+    return trajectory("any", response, truth)
 
 
 @pytest.fixture
 def pool() -> Iterator[RewardPool]:
-    pool = RewardPool({HOSTILE: 1.0}, {}, workers=2, timeout_s=15.0)
+    pool = pool_of({HOSTILE: 1.0}, workers=2, timeout_s=15.0)
     yield pool
     pool.close()
 
@@ -128,7 +129,7 @@ def test_several_rewards_are_weighed(tmp_path: Path) -> None:
         "    return {'score': factor / 2, 'a': 1}\n"
     )
     mine = f"{file}:half"
-    pool = RewardPool({"gsm8k": 1.0, mine: 0.5}, {mine: {"factor": 3}, "gsm8k": {"method": "strict"}}, 1, 30.0)
+    pool = pool_of({"gsm8k": 1.0, mine: 0.5}, {mine: {"factor": 3}, "gsm8k": {"method": "strict"}})
     right, wrong = pool.score([row("#### 42", truth="42"), row("it is 42", truth="42")])
     pool.close()
     assert right == Score(1.75, {"gsm8k": 1.0, "gsm8k/format": 1.0, mine: 1.5, f"{mine}/a": 1.0})
@@ -137,7 +138,7 @@ def test_several_rewards_are_weighed(tmp_path: Path) -> None:
 
 
 def test_a_reward_that_cannot_be_loaded_is_said(tmp_path: Path) -> None:
-    pool = RewardPool({"no_such_module:f": 1.0}, {}, 1, 30.0)
+    pool = pool_of({"no_such_module:f": 1.0})
     with pytest.raises(RewardFailed, match="No module named 'no_such_module'"):
         pool.score([row("x")])
 

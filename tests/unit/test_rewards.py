@@ -9,10 +9,23 @@ from typing import Any
 
 import pytest
 
-from rlhf.config import parse_config
-from rlhf.errors import NotFinite, UserError
-from rlhf.rewards import Score, auto, check_rewards, load_reward, reward_digest, score
-from rlhf.rewards.pool import RewardPool, Row
+from rlhf.config import RewardConfig, parse_config
+from rlhf.errors import NotFinite, RatchetError, UserError
+from rlhf.rewards import Reward, Score, Trajectory, auto, check_rewards, load_reward, reward_digest
+from tests.scoring import pool_of, trajectory
+
+
+def score(function: Any, *values: Any, **more: Any) -> Score:
+    """The score that a function gives to a response; raises the error if there is none."""
+    return scores(function, trajectory(*values, **more))[0]
+
+
+def scores(function: Any, *group: Trajectory) -> list[Score]:
+    outcomes = Reward("a", function).score(group)
+    for outcome in outcomes:
+        if isinstance(outcome, RatchetError):
+            raise outcome
+    return [outcome for outcome in outcomes if isinstance(outcome, Score)]
 
 
 @pytest.fixture
@@ -69,9 +82,9 @@ def test_a_function_is_called_by_name_in_whatever_order_it_takes_them() -> None:
         return float(ground_truth["target"] + extra_info["a"][0])
 
     assert score(reward, "gsm8k", "text", {"target": 1}, {"a": [2]}).score == 3.0
-    check_rewards([f"{__name__}:takes_names"], {}, allow_code=False)
+    check_rewards(RewardConfig(function=f"{__name__}:takes_names"))
     with pytest.raises(UserError, match="takes_others cannot be called as compute_score"):
-        check_rewards([f"{__name__}:takes_others"], {}, allow_code=False)
+        check_rewards(RewardConfig(function=f"{__name__}:takes_others"))
 
 
 def takes_names(*, extra_info: Any, solution_str: str, **others: Any) -> float:
@@ -147,7 +160,7 @@ def test_rewards_of_trls_signature(trl: Path) -> None:
         ("later", "1 + 1?", 2.0),
     ):
         function = load_reward(f"{trl}:{name}")
-        check_rewards([f"{trl}:{name}"], {}, allow_code=False)
+        check_rewards(RewardConfig(function=f"{trl}:{name}"))
         assert score(function, "any", "two", "two", {"solution": "two"}, prompt=prompt).score == expected, name  # type: ignore[arg-type]
 
 
@@ -157,14 +170,14 @@ def test_what_is_wrong_with_a_reward_of_trls_signature(trl: Path) -> None:
     with pytest.raises(UserError, match=r"returned 1\.0: return a list with a number for each completion"):
         score(load_reward(f"{trl}:one_number"), "any", "two", "two", {}, prompt=CHAT)
     with pytest.raises(UserError, match=r"has depth, which reward.function .*few does not take"):
-        check_rewards([f"{trl}:few"], {f"{trl}:few": {"depth": 1}}, allow_code=False)
+        check_rewards(RewardConfig(function=f"{trl}:few", options={f"{trl}:few": {"depth": 1}}))
 
 
 def test_a_reward_that_does_not_judge_a_response_leaves_it_to_the_others(trl: Path) -> None:
     """TRL's functions return None for it."""
-    mixed = RewardPool({f"{trl}:sometimes": 1.0, "constant": 0.5}, {}, 1, 30.0)
-    alone = RewardPool({f"{trl}:sometimes": 1.0}, {}, 1, 30.0)
-    rows: list[Row] = [("any", response, "two", {}, "1 + 1?") for response in ("two", "three")]
+    mixed = pool_of({f"{trl}:sometimes": 1.0, "constant": 0.5})
+    alone = pool_of({f"{trl}:sometimes": 1.0})
+    rows = [trajectory("any", response, "two", {}, "1 + 1?") for response in ("two", "three")]
     try:
         right, other = mixed.score(rows)
         refused = alone.score(rows)[1]
@@ -176,6 +189,92 @@ def test_a_reward_that_does_not_judge_a_response_leaves_it_to_the_others(trl: Pa
     assert "gave None to a response that no other reward judges" in str(refused)
 
 
+GROUPS = """
+def compute_scores(group):
+    order = sorted(group, key=lambda trajectory: len(trajectory.solution_str))
+    return [order.index(trajectory) for trajectory in group]
+
+def with_parts(group, factor):
+    return [{"score": factor * len(group), "a": 1.0} for _ in group]
+
+def entries(group):
+    return [None, KeyError("gone"), "high", 1.0][:len(group)]
+
+def short(group):
+    return [1.0]
+
+def needs_more(group, model):
+    return [0.0 for _ in group]
+
+def dialogue(solution_str, ground_truth, turns, metadata, prompt, data_source=None, extra_info=None):
+    assert [turn["role"] for turn in turns] == ["policy"] and prompt == "Which?"
+    return metadata["response_length"] + metadata["iteration"]
+
+def best_of_all(completions, ground_truth, level, **columns):
+    assert level == [1] * len(completions) and columns["prompts"] == ["Which?"] * len(completions)
+    return [float(completion == max(completions, key=len)) for completion in completions]
+"""
+
+
+@pytest.fixture
+def groups(tmp_path: Path) -> Path:
+    path = tmp_path / "group_rewards.py"
+    path.write_text(GROUPS)
+    return path
+
+
+def test_a_reward_of_a_group(groups: Path) -> None:
+    """A file alone: its compute_scores; each prompt's responses are a group, wherever they are."""
+    pool = pool_of({str(groups): 1.0, f"{groups}:with_parts": 0.5}, {f"{groups}:with_parts": {"factor": 2}}, workers=2)
+    rows = [("aaa", "p0"), ("b", "p1"), ("a", "p0"), ("aa", "p0"), ("bb", "p1")]
+    found = pool.score([trajectory("any", text, prompt_id=prompt) for text, prompt in rows])
+    pool.close()
+    ranks, sizes = [2, 0, 0, 1, 1], [3, 2, 3, 3, 2]
+    name = f"{groups}:with_parts"
+    assert found == [
+        Score(rank + size, {str(groups): rank, name: 2.0 * size, f"{name}/a": 1.0})
+        for rank, size in zip(ranks, sizes, strict=True)
+    ]
+
+
+def test_an_entry_is_what_became_of_its_response(groups: Path) -> None:
+    pool = pool_of({f"{groups}:entries": 1.0})
+    found = pool.score([trajectory("any", text) for text in ("a", "b", "c", "d")])
+    pool.close()
+    assert found[3] == Score(1.0, {})
+    expected = ("gave None to", "KeyError: 'gone' (data_source any, response 'b')", "'high'")
+    for outcome, says in zip(found[:3], expected, strict=True):
+        assert says in str(outcome)
+    with pytest.raises(
+        UserError, match=r"returned \[1\.0\]: return a list with a number for each trajectory of the group"
+    ):
+        scores(load_reward(f"{groups}:short"), trajectory(), trajectory())
+
+
+def test_turns_and_metadata_go_to_who_asks_for_them(groups: Path) -> None:
+    assert score(load_reward(f"{groups}:dialogue"), "any", "four", prompt="Which?").score == 4 + 3
+    check_rewards(RewardConfig(function=f"{groups}:dialogue"))
+    with_option = Reward("a", load_reward(f"{groups}:dialogue"), {"metadata": {"response_length": 1, "iteration": 0}})
+    assert with_option.score([trajectory("any", "four", prompt="Which?")]) == [Score(1.0, {})], "an option comes first"
+
+
+def test_trls_rewards_see_the_responses_to_a_prompt_together(groups: Path) -> None:
+    group = [trajectory("any", text, "t", {"level": 1}, "Which?") for text in ("a", "aaa", "aa")]
+    assert [found.score for found in scores(load_reward(f"{groups}:best_of_all"), *group)] == [0.0, 1.0, 0.0]
+
+
+def test_where_a_reward_of_a_group_does_not_fit(groups: Path) -> None:
+    check_rewards(RewardConfig(function=str(groups)))
+    check_rewards(RewardConfig(function=f"{groups}:best_of_all"), greedy="remax")
+    with pytest.raises(UserError, match=r"advantage remax scores greedy answers, each of which is alone: choose"):
+        check_rewards(RewardConfig(function=str(groups)), greedy="remax")
+    with pytest.raises(
+        UserError, match=r"compute_scores\(group=, \*\*reward.options\): missing a required argument: 'model'"
+    ):
+        check_rewards(RewardConfig(function=f"{groups}:needs_more"))
+    check_rewards(RewardConfig(function=f"{groups}:needs_more", options={"model": "m"}))
+
+
 @pytest.mark.parametrize(
     "source", ["def f(answer, truth):\n    return float(answer == truth)\n", "def f(text):\n    return len(text) - 2\n"]
 )
@@ -183,14 +282,14 @@ def test_another_signature_is_refused_with_a_wrapper_that_works(tmp_path: Path, 
     path = tmp_path / "mine.py"
     path.write_text(source)
     with pytest.raises(UserError, match="nor as TRL's") as refused:
-        check_rewards([f"{path}:f"], {}, allow_code=False)
+        check_rewards(RewardConfig(function=f"{path}:f"))
     assert "\n" not in str(refused.value)
     wrapper = str(refused.value).split("`")[1]
     name = str(refused.value).rpartition("reward.function: ")[2]
     path.write_text(f"{source}\n{wrapper}\n")
     for module in [module for module in sys.modules if module.startswith("mine_")]:
         del sys.modules[module]
-    check_rewards([name], {}, allow_code=False)
+    check_rewards(RewardConfig(function=name))
     assert score(load_reward(name), "any", "two", "two", None).score == 1.0
 
 
@@ -200,6 +299,6 @@ def test_auto_refuses_a_source_that_it_does_not_know() -> None:
     problem = auto.problem_of("riddles", None)
     assert problem is not None
     assert "no built-in reward for data_source riddles" in problem
-    check_rewards([problem.split("built-in (reward.function: ")[1].partition(")")[0]], {}, allow_code=False)
+    check_rewards(RewardConfig(function=problem.split("built-in (reward.function: ")[1].partition(")")[0]))
     for style in problem.rpartition("(")[2].rstrip(")").split(", "):
         assert auto.problem_of("riddles", style) is None

@@ -1,0 +1,129 @@
+"""A judge's answers, kept in the run's folder by the digest of the question: what was answered once is not asked again.
+
+An answer is written as soon as it arrives, and no record names it: it is not part of the run's history, and losing it
+costs a question. A fork finds the answers of the runs that it comes from.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from pydantic import BaseModel
+
+from infra.store.log import Corrupt, RunLog
+from infra.store.object_store import ObjectStore
+from infra.store.records import Fork, sha256_of
+
+FOLDER = "answers/"
+
+
+class Answer(BaseModel):
+    """A stored answer."""
+
+    sha256: str
+    answer: str
+
+
+class Answers:
+    """The answers of a run. Thread-safe."""
+
+    def __init__(self, objects: ObjectStore) -> None:
+        """Reads nothing.
+
+        Args:
+            objects: the run's folder.
+        """
+        self._objects = objects
+        self._lock = threading.Lock()
+        self._runs: list[ObjectStore] = []
+        """The run and those that it was forked from, newest first, once that is known."""
+
+    def get(self, digest: str) -> str | None:
+        """Find the answer to a question.
+
+        Args:
+            digest: sha256 of the question, in hex.
+
+        Returns:
+            The answer; None if there is none in this run and in those that it was forked from.
+
+        Raises:
+            Corrupt: the answer is damaged.
+            StoreUnavailable: the store does not answer.
+        """
+        found = (_read(run, digest) for run in self._lineage())
+        return next((answer for answer in found if answer is not None), None)
+
+    def keep(self, digest: str, answer: str) -> str:
+        """Keep the answer to a question, unless there is one in this run.
+
+        Args:
+            digest: sha256 of the question, in hex.
+            answer: the answer.
+
+        Returns:
+            The answer that is kept.
+
+        Raises:
+            Corrupt: there is one, which is damaged.
+            StoreUnavailable: the store does not answer.
+        """
+        data = Answer(sha256=sha256_of(answer.encode()), answer=answer).model_dump_json().encode()
+        key = key_of(digest)
+        try:  # a repeated create that meets its own object reads it back below
+            self._objects.retry(f"write {key}", lambda: self._objects.create(key, data))
+        except FileExistsError:
+            return _read(self._objects, digest) or answer
+        except FileNotFoundError as error:
+            raise self._objects.no_bucket(error) from error
+        return answer
+
+    def _lineage(self) -> list[ObjectStore]:
+        with self._lock:
+            if not self._runs:
+                self._runs = [self._objects]
+                while (parent := _parent_of(self._runs[-1])) is not None:
+                    self._runs.append(parent)
+            return self._runs
+
+
+def _parent_of(run: ObjectStore) -> ObjectStore | None:
+    """The run that a run was forked from; None if there is none, or none that can be read."""
+    try:
+        commits = RunLog(run).record(0).commits
+    except Corrupt:
+        return None
+    return next((run.of_run(commit.parent) for commit in commits if isinstance(commit, Fork)), None)
+
+
+def key_of(digest: str) -> str:
+    """The key of the answer to a question."""
+    return f"{FOLDER}{digest}.json"
+
+
+def is_sound(data: bytes) -> bool:
+    """Whether the bytes are a whole answer."""
+    try:
+        _parse(data)
+    except ValueError:
+        return False
+    return True
+
+
+def _read(run: ObjectStore, digest: str) -> str | None:
+    data = run.get_if_there(key_of(digest))
+    try:
+        return None if data is None else _parse(data)
+    except ValueError:
+        raise Corrupt(
+            f"{run.url}/{key_of(digest)} is damaged: delete it (`ratchet verify RUN --repair` does), and the judge is "
+            "asked again"
+        ) from None
+
+
+def _parse(data: bytes) -> str:
+    """Raises ValueError if the bytes are not a whole answer."""
+    stored = Answer.model_validate_json(data)
+    if stored.sha256 != sha256_of(stored.answer.encode()):
+        raise ValueError("the answer is not the one that was written")
+    return stored.answer

@@ -1,0 +1,62 @@
+"""The turns of the policy in a batch of trajectories: from values of tokens to values of turns, and back."""
+
+from __future__ import annotations
+
+from jaxtyping import Float, Int, Num
+
+from rlhf.algorithms.tensor import Tensor
+
+
+class Turns:
+    """The turns of a batch. Values of turns have the shape (batch, turn), and are 0 for turns without tokens."""
+
+    def __init__(self, turns: Int[Tensor, "batch response"], mask: Float[Tensor, "batch response"]) -> None:
+        """Find the turns.
+
+        Args:
+            turns: number of the turn that each token belongs to, in its trajectory, shape (batch, response).
+            mask: 1 for tokens that count, 0 for the rest, same shape. The others belong to no turn.
+        """
+        self._of_token = mask > 0
+        self._index = turns.where(self._of_token, 0)
+        self._count = int(self._index.max()) + 1 if self._index.numel() else 0
+        self.mask: Float[Tensor, "batch turn"] = (self.sum(mask) > 0).to(mask.dtype)
+        """1 for turns that have tokens, 0 for the rest."""
+
+    def sum(self, x: Float[Tensor, "batch response"]) -> Float[Tensor, "batch turn"]:
+        """Sum over the tokens of each turn.
+
+        Args:
+            x: values of tokens, shape (batch, response).
+
+        Returns:
+            One sum per turn, shape (batch, turn).
+        """
+        return x.new_zeros(len(x), self._count).scatter_add(1, self._index, x.where(self._of_token, 0.0))
+
+    def first(self, x: Num[Tensor, "batch response"]) -> Num[Tensor, "batch turn"]:
+        """Find the value of the first token of each turn.
+
+        Args:
+            x: values of tokens, shape (batch, response).
+
+        Returns:
+            One value per turn, shape (batch, turn).
+        """
+        width = self._index.shape[1]
+        positions = self._index.new_ones(self._index.shape).cumsum(-1) - 1
+        places = self._index.new_full((len(x), self._count), width).scatter_reduce(
+            1, self._index, positions.where(self._of_token, width), "amin"
+        )
+        return x.gather(1, places.clamp(max=width - 1)).where(self.mask > 0, 0)
+
+    def of_tokens(self, x: Float[Tensor, "batch turn"]) -> Float[Tensor, "batch response"]:
+        """Give each token the value of its turn.
+
+        Args:
+            x: values of turns, shape (batch, turn).
+
+        Returns:
+            Values of tokens, shape (batch, response), 0 where masked.
+        """
+        return x.gather(1, self._index).where(self._of_token, 0.0)

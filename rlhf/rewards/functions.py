@@ -1,0 +1,311 @@
+"""Reward functions of three kinds, told apart by their parameters.
+
+- ``compute_score(data_source, solution_str, ground_truth, extra_info=None)`` scores one response, as in verl;
+- ``compute_scores(group)`` scores the responses to a prompt together, a list of `Trajectory`;
+- ``f(completions, **columns)`` scores the responses to a prompt together, as in TRL: `columns` are `prompts`,
+  `data_source`, `ground_truth`, `extra_info` and the dataset's other columns, each as a list. Where the dataset has
+  prompts as messages, so are the completions.
+
+Each may be ``async``. The last two return a list with an entry for each response. An entry that is None does not judge
+its response; an exception is its failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import isfinite
+from numbers import Real
+from typing import Any, TypedDict
+
+from rlhf.data.formats import Messages
+from rlhf.errors import NotFinite, RatchetError, UserError, raised
+
+RewardFunction = Callable[..., object]
+
+KEY = "reward.function"
+ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+"""Passed by keyword, as verl does, so a function may take them in any order."""
+BY_NAME = ("prompt", "turns", "metadata")
+"""Passed to a function of one response that has a parameter of that name."""
+WRAPPED = ("solution_str", "ground_truth", "extra_info", "data_source")
+"""What a wrapper of a function with another signature passes to it, in order."""
+LARGEST = (2 - 2**-23) * 2.0**127
+"""Largest part that is kept: parts are stored as float32."""
+
+
+class RewardFailed(RatchetError):
+    """The reward function raised an exception, took too long, or died."""
+
+
+class NotApplicable(RatchetError):
+    """The function gave None: it does not judge this response."""
+
+
+class MissingColumn(UserError):
+    """The function needs a column that the dataset does not have."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """The score of one response."""
+
+    score: float
+    parts: dict[str, float]
+    error: str | None = None
+    """Why the score could not be computed; `score` is then 0."""
+
+
+Outcome = Score | RatchetError
+"""The score of a response, or the error that prevented it."""
+FAILURES: dict[str, type[RatchetError]] = {
+    "RewardFailed": RewardFailed,
+    "NotApplicable": NotApplicable,
+    "NotFinite": NotFinite,
+    "UserError": UserError,
+}
+"""The kinds of errors in outcomes."""
+
+
+class Metadata(TypedDict):
+    """Where a response comes from. A value that is not known is None."""
+
+    trajectory_id: str
+    prompt_id: str
+    """The same for all responses to a prompt: their group."""
+    sample: int | None
+    iteration: int | None
+    policy_version: int | None
+    finish_reason: str | None
+    response_length: int | None
+    """Number of tokens that the policy wrote."""
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """A response and what a reward may know of it; the values of the dataset are as it has them."""
+
+    data_source: str
+    solution_str: str
+    """Text of the response."""
+    ground_truth: Any
+    extra_info: Any
+    prompt: str | Messages
+    turns: list[dict[str, str]]
+    """Turns of the response, `[{role, content}]`; the role is policy or environment."""
+    metadata: Metadata
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A reward function and its options."""
+
+    name: str
+    """Its name in `reward.function`."""
+    function: RewardFunction
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def _parameters(self) -> Mapping[str, inspect.Parameter]:
+        return inspect.signature(self.function).parameters
+
+    @property
+    def is_async(self) -> bool:
+        """Whether it may score many responses at the same time."""
+        return inspect.iscoroutinefunction(self.function)
+
+    @property
+    def takes_group(self) -> bool:
+        """Whether it scores the trajectories of a prompt together, as `group`."""
+        return "group" in self._parameters and not self._is_trls
+
+    @property
+    def takes_several(self) -> bool:
+        """Whether it takes all responses to a prompt in one call."""
+        return self._is_trls or self.takes_group
+
+    @property
+    def _is_trls(self) -> bool:
+        return "completions" in self._parameters
+
+    def check(self) -> None:
+        """Check that the function takes its arguments and options.
+
+        Raises:
+            UserError: it does not.
+        """
+        signature = inspect.signature(self.function)
+        if self._is_trls:
+            unknown = [option for option in self.options if option not in self._parameters]
+            if unknown and not self._takes_all:
+                raise UserError(
+                    f"reward.options.{self.name} has {unknown[0]}, which {KEY} {self.name} does not take: remove it"
+                )
+        elif self.takes_group:
+            try:
+                signature.bind(group=None, **self.options)
+            except TypeError as error:
+                called = f"{KEY} {self.name} cannot be called as compute_scores(group=, **reward.options)"
+                raise UserError(f"{called}: {error}") from None
+        else:
+            self._check_single(signature)
+
+    def _check_single(self, signature: inspect.Signature) -> None:
+        known = dict.fromkeys((*ARGUMENTS, *(name for name in BY_NAME if name in self._parameters)))
+        try:
+            signature.bind(**{**known, **self.options})
+        except TypeError as error:
+            arguments = "data_source=, solution_str=, ground_truth=, extra_info="
+            called = f"{KEY} {self.name} cannot be called as compute_score({arguments}"
+            try:
+                signature.bind_partial(**known)
+            except TypeError:
+                raise UserError(
+                    f"{called}), nor as compute_scores(group), nor as TRL's f(completions, **columns): {self._wrapper}"
+                ) from None
+            raise UserError(f"{called}, **reward.options): {error}") from None
+
+    @property
+    def _wrapper(self) -> str:
+        """How to wrap a function with another signature."""
+        needed = [
+            parameter
+            for parameter in self._parameters.values()
+            if parameter.kind <= parameter.POSITIONAL_OR_KEYWORD and parameter.default is parameter.empty
+        ]
+        given = ", ".join(WRAPPED[: len(needed)])
+        arguments = ", ".join(("data_source", "solution_str", "ground_truth", "extra_info=None"))
+        module, colon, own_name = self.name.rpartition(":")
+        module, own_name = (module, own_name) if colon else (self.name, "compute_score")
+        return (
+            f"wrap it where it is defined, for example `def score_response({arguments}): return {own_name}({given})`, "
+            f"and set {KEY}: {module}:score_response"
+        )
+
+    def score(self, group: Sequence[Trajectory]) -> list[Outcome]:
+        """Score some responses in one call.
+
+        Args:
+            group: responses to a prompt; a single one for a function that takes no more.
+
+        Returns:
+            The outcome of each, in order. Parts of a score that are not finite numbers or do not fit into float32 are
+            left out.
+        """
+        try:
+            result = self.function(**self._arguments(group))
+            if inspect.iscoroutine(result):
+                result = asyncio.run(result)
+        except Exception as error:
+            return [self._failure(error, group)] * len(group)
+        return self._outcomes(result, group)
+
+    async def score_async(self, group: Sequence[Trajectory]) -> list[Outcome]:
+        """Score some responses in one call of an async function; see `score`."""
+        try:
+            result = await self.function(**self._arguments(group))  # type: ignore[misc]
+        except Exception as error:
+            return [self._failure(error, group)] * len(group)
+        return self._outcomes(result, group)
+
+    def _arguments(self, group: Sequence[Trajectory]) -> dict[str, Any]:
+        if self._is_trls:
+            return self._columns(group)
+        if self.takes_group:
+            return {"group": list(group), **self.options}
+        [trajectory] = group
+        names = (*ARGUMENTS, *(name for name in BY_NAME if name in self._parameters))
+        return {**{name: getattr(trajectory, name) for name in names}, **self.options}
+
+    def _columns(self, group: Sequence[Trajectory]) -> dict[str, Any]:
+        """The arguments of a function of TRL's signature, without those that it does not take."""
+        rows = [
+            {
+                **(trajectory.extra_info if isinstance(trajectory.extra_info, dict) else {}),
+                "data_source": trajectory.data_source,
+                "ground_truth": trajectory.ground_truth,
+                "extra_info": trajectory.extra_info,
+                "prompts": trajectory.prompt,
+                "completions": trajectory.solution_str
+                if isinstance(trajectory.prompt, str)
+                else [{"role": "assistant", "content": trajectory.solution_str}],
+            }
+            for trajectory in group
+        ]
+        names = dict.fromkeys(name for row in rows for name in row)
+        known: dict[str, Any] = {**{name: [row.get(name) for row in rows] for name in names}, **self.options}
+        variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        missing = [
+            name
+            for name, parameter in self._parameters.items()
+            if name not in known and parameter.default is parameter.empty and parameter.kind not in variadic
+        ]
+        if missing:
+            raise MissingColumn(
+                f"the reward needs the column {', '.join(missing)}, which the dataset does not have (it has "
+                f"{', '.join(sorted(known))}): add it, or give it a default"
+            )
+        return {name: value for name, value in known.items() if self._takes_all or name in self._parameters}
+
+    @property
+    def _takes_all(self) -> bool:
+        return any(parameter.kind is parameter.VAR_KEYWORD for parameter in self._parameters.values())
+
+    def _failure(self, error: Exception, group: Sequence[Trajectory]) -> RatchetError:
+        if isinstance(error, MissingColumn):
+            return error
+        reason = str(error) if isinstance(error, RewardFailed) else f"the reward raised {raised(error)}"
+        return RewardFailed(f"{reason} ({place_of(group)})")
+
+    def _outcomes(self, result: Any, group: Sequence[Trajectory]) -> list[Outcome]:
+        if not self.takes_several:
+            return [_outcome(result, group[0])]
+        sized = hasattr(result, "__len__") and not isinstance(result, str | bytes | Mapping)
+        if not sized or len(result) != len(group):
+            what = "completion" if self._is_trls else "trajectory of the group"
+            error = UserError(f"the reward returned {result!r:.200}: return a list with a number for each {what}")
+            return [error] * len(group)
+        return [self._entry(entry, trajectory) for entry, trajectory in zip(result, group, strict=True)]
+
+    def _entry(self, entry: object, trajectory: Trajectory) -> Outcome:
+        if entry is None:
+            return NotApplicable("the reward gave None to a response that no other reward judges: return a number")
+        if isinstance(entry, Exception):
+            return self._failure(entry, [trajectory])
+        return _outcome(entry, trajectory)
+
+
+def is_failure(outcome: Outcome) -> bool:
+    """Whether a response should have a score and has none."""
+    return not isinstance(outcome, Score | NotApplicable)
+
+
+def place_of(group: Sequence[Trajectory]) -> str:
+    """Which responses an error is about."""
+    first = group[0]
+    if len(group) == 1:
+        return f"data_source {first.data_source}, response {first.solution_str[:60]!r}"
+    return f"data_source {first.data_source}, the {len(group)} responses to prompt {first.metadata['prompt_id']}"
+
+
+def took_too_long(timeout_s: float, group: Sequence[Trajectory]) -> RewardFailed:
+    """The error of responses whose call took longer than `reward.timeout_s` for each of them."""
+    limit = f"reward.timeout_s {timeout_s:g} s" + (f" for each of {len(group)} responses" if len(group) > 1 else "")
+    return RewardFailed(f"the reward took longer than {limit}, and was ended ({place_of(group)})")
+
+
+def _outcome(result: Any, trajectory: Trajectory) -> Outcome:
+    """The score in what a function returned for a response."""
+    parts: dict[str, float] = dict(result) if isinstance(result, dict) else {"score": result}
+    source = trajectory.data_source
+    try:
+        total = float(parts.pop("score"))
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return UserError(f"the reward of a response ({source}) is {result!r}: return a number, or a dict with `score`")
+    if not isfinite(total):
+        return NotFinite(f"the reward of a response ({source}) is {total}")
+    finite = {name: part for name, part in parts.items() if isinstance(part, Real) and abs(part) <= LARGEST}
+    return Score(total, {name: float(part) for name, part in finite.items() if isinstance(name, str)})

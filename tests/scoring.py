@@ -1,0 +1,52 @@
+"""Responses and pools for tests of rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlhf.rewards import Trajectory
+from rlhf.rewards.pool import AnswerStore, RewardPool
+
+
+def trajectory(
+    data_source: str = "any",
+    solution_str: str = "",
+    ground_truth: Any = "",
+    extra_info: Any = None,
+    prompt: Any = "",
+    *,
+    prompt_id: str = "p0",
+    turns: list[dict[str, str]] | None = None,
+) -> Trajectory:
+    return Trajectory(
+        data_source=data_source,
+        solution_str=solution_str,
+        ground_truth=ground_truth,
+        extra_info=extra_info,
+        prompt=prompt,
+        turns=turns or [{"role": "policy", "content": solution_str}],
+        metadata={
+            "trajectory_id": f"{prompt_id}-s00",
+            "prompt_id": prompt_id,
+            "sample": 0,
+            "iteration": 3,
+            "policy_version": 2,
+            "finish_reason": "stop",
+            "response_length": len(solution_str),
+        },
+    )
+
+
+def pool_of(
+    functions: Mapping[str, float],
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+    *,
+    workers: int = 1,
+    timeout_s: float = 30.0,
+    concurrency: int = 8,
+    answers: AnswerStore | None = None,
+) -> RewardPool:
+    return RewardPool(
+        functions, options or {}, workers=workers, timeout_s=timeout_s, concurrency=concurrency, answers=answers
+    )
