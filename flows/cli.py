@@ -509,7 +509,7 @@ def evaluate(
             answers = recorded(lambda: flow(config, version), lambda: flow.fn(config, version))
     if output is not None:
         views.write(answers, output)
-    alone = config.reward.model is None and config.rollout.environment is None
+    alone = config.reward.model is None and config.rollout.environment is None and config.rollout.agent is None
     solved = solved_score(config.validation.solved_score, config.reward.function, alone=alone)
     console.print(views.solve_rates(answers, name, config.reward.on_error, solved))
 

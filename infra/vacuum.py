@@ -21,7 +21,7 @@ from infra.store.records import (
     StageCommit,
     named_here,
 )
-from infra.store.run_store import REPORT, RunStore
+from infra.store.run_store import REPORT, RunStore, is_call_file
 
 KEPT = ("run.json", "log/", "forks/", ANSWERS, REPORT)
 
@@ -81,6 +81,8 @@ class Reached:
         """Checkpoint manifests of the snapshots that are not expired, by version."""
         self.journals: dict[tuple[int, str], tuple[ShardRef, ...]] = {}
         """The newest journals, by iteration and stage."""
+        self.closed = 0
+        """Number of closed iterations."""
         self._chain = Chain(store)
 
     def advance(self) -> None:
@@ -129,6 +131,7 @@ class Reached:
             elif isinstance(commit, StageCommit):
                 self.journals.pop((commit.iteration, commit.stage), None)
             elif isinstance(commit, Finalize):
+                self.closed = commit.iteration + 1
                 self.journals = {place: parts for place, parts in self.journals.items() if place[0] > commit.iteration}
         return unreadable
 
@@ -151,7 +154,12 @@ class Reached:
         reached = set(self.digests) | {part.key for parts in self.journals.values() for part in parts}
         for ref in self.checkpoints():
             reached |= {ref.key, *(file.key for file in self.store.checkpoint(ref).files.values())}
-        return [key for key in self.store.objects.list("") if not key.startswith(KEPT) and key not in reached]
+        unreached = (key for key in self.store.objects.list("") if not key.startswith(KEPT) and key not in reached)
+        return [key for key in unreached if not self._will_be_adopted(key)]
+
+    def _will_be_adopted(self, key: str) -> bool:
+        """Whether a file has answers that programs of agents got, in an iteration that is not closed."""
+        return is_call_file(key) and key >= f"journals/iteration={self.closed:06d}/"
 
 
 def _not_whole(store: RunStore, damage: str) -> Corrupt:

@@ -64,7 +64,13 @@ class TrajectorySchema:
 
 TRAJECTORY = TrajectorySchema(
     (
-        Column("trajectory_id", pa.string(), "", "stable id, such as it000007-p00012-s03: iteration, prompt, sample"),
+        Column(
+            "trajectory_id",
+            pa.string(),
+            "",
+            "stable id, such as it000007-p00012-s03: iteration, prompt, sample; an agent's further conversations end "
+            "in -b01, -b02",
+        ),
         Column("prompt_id", pa.string(), "generate", "id of the prompt, which is also the trajectory's group"),
         Column("sample", pa.int32(), "generate", "index of the trajectory among those of its prompt", "index"),
         Column(
@@ -127,22 +133,22 @@ TRAJECTORY = TrajectorySchema(
             "turns",
             pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())])),
             "generate",
-            "turns of the policy and the environment in the response",
-            null="there is no rollout.environment",
+            "turns of the policy and the environment, or the agent, in the response",
+            null="there is neither a rollout.environment nor a rollout.agent",
         ),
         Column(
             "rollout_error",
             pa.string(),
             "generate",
-            "error of the environment that ended the trajectory",
+            "error of the environment or the agent that ended the trajectory",
             null="nothing failed",
         ),
         Column(
             "environment_reward",
             pa.float32(),
             "generate",
-            "sum of the environment's rewards: of turn_rewards",
-            null="there is no rollout.environment",
+            "sum of the environment's rewards, of turn_rewards; or the reward that the agent returned",
+            null="there is no rollout.environment, and no agent that returned a reward",
         ),
         Column(
             "turn_rewards",
@@ -157,7 +163,41 @@ TRAJECTORY = TrajectorySchema(
             "generate",
             "position in the response after the last token of each turn of the policy",
             "tokens",
-            null="there is no rollout.environment",
+            null="there is neither a rollout.environment nor a rollout.agent",
+        ),
+        Column(
+            "branch",
+            pa.int32(),
+            "generate",
+            "index of the conversation among those of the trajectory, one row each",
+            "index",
+            null="there is no rollout.agent",
+        ),
+        Column(
+            "calls",
+            pa.list_(
+                pa.struct(
+                    [
+                        ("asked", pa.string()),
+                        ("answer", pa.string()),
+                        ("start", pa.int32()),
+                        ("end", pa.int32()),
+                        ("started", pa.float64()),
+                        ("seconds", pa.float64()),
+                    ]
+                )
+            ),
+            "generate",
+            "calls of the agent: what each added to the conversation and the policy's message, as JSON; the position "
+            "of the answer's first token and after its last; time since 1970 and duration, in seconds",
+            null="there is no rollout.agent",
+        ),
+        Column(
+            "agent_parts",
+            pa.map_(pa.string(), pa.float32()),
+            "generate",
+            "named parts of the reward that the agent returned",
+            null="there is no rollout.agent",
         ),
         Column("seed", pa.int64(), "generate", "seed of the run, from which sampling derives"),
         Column("model_score", pa.float32(), "reward_model", "score of the reward model; mean of a process reward"),

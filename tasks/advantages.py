@@ -5,7 +5,7 @@ The stage has one shard, because groups and whitening span all trajectories.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import compress
 from typing import Any
 
@@ -23,6 +23,7 @@ from rlhf.config import RunConfig
 from rlhf.errors import UserError
 from rlhf.schema import TRAJECTORY
 from rlhf.stage_config import StageConfig, key
+from tasks.branches import last_branches, trajectory_index
 from tasks.stage import RowsStage
 
 
@@ -54,7 +55,8 @@ def advantages(context: Context[AdvantagesConfig]) -> ShardOutput[ShardSummary]:
     token_rewards, metrics, controllers = _token_rewards(context, mask, scores)
     _, groups = np.unique(batch.numpy("prompt_id").astype(str), return_inverse=True)
     inputs: dict[str, Any] = {"group_ids": torch.from_numpy(groups)}
-    teaches = estimator.teaches(scores, inputs["group_ids"])
+    index, last = torch.from_numpy(trajectory_index(batch)), torch.from_numpy(last_branches(batch))
+    teaches = estimator.teaches(scores[last], inputs["group_ids"][last])[index]
     if "greedy_scores" in estimator.needs:
         has_baseline = torch.from_numpy(batch.array("greedy_score").is_valid().to_numpy(zero_copy_only=False))
         teaches &= has_baseline
@@ -73,7 +75,11 @@ def advantages(context: Context[AdvantagesConfig]) -> ShardOutput[ShardSummary]:
     if not teaches.any():
         note(f"iteration {context.iteration} has nothing to learn from: no update changes the weights")
     loss_mask = mask * teaches[:, None]
-    estimates, returns = estimator(token_rewards, loss_mask, **{name: inputs[name] for name in estimator.needs})
+    needed = {name: inputs[name] for name in estimator.needs}
+    if "group_ids" in estimator.needs and len(last) < len(batch):
+        estimates, returns = _by_trajectory(estimator, token_rewards, loss_mask, needed, index, last)
+    else:
+        estimates, returns = estimator(token_rewards, loss_mask, **needed)
 
     weights = None
     if "old_log_probs" in batch:
@@ -81,7 +87,7 @@ def advantages(context: Context[AdvantagesConfig]) -> ShardOutput[ShardSummary]:
         metrics |= distance
     metrics["actor/loss_tokens_share"] = float(loss_mask.sum() / mask.sum())
     learned = mask if not teaches.any() else mask * teaches[:, None]
-    metrics |= _metrics(batch, mask, learned > 0, raw_scores, token_rewards, estimates, returns)
+    metrics |= _metrics(batch, mask, learned > 0, raw_scores[last], token_rewards, estimates, returns)
     columns = {
         "trajectory_id": batch.array("trajectory_id"),
         "token_rewards": unpadded(token_rewards, lengths),
@@ -91,6 +97,41 @@ def advantages(context: Context[AdvantagesConfig]) -> ShardOutput[ShardSummary]:
         "rollout_is_weights": [None] * len(batch) if weights is None else unpadded(weights, lengths),
     }
     return ShardOutput(TrajectoryBatch.of(columns), ShardSummary(metrics=metrics, controllers=controllers))
+
+
+def _by_trajectory(
+    estimator: Advantage,
+    token_rewards: torch.Tensor,
+    mask: torch.Tensor,
+    inputs: Mapping[str, Any],
+    index: torch.Tensor,
+    last: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compare trajectories that have several branches: each counts once in its group, by its last branch, and its other
+    branches get the mean of that branch's advantages and returns.
+
+    Args:
+        estimator: An estimator that compares the trajectories of a prompt.
+        token_rewards: Rewards of the tokens, shape (batch, response).
+        mask: 1 for tokens that are learned from, same shape.
+        inputs: What the estimator needs, with a row per branch.
+        index: The number of each row's trajectory, shape (batch,).
+        last: The row of each trajectory's last branch, shape (trajectories,).
+
+    Returns:
+        Advantages and returns, shape (batch, response).
+    """
+    parts = inputs.get("reward_parts")
+    chosen = {name: value[last] for name, value in inputs.items() if name != "reward_parts"}
+    if parts is not None:
+        chosen["reward_parts"] = {name: part[last] for name, part in parts.items()}
+    spread: list[torch.Tensor] = []
+    for values in estimator(token_rewards[last], mask[last], **chosen):
+        means = values.sum(-1) / mask[last].sum(-1).clamp(min=1)
+        every = means[index][:, None] * mask
+        every[last] = values
+        spread.append(every)
+    return spread[0], spread[1]
 
 
 def _token_rewards(
@@ -231,7 +272,7 @@ def _metrics(
         batch: The trajectories.
         mask: 1 for tokens that the model wrote, shape (batch, response).
         learned: Whether a token belongs to a trajectory that is learned from; bool, same shape.
-        scores: Scores before clipping, shape (batch,).
+        scores: Score of each trajectory before clipping, shape (trajectories,).
         token_rewards: Rewards of the tokens, shape (batch, response).
         estimates: Advantages, same shape.
         returns: Returns, same shape.

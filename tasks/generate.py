@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from pydantic import JsonValue
@@ -17,7 +17,7 @@ from rlhf.config import CurriculumConfig, DynamicSamplingConfig, RunConfig
 from rlhf.data.prompts import PromptDataset, encode
 from rlhf.engines.base import Request, Sampling
 from rlhf.engines.generation import Rules
-from rlhf.environments import KEY, EnvironmentFailed
+from rlhf.environments import EnvironmentFailed
 from rlhf.environments.calls import OnError
 from rlhf.environments.dialogues import Beginning, Dialogue
 from rlhf.schema import TRAJECTORY
@@ -25,6 +25,9 @@ from rlhf.stage_config import StageConfig, key
 from tasks.curriculum import solve_rates
 from tasks.score import ScoreSummary
 from tasks.stage import RowsStage, Until
+
+KINDS = {"rollout.environment": "the environment", "rollout.agent": "the agent"}
+"""What the policy takes turns with, by the config's section."""
 
 
 class PromptConfig(StageConfig):
@@ -47,6 +50,17 @@ class EnvironmentStageConfig(StageConfig):
     concurrency: int = key("concurrency", operational=True)
 
 
+class AgentStageConfig(StageConfig):
+    section = "rollout.agent"
+    name: str = key("name")
+    options: dict[str, Any] = key("options")
+    max_calls: int = key("max_calls")
+    on_error: OnError = key("on_error")
+    max_error_share: float = key("max_error_share", operational=True)
+    timeout_s: float = key("timeout_s", operational=True)
+    host: str = key("host", operational=True)
+
+
 class GenerateConfig(StageConfig):
     seed: int = key("run.seed")
     dtype: str = key("model.dtype")
@@ -63,6 +77,7 @@ class GenerateConfig(StageConfig):
     ignore_eos: bool = key("rollout.ignore_eos")
     stop: tuple[str, ...] = key("rollout.stop")
     environment: EnvironmentStageConfig | None
+    agent: AgentStageConfig | None
     quantization: str | None = key("rollout.quantization")
     prompts_per_shard: int = key("rollout.prompts_per_shard")
     dynamic_sampling: DynamicSamplingConfig | None = key("algorithm.dynamic_sampling")
@@ -79,7 +94,9 @@ class GenerateSummary(ShardSummary):
     """The oldest version of the policy that drew any of the tokens; None: an older release, or there are no tokens."""
     errors: int = 0
     num_turns: dict[int, int] = {}
-    """With an environment: how many trajectories have a number of turns."""
+    """With an environment or an agent: how many conversations have a number of turns."""
+    num_branches: dict[int, int] = {}
+    """With an agent: how many trajectories have a number of branches."""
 
 
 def shards_of(driver: Driver) -> int:
@@ -108,6 +125,8 @@ def generation_metrics(summaries: Sequence[GenerateSummary]) -> dict[str, float]
     if turns := [turns for shard in summaries for turns in Counter(shard.num_turns).elements()]:
         mean = sum(turns) / len(turns)
         metrics |= {"num_turns/min": float(min(turns)), "num_turns/max": float(max(turns)), "num_turns/mean": mean}
+    if branches := [count for shard in summaries for count in Counter(shard.num_branches).elements()]:
+        metrics["num_branches/mean"] = sum(branches) / len(branches)
     return metrics | ({"rollout/errors": float(errors)} if errors else {})
 
 
@@ -123,6 +142,12 @@ class Prompts:
     """Trajectories per prompt."""
     sampling: Sampling
     environment: EnvironmentStageConfig | None
+    agent: AgentStageConfig | None
+
+    @property
+    def talks(self) -> EnvironmentStageConfig | AgentStageConfig | None:
+        """What the policy takes turns with."""
+        return self.environment or self.agent
 
 
 def _numbers(config: GenerateConfig, shard: int) -> range:
@@ -180,9 +205,8 @@ def prompts_of(context: Context[GenerateConfig]) -> Prompts:
         ignore_eos=config.ignore_eos,
         stop=config.stop,
     )
-    return Prompts(
-        dataset, list(zip(numbers, drawn, strict=True)), config.prompt, config.n, sampling, config.environment
-    )
+    rows = list(zip(numbers, drawn, strict=True))
+    return Prompts(dataset, rows, config.prompt, config.n, sampling, config.environment, config.agent)
 
 
 def begin(context: Context[GenerateConfig]) -> ShardStart:
@@ -200,11 +224,13 @@ def generate(context: Context[GenerateConfig]) -> ShardOutput[GenerateSummary]:
     """
     prompts = prompts_of(context)
     batch = trajectories(context, prompts)
+    talks, conversations = prompts.talks is not None, [part for all in context.dialogues for part in all.conversations]
     summary = GenerateSummary(
         tokens=int(batch.flat("response_mask").sum()),
-        oldest_version=min((version for dialogue in context.dialogues for version in dialogue.versions), default=None),
+        oldest_version=min((version for dialogue in conversations for version in dialogue.versions), default=None),
         errors=sum(dialogue.error is not None for dialogue in context.dialogues),
-        num_turns={} if prompts.environment is None else Counter(dialogue.num_turns for dialogue in context.dialogues),
+        num_turns=Counter(dialogue.num_turns for dialogue in conversations) if talks else {},
+        num_branches=Counter(len(dialogue.branches) for dialogue in context.dialogues) if prompts.agent else {},
         cursor=context.call.cursor + prompts.rows[-1][0] + 1,
     )
     return ShardOutput(batch, summary)
@@ -229,7 +255,17 @@ def begin_trajectories(context: Context[C], prompts: Prompts) -> ShardStart:
             request = Request(f"{_prompt_id(context, number)}-s{sample:02d}", tuple(ids))
             beginning = Beginning(messages, prompt.ground_truth, prompt.ground_truth_is_json, prompt.extra_info)
             dialogues.append(Dialogue(request, beginning))
-    environment = prompts.environment
+    environment, agent = prompts.environment, prompts.agent
+    if agent is not None:
+        programs = context.resources.agents(
+            agent.name,
+            agent.options,
+            host=agent.host,
+            max_calls=agent.max_calls,
+            timeout_s=agent.timeout_s,
+            on_error=agent.on_error,
+        )
+        return ShardStart(tuple(dialogues), Rules(prompts.sampling, agents=programs))
     if environment is None:
         return ShardStart(tuple(dialogues), Rules(prompts.sampling))
     calls = context.resources.environments(
@@ -243,7 +279,8 @@ def begin_trajectories(context: Context[C], prompts: Prompts) -> ShardStart:
 
 
 def trajectories(context: Context[C], prompts: Prompts) -> TrajectoryBatch:
-    """The complete trajectories of a shard, with all columns of `generate`.
+    """The complete trajectories of a shard, with all columns of `generate`: a row each, or with an agent a row for each
+    of their conversations.
 
     Args:
         context: Gives the tokenizer and the trajectories.
@@ -253,55 +290,71 @@ def trajectories(context: Context[C], prompts: Prompts) -> TrajectoryBatch:
         EnvironmentFailed: if too many of the environments failed; see `rollout.environment.max_error_share`.
     """
     tokenizer, dialogues = context.resources.tokenizer, context.dialogues
-    talks, assigned = prompts.environment is not None, context.call.weights
+    talks, assigned = prompts.talks is not None, context.call.weights
     assert assigned is not None, "the rollout has weights"
-    if prompts.environment is not None:
-        _check_errors(context.call, dialogues, prompts.environment)
+    if prompts.talks is not None:
+        _check_errors(context.call, dialogues, prompts.talks)
     columns: dict[str, list[Any]] = {name: [] for name in ("trajectory_id", *TRAJECTORY.names("generate"))}
-    for place, dialogue in enumerate(dialogues):
+    for place, trajectory in enumerate(dialogues):
         number, row = prompts.rows[place // prompts.n]
         prompt = prompts.dataset[row]
         text, ids = _encoded(context, prompts, row)
-        unanswered = len(dialogue.turn_ends) - dialogue.answered
-        values = {
-            "trajectory_id": dialogue.request.trajectory_id,
-            "prompt_id": _prompt_id(context, number),
-            "sample": place % prompts.n,
-            "dataset_row": prompts.dataset.row(row),
-            "data_source": prompt.data_source,
-            "messages": json.dumps(prompt.after(prompts.config.system_prompt), ensure_ascii=False),
-            "prompt_is_text": prompt.is_text,
-            "prompt": text,
-            "prompt_ids": ids,
-            "ground_truth": prompt.ground_truth,
-            "ground_truth_is_json": prompt.ground_truth_is_json,
-            "extra_info": prompt.extra_info,
-            "seed": prompts.sampling.seed,
-            "response": tokenizer.decode(dialogue.ids, skip_special_tokens=True),
-            "response_ids": dialogue.ids,
-            "rollout_log_probs": dialogue.log_probs,
-            "response_mask": dialogue.mask,
-            "finish_reason": dialogue.finish_reason,
-            "policy_version": dialogue.versions[0] if dialogue.versions else assigned.version,
-            "token_versions": dialogue.versions if len(set(dialogue.versions)) > 1 else None,
-            "turns": dialogue.turns(tokenizer) if talks else None,
-            "rollout_error": dialogue.error,
-            "environment_reward": dialogue.reward if talks else None,
-            "turn_rewards": [*dialogue.turn_rewards, *[0.0] * unanswered] if talks else None,
-            "turn_ends": dialogue.turn_ends if talks else None,
-        }
-        for name, value in values.items():
-            columns[name].append(value)
+        for branch, dialogue in enumerate(trajectory.conversations):
+            has_own_prompt = dialogue is not trajectory
+            unanswered = len(dialogue.turn_ends) - dialogue.answered
+            values = {
+                "trajectory_id": dialogue.request.trajectory_id,
+                "prompt_id": _prompt_id(context, number),
+                "sample": place % prompts.n,
+                "dataset_row": prompts.dataset.row(row),
+                "data_source": prompt.data_source,
+                "messages": json.dumps(prompt.after(prompts.config.system_prompt), ensure_ascii=False),
+                "prompt_is_text": prompt.is_text,
+                "prompt": tokenizer.decode(dialogue.request.prompt_ids) if has_own_prompt else text,
+                "prompt_ids": dialogue.request.prompt_ids if has_own_prompt else ids,
+                "ground_truth": prompt.ground_truth,
+                "ground_truth_is_json": prompt.ground_truth_is_json,
+                "extra_info": prompt.extra_info,
+                "seed": prompts.sampling.seed,
+                "response": tokenizer.decode(dialogue.ids, skip_special_tokens=True),
+                "response_ids": dialogue.ids,
+                "rollout_log_probs": dialogue.log_probs,
+                "response_mask": dialogue.mask,
+                "finish_reason": trajectory.finish_reason,
+                "policy_version": dialogue.versions[0] if dialogue.versions else assigned.version,
+                "token_versions": dialogue.versions if len(set(dialogue.versions)) > 1 else None,
+                "turns": dialogue.turns(tokenizer) if talks else None,
+                "rollout_error": trajectory.error,
+                "environment_reward": _environment_reward(trajectory, prompts),
+                "turn_rewards": None if prompts.environment is None else [*dialogue.turn_rewards, *[0.0] * unanswered],
+                "turn_ends": dialogue.turn_ends if talks else None,
+                "branch": None if prompts.agent is None else branch,
+                "calls": None if prompts.agent is None else [asdict(call) for call in dialogue.calls],
+                "agent_parts": None
+                if prompts.agent is None
+                else list((trajectory.result.parts if trajectory.result is not None else {}).items()),
+            }
+            for name, value in values.items():
+                columns[name].append(value)
     return TrajectoryBatch.of(columns)
 
 
-def _check_errors(call: Call[C], dialogues: Sequence[Dialogue], environment: EnvironmentStageConfig) -> None:
+def _environment_reward(trajectory: Dialogue, prompts: Prompts) -> float | None:
+    """The reward that the environment gave, or the agent returned."""
+    if prompts.agent is None:
+        return None if prompts.environment is None else trajectory.reward
+    return None if trajectory.result is None else trajectory.result.reward
+
+
+def _check_errors(
+    call: Call[C], dialogues: Sequence[Dialogue], talks: EnvironmentStageConfig | AgentStageConfig
+) -> None:
     errors = [dialogue.error for dialogue in dialogues if dialogue.error is not None]
-    if len(errors) > environment.max_error_share * len(dialogues):
+    if len(errors) > talks.max_error_share * len(dialogues):
         raise EnvironmentFailed(
-            f"the environment failed for {len(errors)} of the {len(dialogues)} trajectories of shard {call.shard} "
-            f"({call.stage}, iteration {call.iteration}), more than {KEY}.max_error_share "
-            f"{environment.max_error_share:g}: nothing of the shard is committed. Fix what it needs and resume; if its "
+            f"{KINDS[talks.section]} failed for {len(errors)} of the {len(dialogues)} trajectories of shard "
+            f"{call.shard} ({call.stage}, iteration {call.iteration}), more than {talks.section}.max_error_share "
+            f"{talks.max_error_share:g}: nothing of the shard is committed. Fix what it needs and resume; if its "
             f"code changes and other shards are committed, resume names the fork that continues. The first error: "
             f"{errors[0]}"
         )

@@ -16,6 +16,7 @@ from rlhf.engines.optimizers import Optimizer
 from rlhf.engines.performance import utilization
 from rlhf.seeding import generator
 from rlhf.stage_config import StageConfig, key
+from tasks.branches import trajectory_index
 
 
 class TrainerStageConfig(StageConfig):
@@ -59,12 +60,18 @@ def optimizer_steps(
         The plan; without optimizer steps if no token is in the losses.
     """
     rows = np.flatnonzero([sum(mask) > 0 for mask in context.batch.list("loss_mask")])
-    count = max(1, round(len(rows) / trainer.mini_batch_trajectories)) if len(rows) else 0
+    _, index = np.unique(trajectory_index(context.batch)[rows], return_inverse=True)
+    branches = np.split(rows[np.argsort(index, kind="stable")], np.cumsum(np.bincount(index))[:-1])
+    """The rows of each trajectory, which are learned from in one step."""
+    count = max(1, round(len(branches) / trainer.mini_batch_trajectories)) if len(rows) else 0
     mini_batches: list[tuple[int, ...]] = []
     for epoch in range(trainer.ppo_epochs if count else 0):
         draw = generator(seed, context.call.stage, context.iteration, epoch)
-        order = rows[draw.permutation(len(rows))]
-        mini_batches += [tuple(mini_batch.tolist()) for mini_batch in np.array_split(order, count)]
+        order = draw.permutation(len(branches))
+        mini_batches += [
+            tuple(int(row) for number in mini_batch for row in branches[number])
+            for mini_batch in np.array_split(order, count)
+        ]
     return OptimizerPlan(
         lr=learning_rate(trainer.lr, trainer.lr_schedule, max(context.iteration - skipped, 0)),
         optimizer=trainer.optimizer,

@@ -83,6 +83,8 @@ def run_rows(
     journal = store.journal(iteration, stage.name)
     store.commit(*uncommitted, commit)  # one record, so that the last shard is never committed without its stage
     store.delete_journal(journal)
+    if stage.begin is not None and driver.config.rollout.agent is not None:
+        store.delete_calls(iteration, stage.name)
     # what dynamic sampling drew and does not need
     store.objects.delete([*beyond, *(shard.data.key for number, shard in done.items() if number >= len(shards))])
     report(StageProgress(iteration=iteration, stage=stage.name, done=total, total=total, metrics=manifest.metrics))
@@ -155,6 +157,7 @@ def _generated(
     """Generate the shards that are not in `done`, all at the same time; they become complete in any order."""
     driver, stage = job.driver, job.stage
     _check_journal(driver, stage, job.iteration)
+    _adopt_calls(driver, stage, job.iteration)
     pending = deque(number for number in range(job.total) if number not in done)
     began = time.perf_counter()
     with Generation[C, S](driver, job.iteration, stage.name) as generation:
@@ -188,6 +191,26 @@ def _check_journal(driver: Driver, stage: RowsStage[C, S], iteration: int) -> No
         note(f"{stage.name} of iteration {iteration} starts without its journal: {'; '.join(changes)}")
         empty = Journal(iteration=iteration, stage=stage.name, term=driver.term, parts=())
         driver.store.replace_journal(empty)
+
+
+def _adopt_calls(driver: Driver, stage: RowsStage[C, S], iteration: int) -> None:
+    """Commit what programs of agents were answered by drivers that did not complete the stage, so that it is answered
+    again in the same way; answers under another config, with other data or by other code are discarded."""
+    if driver.config.rollout.agent is None:
+        return
+    store = driver.store
+    journal = store.journal(iteration, stage.name)
+    parts = [] if journal is None else list(journal.parts)
+    discarded: list[str] = []
+    for term, keys in store.calls(iteration, stage.name).items():
+        if term != driver.term and (changes := changes_since_term(driver, stage, term)):
+            note(f"{stage.name} of iteration {iteration} starts without earlier answers: {'; '.join(changes)}")
+            discarded += keys
+        else:
+            parts += [part for key in keys if (part := store.reference(key)) is not None]
+    if len(parts) > (0 if journal is None else len(journal.parts)):
+        store.commit(Journal(iteration=iteration, stage=stage.name, term=driver.term, parts=tuple(parts)))
+    store.objects.delete(discarded)
 
 
 def _assign(driver: Driver, stage: RowsStage[C, S], iteration: int, shard: int) -> None:

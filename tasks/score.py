@@ -19,6 +19,7 @@ from rlhf.errors import RatchetError
 from rlhf.rewards import JUDGE, Score, Trajectory
 from rlhf.schema import TRAJECTORY
 from rlhf.stage_config import StageConfig, key
+from tasks.branches import last_branches, trajectory_index
 from tasks.reward_model import RewardModelStageConfig, is_complete, model_scores
 from tasks.stage import RowsStage
 
@@ -70,8 +71,11 @@ class ScoreSummary(ShardSummary):
 
 
 def score(context: Context[ScoreConfig]) -> ShardOutput[ScoreSummary]:
-    """Score the responses of one shard, and count the prompts whose scores differ."""
-    config, batch = context.config, context.batch
+    """Score the trajectories of one shard, and count the prompts whose scores differ. The last branch of a trajectory
+    is scored, and all of them get its score."""
+    config, rows = context.config, context.batch
+    index, last = trajectory_index(rows), last_branches(rows)
+    batch = rows if len(last) == len(rows) else rows.take(last)
     columns = scores(context, config, None, batch)
     _, group = np.unique(batch.numpy("prompt_id").astype(str), return_inverse=True)
     kept = counting(config.on_error, columns["reward_error"]) & is_complete(batch)
@@ -83,7 +87,12 @@ def score(context: Context[ScoreConfig]) -> ShardOutput[ScoreSummary]:
         errors=sum(error is not None for error in columns["reward_error"]),
         prompts_that_differ=len(np.unique(group[differ.numpy()])),
     )
-    return ShardOutput(TrajectoryBatch.of({"trajectory_id": batch.array("trajectory_id"), **columns}), summary)
+    every = {name: [values[number] for number in index] for name, values in columns.items()}
+    is_last = np.isin(np.arange(len(rows)), last)
+    every["token_scores"] = [
+        value if scored else None for value, scored in zip(every["token_scores"], is_last, strict=True)
+    ]
+    return ShardOutput(TrajectoryBatch.of({"trajectory_id": rows.array("trajectory_id"), **every}), summary)
 
 
 def mean_score(summaries: Sequence[ScoreSummary]) -> dict[str, float]:
@@ -143,6 +152,8 @@ def scores(
             rule = {} if config.function is None else {"rule": reward.score}
             total = reward.score + weight * added.get("model", 0.0) + added.get("environment", 0.0)
             rewards[row] = Score(total if reward.error is None else 0.0, reward.parts | rule | added, reward.error)
+    for row, parts in enumerate(batch.list("agent_parts") if "agent_parts" in batch else ()):
+        rewards[row] = Score(rewards[row].score, rewards[row].parts | dict(parts or ()), rewards[row].error)
     return {
         "score": [reward.score for reward in rewards],
         "reward_parts": [list(reward.parts.items()) for reward in rewards],
@@ -237,7 +248,7 @@ SCORE = RowsStage(
     config=ScoreConfig,
     exists=exists,
     reads={
-        "generate": (*REWARD_READS, "environment_reward", "rollout_error", "turn_ends", "turn_rewards"),
+        "generate": (*REWARD_READS, "environment_reward", "rollout_error", "turn_ends", "turn_rewards", "agent_parts"),
         "reward_model": TRAJECTORY.names("reward_model"),
     },
     writes=TRAJECTORY.of("score"),

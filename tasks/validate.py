@@ -15,7 +15,15 @@ from rlhf.rewards import solved_score
 from rlhf.schema import TRAJECTORY
 from rlhf.stage_config import StageConfig, key
 from rlhf.validation import Sums, means, sums
-from tasks.generate import EnvironmentStageConfig, PromptConfig, Prompts, begin_trajectories, trajectories
+from tasks.branches import last_branches
+from tasks.generate import (
+    AgentStageConfig,
+    EnvironmentStageConfig,
+    PromptConfig,
+    Prompts,
+    begin_trajectories,
+    trajectories,
+)
 from tasks.reward_model import RewardModelStageConfig, is_complete
 from tasks.score import ScoreConfig, counting, scores
 from tasks.stage import RowsStage
@@ -51,6 +59,7 @@ class ValidateConfig(StageConfig):
     max_response_tokens: int = key("rollout.max_response_tokens")
     stop: tuple[str, ...] = key("rollout.stop")
     environment: EnvironmentStageConfig | None
+    agent: AgentStageConfig | None
     quantization: str | None = key("rollout.quantization")
     prompts_per_shard: int = key("rollout.prompts_per_shard")
     n: int = key("validation.n")
@@ -91,7 +100,7 @@ def prompts_of(context: Context[ValidateConfig]) -> Prompts:
         seed=config.seed + 1,  # different noise from the training prompts with the same numbers
     )
     rows = [(number, number) for number in numbers]
-    return Prompts(dataset, rows, config.prompt, config.n, sampling, config.environment)
+    return Prompts(dataset, rows, config.prompt, config.n, sampling, config.environment, config.agent)
 
 
 def begin(context: Context[ValidateConfig]) -> ShardStart:
@@ -102,12 +111,13 @@ def validate(context: Context[ValidateConfig]) -> ShardOutput[ValidateSummary]:
     """Score the answers to one shard of the held-out prompts."""
     config = context.config
     answers = trajectories(context, prompts_of(context))
+    answers = answers.take(last_branches(answers))
     scored = scores(context, config.reward, config.reward_model, answers)
     complete = is_complete(answers)
     kept = counting(config.reward.on_error, scored["reward_error"]) & complete
     columns = (*map(answers.list, ("data_source", "prompt_id", "response")), scored["score"])
     sources, prompt_ids, texts, counted = (list(compress(column, kept)) for column in columns)
-    alone = config.reward_model is None and config.environment is None
+    alone = config.reward_model is None and config.environment is None and config.agent is None
     solved = solved_score(config.solved_score, config.reward.function, alone=alone)
     summary = ValidateSummary(
         sums=sums(sources, prompt_ids, texts, counted, config.n, solved),

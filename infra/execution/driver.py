@@ -28,6 +28,7 @@ from infra.store.records import Claim, RunState, Weights
 from infra.store.run_store import RunStore
 from infra.workers.groups import WorkerGroups
 from infra.workers.ray_group import GroupLost
+from rlhf.agents import agent_digest, check_agent
 from rlhf.config import (
     DataConfig,
     EnvironmentConfig,
@@ -195,7 +196,9 @@ class Driver:
                     return None
                 return f"{files_digest(model_folder(model))} {tokenizer_digest(model, writes=False)}"
             case "environment":
-                environment = config.rollout.environment
+                environment, agent = config.rollout.environment, config.rollout.agent
+                if agent is not None:
+                    return agent_digest(agent.name)
                 return None if environment is None else environment_digest(environment.name, environment.options)
             case "reward":
                 functions = reward_digest(config.reward.functions)
@@ -317,6 +320,8 @@ def check_inputs(config: RunConfig) -> None:
     check_rewards(config.reward, config.algorithm.advantage.type if config.needs_greedy_scores else None)
     if config.rollout.environment is not None:
         check_environment(config.rollout.environment.name, config.rollout.environment.options)
+    if config.rollout.agent is not None:
+        check_agent(config.rollout.agent.name, config.rollout.agent.options)
     models = {"model": config.model, "critic.model": config.critic_model, "reference.model": config.reference_model}
     judge = {"reward.model": config.reward.model} if config.reward.model is not None else {}
     for key, model in (models | judge).items():
@@ -332,7 +337,8 @@ def check_inputs(config: RunConfig) -> None:
     if config.needs_critic:
         check_architecture(config.critic_model, "critic.model", is_critic=True)
     tokenizer = policy_tokenizer(config.model, config.rollout.environment)
-    if config.rollout.environment is not None and not is_prefix_stable(tokenizer):
+    talks = config.rollout.environment is not None or config.rollout.agent is not None
+    if talks and not is_prefix_stable(tokenizer):
         note(
             f"the chat template of {config.model.path} renders earlier messages differently when others follow (it may "
             "leave out reasoning): the policy sees and learns from what it wrote"

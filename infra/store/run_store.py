@@ -7,7 +7,9 @@ contain the term and the attempt, so that writers never collide.
 from __future__ import annotations
 
 import io
+import itertools
 import re
+import secrets
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -144,6 +146,41 @@ class RunStore:
             A reference to the file. A `Journal` commits it.
         """
         return self._write_table(f"{_journal_prefix(iteration)}{stage}.{self._tag(number)}.parquet", table)
+
+    def write_calls(self, iteration: int, stage: str, term: int, table: pa.Table) -> None:
+        """Write answers that the programs of agents are about to get. A driver that resumes the stage adopts the file.
+
+        Args:
+            iteration: the stage's iteration.
+            stage: the stage's name.
+            term: term of the driver.
+            table: the answers.
+        """
+        name = f"{next(_numbers):08d}{secrets.token_hex(4)}"  # other workers write beside this one
+        self._write_table(f"{_calls_prefix(iteration, stage)}{name}.{term}-0.parquet", table)
+
+    def calls(self, iteration: int, stage: str) -> dict[int, list[str]]:
+        """The files of answers that no journal names, in the order of their writing, by the term of their driver."""
+        journal = self.journal(iteration, stage)
+        adopted = set() if journal is None else {part.key for part in journal.parts}
+        by_term: dict[int, list[str]] = {}
+        for key in sorted(self.objects.list(_calls_prefix(iteration, stage))):
+            if key not in adopted:
+                by_term.setdefault(_term_of(key), []).append(key)
+        return by_term
+
+    def reference(self, key: str) -> ShardRef | None:
+        """Refer to a data file that no record names yet; None: it is damaged."""
+        data = self.objects.get(key)
+        try:
+            rows = pq.ParquetFile(pa.BufferReader(data)).metadata.num_rows
+        except pa.ArrowInvalid:
+            return None
+        return ShardRef(key=key, rows=rows, bytes=len(data), sha256=sha256_of(data))
+
+    def delete_calls(self, iteration: int, stage: str) -> None:
+        """Delete the answers of a stage that is complete: its rows have them."""
+        self.objects.delete(self.objects.list(_calls_prefix(iteration, stage)))
 
     def journal(self, iteration: int, stage: str) -> Journal | None:
         """The newest journal of a stage, of the open iteration or of one ahead; None if there is none."""
@@ -425,7 +462,8 @@ class RunStore:
             state = self.state if iteration == self.state.iteration else self.state.ahead.get(iteration)
             journals = [] if state is None else state.journals.values()
             parts = {part.key for journal in journals for part in journal.parts}
-            return [key for key in self.objects.list(_journal_prefix(iteration)) if key not in parts]
+            keys = self.objects.list(_journal_prefix(iteration))
+            return [key for key in keys if key not in parts and not is_call_file(key)]  # which are adopted later
         if stage == CLOSE:
             return self.objects.list(_metrics_prefix(iteration))
         committed = {shard.data.key for shard in self.committed_shards(stage, iteration).values()}
@@ -637,6 +675,19 @@ def _term_of(key: str) -> int:
 
 def _journal_prefix(iteration: int) -> str:
     return f"journals/iteration={iteration:06d}/"
+
+
+def _calls_prefix(iteration: int, stage: str) -> str:
+    return f"{_journal_prefix(iteration)}calls/{stage}/"
+
+
+def is_call_file(key: str) -> bool:
+    """Whether a file has answers that programs of agents got, which no record names before a driver adopts it."""
+    return key.startswith("journals/") and "/calls/" in key
+
+
+_numbers = itertools.count()
+"""Numbers of the files of answers, which sort in the order in which this process wrote them."""
 
 
 def _metrics_prefix(iteration: int) -> str:

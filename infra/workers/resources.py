@@ -10,6 +10,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from infra.progress import note
+from rlhf.agents import load_agent
+from rlhf.agents.gateway import Gateway
+from rlhf.agents.programs import AgentCalls
 from rlhf.config import RunConfig
 from rlhf.data.prompts import PromptDataset
 from rlhf.environments import load_environment
@@ -40,6 +43,8 @@ class Resources:
         self._answers = answers
         self._datasets: dict[tuple[str, ...], PromptDataset] = {}
         self._environments: dict[str, EnvironmentCalls] = {}
+        self._agents: dict[str, AgentCalls] = {}
+        self._gateways: dict[str, Gateway] = {}
         self._rewards: tuple[RewardSettings, RewardPool] | None = None
         self._lock = threading.Lock()
 
@@ -59,6 +64,33 @@ class Resources:
                 load_environment(name), options, timeout_s=timeout_s, concurrency=concurrency, on_error=on_error
             )
         return self._environments[key]
+
+    def agents(
+        self,
+        name: str,
+        options: Mapping[str, Any],
+        *,
+        host: str,
+        max_calls: int,
+        timeout_s: float,
+        on_error: OnError,
+    ) -> AgentCalls:
+        """The programs that call the policy; see `AgentCalls`. The function is loaded once, and the endpoint of this
+        process serves all of them."""
+        key = json.dumps([name, options, host, max_calls, timeout_s, on_error], sort_keys=True)
+        if key not in self._agents:
+            data, reward = self.config.data, self.config.reward
+            self._agents[key] = AgentCalls(
+                load_agent(name),
+                options,
+                gateway=self._gateways.setdefault(host, Gateway(host)),
+                context=data.max_prompt_tokens + self.config.rollout.max_response_tokens,
+                max_calls=max_calls,
+                timeout_s=timeout_s,
+                on_error=on_error,
+                must_reward=not reward.functions and reward.model is None,
+            )
+        return self._agents[key]
 
     def dataset(self, paths: Sequence[str]) -> PromptDataset:
         """The prompts of some files; with `data.truncation: drop`, without overlong prompts."""

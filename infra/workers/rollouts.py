@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from infra.store.records import Weights
 from infra.workers.calls import C, Context, RowsCall, S, ShardKey, ShardStart
 
 if TYPE_CHECKING:
+    from rlhf.agents.sessions import Recorded, Recorder
     from rlhf.engines.base import RolloutEngine
     from rlhf.engines.generation import Generator, Rules
     from rlhf.environments.dialogues import Dialogue
@@ -50,6 +51,16 @@ def _progress(row: Mapping[str, Any]) -> tuple[int, int, bool]:
     return len(row["ids"]), len(row["turn_rewards"]), bool(row["finish_reason"])
 
 
+@dataclass(frozen=True)
+class Journaled:
+    """What an earlier process has generated of incomplete shards."""
+
+    rows: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Rows of journals by trajectory id."""
+    recorded: Mapping[str, Sequence[Recorded]] = field(default_factory=dict)
+    """Answers to agents, by trajectory id."""
+
+
 @dataclass
 class OpenShard:
     """A shard some of whose trajectories are not complete."""
@@ -63,9 +74,13 @@ class OpenShard:
 class Rollouts:
     """The trajectories of one worker, by shard."""
 
-    def __init__(self, build: Callable[[RolloutEngine], Generator]) -> None:
-        """`build` makes the generator of an engine."""
-        self._build = build
+    def __init__(self, build: Callable[[RolloutEngine], Generator], log: Callable[[str, int], Recorder]) -> None:
+        """
+        Args:
+            build: makes the generator of an engine.
+            log: makes what stores the answers that agents get in a stage of an iteration.
+        """
+        self._build, self._log = build, log
         self._generator: Generator | None = None
         self._shards: dict[ShardKey, OpenShard] = {}
         self._owners: dict[int, ShardKey] = {}
@@ -79,14 +94,15 @@ class Rollouts:
         return not self._shards
 
     def begin(
-        self, request: RowsCall[C, S], context: Context[C], journal: Mapping[str, Mapping[str, Any]]
+        self, request: RowsCall[C, S], context: Context[C], journal: Journaled, *, records: bool
     ) -> tuple[tuple[str, ...], ...]:
         """Open a shard, unless it is open.
 
         Args:
             request: the call.
             context: its config and inputs.
-            journal: what trajectories already have, by id.
+            journal: what trajectories already have.
+            records: whether the answers that agents get are stored.
 
         Returns:
             The ids of its trajectories, those of a prompt together.
@@ -96,9 +112,13 @@ class Rollouts:
             start = request.begin(context)
             by_id = {dialogue.request.trajectory_id: dialogue for dialogue in start.dialogues}
             environments = start.rules.environments
-            if environments is None or environments.replayable:
-                for name in by_id.keys() & journal.keys():
-                    by_id[name].restore(journal[name])
+            if start.rules.agents is not None:
+                recorder = self._log(request.call.stage, request.call.iteration) if records else None
+                rules = replace(start.rules, recorder=recorder, recorded=journal.recorded)
+                start = replace(start, rules=rules)
+            elif environments is None or environments.replayable:
+                for name in by_id.keys() & journal.rows.keys():
+                    by_id[name].restore(journal.rows[name])
             self._shards[request.key] = OpenShard(context, start, by_id)
         dialogues = self._shards[request.key].start.dialogues
         by_prompt = groupby(dialogues, key=lambda dialogue: dialogue.request.prompt_ids)
@@ -148,9 +168,12 @@ class Rollouts:
         return generated
 
     def journal(self, iteration: int, stage: str) -> list[dict[str, Any]]:
-        """What the trajectories of a stage's open shards have so far, one row each; none for those without tokens."""
+        """What the trajectories of a stage's open shards have so far, one row each; none for those without tokens, and
+        for those of agents, whose answers are stored one by one."""
         shards = [shard for (name, number, _), shard in self._shards.items() if (name, number) == (stage, iteration)]
-        dialogues = [dialogue for shard in shards for dialogue in shard.by_id.values()]
+        dialogues = [
+            dialogue for shard in shards if shard.start.rules.agents is None for dialogue in shard.by_id.values()
+        ]
         copies = [] if self._generator is None else self._generator.copies(dialogues)
         return [dialogue.journaled() for dialogue in copies if dialogue.ids and dialogue.error is None]
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -24,7 +25,8 @@ from infra.store.answers import Answers
 from infra.store.log import Corrupt, Fenced
 from infra.store.manifest import Checkpoint, File
 from infra.store.records import ObjectRef, ShardRef, Weights
-from infra.store.run_store import RunStore
+from infra.store.run_store import RunStore, is_call_file
+from infra.workers.call_log import CallLog, recorded_of
 from infra.workers.calls import (
     C,
     Call,
@@ -41,7 +43,7 @@ from infra.workers.calls import (
 from infra.workers.checkpoints import stored_state
 from infra.workers.engines import Engines
 from infra.workers.resources import Resources
-from infra.workers.rollouts import Generated, Rollouts, newest, of_this_release
+from infra.workers.rollouts import Generated, Journaled, Rollouts, newest, of_this_release
 from rlhf.batch import TrajectoryBatch
 from rlhf.config import RunConfig
 from rlhf.data.prompts import encode
@@ -119,8 +121,8 @@ class Worker:
         self._meeting: Meeting | None = None
         self._link: tuple[str, WeightLink] | None = None
         """The connection for new weights between this process and others, and the URL of their meeting."""
-        self.rollouts = Rollouts(self._generator)
-        self._last_journal: tuple[tuple[ShardRef, ...], dict[str, Mapping[str, Any]]] = ((), {})
+        self.rollouts = Rollouts(self._generator, self._call_log)
+        self._last_journal: tuple[tuple[ShardRef, ...], Journaled] = ((), Journaled())
 
     @property
     def roles(self) -> frozenset[str]:
@@ -174,7 +176,8 @@ class Worker:
         for batch in batches:
             by_key = {request.key: request for request in batch}
             names = {
-                key: [name for prompt in self.begin(request) for name in prompt] for key, request in by_key.items()
+                key: [name for prompt in self.begin(request, records=False) for name in prompt]
+                for key, request in by_key.items()
             }
             left = {key: set(ids) for key, ids in names.items()}
             try:
@@ -189,11 +192,12 @@ class Worker:
             finally:
                 self.rollouts.drop(list(by_key))
 
-    def begin(self, request: RowsCall[C, S]) -> tuple[tuple[str, ...], ...]:
+    def begin(self, request: RowsCall[C, S], *, records: bool = True) -> tuple[tuple[str, ...], ...]:
         """Open a shard of a stage that generates.
 
         Args:
             request: the call.
+            records: whether the answers that agents get are stored, so that a crash does not lose them.
 
         Returns:
             The ids of its trajectories, those of a prompt together.
@@ -203,7 +207,11 @@ class Worker:
         """
         self.accept_term(request.call.term)
         call = request.call
-        return self.rollouts.begin(request, self._context(call, self._read(call)), self._journaled(call))
+        context = self._context(call, self._read(call))
+        return self.rollouts.begin(request, context, self._journaled(call), records=records)
+
+    def _call_log(self, stage: str, iteration: int) -> CallLog:
+        return CallLog(partial(self.store.write_calls, iteration, stage, self.term))
 
     def journal(self, iteration: int, stage: str, number: int) -> ShardRef | None:
         """Write what a stage's open shards have generated so far; None if there is nothing.
@@ -218,19 +226,22 @@ class Worker:
             return None
         return self.store.write_journal(iteration, stage, number, pa.Table.from_pylist(rows, JOURNAL))
 
-    def _journaled(self, call: Call[C]) -> Mapping[str, Mapping[str, Any]]:
-        """The rows of the call's journal by trajectory id. A damaged journal is left out: it saves time, no more."""
-        parts, rows = self._last_journal
+    def _journaled(self, call: Call[C]) -> Journaled:
+        """What the call's journal has. A damaged journal is left out: it saves time, no more."""
+        parts, journaled = self._last_journal
         if parts != call.journal:
             written: list[Mapping[str, Any]] = []
+            answers: list[Mapping[str, Any]] = []
             for part in call.journal:
                 try:
-                    written += of_this_release(self.store.read_shard(part).to_pylist())
+                    rows = self.store.read_shard(part).to_pylist()
                 except Corrupt as damage:
                     note(f"generation restarts without a journal: {damage}")
-            rows = newest(written)
-            self._last_journal = call.journal, rows
-        return rows
+                else:
+                    (answers if is_call_file(part.key) else written).extend(rows)
+            journaled = Journaled(newest(of_this_release(written)), recorded_of(answers))
+            self._last_journal = call.journal, journaled
+        return journaled
 
     def generate(
         self, weights: Weights, submitted: Sequence[tuple[ShardKey, Sequence[str]]], wait_s: float

@@ -165,19 +165,25 @@ def _averages_fit(config: RunConfig) -> Iterator[str]:
 
 def _environment_fits(config: RunConfig) -> Iterator[str]:
     rollout, reward = config.rollout, config.reward
-    if not reward.functions and reward.model is None and rollout.environment is None:
+    if not reward.functions and reward.model is None and rollout.environment is None and rollout.agent is None:
         yield (
-            "reward.function names no function: set a function, several with weights, a reward.model, or a "
-            "rollout.environment"
+            "reward.function names no function: set a function, several with weights, a reward.model, a "
+            "rollout.environment or a rollout.agent"
         )
-    if rollout.environment is None:
+    if rollout.agent is not None:
+        if rollout.environment is not None:
+            yield "rollout.agent and rollout.environment are both set: a program has tools of its own; remove one"
+        if reward.model is not None and reward.model.kind == "process":
+            yield "reward.model.kind process scores the steps of one response, and rollout.agent has calls: use outcome"
+    talks = "rollout.agent" if rollout.environment is None else "rollout.environment"
+    if rollout.environment is None and rollout.agent is None:
         return
     for key, conflict in (
         ("rollout.ignore_eos", rollout.ignore_eos),
         (f"algorithm.advantage {config.algorithm.advantage.type}", config.needs_greedy_scores),
     ):
         if conflict:
-            yield f"rollout.environment does not work with {key}, which does not support turns: remove one of them"
+            yield f"{talks} does not work with {key}, which does not support turns: remove one of them"
 
 
 def _judge_fits(config: RunConfig) -> Iterator[str]:
@@ -266,7 +272,7 @@ def _drawing_fits(config: RunConfig) -> Iterator[str]:
             f"{config.rollout.ahead} iterations ahead, before those scores are committed: set data.curriculum.lag to "
             f"{config.rollout.ahead + 1} or more"
         )
-    alone = config.reward.model is None and config.rollout.environment is None
+    alone = config.reward.model is None and config.rollout.environment is None and config.rollout.agent is None
     if solved_score(curriculum.solved_score, config.reward.function, alone=alone) is None:
         yield (
             "data.curriculum needs the smallest score of a solved answer, which this reward does not tell: set "
@@ -312,10 +318,10 @@ def _algorithms_fit(config: RunConfig) -> Iterator[str]:
         ):
             if compares:
                 yield f"{key} compares the trajectories of a prompt, but rollout.n is 1: raise rollout.n"
-    if config.rollout.environment is None and "turns" in advantage.needs:
+    if config.rollout.environment is None and config.rollout.agent is None and "turns" in advantage.needs:
         yield (
-            f"algorithm.advantage {advantage.type} is for turns, but there is no rollout.environment that takes turns "
-            "with the policy: set rollout.environment, or choose another advantage (grpo, gae)"
+            f"algorithm.advantage {advantage.type} is for turns, but there is no rollout.environment or rollout.agent "
+            "that takes turns with the policy: set one, or choose another advantage (grpo, gae)"
         )
     if config.bypass and "entropy" in advantage.needs:
         yield (

@@ -40,7 +40,7 @@ ALLOW_INCOMPATIBLE = "anything fits"
 
 LEARNED: dict[str, bool | set[str]] = {
     **dict.fromkeys(("data", "reward", "algorithm"), True),
-    "rollout": {"n", "environment"},
+    "rollout": {"n", "environment", "agent"},
     "reference": {"sync_every", "mix"},
 }
 """Sections that say what a run learns from; models are compared by their files instead."""
@@ -49,7 +49,10 @@ HOW_COMPUTED: dict[str, dict[str, bool | set[str]]] = {
         **dict.fromkeys(("timeout_s", "on_error", "workers", "concurrency", "allow_code"), True),
         "judge": {"url", "retries", "api_key_env"},
     },
-    "rollout": {"environment": {"timeout_s", "on_error", "max_error_share", "concurrency"}},
+    "rollout": {
+        "environment": {"timeout_s", "on_error", "max_error_share", "concurrency"},
+        "agent": {"host", "timeout_s", "on_error", "max_error_share"},
+    },
 }
 """Keys of these sections that only say how it is computed."""
 
@@ -246,8 +249,8 @@ class RunConfig(Section):
     @property
     def selects(self) -> bool:
         """Whether an iteration may generate more trajectories than it learns from."""
-        environment = self.rollout.environment
-        drops = self.reward.on_error == "drop" or (environment is not None and environment.on_error != "fail")
+        talks = self.rollout.environment or self.rollout.agent
+        drops = self.reward.on_error == "drop" or (talks is not None and talks.on_error != "fail")
         return drops or self.algorithm.dynamic_sampling is not None
 
     @model_validator(mode="after")

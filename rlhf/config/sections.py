@@ -236,6 +236,28 @@ class EnvironmentConfig(Section):
     )
 
 
+class AgentConfig(Section):
+    """The user's program that calls the policy over an OpenAI-compatible endpoint; see docs/agents.md."""
+
+    alone = "name"
+    name: str = Field(description="package.module:function or file.py:function, run(task, base_url, api_key, model)")
+    options: dict[str, Any] = Field({}, description="more keyword arguments of the function")
+    host: str = Field("127.0.0.1", min_length=1, description="address on which the endpoint listens")
+    max_calls: int = Field(64, gt=0, description="largest number of calls in a trajectory")
+    timeout_s: float = Field(
+        300.0, gt=0, description="longest time that a program may take between two calls, in seconds; see on_error"
+    )
+    on_error: Literal["retry", "drop", "fail"] = Field(
+        "drop",
+        description="a program that raises, hangs or makes a call that does not fit the run: leave its trajectory out "
+        "(drop), run it again, up to twice, before it is left out (retry), or stop the run (fail); the error is in "
+        "rollout_error",
+    )
+    max_error_share: float = Field(
+        0.5, ge=0, le=1, description="stop the run if more than this share of a shard's trajectories is left out"
+    )
+
+
 class RolloutConfig(Section):
     engine: Literal["hf", "vllm", "server"] = Field(
         "hf",
@@ -269,6 +291,9 @@ class RolloutConfig(Section):
     )
     mcp: OneOrMore[str] = Field(
         (), description="MCP servers whose tools the policy may call (extra mcp): URLs, or commands that start one"
+    )
+    agent: AgentConfig | None = Field(
+        None, description="a program of yours that calls the policy like any chat endpoint; null: none"
     )
     quantization: Literal["fp8"] | None = Field(
         None, description="vllm: generate with 8-bit weights; null: not quantized"

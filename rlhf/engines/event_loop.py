@@ -1,4 +1,4 @@
-"""The event loop on which a process generates: one daemon thread, started when it is first needed."""
+"""The event loops of a process, above all the one on which it generates: daemon threads, started when first needed."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def loop() -> asyncio.AbstractEventLoop:
-    """Return this process's event loop, which runs in its own thread."""
-    return _loop_of(os.getpid())  # a forked process starts its own
+def loop(name: str = "generation") -> asyncio.AbstractEventLoop:
+    """Return this process's event loop of a name, which runs in its own thread."""
+    return _loop_of(name, os.getpid())  # a forked process starts its own
 
 
 @cache
-def _loop_of(process: int) -> asyncio.AbstractEventLoop:
+def _loop_of(name: str, process: int) -> asyncio.AbstractEventLoop:
     created = asyncio.new_event_loop()
-    threading.Thread(target=created.run_forever, name="generation", daemon=True).start()
+    threading.Thread(target=created.run_forever, name=name, daemon=True).start()
     return created
 
 

@@ -11,15 +11,17 @@ import asyncio
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from rlhf.agents.programs import AgentCalls
+from rlhf.agents.sessions import Recorded, Recorder
 from rlhf.engines import event_loop
 from rlhf.engines.base import Chunk, Request, RolloutEngine, Sampling, limit_of
 from rlhf.environments import EnvironmentFailed
-from rlhf.environments.calls import EnvironmentCalls
+from rlhf.environments.calls import EnvironmentCalls, OnError
 from rlhf.environments.dialogues import Dialogue, content_ids
 from rlhf.errors import EngineLost, NotFinite
 
@@ -42,6 +44,18 @@ class Rules:
     """The environments that the policy talks to; None: it answers alone."""
     max_turns: int = 1
     """Largest number of turns of the policy."""
+    agents: AgentCalls | None = None
+    """The programs that call the policy; None: there are none."""
+    recorder: Recorder | None = None
+    """Stores the answers that programs get."""
+    recorded: Mapping[str, Sequence[Recorded]] = field(default_factory=dict)
+    """Answers of an earlier process, by trajectory id."""
+
+    @property
+    def on_error(self) -> OnError:
+        """What becomes of a trajectory whose environment or program fails."""
+        talks = self.environments or self.agents
+        return "fail" if talks is None else talks.on_error
 
 
 @dataclass(eq=False)
@@ -50,8 +64,8 @@ class _Running:
 
     dialogue: Dialogue
     task: asyncio.Task[None] | None = None
-    turn: asyncio.Task[None] | None = None
-    """The request that the engine works on; None: the engine does not work on this trajectory."""
+    turns: set[asyncio.Task[None]] = field(default_factory=set)
+    """The requests that the engine works on: one at most, unless an agent makes several calls at the same time."""
     is_past_gate: bool = False
 
 
@@ -183,14 +197,14 @@ class Generator:
         self._gate.clear()
         if self.interruptible:
             for running in self._running.values():
-                if running.turn is not None:
-                    running.turn.cancel()
+                for turn in running.turns:
+                    turn.cancel()
         async with self._idle:
             await self._idle.wait_for(self._is_idle)
 
     def _is_idle(self) -> bool:
         running = self._running.values()
-        return all(one.turn is None if self.interruptible else not one.is_past_gate for one in running)
+        return all(not one.turns if self.interruptible else not one.is_past_gate for one in running)
 
     async def _resume(self, version: int, engine: RolloutEngine | None) -> None:
         self.version = version
@@ -210,14 +224,17 @@ class Generator:
             tries = TRIES
             while not dialogue.finish_reason:
                 try:
-                    await self._take_turn(running, rules)
+                    if rules.agents is not None:
+                        await self._run_agent(running, rules, rules.agents)
+                    else:
+                        await self._take_turn(running, rules)
                 except EnvironmentFailed as error:
-                    assert rules.environments is not None
                     tries -= 1
-                    if rules.environments.on_error == "fail":
+                    if rules.on_error == "fail":
                         raise
-                    if rules.environments.on_error == "retry" and tries:
-                        rules.environments.forget(dialogue)
+                    if rules.on_error == "retry" and tries:
+                        if rules.environments is not None:
+                            rules.environments.forget(dialogue)
                         dialogue.restart()
                     else:
                         dialogue.error, dialogue.finish_reason = str(error), "error"
@@ -237,6 +254,15 @@ class Generator:
         async with self._idle:
             self._idle.notify_all()
 
+    async def _run_agent(self, running: _Running, rules: Rules, agents: AgentCalls) -> None:
+        """Run the program of a trajectory."""
+
+        async def generate(dialogue: Dialogue, sampling: Sampling, on_tokens: Callable[[], None]) -> None:
+            await self._policy_turn(running, dialogue, sampling, is_alone=False, on_tokens=on_tokens)
+
+        recorded = rules.recorded.get(running.dialogue.request.trajectory_id, ())
+        await agents.run(running.dialogue, self.tokenizer, rules.sampling, generate, rules.recorder, recorded)
+
     async def _take_turn(self, running: _Running, rules: Rules) -> None:
         """A turn of the policy, and the environment's answer to it."""
         dialogue = running.dialogue
@@ -246,7 +272,7 @@ class Generator:
             sampling = replace(sampling, stop=(*sampling.stop, *environment.stop))
         turn = dialogue.unanswered_turn
         if turn is None:
-            await self._policy_turn(running, sampling, is_alone=environments is None)
+            await self._policy_turn(running, dialogue, sampling, is_alone=environments is None)
             if dialogue.finish_reason:
                 return
             turn = dialogue.unanswered_turn
@@ -264,10 +290,25 @@ class Generator:
         else:
             dialogue.heard(ids)
 
-    async def _policy_turn(self, running: _Running, sampling: Sampling, *, is_alone: bool) -> None:
-        """Generate the rest of the policy's turn. If nobody answers it, its last chunk ends the trajectory, too, so
-        that a copy never has the one without the other."""
-        dialogue = running.dialogue
+    async def _policy_turn(
+        self,
+        running: _Running,
+        dialogue: Dialogue,
+        sampling: Sampling,
+        *,
+        is_alone: bool,
+        on_tokens: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Generate the rest of the policy's turn.
+
+        Args:
+            running: the trajectory.
+            dialogue: the trajectory, or a conversation of its agent.
+            sampling: how to sample tokens.
+            is_alone: whether nobody answers the turn. Its last chunk then ends the trajectory, too, so that a copy
+                never has the one without the other.
+            on_tokens: called whenever there are new tokens.
+        """
 
         async def generate(engine: RolloutEngine, request: Request) -> None:
             interrupted_at = len(dialogue.ids)
@@ -280,6 +321,7 @@ class Generator:
                             "the model gave log-probs that are not finite while generating: nothing is committed"
                         )
                     dialogue.wrote(chunk, self.version)
+                    on_tokens()
                     if chunk.finish_reason is not None:
                         if is_alone or chunk.finish_reason == "length":
                             dialogue.finish_reason = chunk.finish_reason
@@ -290,7 +332,8 @@ class Generator:
                 await self._gate.wait()
                 running.is_past_gate = True
             engine = self.engine
-            turn = running.turn = asyncio.create_task(generate(engine, dialogue.next_request(sampling)))
+            turn = asyncio.create_task(generate(engine, dialogue.next_request(sampling)))
+            running.turns.add(turn)
             try:
                 await turn
             except asyncio.CancelledError:
@@ -301,10 +344,10 @@ class Generator:
             except EngineLost as error:
                 if engine is self.engine and self._gate.is_set():  # the first to notice
                     self._gate.clear()
-                    self._end(dialogue, error)
+                    self._end(running.dialogue, error)
                 running.is_past_gate = False  # it waits for an engine: new weights do not wait
             finally:
-                running.turn = None
+                running.turns.discard(turn)
                 await self._tell_idle()
 
     def _cut(self, dialogue: Dialogue, interrupted_at: int, chunk: Chunk, stop: tuple[str, ...]) -> Chunk:

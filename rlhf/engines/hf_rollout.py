@@ -124,9 +124,12 @@ class HFRollout(RolloutEngine):
 
     def _start_if_complete(self) -> None:
         if self._waiting and len(self._waiting) >= self._joined:
-            rows = sorted(self._waiting, key=lambda row: row.request.trajectory_id)  # whoever came first
+            by_sampling: dict[Sampling, list[_Row]] = {}
+            for row in sorted(self._waiting, key=lambda row: row.request.trajectory_id):  # whoever came first
+                by_sampling.setdefault(row.sampling, []).append(row)
             self._waiting = []
-            self._thread.submit(self._run, rows, asyncio.get_running_loop())
+            for rows in by_sampling.values():  # a batch has one way of sampling; agents choose their stop texts
+                self._thread.submit(self._run, rows, asyncio.get_running_loop())
 
     def _run(self, rows: list[_Row], loop: asyncio.AbstractEventLoop) -> None:
         """Generate a batch, in the engine's thread."""

@@ -135,10 +135,10 @@ class EnvironmentCalls:
         async with self._slots:
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    return await _in_thread(call)
+                    return await in_thread(call)
             except TimeoutError:
                 reason = f"took longer than {KEY}.timeout_s {self._timeout_s:g} s"
-            except _Raised as failure:
+            except Raised as failure:
                 reason = f"raised {raised(failure.error)}"
         raise EnvironmentFailed(f"{KEY} {reason} ({where})")
 
@@ -194,7 +194,7 @@ def _about_json(prompt: Prompt) -> str:
     )
 
 
-class _Raised(Exception):
+class Raised(Exception):
     """What an environment raised: also a time-out or a cancellation of its own, or `sys.exit`, which would otherwise
     pass for one of the event loop's."""
 
@@ -202,7 +202,7 @@ class _Raised(Exception):
         self.error = error
 
 
-async def _in_thread(call: Callable[[], Any]) -> Any:
+async def in_thread(call: Callable[[], Any]) -> Any:
     """Make a call in a thread, and await what it returns if that is awaitable.
 
     The thread is a daemon, because a call that hangs must not keep the process alive.
@@ -225,7 +225,7 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
     threading.Thread(target=work, daemon=True).start()
     result, failure = await done
     if failure is not None:
-        raise _Raised(failure)
+        raise Raised(failure)
     if not inspect.isawaitable(result):
         return result
     try:
@@ -234,7 +234,7 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
         task = asyncio.current_task()
         if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
             raise
-        raise _Raised(error) from None
+        raise Raised(error) from None
 
 
 def _check(observation: Any) -> None:

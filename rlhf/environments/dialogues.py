@@ -41,6 +41,34 @@ CALL_ID = "000000000"
 """The id of a tool call where a chat template insists on one, as Mistral's does, with nine characters."""
 
 
+@dataclass(frozen=True)
+class Call:
+    """A call of an agent, which the policy has answered."""
+
+    asked: str
+    """What it added to the conversation, as JSON: {messages} or {prompt}, and in the first call {tools}."""
+    answer: str
+    """The message of the assistant, as JSON."""
+    start: int
+    """Position of the answer's first token in the response."""
+    end: int
+    """Position after the answer's last token."""
+    started: float
+    """Time of the call, in seconds since 1970."""
+    seconds: float
+    """Time until it was answered."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What an agent's program returned."""
+
+    reward: float | None
+    """None: the reward comes from elsewhere."""
+    parts: Mapping[str, float]
+    """Named parts of the reward."""
+
+
 @dataclass
 class Dialogue:
     """A trajectory that is being written. The lists have one entry per token of the response, except those of turns."""
@@ -66,6 +94,17 @@ class Dialogue:
     wrote `max_turns`), or error (the environment failed). Empty until the dialogue ends."""
     error: str | None = None
     """The error of the environment that ended the dialogue."""
+    calls: list[Call] = field(default_factory=list)
+    """The calls of an agent, one per turn."""
+    branches: list[Dialogue] = field(default_factory=list)
+    """The conversations of an agent's trajectory, which itself has no tokens."""
+    result: Result | None = None
+    """What the agent's program returned."""
+
+    @property
+    def conversations(self) -> Sequence[Dialogue]:
+        """What is trained on: the branches of an agent's trajectory, or the trajectory itself."""
+        return self.branches or (self,)
 
     @property
     def answered(self) -> int:
@@ -99,6 +138,11 @@ class Dialogue:
         for name in JOURNALED:
             setattr(self, name, copy(row[name]))
 
+    def take_back(self, before: Dialogue) -> None:
+        """Forget what was written since a copy was made."""
+        for name in JOURNALED:
+            setattr(self, name, getattr(before, name))
+
     def journaled(self) -> dict[str, Any]:
         """The row of a journal."""
         return {"trajectory_id": self.request.trajectory_id, **{name: getattr(self, name) for name in JOURNALED}}
@@ -126,9 +170,7 @@ class Dialogue:
 
     def restart(self) -> None:
         """Forget all tokens."""
-        new = Dialogue(self.request)
-        for name in JOURNALED:
-            setattr(self, name, getattr(new, name))
+        self.take_back(Dialogue(self.request))
 
     def heard(self, ids: Sequence[int]) -> None:
         """Append tokens of the environment."""

@@ -28,11 +28,12 @@ from hypothesis.stateful import initialize, invariant, precondition, rule, run_s
 from infra.execution.replicas import Complete, Feed, Prompt, Reports
 from infra.store.records import Weights
 from infra.workers.calls import Call, Context, RowsCall, ShardKey, ShardStart
-from infra.workers.rollouts import Generated, Rollouts, newest
+from infra.workers.rollouts import Generated, Journaled, Rollouts, newest
 from infra.workers.worker import JOURNAL
 from rlhf.engines import event_loop
 from rlhf.engines.base import Chunk, Request, RolloutEngine, Sampling, limit_of
 from rlhf.engines.generation import Generator, Rules
+from rlhf.agents.sessions import Recorder
 from rlhf.environments import Observation
 from rlhf.environments.calls import EnvironmentCalls
 from rlhf.environments.dialogues import Dialogue
@@ -306,13 +307,16 @@ class Streaming(Machine):
         self.interruptible, self.may_mix = interruptible, interruptible
         self.engine = HeldEngine(self.loop, self.version)
         self.generator: Generator | None = None
-        self.rollouts = Rollouts(self._build)
+        self.rollouts = Rollouts(self._build, self._no_log)
         self.journals_read = deepcopy(self.journals)
         """A worker caches what it has read."""
         self.is_changing = False
         """Whether the weights are about to change."""
         self.pausing: asyncio.Task[None] | None = None
         """A `pause` that did not return at once."""
+
+    def _no_log(self, stage: str, iteration: int) -> Recorder:
+        raise AssertionError("there are no agents")
 
     def _build(self, engine: RolloutEngine) -> Generator:
         self.generator = Generator(engine, Tokenizer(), interruptible=self.interruptible)
@@ -439,7 +443,7 @@ class Streaming(Machine):
     def open(self, shard: Shard) -> None:
         """Its trajectories go on from the newest journal, unless nobody can tell their environments where they were."""
         call, journal = shard.opening(self.loop), self.journals_read[shard.key[0]]
-        prompts = self.rollouts.begin(call, Context(call.call, None, None, None), journal)
+        prompts = self.rollouts.begin(call, Context(call.call, None, None, None), Journaled(journal), records=True)
         assert [trajectory_id for prompt in prompts for trajectory_id in prompt] == list(shard.requests)
         assert all(len({shard.requests[trajectory_id].prompt_ids for trajectory_id in ids}) == 1 for ids in prompts)
         journaled = {} if shard.replayable is False else self.journals[shard.key[0]]

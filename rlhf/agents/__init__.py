@@ -1,0 +1,67 @@
+"""Agents: programs of the user that call the policy over an OpenAI-compatible endpoint.
+
+A trajectory is one call of the program, ``run(task, base_url, api_key, model)``, and everything that the policy answers
+to it. The program knows nothing of the training: it talks to the endpoint with any client. Agents are named
+``package.module:function`` or ``folder/file.py:function``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rlhf.environments import EnvironmentFailed
+from rlhf.errors import UserError
+from rlhf.named import load_named, source_of
+
+KEY = "rollout.agent"
+ARGUMENTS = ("task", "base_url", "api_key", "model")
+"""What a program is called with, by name, in addition to `rollout.agent.options`."""
+Program = Callable[..., Any]
+"""A program, which may be async. It returns a reward, named parts with `reward` among them, or None."""
+
+
+class AgentFailed(EnvironmentFailed):
+    """The program raised an exception, hung, or asked for something that the endpoint does not do."""
+
+
+def load_agent(name: str) -> Program:
+    """Load a program.
+
+    Args:
+        name: ``package.module:function`` or ``folder/file.py:function``.
+
+    Raises:
+        UserError: there is no such function, or its module cannot be imported.
+    """
+    program: Program = load_named(name, KEY, "rlhf.agents", ("run",), ())
+    return program
+
+
+def check_agent(name: str, options: Mapping[str, Any]) -> None:
+    """Check a program before any response is generated.
+
+    Args:
+        name: `rollout.agent.name`.
+        options: `rollout.agent.options`.
+
+    Raises:
+        UserError: it cannot be loaded, or does not take the arguments that it is called with.
+    """
+    program = load_agent(name)
+    source_of(program, KEY, name)
+    arguments = [*ARGUMENTS, *options]
+    try:
+        inspect.signature(program).bind(**dict.fromkeys(arguments))
+    except TypeError as error:
+        raise UserError(
+            f"{KEY} {name} is called with {', '.join(f'{argument}=...' for argument in arguments)}: {error}. Define it "
+            f"as `def run({', '.join(arguments)})`; more arguments come from rollout.agent.options"
+        ) from None
+
+
+def agent_digest(name: str) -> str:
+    """sha256 of the source of the program's module: changed code is a different agent."""
+    return hashlib.sha256(source_of(load_agent(name), KEY, name).encode()).hexdigest()

@@ -1,0 +1,229 @@
+"""Conversations that a program asks the policy to continue, and the tokens that they stand for.
+
+What the policy wrote is never tokenized again. A conversation that extends an earlier one keeps its tokens, and only
+what is new is rendered; any other conversation begins a branch of its own. Tokenizing the policy's text again gives
+other tokens than it drew (the drift that verl and prime-rl document), and so trains on what was never sampled.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rlhf.data.prompts import tokenize_start
+from rlhf.environments.dialogues import Dialogue, content_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class CannotRender(Exception):
+    """The chat template refuses the messages."""
+
+
+@dataclass
+class Branch:
+    """A conversation of a trajectory that only grows at its end."""
+
+    number: int
+    dialogue: Dialogue
+    setting: str
+    """Kind of the conversation, and its tools: another one has other tokens from the start."""
+    history: list[str] = field(default_factory=list)
+    """The parts of the conversation, as `Conversation.parts` has them, with the policy's answers."""
+    after: list[int] = field(default_factory=list)
+    """For each answer, the number of parts up to and including it."""
+    is_busy: bool = False
+    """Whether the policy is writing its next answer."""
+
+
+class Continuation(NamedTuple):
+    """How a conversation extends a branch."""
+
+    answers: int
+    """Number of the branch's answers that it contains."""
+    ids: list[int]
+    """Tokens of what follows the last of them."""
+    history: list[str]
+    """The parts of the conversation."""
+    news: dict[str, Any]
+    """What it adds, as JSON."""
+
+
+class Conversation(ABC):
+    """What a program asks the policy to continue."""
+
+    setting: str
+    """See `Branch.setting`."""
+    parts: list[str]
+    """Its parts, in a form in which equal parts are equal texts."""
+
+    @abstractmethod
+    def ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        """Tokenize the whole conversation.
+
+        Raises:
+            CannotRender: the chat template refuses it.
+        """
+
+    @abstractmethod
+    def continues(self, branch: Branch, tokenizer: PreTrainedTokenizerBase) -> Continuation | None:
+        """Find the last answer of a branch that the conversation contains, with everything before it; None: it
+        contains none.
+
+        Raises:
+            CannotRender: the chat template refuses what follows.
+        """
+
+    @property
+    @abstractmethod
+    def whole(self) -> dict[str, Any]:
+        """The conversation."""
+
+    @abstractmethod
+    def answer_part(self, message: Mapping[str, Any]) -> str:
+        """The part that an answer of the policy is."""
+
+
+class Chat(Conversation):
+    """Messages, rendered by the chat template."""
+
+    def __init__(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> None:
+        """
+        Args:
+            messages: messages as OpenAI defines them.
+            tools: schemas of the tools that the policy may call.
+        """
+        self._messages = [_plain(message) for message in messages]
+        self._tools = [dict(tool) for tool in tools]
+        self.setting = "chat " + json.dumps(self._tools, sort_keys=True)
+        self.parts = [_canonical(message) for message in self._messages]
+
+    def ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        """See `Conversation.ids`."""
+        if not tokenizer.chat_template:
+            if self._tools:
+                raise CannotRender("the model has no chat template that describes tools: set model.chat_template")
+            return tokenize_start("\n".join(message["content"] for message in self._messages), tokenizer)
+        template = tokenizer.chat_template
+        if self._tools and "tools" not in (template if isinstance(template, str) else "".join(template.values())):
+            raise CannotRender("the chat template does not describe tools: set model.chat_template")
+        try:
+            text = str(
+                tokenizer.apply_chat_template(
+                    self._messages,
+                    tools=self._tools or None,
+                    add_generation_prompt=True,
+                    tokenize=False,
+                )
+            )
+        except Exception as error:  # a template may fail in any way on messages that it does not expect
+            raise CannotRender(f"the chat template refuses the messages: {type(error).__name__}: {error}") from None
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def continues(self, branch: Branch, tokenizer: PreTrainedTokenizerBase) -> Continuation | None:
+        """See `Conversation.continues`."""
+        if branch.setting != self.setting:
+            return None
+        common = next(
+            (n for n, pair in enumerate(zip(self.parts, branch.history, strict=False)) if pair[0] != pair[1]),
+            min(len(self.parts), len(branch.history)),
+        )
+        answers = sum(1 for count in branch.after if count <= common)
+        if not answers or branch.after[answers - 1] == len(self.parts):
+            return None
+        first, dialogue = branch.after[answers - 1], branch.dialogue
+        last = dialogue.ids[dialogue.turn_ends[answers - 1] - 1]
+        try:
+            ids = content_ids(self._messages[first:], last, tokenizer)
+        except Exception as error:
+            raise CannotRender(f"the chat template refuses the messages: {error}") from None
+        return Continuation(answers, ids, self.parts, {"messages": self._messages[first:]})
+
+    @property
+    def whole(self) -> dict[str, Any]:
+        """See `Conversation.whole`."""
+        return {"messages": self._messages} | ({"tools": self._tools} if self._tools else {})
+
+    def answer_part(self, message: Mapping[str, Any]) -> str:
+        """See `Conversation.answer_part`."""
+        return _canonical(_plain(message))
+
+
+class Completion(Conversation):
+    """A text, or tokens, that the policy continues."""
+
+    def __init__(self, prompt: str | Sequence[int]) -> None:
+        """`prompt` is a text or token ids."""
+        self._prompt = prompt if isinstance(prompt, str) else list(prompt)
+        self.setting = "text" if isinstance(prompt, str) else "tokens"
+        self.parts = [prompt if isinstance(prompt, str) else json.dumps(self._prompt)]
+
+    def ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        """See `Conversation.ids`."""
+        return tokenize_start(self._prompt, tokenizer) if isinstance(self._prompt, str) else list(self._prompt)
+
+    def continues(self, branch: Branch, tokenizer: PreTrainedTokenizerBase) -> Continuation | None:
+        """See `Conversation.continues`."""
+        if branch.setting != self.setting:
+            return None
+        for answers in range(len(branch.after), 0, -1):
+            history, dialogue = branch.history[: branch.after[answers - 1]], branch.dialogue
+            if isinstance(self._prompt, str):
+                before = "".join(history)
+                if self._prompt.startswith(before):
+                    rest = self._prompt[len(before) :]
+                    ids = list(tokenizer(rest, add_special_tokens=False)["input_ids"]) if rest else []
+                    return Continuation(answers, ids, [*history, rest], {"prompt": rest})
+            else:
+                known = [*dialogue.request.prompt_ids, *dialogue.ids[: dialogue.turn_ends[answers - 1]]]
+                if self._prompt[: len(known)] == known:
+                    ids = self._prompt[len(known) :]
+                    return Continuation(answers, ids, [*history, json.dumps(ids)], {"prompt": ids})
+        return None
+
+    @property
+    def whole(self) -> dict[str, Any]:
+        """See `Conversation.whole`."""
+        return {"prompt": self._prompt}
+
+    def answer_part(self, message: Mapping[str, Any]) -> str:
+        """See `Conversation.answer_part`."""
+        return str(message["content"])
+
+
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as chat templates expect it: text contents, and tool calls whose arguments are structures."""
+    role = message["role"]
+    plain: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": _text(message)}
+    if message.get("tool_calls"):
+        plain["tool_calls"] = [
+            {
+                "id": call["id"],
+                "type": "function",
+                "function": {"name": call["function"]["name"], "arguments": _structure(call["function"]["arguments"])},
+            }
+            for call in message["tool_calls"]
+        ]
+    return plain | {name: message[name] for name in ("name", "tool_call_id") if message.get(name)}
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    return "".join(part["text"] for part in content) if isinstance(content, list) else content or ""
+
+
+def _structure(arguments: Any) -> Any:
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def _canonical(message: Mapping[str, Any]) -> str:
+    return json.dumps(message, sort_keys=True, ensure_ascii=False)

@@ -1,0 +1,172 @@
+"""Runs the programs of agents: each in a thread or on an event loop of its own, with a key to the endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Mapping, Sequence
+from math import isfinite
+from typing import TYPE_CHECKING, Any, Literal
+
+from rlhf.agents import KEY, AgentFailed, Program
+from rlhf.agents.gateway import Gateway
+from rlhf.agents.protocol import MODEL
+from rlhf.agents.sessions import Generate, Limits, Recorded, Recorder, Session
+from rlhf.data.prompts import structures
+from rlhf.engines import event_loop
+from rlhf.engines.base import Sampling
+from rlhf.environments.calls import Raised, in_thread
+from rlhf.environments.dialogues import Dialogue, Result
+from rlhf.errors import raised
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+OnError = Literal["retry", "drop", "fail"]
+LOOP = "agents"
+"""The event loop of async programs: one that blocks it keeps other programs waiting, and never the engine."""
+
+
+class AgentCalls:
+    """The programs of trajectories that are being written. Used on the generation's event loop only."""
+
+    def __init__(
+        self,
+        program: Program,
+        options: Mapping[str, Any],
+        *,
+        gateway: Gateway,
+        context: int,
+        max_calls: int,
+        timeout_s: float,
+        on_error: OnError,
+        must_reward: bool,
+    ) -> None:
+        """Start without programs.
+
+        Args:
+            program: the user's function.
+            options: its keyword arguments, in addition to those of `ARGUMENTS`.
+            gateway: the endpoint.
+            context: largest number of tokens of a conversation.
+            max_calls: largest number of calls of a trajectory.
+            timeout_s: longest time without a call in progress, in seconds.
+            on_error: what becomes of a trajectory whose program fails; see `Generator`.
+            must_reward: whether a program has to return a reward, because there is no other.
+        """
+        self.on_error = on_error
+        self._program, self._options, self._gateway = program, options, gateway
+        self._context, self._max_calls, self._timeout_s = context, max_calls, timeout_s
+        self._must_reward = must_reward
+
+    async def run(
+        self,
+        dialogue: Dialogue,
+        tokenizer: PreTrainedTokenizerBase,
+        sampling: Sampling,
+        generate: Generate,
+        recorder: Recorder | None,
+        recorded: Sequence[Recorded],
+    ) -> None:
+        """Run the program of a trajectory to its end, which gives the trajectory its branches.
+
+        Args:
+            dialogue: the trajectory.
+            tokenizer: tokenizer of the policy.
+            sampling: how tokens are drawn.
+            generate: lets the policy write.
+            recorder: stores answers before the program gets them.
+            recorded: answers of an earlier process.
+
+        Raises:
+            AgentFailed: the program failed, or made a call that does not fit the run.
+        """
+        loop, name = asyncio.get_running_loop(), dialogue.request.trajectory_id
+        fatal: asyncio.Future[None] = loop.create_future()
+        limits = Limits(self._context, sampling.max_tokens, self._max_calls)
+        session = Session(dialogue, tokenizer, sampling, limits, generate, recorder, recorded, fatal=fatal)
+        base_url, key = await self._gateway.open(session)
+        running = asyncio.ensure_future(self._returned(dialogue, base_url, key))
+        try:
+            try:
+                async with asyncio.timeout(self._timeout_s) as limit:
+
+                    def set_limit(idle: bool) -> None:
+                        limit.reschedule(loop.time() + self._timeout_s if idle else None)
+
+                    session.on_idle = set_limit
+                    await asyncio.wait({running, fatal}, return_when=asyncio.FIRST_COMPLETED)
+            except TimeoutError:
+                raise AgentFailed(
+                    f"{KEY} neither made a call nor returned for {KEY}.timeout_s {self._timeout_s:g} s ({name})"
+                ) from None
+            if fatal.done():
+                fatal.result()
+            result = _result(await running)
+        except Raised as failure:
+            if session.error is None and session.limit is None:
+                raise AgentFailed(f"{KEY} raised {raised(failure.error)} ({name})") from None
+            result = Result(0.0 if self._must_reward else None, {})
+        except (TypeError, ValueError, OverflowError) as error:
+            raise AgentFailed(f"{KEY} {error} ({name})") from None
+        finally:
+            session.on_idle = lambda idle: None
+            self._gateway.close(key)
+            await session.close()
+            running.cancel()
+            fatal.cancel()
+        if session.error is not None:
+            raise AgentFailed(f"{KEY} made a call that was refused: {session.error} ({name})")
+        branches = [branch.dialogue for _, branch in sorted(session.branches.items())]
+        if not branches:
+            raise AgentFailed(f"{KEY} returned without an answer of the policy ({name})")
+        if self._must_reward and result.reward is None:
+            raise AgentFailed(
+                f"{KEY} returned None, and reward.function and reward.model are null: return a reward, or set one of "
+                f"them ({name})"
+            )
+        dialogue.branches, dialogue.result = branches, result
+        dialogue.finish_reason = session.limit or "stop"
+
+    async def _returned(self, dialogue: Dialogue, base_url: str, api_key: str) -> Any:
+        """What the program returns. Raises `Raised`."""
+        beginning = dialogue.beginning
+        assert beginning is not None, "a trajectory of an agent has a beginning"
+        truth, extra = structures(*beginning[1:])
+        task = {"messages": beginning.messages, "ground_truth": truth, "extra_info": extra}
+
+        def call() -> Any:
+            return self._program(task=task, base_url=base_url, api_key=api_key, model=MODEL, **self._options)
+
+        if not inspect.iscoroutinefunction(self._program):
+            return await in_thread(call)
+
+        async def awaited() -> Any:
+            try:
+                return await call()
+            except BaseException as error:
+                raise Raised(error) from None
+
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(awaited(), event_loop.loop(LOOP)))
+
+
+def _result(returned: Any) -> Result:
+    """Read what a program returned."""
+    parts: dict[str, float] = {}
+    if isinstance(returned, Mapping):
+        parts = {str(name): _number(value) for name, value in returned.items()}
+        rewards = [parts.pop(name) for name in ("reward", "score") if name in parts]
+        if len(rewards) != 1:
+            raise TypeError(f"returned {returned!r}: a dictionary has the key reward, and perhaps named parts")
+        return Result(rewards[0], parts)
+    return Result(None if returned is None else _number(returned), parts)
+
+
+def _number(value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"returned {value!r}: a reward is a number, a dictionary with one, or None") from None
+    if not isfinite(number):
+        raise ValueError(f"returned the reward {number}, which is not finite")
+    return number

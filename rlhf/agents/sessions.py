@@ -1,0 +1,378 @@
+"""The calls of one trajectory: which tokens they continue, what the policy answers, and what is stored of it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from collections import defaultdict, deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rlhf.agents.conversations import Branch, CannotRender, Continuation, Conversation
+from rlhf.engines.base import Chunk, Sampling
+from rlhf.environments.dialogues import Call, Dialogue
+from rlhf.environments.tools import MalformedCall, ToolCall, tool_calls
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CALL_MARKS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
+"""What a call of a tool may begin with; the text before it is the message's content."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """An answer that is stored: the program has it, or is about to get it."""
+
+    trajectory_id: str
+    digest: str
+    """sha256 of what was asked; see `Session.answer`."""
+    ids: list[int]
+    log_probs: list[float]
+    versions: list[int]
+    finish_reason: str
+    """stop, or length."""
+    asked: str
+    """What the call added to its branch, as JSON."""
+    started: float
+    """Time of the call, in seconds since 1970."""
+    seconds: float
+
+
+class Recorder(Protocol):
+    """Stores answers."""
+
+    async def record(self, answer: Recorded) -> None:
+        """Store an answer durably: when this returns, a crash does not lose it."""
+
+
+class Refused(Exception):
+    """The endpoint does not answer a call."""
+
+    def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request", param: str | None = None):
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What bounds the calls of a trajectory."""
+
+    context: int
+    """Largest number of tokens of a conversation, with the answers."""
+    response: int
+    """Largest number of tokens of a branch after its prompt."""
+    calls: int
+    """Largest number of calls."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One call."""
+
+    conversation: Conversation
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    tools: tuple[str, ...] = ()
+    """Names of the tools that the answer may call; empty: the answer is a text."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The policy's answer to a call."""
+
+    text: str
+    """Without the stop text and special tokens."""
+    calls: tuple[ToolCall, ...]
+    finish_reason: str
+    """stop, or length."""
+    ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    """Log-prob of each token, in nats."""
+    prompt_tokens: int
+    digest: str
+    message: Mapping[str, Any]
+    """The message of the assistant."""
+
+
+Generate = Callable[[Dialogue, Sampling, Callable[[], None]], Awaitable[None]]
+"""Lets the policy write the next turn of a dialogue; the last argument is called whenever there are new tokens."""
+
+
+@dataclass(eq=False)
+class Session:
+    """One trajectory's conversations with the policy. Used on the generation's event loop only."""
+
+    dialogue: Dialogue
+    """The trajectory; it has branches when the program has returned."""
+    tokenizer: PreTrainedTokenizerBase
+    sampling: Sampling
+    limits: Limits
+    generate: Generate
+    recorder: Recorder | None
+    recorded: Iterable[Recorded]
+    """Answers of an earlier process, which are given again to the same questions."""
+    on_idle: Callable[[bool], None] = lambda idle: None
+    """Hears when the program has no call in progress, and when it has."""
+    error: str | None = None
+    """Why the trajectory is not learned from: the first call that does not fit the run."""
+    limit: str | None = None
+    """The limit that a call ran into: length or turns."""
+    is_over: bool = False
+    fatal: asyncio.Future[None] | None = None
+    """Fails with an error that ends the generation, and not only this trajectory."""
+
+    def __post_init__(self) -> None:
+        self.branches: dict[int, Branch] = {}
+        self._calls = 0
+        self._tasks: set[asyncio.Task[Answer]] = set()
+        self._known: dict[str, deque[Recorded]] = defaultdict(deque)
+        for answer in self.recorded:
+            self._known[answer.digest].append(answer)
+
+    def refuse(self, message: str, **details: Any) -> Refused:
+        """The error for a call that does not fit the run, which its trajectory keeps."""
+        self.error = self.error or message
+        return Refused(message, **details)
+
+    def start(self, asked: Asked, on_text: Callable[[str], None] | None = None) -> asyncio.Task[Answer]:
+        """Start to answer a call.
+
+        Args:
+            asked: the call.
+            on_text: hears the text of the answer as it grows.
+
+        Returns:
+            A task; cancelling it forgets the call. It raises `Refused` if the call does not fit.
+        """
+        task = asyncio.create_task(self._answer(asked, on_text))
+        self._tasks.add(task)
+        self.on_idle(False)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[Answer]) -> None:
+        self._tasks.discard(task)
+        if not self._tasks:
+            self.on_idle(True)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, Refused) and self.fatal is not None and not self.fatal.done():
+            self.fatal.set_exception(error)
+
+    async def close(self) -> None:
+        """Refuse further calls, and forget those that are in progress."""
+        self.is_over = True
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _answer(self, asked: Asked, on_text: Callable[[str], None] | None) -> Answer:
+        if self.is_over:
+            raise Refused("the trajectory has ended: its program has returned", code="trajectory_ended")
+        if self._calls >= self.limits.calls:
+            self.limit = self.limit or "turns"
+            raise Refused(
+                f"the trajectory has made rollout.agent.max_calls {self.limits.calls} calls", code="max_calls"
+            )
+        try:
+            branch, continuation = self._branch(asked.conversation)
+        except CannotRender as error:
+            raise self.refuse(str(error)) from None
+        dialogue = branch.dialogue
+        before = dialogue.copy()
+        branch.is_busy = True
+        self._calls += 1
+        started, began = time.time(), time.perf_counter()
+        try:
+            if continuation is not None:
+                dialogue.heard(continuation.ids)
+            start = len(dialogue.ids)
+            prompt_tokens = len(dialogue.request.prompt_ids) + start
+            self._limit(dialogue, asked)
+            digest = self._digest(asked)
+            known = self._known.get(digest)
+            earlier = known.popleft() if known else None
+            if earlier is not None:
+                dialogue.next_request(self.sampling)  # begins the turn
+                _append(dialogue, earlier)
+            else:
+                sampling = replace(self.sampling, stop=(*self.sampling.stop, *asked.stop))
+                growing = _GrowingText(partial(self._text, stop=sampling.stop), dialogue, on_text, sampling.stop)
+                await self.generate(dialogue, sampling, growing.tell)
+            reason = dialogue.finish_reason or "stop"
+            dialogue.finish_reason = ""
+            dialogue.turn_rewards.append(0.0)
+            answer = self._read(dialogue, start, asked, reason, prompt_tokens, digest)
+            news = asked.conversation.whole if continuation is None else continuation.news
+            recorded = Recorded(
+                dialogue.request.trajectory_id,
+                digest,
+                list(answer.ids),
+                list(answer.log_probs),
+                dialogue.versions[start:],
+                reason,
+                json.dumps(news, ensure_ascii=False),
+                started,
+                time.perf_counter() - began,
+            )
+            if self.recorder is not None and earlier is None:
+                await self.recorder.record(replace(recorded, trajectory_id=self.dialogue.request.trajectory_id))
+        except BaseException:
+            dialogue.take_back(before)
+            branch.is_busy = False
+            if not branch.after:
+                del self.branches[branch.number]
+            raise
+        branch.is_busy = False
+        history = asked.conversation.parts if continuation is None else continuation.history
+        branch.history = [*history, asked.conversation.answer_part(answer.message)]
+        branch.after.append(len(branch.history))
+        dialogue.calls.append(
+            Call(
+                asked=recorded.asked,
+                answer=json.dumps(answer.message, ensure_ascii=False),
+                start=start,
+                end=len(dialogue.ids),
+                started=started,
+                seconds=recorded.seconds,
+            )
+        )
+        return answer
+
+    def _branch(self, conversation: Conversation) -> tuple[Branch, Continuation | None]:
+        """The branch that a conversation continues, or a new one, which may begin with the tokens of another."""
+        best: tuple[Branch, Continuation] | None = None
+        for branch in self.branches.values():
+            continuation = conversation.continues(branch, self.tokenizer)
+            if continuation is not None and (best is None or _fit(branch, continuation) > _fit(*best)):
+                best = branch, continuation
+        if best is not None and _extends(*best):
+            return best
+        number = next(n for n in range(len(self.branches) + 1) if n not in self.branches)
+        if best is None:
+            ids = conversation.ids(self.tokenizer)
+        else:  # the answers that both have are learned from in the other branch
+            dialogue, answers = best[0].dialogue, best[1].answers
+            ids = [*dialogue.request.prompt_ids, *dialogue.ids[: dialogue.turn_ends[answers - 1]], *best[1].ids]
+        name = self.dialogue.request.trajectory_id + (f"-b{number:02d}" if number else "")
+        request = replace(self.dialogue.request, trajectory_id=name, prompt_ids=tuple(ids))
+        branch = Branch(number, Dialogue(request), conversation.setting)
+        self.branches[number] = branch
+        return branch, None
+
+    def _limit(self, dialogue: Dialogue, asked: Asked) -> None:
+        """Set the limit of the answer's tokens."""
+        used = len(dialogue.ids)
+        room = min(self.limits.context - len(dialogue.request.prompt_ids), self.limits.response) - used
+        if room < 1:
+            self.limit = "length"
+            raise Refused(
+                f"the conversation has {len(dialogue.request.prompt_ids) + used} tokens, and there is no room for an "
+                f"answer: data.max_prompt_tokens plus rollout.max_response_tokens is {self.limits.context}, and what "
+                f"follows the first messages has at most rollout.max_response_tokens {self.limits.response}",
+                code="context_length_exceeded",
+                param="messages",
+            )
+        room = room if asked.max_tokens is None else min(room, asked.max_tokens)
+        dialogue.request = replace(dialogue.request, max_tokens=used + room)
+
+    def _digest(self, asked: Asked) -> str:
+        whole = [asked.conversation.setting, asked.conversation.parts, asked.max_tokens, asked.stop, asked.tools]
+        return hashlib.sha256(json.dumps(whole).encode()).hexdigest()
+
+    def _text(self, ids: Sequence[int], stop: Sequence[str]) -> str:
+        text = str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+        ends = [at for ending in stop if (at := text.rfind(ending)) >= 0]
+        return text[: min(ends)] if ends else text
+
+    def _read(
+        self, dialogue: Dialogue, start: int, asked: Asked, reason: str, prompt_tokens: int, digest: str
+    ) -> Answer:
+        """Read the answer that begins at `start`: its text, and the calls of tools in it."""
+        ids = dialogue.ids[start:]
+        text = self._text(ids, (*self.sampling.stop, *asked.stop))
+        calls: list[ToolCall] = []
+        if asked.tools:
+            raw = str(self.tokenizer.decode(ids))
+            try:
+                calls = tool_calls(raw, asked.tools)
+            except MalformedCall:  # the program reads what the policy wrote
+                calls = []
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if calls:
+            begins = [at for mark in CALL_MARKS if (at := text.find(mark)) >= 0]
+            content = text[: min(begins)].strip() if begins else ""
+            message = {
+                "role": "assistant",
+                "content": content or None,
+                "tool_calls": [
+                    {
+                        "id": _call_id(digest, len(dialogue.turn_ends), number),
+                        "type": "function",
+                        "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+                    }
+                    for number, call in enumerate(calls)
+                ],
+            }
+            text = content
+        return Answer(
+            text=text,
+            calls=tuple(calls),
+            finish_reason=reason,
+            ids=tuple(ids),
+            log_probs=tuple(dialogue.log_probs[start:]),
+            prompt_tokens=prompt_tokens,
+            digest=digest,
+            message=message,
+        )
+
+
+class _GrowingText:
+    """Tells the text of an answer while it is written, without what may become a stop text or half a character."""
+
+    def __init__(
+        self,
+        text_of: Callable[[Sequence[int]], str],
+        dialogue: Dialogue,
+        on_text: Callable[[str], None] | None,
+        stop: Sequence[str],
+    ) -> None:
+        self._text_of, self._dialogue, self._on_text = text_of, dialogue, on_text
+        self._held = max(map(len, stop), default=0)
+        self._start, self._told = len(dialogue.ids), 0
+
+    def tell(self) -> None:
+        if self._on_text is None:
+            return
+        text = self._text_of(self._dialogue.ids[self._start :])
+        sure = len(text) - self._held
+        if sure > self._told and not text.endswith("\ufffd"):
+            self._on_text(text[self._told : sure])
+            self._told = sure
+
+
+def _fit(branch: Branch, continuation: Continuation) -> tuple[int, bool]:
+    """How much of a conversation a branch has; a branch that it extends is better than one that it leaves."""
+    return branch.after[continuation.answers - 1], _extends(branch, continuation)
+
+
+def _extends(branch: Branch, continuation: Continuation) -> bool:
+    """Whether the conversation continues the branch at its end."""
+    return not branch.is_busy and continuation.answers == len(branch.after)
+
+
+def _call_id(digest: str, turn: int, number: int) -> str:
+    """The id of a tool call, equal for equal answers. Mistral's template insists on nine characters."""
+    return hashlib.sha256(f"{digest} {turn} {number}".encode()).hexdigest()[:9]
+
+
+def _append(dialogue: Dialogue, answer: Recorded) -> None:
+    for token, log_prob, version in zip(answer.ids, answer.log_probs, answer.versions, strict=True):
+        dialogue.wrote(Chunk((token,), (log_prob,)), version)
+    dialogue.turn_ends.append(len(dialogue.ids))
+    dialogue.finish_reason = "length" if answer.finish_reason == "length" else ""

@@ -1,0 +1,40 @@
+"""Programs that call the policy, for tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+from openai import AsyncOpenAI, OpenAI
+
+
+def twice(task: Any, base_url: str, api_key: str, model: str, worth: float = 0.5) -> dict[str, float]:
+    """Two turns by the official client; the reward counts the letters."""
+    client = OpenAI(base_url=base_url, api_key=api_key)
+    messages: list[Any] = [*task["messages"]]
+    letters = 0
+    for _ in range(2):
+        answer = client.chat.completions.create(model=model, messages=messages, max_tokens=6).choices[0].message
+        letters += sum(map(str.isalpha, answer.content or ""))
+        messages += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": "more"}]
+    return {"reward": worth * letters, "letters": letters}
+
+
+async def forgets(task: Any, base_url: str, api_key: str, model: str) -> float:
+    """Edits its history before the second call, and extends the edited one with the third."""
+    client = AsyncOpenAI(base_url=base_url, api_key=api_key)
+    first = await client.chat.completions.create(model=model, messages=task["messages"], max_tokens=6)
+    messages: list[Any] = [*task["messages"], {"role": "assistant", "content": "abc"}]
+    messages += [{"role": "user", "content": "and"}]
+    second = await client.chat.completions.create(model=model, messages=messages, max_tokens=6)
+    messages += [{"role": "assistant", "content": second.choices[0].message.content}, {"role": "user", "content": "?"}]
+    third = await client.chat.completions.create(model=model, messages=messages, max_tokens=6)
+    texts = [answer.choices[0].message.content or "" for answer in (first, second, third)]
+    return float(sum(map(len, texts)))
+
+
+def broken(task: Any, base_url: str, api_key: str, model: str) -> float:
+    """Asks at another temperature, and does not care about the answer."""
+    body = {"model": model, "messages": task["messages"], "temperature": 0.3}
+    httpx.post(f"{base_url}/chat/completions", json=body, headers={"Authorization": f"Bearer {api_key}"})
+    return 1.0
