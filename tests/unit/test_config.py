@@ -86,7 +86,7 @@ def test_the_minimal_config_is_the_documented_default(file: Path) -> None:
         ("critic.engine=deepspeed; critic.zero_stage=3; critic.offload_when_idle=true", "critic.offload_when_idle does not work with critic.zero_stage 3"),  # noqa: E501
         ("pools={all: {workers: 2}}; actor.tensor_parallel=2", "actor.tensor_parallel requires actor.engine fsdp and does not work with actor.engine torch"),  # noqa: E501
         ("pools={all: {workers: 2}}; model.lora={}; actor={engine: fsdp, tensor_parallel: 2}", "actor.tensor_parallel requires actor.engine fsdp and does not work with model.lora"),  # noqa: E501
-        ("pools={a: {workers: 2}, b: {}}; placement={actor: a, critic: a, rollout: a, reference: b}; actor.sequence_parallel=2; algorithm.kl.in_reward=0.1", "reference.sequence_parallel is 2, which does not divide the number of processes that hold the reference (1)"),  # noqa: E501
+        ("pools={a: {workers: 2}, b: {}}; placement={actor: a, critic: a, rollout: a, reference: b}; actor.sequence_parallel=2; algorithm.kl.in_reward=0.1", "actor.sequence_parallel is 2, which does not divide the number of processes that hold the reference (1)"),  # noqa: E501
         ("pools={all: {workers: 2}}; actor.shard_size=2", "actor.shard_size requires actor.engine fsdp, not torch: remove it"),  # noqa: E501
         ("model.kernels=compile; actor.engine=deepspeed", "model.kernels compile does not work with actor.engine deepspeed: set model.kernels to torch"),  # noqa: E501
         ("critic.model={path: m, kernels: compile}; critic.engine=deepspeed", "critic.model.kernels compile does not work with critic.engine deepspeed: set critic.model.kernels to torch"),  # noqa: E501
@@ -156,6 +156,15 @@ def test_all_combinations_that_do_not_work_are_said_at_once(file: Path) -> None:
         load_config(file, ["validation.every=1", "actor.tensor_parallel=2", "critic=null", "pools={a: {workers: 3}}"])
     keys = [line.removeprefix(f"{file}: ").split()[0] for line in str(refused.value).splitlines()]
     assert keys == ["critic", "actor.tensor_parallel", "actor.tensor_parallel", "validation.every"]
+
+
+def test_a_mistake_of_actor_and_reference_is_said_once(file: Path) -> None:
+    """The reference is computed as the actor is, and has no such keys."""
+    with pytest.raises(UserError) as refused:
+        load_config(file, ["algorithm={advantage: grpo, kl: {in_loss: 0.1}}", "actor.mini_batch_trajectories=100"])
+    sizes = "data.prompts_per_iteration 64 x rollout.n 4 = 256"
+    line = f"{file}: actor.mini_batch_trajectories is 100, which does not divide 256 ({sizes}): change one of them"
+    assert str(refused.value) == line
 
 
 @pytest.mark.parametrize(
