@@ -539,6 +539,8 @@ def connect_to_running() -> bool:
     if ray.is_initialized():
         return True
     address = os.environ.get("RAY_ADDRESS", "auto")
+    if address == "local":  # Ray's word for one of its own
+        return False
     try:
         ray.init(address=address, **QUIET)
     except (ConnectionError, ValueError) as error:
