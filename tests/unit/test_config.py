@@ -207,6 +207,23 @@ def test_numbers_are_those_that_people_mean(tmp_path: Path, text: str) -> None:
     assert load_config(path, [f"actor.lr={text}"]).actor.micro_batch_tokens == 10_000
 
 
+def test_null_switches_a_section_off_and_minus_one_top_k(file: Path) -> None:
+    on = ["validation={data: held_out.parquet, every: 2}", "pools={a: {}}", "tracking=wandb", "algorithm.kl.in_loss=1"]
+    off = ["validation=null", "pools=null", "tracking=null", "algorithm.kl=null"]
+    assert load_config(file, [*on, *off]) == load_config(file, [])
+    assert load_config(file, ["validation=null", "validation.data=a"]).validation.data == "a"
+    assert load_config(file, ["rollout.top_k=-1"]) == load_config(file, ["rollout.top_k=0"])
+    schedule = ["actor.lr_schedule={type: linear, decay_iterations: 3}", "actor.lr_schedule=null"]
+    assert load_config(file, schedule) == load_config(file, [])
+    for key, says in (
+        ("data.train=null", "data.train is (): "),
+        ("rollout.top_k=-2", "rollout.top_k is -2: input should be greater than or equal to 0"),
+        ("checkpoint=null", "checkpoint is None: it should be a section"),  # which would not mean none
+    ):
+        with pytest.raises(UserError, match=re.escape(says)):
+            load_config(file, [key])
+
+
 def test_text_that_looks_like_a_number_stays_text(file: Path) -> None:
     config = load_config(file, ["run.name='12e45'"])
     assert config.run.name == config.with_values({"train.iterations": 3}).run.name == "12e45"
@@ -281,6 +298,12 @@ def test_runs_of_older_releases_stay_uncorrected() -> None:
     resumed = stored_config(stored, "a claim").with_values({"train.iterations": 9})
     assert resumed.algorithm.rollout_correction is not None
     assert resumed.algorithm.rollout_correction.weights is None
+
+
+def test_runs_of_older_releases_may_have_any_number_of_rewards_that_fail() -> None:
+    stored = parse_config(MINIMAL, "here").model_dump(mode="json")
+    assert stored["reward"].pop("max_error_share") == 0.5
+    assert stored_config(stored, "a claim").reward.max_error_share == 1
 
 
 def test_every_key_is_documented_and_every_default_is_yaml() -> None:
