@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import cache, cached_property, partial
 from typing import Any, Literal
 
@@ -59,11 +60,14 @@ from rlhf.models import (
     model_folder,
     tokenizer_digest,
 )
-from rlhf.rewards import COMPARING, auto, check_rewards, reward_digest
+from rlhf.rewards import COMPARING, auto, check_rewards, reward_digest, solved_score
 from rlhf.rewards.pool import try_rewards
+from rlhf.validation import reported
 
 SOURCES = 8
 """Largest number of data sources of a file whose rewards are tried, and of mistakes that are reported at once."""
+AS_THEY_ARE = "{{ messages[-1]['content'] }}"
+"""The chat template that leaves a text as it is."""
 MANY_PROMPTS = 10_000
 """Measuring the lengths of more prompts takes over two seconds, so the driver says that it does."""
 
@@ -337,6 +341,25 @@ def check_inputs(config: RunConfig) -> None:
         config.reward.model_dump_json(),
         None if environment is None else environment.model_dump_json(),
     )
+    _check_metric(config)
+
+
+def _check_metric(config: RunConfig) -> None:
+    """Refuse a `validation.metric` that no validation will report."""
+    validation = config.validation
+    if validation.metric is None or validation.data is None:
+        return
+    alone = config.reward.model is None and config.rollout.environment is None
+    solves = solved_score(validation.solved_score, config.reward.function, alone=alone) is not None
+    sources = (prompt.data_source for prompt in PromptDataset((validation.data,)))
+    names = [name for name in reported(sources, validation.n) if solves or "/acc/" not in name]
+    if validation.metric not in names:
+        shown = get_close_matches(validation.metric, names, SOURCES, 0) if len(names) > SOURCES else names
+        more = f", and {len(names) - len(shown)} others" if len(names) > len(shown) else ""
+        raise UserError(
+            f"validation.metric {validation.metric} is not a metric of this validation, which has {', '.join(shown)}"
+            f"{more}: choose one of them, or set validation.metric=null for the mean score of the first data source"
+        )
 
 
 def check_all(*checks: Callable[[], object]) -> None:
@@ -446,10 +469,12 @@ def check_prompts(
     problems: dict[str, str] = {}
     """The first problem of each kind and data source."""
     comparing = next((name for name in reward.functions if name in COMPARING), None)
-    tokenizer = policy_tokenizer(model, environment) if data.truncation == "error" else None
-    if tokenizer is not None and len(dataset) > MANY_PROMPTS:
+    tokenizer, refuses_long = policy_tokenizer(model, environment), data.truncation == "error"
+    if refuses_long and len(dataset) > MANY_PROMPTS:
         note(f"checking the lengths of {len(dataset)} prompts")
+    texts = 0
     for prompt in dataset:
+        texts += prompt.is_text
         sources = firsts.setdefault(prompt.where.rpartition(",")[0], {})
         if prompt.data_source not in sources and len(sources) < SOURCES:
             sources[prompt.data_source] = prompt
@@ -461,23 +486,33 @@ def check_prompts(
                 f"{prompt.where}: reward.function {comparing} needs reward_model.ground_truth (or a column "
                 "ground_truth, solution or answer), which is missing",
             )
-        if tokenizer is not None and "length" not in problems:
+        if refuses_long and "length" not in problems:
             try:
                 check_length(prompt, tokenizer, data.max_prompt_tokens, data.system_prompt)
             except UserError as error:
                 problems["length"] = str(error)
+
+    def tokenize(answer: str) -> list[int]:
+        return list(tokenizer(answer, add_special_tokens=False)["input_ids"])
+
     tried = [prompt for sources in firsts.values() for prompt in sources.values()]
     if environment is not None:
         failures = try_environment(environment, tried, data.system_prompt)
         problems |= {failure: failure for failure in failures}
     if not problems:
-        for failure in try_rewards(reward, tried):
+        for failure in try_rewards(reward, tried, tokenize):
             if reward.on_error == "fail":
                 problems[failure] = failure
             else:
                 note(failure)
     if problems:
         raise UserError("\n".join(list(problems.values())[:SOURCES]))
+    if texts and tokenizer.chat_template:
+        which = "the prompts are texts" if texts == len(dataset) else f"{texts} of {len(dataset)} prompts are texts"
+        note(
+            f"{which}: the chat template of {model.path} renders each as a message of the user. To keep them as they "
+            f"are, set model.chat_template to a file that has only {AS_THEY_ARE}"
+        )
 
 
 def check_packages(config: RunConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from flows.summary import first_prompt
 from infra.execution.devices import check_devices
 from infra.execution.driver import check_inputs
+from infra.progress import Note, listening
 from rlhf.config import RunConfig
 from rlhf.errors import UserError
 from rlhf.models import longest_sequence
@@ -32,7 +35,7 @@ def refusal(config: RunConfig) -> list[str]:
 
 @without_gpus
 def test_pools_that_need_gpus_on_a_machine_without_any(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_ADDRESS", "local")  # others may have a Ray on this machine
     pools = {"train": {"workers": 2, "gpus_per_worker": 0.5}, "judge": {"gpus_per_worker": 1.5}, "host": {}}
     roles = dict.fromkeys(("actor", "critic", "reference", "rollout"), "train")
     config = tiny.config(root, pools=pools, placement=roles)
@@ -117,3 +120,53 @@ def test_all_mistakes_are_named_at_once(root: Path) -> None:
         lines, ("letters_of", "no_such_environment", "reads at most", "nothing.parquet"), strict=True
     ):
         assert part in line
+
+
+def test_a_metric_that_no_validation_reports(root: Path, tmp_path: Path) -> None:
+    held_out = tiny.prompt_file(tmp_path / "held_out.parquet", prompts=2)
+    validation = {"data": str(held_out), "n": 2, "metric": "val/countdown/mean_score"}
+    config = tiny.config(root, validation=validation, reward__function="countdown")
+    names = [f"val-core/countdown/{name}" for name in ("reward/mean@2", "acc/mean@2", "reward/maj@2", "reward/best@2")]
+    fix = "choose one of them, or set validation.metric=null for the mean score of the first data source"
+    assert refusal(config) == [
+        "validation.metric val/countdown/mean_score is not a metric of this validation, which has "
+        f"{', '.join(names)}: {fix}"
+    ]
+    for metric in (*names, None):
+        check_inputs(config.with_values({"validation.metric": metric}))
+    [line] = refusal(config.with_values({"reward.function": "length", "validation.metric": names[1]}))
+    assert names[1] not in line.partition("which has")[2], "nothing tells which answers are solved"
+
+
+def test_prompts_that_are_texts_are_rendered_unless_told_otherwise(root: Path, tmp_path: Path) -> None:
+    text = "1 + 1?\x1b[31m\n" + "2" * 400
+    row = {"data_source": "any", "prompt": text, "reward_model": {"ground_truth": "2"}}
+    (tmp_path / "texts.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "template.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
+    model = {"path": str(root / "model"), "chat_template": str(tmp_path / "template.jinja"), "dtype": "float32"}
+    config = tiny.config(
+        root,
+        model=model,
+        data__train=[str(tmp_path / "texts.jsonl")],
+        data__max_prompt_tokens=500,
+        actor__micro_batch_tokens=1024,
+        critic__micro_batch_tokens=1024,
+        reward__function="length",
+    )
+    notes = notes_of(config)
+    assert (
+        f"the prompts are texts: the chat template of {root / 'model'} renders each as a message of the user" in notes
+    )
+    shown = first_prompt(config)
+    assert r"""tokens: "<user>1 + 1?\u001b[31m\n2222""" in shown
+    assert shown.endswith('2" and 118 characters more')
+    assert all(character.isprintable() for character in shown)
+    (tmp_path / "template.jinja").write_text(notes.rpartition("a file that has only ")[2])
+    assert r"""tokens: "1 + 1?\u001b""" in first_prompt(config)
+
+
+def notes_of(config: RunConfig) -> str:
+    notes: list[str] = []
+    with listening(lambda event: notes.append(event.text) if isinstance(event, Note) else None):
+        check_inputs(config)
+    return "\n".join(notes)
