@@ -63,7 +63,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausal
             intermediate_size=432,
             num_hidden_layers=3,
             num_attention_heads=4,
-            max_position_embeddings=256,
+            max_position_embeddings=512,
             initializer_range=0.06,
             bos_token_id=tokenizer.bos_token_id,
             eos_token_id=tokenizer.eos_token_id,

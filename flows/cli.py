@@ -529,7 +529,8 @@ def export(
     from infra.runs import open_run
 
     run = open_run(_url(name, store))
-    version = _snapshot(run, iteration, best)
+    with progress(console):
+        version = _snapshot(run, iteration, best)
     run.exportable(version, role.value, adapter=adapter)
     make_folder(folder)
     with progress(console):
@@ -559,8 +560,8 @@ def push(
     from infra.runs import open_run
 
     run = open_run(_url(name, store))
-    version = _snapshot(run, iteration, best)
     with progress(console):
+        version = _snapshot(run, iteration, best)
         pushed = hub.push(run, repo, version, role.value, adapter=adapter, public=public)
     visibility = "private" if pushed.private else "public"
     console.print(f"the {role.value} after {version} iterations is at {pushed.url} ({visibility})", highlight=False)
@@ -714,7 +715,7 @@ def doctor(
 def _announce(config: RunConfig, accept_changes: bool) -> None:
     """Check everything that a start would, and say what it would do."""
     _quiet()
-    from flows.summary import summary
+    from flows.summary import first_prompt, summary
     from flows.terminal import progress
     from infra.execution.driver import check_start, with_iterations
     from tasks.changes import check_open_iteration
@@ -722,7 +723,7 @@ def _announce(config: RunConfig, accept_changes: bool) -> None:
     with progress(console):
         config = with_iterations(config)
         state = check_start(config, take_over=True, accept_changes=accept_changes, check=check_open_iteration)
-    for line in summary(config, state.iteration):
+    for line in (*summary(config, state.iteration), first_prompt(config)):
         console.print(visible(line), highlight=False)
 
 

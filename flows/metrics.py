@@ -43,6 +43,7 @@ class Display:
 CATALOGUE = (
     Display("critic/score/mean", LINE | STATUS | PAGES | REPORT, ".3f"),
     Display("reward/mean", PAGES),
+    Display("reward/errors", LINE | PAGES, ".0f"),
     Display("critic/rewards/mean", REPORT),
     Display("actor/ref_kl", LINE | STATUS | PAGES | REPORT, ".4f"),
     Display("actor/kl_loss", REPORT),

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
+
 from rich import filesize
 
 from infra.execution.snapshots import describe
 from rlhf.config import ModelConfig, RunConfig
+from rlhf.data.prompts import PromptDataset, encode
 from rlhf.engines.device_memory import gradients, resident
+from rlhf.environments.policy_tokenizer import policy_tokenizer
 from rlhf.models import model_folder, parameter_count
+
+SHOWN = 300
+"""Characters of a prompt that are shown."""
 
 
 def summary(config: RunConfig, iteration: int) -> list[str]:
@@ -39,6 +46,20 @@ def summary(config: RunConfig, iteration: int) -> list[str]:
         f"  memory    {memory}",
         *([f"  snapshots {describe(config).removeprefix('snapshots ')}"] if config.train.updates else []),
     ]
+
+
+def first_prompt(config: RunConfig) -> str:
+    """The first prompt of the data as the policy sees it, cut and on one line: text from outside, as JSON writes it."""
+    tokenizer, data = policy_tokenizer(config.model, config.rollout.environment), config.data
+    text, ids = encode(
+        PromptDataset(data.train)[0],
+        tokenizer,
+        max_tokens=data.max_prompt_tokens,
+        truncation="right" if data.truncation == "drop" else data.truncation,
+        system_prompt=data.system_prompt,
+    )
+    cut = "" if len(text) <= SHOWN else f" and {len(text) - SHOWN} characters more"
+    return f"  prompt    the first has {len(ids)} tokens: {json.dumps(text[:SHOWN], ensure_ascii=False)}{cut}"
 
 
 def _models(config: RunConfig) -> dict[str, ModelConfig]:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import yaml
 
 from infra.store.manifest import Checkpoint
-from infra.store.records import Claim
+from infra.store.records import Claim, StageCommit
+from infra.store.run_store import UPDATE_ACTOR
 from rlhf.algorithms import KLPenalty
 from rlhf.config import ModelConfig, RunConfig, stored_config
 from rlhf.config.published import published, published_text
@@ -66,7 +67,7 @@ def model_card(run: Run, checkpoint: Checkpoint, *, adapter: bool) -> str:
 This is the {WHAT[role]} of the run {_code(name)} after {iterations} of reinforcement learning with Ratchet. It
 started from {_model(model)}.
 
-{_table(("", ""), _facts(config, model, adapter=adapter))}
+{_table(("", ""), [*_facts(config, model, adapter=adapter), ("updates of the policy", _updates(run, version))])}
 
 ## Validation
 
@@ -118,6 +119,13 @@ def _facts(config: RunConfig, model: ModelConfig, *, adapter: bool) -> Iterable[
     yield "iteration", f"{data.prompts_per_iteration} prompts × {responses}"
     if model.lora is not None:
         yield "LoRA", f"rank {model.lora.r}, {'not merged' if adapter else 'merged into the weights'}"
+
+
+def _updates(run: Run, version: int) -> str:
+    """How many iterations changed the policy: while only the critic learned, or a gradient was not finite, none did."""
+    commits = (run.store.committed_stage(iteration, UPDATE_ACTOR) for iteration in range(version))
+    updates = sum(isinstance(commit, StageCommit) for commit in commits)
+    return f"{updates}, one in each iteration" if updates == version else f"{updates} in {version} iterations"
 
 
 def _kl(kl: KLPenalty) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from bisect import bisect
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ from infra.store.log import Corrupt
 from infra.store.manifest import Checkpoint
 from infra.store.object_store import ObjectStore
 from infra.store.records import ObjectRef, RunState, StageCommit
-from infra.store.run_store import VALIDATE, RunStore
+from infra.store.run_store import UPDATE_ACTOR, VALIDATE, RunStore
 from rlhf.config import RunConfig, stored_config
 from rlhf.errors import UserError
 from rlhf.metrics import current
@@ -264,18 +265,50 @@ class Run:
         return self.store.validation_scores(validated, config.validation.metric)
 
     def best_snapshot(self) -> int:
-        """The version of the snapshot with the best validation, by `validation.metric`.
+        """The version of the snapshot with the best validation, by `validation.metric`; notes a better one that has no
+        snapshot. Reads one index per validation.
 
         Raises:
             UserError: no snapshot was validated.
         """
-        scores = self.store.validation_scores(self.state.snapshots, self.config.validation.metric)
-        if not scores:
+        versions = {*filter(self.config.validates, range(self.state.iteration)), self.state.iteration}
+        scores = self.store.validation_scores(versions | self.state.snapshots.keys(), self.config.validation.metric)
+
+        def score(version: int) -> tuple[float, int]:
+            return scores[version], version
+
+        best = max(scores, key=score, default=0)
+        kept = [version for version in scores if version in self.state.snapshots]
+        if not kept:
+            gone = f"; {self._without_snapshot(best)}" if scores else ""
             raise UserError(
-                f"no snapshot of {self.store.url} was validated: set checkpoint.keep.best and validation.every, or "
-                "choose one with --iteration"
+                f"no snapshot of {self.store.url} was validated{gone}: set checkpoint.keep.best and validation.every, "
+                "or choose one with --iteration"
             )
-        return max(scores, key=lambda version: (scores[version], version))
+        chosen = max(kept, key=score)
+        if scores[best] > scores[chosen]:
+            note(
+                f"{self._without_snapshot(best)}; of the snapshots that were validated, the one after {chosen} "
+                f"iterations is the best ({scores[chosen]:.4g} instead of {scores[best]:.4g}). checkpoint.keep.best=1 "
+                "keeps the best one of a run"
+            )
+        return chosen
+
+    def _without_snapshot(self, version: int) -> str:
+        """Where the best weights are, whose snapshot is not kept, and how to get them."""
+        if not version:
+            return f"the best validation was that before training, whose weights are in {self.config.model.path}"
+        snapshots, name = sorted(self.state.snapshots), self.store.url.rpartition("/")[2]
+        place = bisect(snapshots, version)
+        near = snapshots[max(place - 1, 0) : place + 1]
+        again = (
+            f"`ratchet fork {name} --at {version - 1}:{UPDATE_ACTOR} --run NEW train.iterations={version}`, then "
+            "`ratchet resume NEW`"
+        )
+        return (
+            f"the best validation was that after {version} iterations, which have no snapshot (the nearest: "
+            f"{' and '.join(map(str, near)) or 'none'}); {again} compute them again"
+        )
 
     def exportable(self, version: int, role: str = "actor", *, adapter: bool = False) -> Checkpoint:
         """Find what `export` would write, and check that it can.

@@ -12,11 +12,27 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
+from rlhf.metrics import validation_metrics
 from rlhf.rewards.countdown import Malformed, last_answer
 from rlhf.rewards.math import boxed
 
 Sums = dict[str, dict[str, tuple[float, int]]]
 """By data source and metric: a sum, and the number of its terms."""
+
+
+def reported(sources: Iterable[str], n: int) -> list[str]:
+    """The metrics of data sources that a validation may report.
+
+    Args:
+        sources: the data sources.
+        n: answers per prompt.
+
+    Returns:
+        Their names; pass@1, which needs a threshold, among them.
+    """
+    several = {f"maj@{n}": 0.0, f"best@{n}": 0.0} if n > 1 else {}
+    statistics = {"mean_score": 0.0, "pass@1": 0.0} | several
+    return [name for source in dict.fromkeys(sources) for name in validation_metrics(source, statistics, n)]
 
 
 def final_answer(response: str) -> str:

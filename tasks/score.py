@@ -16,7 +16,7 @@ from rlhf.batch import TrajectoryBatch
 from rlhf.config import RunConfig
 from rlhf.data.prompts import original, structures
 from rlhf.errors import RatchetError
-from rlhf.rewards import JUDGE, Score, Trajectory
+from rlhf.rewards import JUDGE, RewardFailed, Score, Trajectory
 from rlhf.schema import TRAJECTORY
 from rlhf.stage_config import StageConfig, key
 from tasks.branches import last_branches, trajectory_index
@@ -31,6 +31,7 @@ REWARD_READS = (
     "messages",
     "prompt_is_text",
     "response",
+    "response_ids",
     "response_mask",
     "finish_reason",
     "policy_version",
@@ -57,6 +58,7 @@ class ScoreConfig(StageConfig):
     options: dict[str, dict[str, Any]] = key("reward.options")
     timeout_s: float = key("reward.timeout_s")
     on_error: OnError = key("reward.on_error")
+    max_error_share: float = key("reward.max_error_share", operational=True)
     model_weight: float | None = key("reward.model.weight")
     judge: JudgeStageConfig | None
     workers: int = key("reward.workers", operational=True)
@@ -123,10 +125,12 @@ def scores(
         The columns of `score`, with a value per trajectory.
 
     Raises:
-        RatchetError: if a reward fails and `reward.on_error` is `fail`.
+        RatchetError: if a reward fails and `reward.on_error` is `fail`, or more than `reward.max_error_share` fail.
     """
     complete = is_complete(batch)
-    rewards = _rewards(context, config, _trajectories(batch, context.iteration), complete)
+    told = _trajectories(batch, context.iteration)
+    rewards = _rewards(context, config, told, complete)
+    _check_errors(context, config, told, rewards, int(complete.sum()))
     more: list[dict[str, float]] = [{} for _ in rewards]
     """Rewards of the model and the environment, per trajectory, by their name in the parts."""
     token_scores: list[Any] = [None] * len(rewards)
@@ -160,6 +164,22 @@ def scores(
         "token_scores": token_scores,
         "reward_error": [reward.error for reward in rewards],
     }
+
+
+def _check_errors(
+    context: Context[C], config: ScoreConfig, trajectories: Sequence[Trajectory], rewards: Sequence[Score], count: int
+) -> None:
+    """Fail if the rewards of too many of `count` trajectories failed."""
+    pairs = zip(trajectories, rewards, strict=True)
+    errors = [(trajectory, reward.error) for trajectory, reward in pairs if reward.error is not None]
+    if len(errors) > config.max_error_share * count:
+        trajectory, error = errors[0]
+        raise RewardFailed(
+            f"the rewards of {len(errors)} of the {count} responses of shard {context.shard} ({context.call.stage}, "
+            f"iteration {context.iteration}) failed, more than reward.max_error_share {config.max_error_share:g}: "
+            "nothing of the shard is committed. Fix the reward and resume, or raise reward.max_error_share. The first "
+            f"error: {trajectory.metadata['trajectory_id']}: {error}"
+        )
 
 
 def _turn_scores(batch: TrajectoryBatch) -> Iterator[np.ndarray | None]:
@@ -208,6 +228,7 @@ def _trajectories(batch: TrajectoryBatch, iteration: int) -> list[Trajectory]:
                     "finish_reason": row["finish_reason"],
                     "response_length": None if mask is None else sum(mask),
                 },
+                response_ids=row["response_ids"],
             )
         )
     return trajectories

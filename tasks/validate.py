@@ -14,7 +14,7 @@ from rlhf.metrics import validation_metrics as named
 from rlhf.rewards import solved_score
 from rlhf.schema import TRAJECTORY
 from rlhf.stage_config import StageConfig, key
-from rlhf.validation import Sums, means, sums
+from rlhf.validation import Sums, means, reported, sums
 from tasks.branches import last_branches
 from tasks.generate import (
     AgentStageConfig,
@@ -147,10 +147,7 @@ def validation_columns(driver: Driver) -> list[str]:
     if validation.data is None:
         return []
     prompts = driver.groups.local.worker.resources.dataset((validation.data,))
-    several = {f"maj@{validation.n}": 0.0, f"best@{validation.n}": 0.0} if validation.n > 1 else {}
-    statistics = {"mean_score": 0.0, "pass@1": 0.0} | several
-    sources = dict.fromkeys(prompt.data_source for prompt in prompts)
-    return [name for source in sources for name in named(source, statistics, validation.n)]
+    return reported((prompt.data_source for prompt in prompts), validation.n)
 
 
 def exists(config: RunConfig) -> bool:

@@ -35,7 +35,13 @@ def trajectory(
             "finish_reason": "stop",
             "response_length": len(solution_str),
         },
+        response_ids=letters_of(solution_str),
     )
+
+
+def letters_of(text: str) -> list[int]:
+    """The tokens of a text, each a letter."""
+    return [ord(letter) for letter in text]
 
 
 def pool_of(

@@ -45,7 +45,7 @@ def model_folder(
             num_hidden_layers=layers,
             num_attention_heads=heads,
             num_key_value_heads=key_value_heads,
-            max_position_embeddings=512,
+            max_position_embeddings=1024,
             pad_token_id=0,
             eos_token_id=1,
             bos_token_id=1,

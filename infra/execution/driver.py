@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from difflib import get_close_matches
+from functools import cache, cached_property, partial
 from typing import Any, Literal
 
 from infra.execution.claims import begin, claim, code_digest, package_versions, run_url
+from infra.execution.devices import check_devices
 from infra.execution.executors import Executors, StageHandle
 from infra.execution.heartbeat import beating
 from infra.execution.replicas import Replicas
@@ -55,14 +57,18 @@ from rlhf.models import (
     files_digest,
     initial_digest,
     load_tokenizer,
+    longest_sequence,
     model_folder,
     tokenizer_digest,
 )
-from rlhf.rewards import COMPARING, auto, check_rewards, reward_digest
+from rlhf.rewards import COMPARING, auto, check_rewards, reward_digest, solved_score
 from rlhf.rewards.pool import try_rewards
+from rlhf.validation import reported
 
 SOURCES = 8
 """Largest number of data sources of a file whose rewards are tried, and of mistakes that are reported at once."""
+AS_THEY_ARE = "{{ messages[-1]['content'] }}"
+"""The chat template that leaves a text as it is."""
 MANY_PROMPTS = 10_000
 """Measuring the lengths of more prompts takes over two seconds, so the driver says that it does."""
 
@@ -308,37 +314,23 @@ def check_inputs(config: RunConfig) -> None:
     """Check the config's packages, prompts, reward and models before anything starts.
 
     Raises:
-        UserError: one of them is missing or unsuitable.
+        UserError: some of them are missing or unsuitable; a line for each. Prompts are tried once the rest is right.
     """
-    check_packages(config)
-    server = config.rollout.server
-    if config.rollout.engine == "server" and server.weights_folder is None and config.train.updates:
-        raise UserError(
-            "rollout.server.weights_folder is null, so the servers would keep generating with the first weights: "
-            "name a folder that they can read, or only evaluate"
-        )
-    check_rewards(config.reward, config.algorithm.advantage.type if config.needs_greedy_scores else None)
-    if config.rollout.environment is not None:
-        check_environment(config.rollout.environment.name, config.rollout.environment.options)
-    if config.rollout.agent is not None:
-        check_agent(config.rollout.agent.name, config.rollout.agent.options)
-    models = {"model": config.model, "critic.model": config.critic_model, "reference.model": config.reference_model}
-    judge = {"reward.model": config.reward.model} if config.reward.model is not None else {}
-    for key, model in (models | judge).items():
-        check_weights(model_folder(model, key), key)
-        say_attention(model)
-    check_architecture(config.model, "model", is_critic=False)
-    devices = config.rollout.vllm.tensor_parallel
-    if devices > 1 and (heads := attention_heads(config.model)) % devices:
-        raise UserError(
-            f"rollout.vllm.tensor_parallel is {devices}, which does not divide the model's {heads} attention heads: "
-            "change it"
-        )
-    if config.needs_critic:
-        check_architecture(config.critic_model, "critic.model", is_critic=True)
-    tokenizer = policy_tokenizer(config.model, config.rollout.environment)
-    talks = config.rollout.environment is not None or config.rollout.agent is not None
-    if talks and not is_prefix_stable(tokenizer):
+    held_out = [] if config.validation.data is None else [config.validation.data]
+    paths = (*config.data.train, *held_out)
+    greedy = config.algorithm.advantage.type if config.needs_greedy_scores else None
+    environment, agent = config.rollout.environment, config.rollout.agent
+    check_all(
+        partial(check_packages, config),
+        partial(_check_server, config),
+        partial(check_rewards, config.reward, greedy),
+        *([] if environment is None else [partial(check_environment, environment.name, environment.options)]),
+        *([] if agent is None else [partial(check_agent, agent.name, agent.options)]),
+        partial(_check_models, config),
+        *(partial(PromptDataset, (path,)) for path in paths),
+    )
+    tokenizer = policy_tokenizer(config.model, environment)
+    if (environment is not None or agent is not None) and not is_prefix_stable(tokenizer):
         note(
             f"the chat template of {config.model.path} renders earlier messages differently when others follow (it may "
             "leave out reasoning): the policy sees and learns from what it wrote"
@@ -346,15 +338,105 @@ def check_inputs(config: RunConfig) -> None:
     if config.reward.model is not None:
         check_reward_model(config.reward.model)
         load_tokenizer(config.reward.model, writes=False)
-    held_out = [] if config.validation.data is None else [config.validation.data]
-    environment = config.rollout.environment
     _check_files(
-        (*config.data.train, *held_out),
+        paths,
         config.model,
         config.data,
         config.reward.model_dump_json(),
         None if environment is None else environment.model_dump_json(),
     )
+    _check_metric(config)
+
+
+def _check_metric(config: RunConfig) -> None:
+    """Refuse a `validation.metric` that no validation will report."""
+    validation = config.validation
+    if validation.metric is None or validation.data is None:
+        return
+    alone = config.reward.model is None and config.rollout.environment is None
+    solves = solved_score(validation.solved_score, config.reward.function, alone=alone) is not None
+    sources = (prompt.data_source for prompt in PromptDataset((validation.data,)))
+    names = [name for name in reported(sources, validation.n) if solves or "/acc/" not in name]
+    if validation.metric not in names:
+        shown = get_close_matches(validation.metric, names, SOURCES, 0) if len(names) > SOURCES else names
+        more = f", and {len(names) - len(shown)} others" if len(names) > len(shown) else ""
+        raise UserError(
+            f"validation.metric {validation.metric} is not a metric of this validation, which has {', '.join(shown)}"
+            f"{more}: choose one of them, or set validation.metric=null for the mean score of the first data source"
+        )
+
+
+def check_all(*checks: Callable[[], object]) -> None:
+    """Make some checks, and report the mistakes that all of them find.
+
+    Args:
+        checks: each raises `UserError` if something is wrong.
+
+    Raises:
+        UserError: the mistakes, a line for each.
+    """
+    mistakes: dict[str, None] = {}
+    for check in checks:
+        try:
+            check()
+        except UserError as error:
+            mistakes |= dict.fromkeys(str(error).splitlines())
+    if mistakes:
+        raise UserError("\n".join(mistakes))
+
+
+def _check_server(config: RunConfig) -> None:
+    if config.rollout.engine == "server" and config.rollout.server.weights_folder is None and config.train.updates:
+        raise UserError(
+            "rollout.server.weights_folder is null, so the servers would keep generating with the first weights: "
+            "name a folder that they can read, or only evaluate"
+        )
+
+
+def _check_models(config: RunConfig) -> None:
+    """Check the files of the models, their architectures, and that they can read the trajectories."""
+    models = {"model": config.model, "critic.model": config.critic_model, "reference.model": config.reference_model}
+    judge = {"reward.model": config.reward.model} if config.reward.model is not None else {}
+    for key, model in (models | judge).items():
+        check_weights(model_folder(model, key), key)
+        say_attention(model)
+    check_all(
+        partial(check_architecture, config.model, "model", is_critic=False),
+        partial(_check_heads, config),
+        partial(check_lengths, config),
+        *([partial(check_architecture, config.critic_model, "critic.model", is_critic=True)] * config.needs_critic),
+    )
+
+
+def _check_heads(config: RunConfig) -> None:
+    devices = config.rollout.vllm.tensor_parallel
+    if devices > 1 and (heads := attention_heads(config.model)) % devices:
+        raise UserError(
+            f"rollout.vllm.tensor_parallel is {devices}, which does not divide the model's {heads} attention heads: "
+            "change it"
+        )
+
+
+def check_lengths(config: RunConfig) -> None:
+    """Check that the models can read a longest prompt with its longest response.
+
+    Raises:
+        UserError: one cannot; a line for each model.
+    """
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    limits: dict[str, int] = {}
+    used = [config.model, *([config.critic_model] * config.needs_critic)]
+    for model in [*used, *([config.reference_model] * config.needs_reference)]:
+        if (limit := longest_sequence(model)) is not None and limit < prompt + response:
+            limits[model.path] = limit
+    if limits:
+        raise UserError(
+            "\n".join(
+                f"data.max_prompt_tokens {prompt} + rollout.max_response_tokens {response} is {prompt + response}, but "
+                f"{path} reads at most {limit} tokens (max_position_embeddings in its config.json): lower one of them"
+                for path, limit in limits.items()
+            )
+        )
 
 
 @cache
@@ -391,10 +473,12 @@ def check_prompts(
     problems: dict[str, str] = {}
     """The first problem of each kind and data source."""
     comparing = next((name for name in reward.functions if name in COMPARING), None)
-    tokenizer = policy_tokenizer(model, environment) if data.truncation == "error" else None
-    if tokenizer is not None and len(dataset) > MANY_PROMPTS:
+    tokenizer, refuses_long = policy_tokenizer(model, environment), data.truncation == "error"
+    if refuses_long and len(dataset) > MANY_PROMPTS:
         note(f"checking the lengths of {len(dataset)} prompts")
+    texts = 0
     for prompt in dataset:
+        texts += prompt.is_text
         sources = firsts.setdefault(prompt.where.rpartition(",")[0], {})
         if prompt.data_source not in sources and len(sources) < SOURCES:
             sources[prompt.data_source] = prompt
@@ -406,23 +490,33 @@ def check_prompts(
                 f"{prompt.where}: reward.function {comparing} needs reward_model.ground_truth (or a column "
                 "ground_truth, solution or answer), which is missing",
             )
-        if tokenizer is not None and "length" not in problems:
+        if refuses_long and "length" not in problems:
             try:
                 check_length(prompt, tokenizer, data.max_prompt_tokens, data.system_prompt)
             except UserError as error:
                 problems["length"] = str(error)
+
+    def tokenize(answer: str) -> list[int]:
+        return list(tokenizer(answer, add_special_tokens=False)["input_ids"])
+
     tried = [prompt for sources in firsts.values() for prompt in sources.values()]
     if environment is not None:
         failures = try_environment(environment, tried, data.system_prompt)
         problems |= {failure: failure for failure in failures}
     if not problems:
-        for failure in try_rewards(reward, tried):
+        for failure in try_rewards(reward, tried, tokenize):
             if reward.on_error == "fail":
                 problems[failure] = failure
             else:
                 note(failure)
     if problems:
         raise UserError("\n".join(list(problems.values())[:SOURCES]))
+    if texts and tokenizer.chat_template:
+        which = "the prompts are texts" if texts == len(dataset) else f"{texts} of {len(dataset)} prompts are texts"
+        note(
+            f"{which}: the chat template of {model.path} renders each as a message of the user. To keep them as they "
+            f"are, set model.chat_template to a file that has only {AS_THEY_ARE}"
+        )
 
 
 def check_packages(config: RunConfig) -> None:
@@ -490,7 +584,7 @@ def check_start(
 def _check(driver: Driver, take_over: bool, accept_changes: bool, check: Callable[[Driver], None]) -> RunState:
     """Check everything that may be wrong on the user's side; returns the run's state, slot -1 if there is no run."""
     config, store = driver.config, driver.store
-    check_inputs(config)
+    check_all(partial(check_inputs, config), partial(check_devices, config))
     state = begin(store, config, take_over)
     mistakes = [
         f"the {role}'s model is not the one that run {config.run.name} started with (model.path {config.model.path}, "

@@ -49,6 +49,8 @@ CLOSE = "close"
 JOURNAL = "journal"
 VALIDATE = "validate"
 """The stage whose rows are not training trajectories."""
+UPDATE_ACTOR = "update_actor"
+"""The stage that updates the policy."""
 REPORT = "report.html"
 """An HTML page that users may write into the run's folder; not part of the run."""
 

@@ -353,7 +353,8 @@ class RayGroup:
         typed = {} if pool.accelerator_type is None else {f"accelerator_type:{pool.accelerator_type}": TYPED}
         worker = {name: amount for name, amount in need.items() if amount} | typed
         bundle = {name: round(amount * size, 4) for name, amount in worker.items()}  # Ray keeps a bundle on one machine
-        asks_for = f"{pool.workers // size} x {bundle}"
+        amounts = _amounts(bundle, pool.accelerator_type)
+        asks_for = f"{pool.workers // size} x {amounts}"
         if size > 1:
             asks_for += f", each on one machine ({size} workers share a vLLM by rollout.vllm.tensor_parallel)"
         note(f"starting pool {self.name}: {asks_for} for {', '.join(self.roles)}")
@@ -366,9 +367,10 @@ class RayGroup:
             note(f"pool {self.name} waits for free resources in Ray (at most {START_S / 60:.0f} minutes)")
         if not fits or not placement.wait(timeout_seconds=START_S):
             ray.util.remove_placement_group(placement)
-            available = {name: amount for name, amount in ray.cluster_resources().items() if name in bundle}
+            available = {name: ray.cluster_resources().get(name, 0) for name in bundle}
             raise UserError(
-                f"pools.{self.name} asks for {asks_for}, and Ray has {available}, some of it in use: "
+                f"pools.{self.name} asks for {asks_for}, and Ray has "
+                f"{_amounts(available, pool.accelerator_type)}, some of it in use: "
                 "ask for less, or add resources to the cluster"
             )
         remote = ray.remote(concurrency_groups={"health": 1})(_with_health(RayWorker))
@@ -457,6 +459,19 @@ def room_for(bundle: Mapping[str, float], machines: Iterable[Mapping[str, float]
     )
 
 
+def _amounts(resources: Mapping[str, float], accelerator_type: str | None) -> str:
+    """CPUs and GPUs among Ray's resources in words, and whether they have GPUs of a type."""
+    amounts = [_counted(resources[name], name) for name in ("CPU", "GPU") if name in resources]
+    if accelerator_type is not None:
+        is_there = resources.get(f"accelerator_type:{accelerator_type}", 0) > 0
+        amounts.append(f"{'' if is_there else 'no '}accelerator_type {accelerator_type}")
+    return " and ".join(amounts)
+
+
+def _counted(count: float, one: str) -> str:
+    return f"{count:g} {one}{'' if count == 1 else 's'}" if count else f"no {one}"
+
+
 def _asked(actor: Any, term: int, call: partial[Any]) -> Any:
     if call.func is Worker.is_saved:  # answered while the process computes
         return actor.is_saved.remote(*call.args)
@@ -490,7 +505,7 @@ def _engines_of(config: RunConfig) -> dict[str, Any]:
 
 def end_idle(config: RunConfig, url: str) -> bool:
     """End the processes that a run's drivers left on a long-lived Ray; returns whether such a Ray exists."""
-    if not config.pools or not _connect_to_existing():
+    if not config.pools or not connect_to_running():
         return False
     for pool in config.pools:
         RayGroup(config, url, pool, threads=1, identity="").end()
@@ -505,15 +520,27 @@ def connect() -> None:
     global _started_here
     import ray
 
-    if not ray.is_initialized() and not _connect_to_existing():
+    if not connect_to_running():
         ray.init(address="local", include_dashboard=False, _node_ip_address="127.0.0.1", **QUIET)
         _started_here = True
 
 
-def _connect_to_existing() -> bool:
+def connect_to_running() -> bool:
+    """Connect to the Ray at RAY_ADDRESS, or on this machine, unless this process has a Ray.
+
+    Returns:
+        Whether there is one.
+
+    Raises:
+        UserError: none answers at RAY_ADDRESS.
+    """
     import ray
 
+    if ray.is_initialized():
+        return True
     address = os.environ.get("RAY_ADDRESS", "auto")
+    if address == "local":  # Ray's word for one of its own
+        return False
     try:
         ray.init(address=address, **QUIET)
     except (ConnectionError, ValueError) as error:

@@ -72,44 +72,49 @@ def incompatible(config: RunConfig) -> Iterator[str]:
         )
     shared = {"reference": config.actor} if config.needs_reference else {}
     for role, trainer in (config.trainers | shared).items():
+        owner = "actor" if role == "reference" else role  # whose keys they are
         pool = config.pool_of(role)
         workers = 1 if pool is None else config.pools[pool].workers
         for key, size in (("sequence", trainer.sequence_parallel), ("tensor", trainer.tensor_parallel)):
             if workers % size:
                 yield (
-                    f"{role}.{key}_parallel is {size}, which does not divide the number of processes that hold "
+                    f"{owner}.{key}_parallel is {size}, which does not divide the number of processes that hold "
                     f"the {role} ({workers}): change one of them"
                 )
         if trainer.tensor_parallel > 1:
-            yield from _tensor_parallel_fits(config, role, trainer)
+            yield from _tensor_parallel_fits(config, owner, trainer)
         model = {"critic": config.critic_model, "reference": config.reference_model}.get(role, config.model)
         if model.kernels == "compile" and (trainer.engine == "deepspeed" or trainer.tensor_parallel > 1):
-            conflict = f"{role}.engine deepspeed" if trainer.engine == "deepspeed" else f"{role}.tensor_parallel"
-            key = "model" if model is config.model else f"{role}.model"
+            conflict = f"{owner}.engine deepspeed" if trainer.engine == "deepspeed" else f"{owner}.tensor_parallel"
+            own = {"critic": config.critic and config.critic.model, "reference": config.reference.model}.get(role)
+            key = "model" if own is None else f"{role}.model"
             yield f"{key}.kernels compile does not work with {conflict}: set {key}.kernels to torch"
         if trainer.shard_size is not None:
-            yield from _shard_size_fits(role, trainer, workers)
+            yield from _shard_size_fits(owner, role, trainer, workers)
         if not trainer.reshard_after_forward and trainer.engine != "fsdp":
-            yield f"{role}.reshard_after_forward requires {role}.engine fsdp, not {trainer.engine}: remove it"
+            yield f"{owner}.reshard_after_forward requires {owner}.engine fsdp, not {trainer.engine}: remove it"
         if trainer.offload_when_idle and trainer.offload:
             yield (
-                f"{role}.offload already keeps the state in host memory, so {role}.offload_when_idle does nothing: "
+                f"{owner}.offload already keeps the state in host memory, so {owner}.offload_when_idle does nothing: "
                 "set only one of them"
             )
         if trainer.offload_when_idle and trainer.engine == "deepspeed" and trainer.zero_stage == 3:
             yield (
-                f"{role}.offload_when_idle does not work with {role}.zero_stage 3, because DeepSpeed cannot move its "
-                f"state: use {role}.offload, a lower stage, or {role}.engine fsdp"
+                f"{owner}.offload_when_idle does not work with {owner}.zero_stage 3, because DeepSpeed cannot move its "
+                f"state: use {owner}.offload, a lower stage, or {owner}.engine fsdp"
             )
         size = trainer.mini_batch_trajectories
         if size > total:
-            yield f"{role}.mini_batch_trajectories is {size}, more than an iteration has ({sizes}): lower it"
+            yield f"{owner}.mini_batch_trajectories is {size}, more than an iteration has ({sizes}): lower it"
         elif total % size:
-            yield f"{role}.mini_batch_trajectories is {size}, which does not divide {total} ({sizes})"
+            yield (
+                f"{owner}.mini_batch_trajectories is {size}, which does not divide {total} ({sizes}): change one of "
+                "them"
+            )
         longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
         if trainer.micro_batch_tokens < longest:
             yield (
-                f"{role}.micro_batch_tokens is {trainer.micro_batch_tokens}, less than one trajectory may have "
+                f"{owner}.micro_batch_tokens is {trainer.micro_batch_tokens}, less than one trajectory may have "
                 f"(data.max_prompt_tokens + rollout.max_response_tokens = {longest}): raise it"
             )
     if config.critic is not None and config.critic.warmup_iterations and not config.needs_critic:
@@ -291,19 +296,19 @@ def _tensor_parallel_fits(config: RunConfig, role: str, trainer: TrainerConfig) 
             yield f"{role}.tensor_parallel requires {role}.engine fsdp and does not work with {key}"
 
 
-def _shard_size_fits(role: str, trainer: TrainerConfig, workers: int) -> Iterator[str]:
+def _shard_size_fits(owner: str, role: str, trainer: TrainerConfig, workers: int) -> Iterator[str]:
     size, team = trainer.shard_size, trainer.tensor_parallel
     assert size is not None
     if trainer.engine != "fsdp":
-        yield f"{role}.shard_size requires {role}.engine fsdp, not {trainer.engine}: remove it"
+        yield f"{owner}.shard_size requires {owner}.engine fsdp, not {trainer.engine}: remove it"
         return
     if workers % size:
         yield (
-            f"{role}.shard_size is {size}, which does not divide the number of processes that hold the {role} "
+            f"{owner}.shard_size is {size}, which does not divide the number of processes that hold the {role} "
             f"({workers}): change one of them"
         )
     if size % team:
-        yield f"{role}.shard_size is {size}, which is no multiple of {role}.tensor_parallel {team}: raise it"
+        yield f"{owner}.shard_size is {size}, which is no multiple of {owner}.tensor_parallel {team}: raise it"
 
 
 def _algorithms_fit(config: RunConfig) -> Iterator[str]:

@@ -53,6 +53,8 @@ def as_of_today(tree: Mapping[str, Any]) -> dict[str, Any]:
     environment = (tree.get("rollout") or {}).get("environment")
     if isinstance(environment, dict) and "name" in environment:
         environment.setdefault("on_error", "fail")  # what a failure did before there was a choice
+    if isinstance(reward := tree.get("reward"), dict):
+        reward.setdefault("max_error_share", 1.0)  # any number could fail
     algorithm = tree.get("algorithm")
     is_left_out = isinstance(algorithm, dict) and algorithm.get("rollout_correction") is None
     if is_left_out and not generates_stale(tree) and generates_with_other_rounding(tree):

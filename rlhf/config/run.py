@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, model_validator
 
@@ -14,6 +14,7 @@ from rlhf.config.older import RENAMED, as_of_today, with_new_names
 from rlhf.config.reading import overridden, read_yaml, renamed, set_value, validated
 from rlhf.config.rollouts import generates_stale, generates_with_other_rounding
 from rlhf.config.sections import (
+    NULL_IS_OFF,
     ActorConfig,
     AlgorithmConfig,
     CheckpointConfig,
@@ -46,7 +47,7 @@ LEARNED: dict[str, bool | set[str]] = {
 """Sections that say what a run learns from; models are compared by their files instead."""
 HOW_COMPUTED: dict[str, dict[str, bool | set[str]]] = {
     "reward": {
-        **dict.fromkeys(("timeout_s", "on_error", "workers", "concurrency", "allow_code"), True),
+        **dict.fromkeys(("timeout_s", "on_error", "max_error_share", "workers", "concurrency", "allow_code"), True),
         "judge": {"url", "retries", "api_key_env"},
     },
     "rollout": {
@@ -69,7 +70,7 @@ class RunConfig(Section):
     actor: ActorConfig = Field(ActorConfig(), description="how the actor is updated")
     critic: CriticConfig | None = Field(CriticConfig(), description="how the critic is updated; null: no critic")
     reference: ReferenceConfig = Field(ReferenceConfig(), description="reference model")
-    pools: dict[str, PoolConfig] = Field(
+    pools: Annotated[dict[str, PoolConfig], NULL_IS_OFF] = Field(
         {}, description="worker groups on Ray, by name; {}: everything runs in the driver's process"
     )
     placement: Literal["colocated", "separate"] | dict[Role, str] = Field(
@@ -78,7 +79,9 @@ class RunConfig(Section):
         "a mapping of roles to pools",
     )
     checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="snapshots")
-    validation: ValidationConfig = Field(ValidationConfig(), description="validation on held-out prompts")
+    validation: Annotated[ValidationConfig, NULL_IS_OFF] = Field(
+        ValidationConfig(), description="validation on held-out prompts"
+    )
     tracking: OneOrMore[Tracker] = Field(
         (), description="services that receive the metrics, in addition to the store; one that fails is left out"
     )

@@ -23,8 +23,18 @@ from rlhf.rewards import JUDGE
 
 RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 T = TypeVar("T")
-OneOrMore = Annotated[tuple[T, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
-"""A list of names; a single name may be written without brackets."""
+
+
+def _names(value: Any) -> Any:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, str) else value
+
+
+OneOrMore = Annotated[tuple[T, ...], BeforeValidator(_names)]
+"""A list of names; a single name may be written without brackets, and null for none."""
+NULL_IS_OFF = BeforeValidator(lambda value: {} if value is None else value)
+"""Of a section that switches something on: null means its defaults, which leave it off."""
 
 
 def _checkpointing(value: Any) -> Any:
@@ -269,7 +279,9 @@ class RolloutConfig(Section):
     top_p: float = Field(
         1.0, gt=0, le=1, description="nucleus sampling: draw from the likeliest tokens with this total probability"
     )
-    top_k: int = Field(0, ge=0, description="draw from this many likeliest tokens; 0: from all")
+    top_k: Annotated[int, BeforeValidator(lambda value: 0 if value == -1 else value)] = Field(
+        0, ge=0, description="draw from this many likeliest tokens; 0, or -1 as in vLLM: from all"
+    )
     min_p: float = Field(
         0.0, ge=0, le=1, description="draw from tokens with at least this share of the likeliest one's probability"
     )
@@ -459,6 +471,9 @@ class RewardConfig(Section):
         description="a reward that raises, hangs or is not a number: stop the run (fail), score 0 (zero) or leave the "
         "trajectory out (drop); the error is in reward_error",
     )
+    max_error_share: float = Field(
+        0.5, ge=0, le=1, description="stop the run if the rewards of more than this share of a shard's responses fail"
+    )
     workers: int = Field(2, gt=0, description="processes that compute rewards")
     concurrency: int = Field(
         32,
@@ -519,7 +534,7 @@ class DynamicSamplingConfig(Section):
 class AlgorithmConfig(Section):
     advantage: Annotated[Advantage, _type_may_be_left_out("gae")] = Field(GAE(), description="advantage estimator")
     loss: Annotated[PolicyLoss, _type_may_be_left_out("ppo")] = Field(PPOClip(), description="policy loss")
-    kl: KLPenalty = Field(KLPenalty(), description="KL term against the reference")
+    kl: Annotated[KLPenalty, NULL_IS_OFF] = Field(KLPenalty(), description="KL term against the reference")
     entropy_coef: float = Field(0.0, description="weight of the entropy bonus in the actor's loss")
     rollout_correction: RolloutCorrection | None = Field(
         None,
@@ -570,7 +585,9 @@ class TrainerConfig(Section):
         "computes",
     )
     lr: float = Field(gt=0, description="learning rate")
-    lr_schedule: LRScheduleConfig = Field(LRScheduleConfig(), description="learning rate over the iterations")
+    lr_schedule: Annotated[LRScheduleConfig, NULL_IS_OFF] = Field(
+        LRScheduleConfig(), description="learning rate over the iterations"
+    )
     optimizer: Annotated[Optimizer, _type_may_be_left_out("adamw")] = Field(AdamW(), description="optimizer")
     ppo_epochs: int = Field(1, gt=0, description="passes over an iteration's trajectories")
     mini_batch_trajectories: int = Field(64, gt=0, description="trajectories per optimizer step")

@@ -29,7 +29,8 @@ def main() -> None:
 
     Messages of the parent are `("submit", submissions)`, `("cancel", numbers)`, and `("call", method, arguments)`,
     with a method of `Engine`.
-    Messages to the parent are `("tokens", new_tokens)` and `("answer", succeeded, result)`.
+    Messages to the parent are `("tokens", new_tokens)`, `("answer", succeeded, result)`, and at the start
+    `("refused", False, reasons)` if vLLM refuses its options.
     """
     # vLLM's worker processes join this process's group, which is killed as a whole. The process that then removes their
     # shared memory is not a member
@@ -39,9 +40,14 @@ def main() -> None:
     parent, scratch, options = pipe.recv()
     watcher = threading.Thread(target=_end_with, args=(parent, scratch), daemon=True)
     watcher.start()
+    from pydantic import ValidationError
+
     try:
         engine = Engine(options)
         pipe.send(("answer", True, None))
+    except ValidationError as error:  # vLLM refuses its options, and would again
+        reasons = [reason["msg"].removeprefix("Value error, ").split("\n")[0] for reason in error.errors()]
+        return pipe.send(("refused", False, "; ".join(reasons)))
     except Exception as error:
         pipe.send(("answer", False, f"{type(error).__name__}: {error}"))
         return

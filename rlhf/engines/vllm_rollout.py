@@ -36,7 +36,7 @@ from rlhf.engines.base import Chunk, Request, RolloutEngine, Sampling, limit_of,
 from rlhf.engines.vllm_child import Engine, NewTokens, Submission
 from rlhf.engines.weight_files import write_weights
 from rlhf.engines.weight_transfer import DeviceMemory, Packed, SharedMemory, send
-from rlhf.errors import EngineLost
+from rlhf.errors import EngineLost, UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -77,6 +77,7 @@ class Child:
             timeout_s: the process is lost if it sends nothing for so long while it has work.
 
         Raises:
+            UserError: vLLM refuses the options.
             EngineLost: it did not start.
         """
         self.lost: EngineLost | None = None
@@ -107,11 +108,16 @@ class Child:
         try:
             self._pipe.send((os.getpid(), scratch, options))
             ready = self._pipe.poll(START_S)
-            _, good, answer = self._pipe.recv() if ready else (None, False, f"it did not start within {START_S:.0f} s")
+            late = (None, False, f"it did not start within {START_S:.0f} s")
+            kind, good, answer = self._pipe.recv() if ready else late
         except (EOFError, OSError):
-            good, answer = False, self._last_words()
+            kind, good, answer = None, False, self._last_words()
         if not good:
             self.end()
+            if kind == "refused":
+                raise UserError(
+                    f"vLLM refuses to start: {answer}: change model, or the keys in rollout and rollout.vllm"
+                )
             raise EngineLost(f"vLLM did not start: {error_of_worker(self._log.read_text(errors='replace')) or answer}")
         threading.Thread(target=self._read, name="vllm", daemon=True).start()
 

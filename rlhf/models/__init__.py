@@ -125,6 +125,21 @@ def attention_heads(model: ModelConfig) -> int:
     return heads
 
 
+def longest_sequence(model: ModelConfig) -> int | None:
+    """The largest number of tokens that a model reads at once, as vLLM also derives it; None: its config tells none."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model_folder(model), trust_remote_code=model.trust_remote_code)
+    text = config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None)
+    if limit is None:
+        return None
+    rope = getattr(text, "rope_parameters", None) or {}
+    stretched = rope.get("rope_type") in ("linear", "dynamic") and not text.model_type.startswith("gemma3")
+    longest = int(limit * (rope.get("factor") or 1)) if stretched else int(limit)  # other types include the factor
+    return max(longest, getattr(text, "model_max_length", None) or 0)
+
+
 def check_architecture(model: ModelConfig, key: str, *, is_critic: bool) -> None:
     """Refuse a model whose architecture transformers does not support as a policy or as a critic, or its kernels."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, AutoConfig

@@ -53,7 +53,13 @@ def main() -> None:
             rewards = [_load(name, options, task, answers) for name, options in task["rewards"].items()]
         except RatchetError as error:
             return send({"error": str(error)})
-        send({"rewards": [[reward.is_async, reward.takes_several, reward.takes_group] for reward in rewards]})
+        send(
+            {
+                "rewards": [
+                    [reward.is_async, reward.takes_several, reward.takes_group, reward.takes_ids] for reward in rewards
+                ]
+            }
+        )
         asked: deque[dict[str, Any]] = deque()
 
         def receive() -> None:

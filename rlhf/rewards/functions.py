@@ -3,8 +3,8 @@
 - ``compute_score(data_source, solution_str, ground_truth, extra_info=None)`` scores one response, as in verl;
 - ``compute_scores(group)`` scores the responses to a prompt together, a list of `Trajectory`;
 - ``f(completions, **columns)`` scores the responses to a prompt together, as in TRL: `columns` are `prompts`,
-  `data_source`, `ground_truth`, `extra_info` and the dataset's other columns, each as a list. Where the dataset has
-  prompts as messages, so are the completions.
+  `completion_ids`, `data_source`, `ground_truth`, `extra_info` and the dataset's other columns, each as a list. Where
+  the dataset has prompts as messages, so are the completions.
 
 Each may be ``async``. The last two return a list with an entry for each response. An entry that is None does not judge
 its response; an exception is its failure.
@@ -16,6 +16,7 @@ import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import cached_property
 from math import isfinite
 from numbers import Real
@@ -32,7 +33,17 @@ ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BY_NAME = ("prompt", "turns", "metadata")
 """Passed to a function of one response that has a parameter of that name."""
 WRAPPED = ("solution_str", "ground_truth", "extra_info", "data_source")
-"""What a wrapper of a function with another signature passes to it, in order."""
+"""What a wrapper passes, in this order, to parameters whose names mean nothing."""
+MEANINGS = {
+    "solution_str": ("solution", "response", "completion", "answer", "output", "prediction", "generated", "text"),
+    "ground_truth": ("truth", "label", "target", "reference", "gold", "expected", "correct", "answer", "solution"),
+    "extra_info": ("extra", "info", "extras"),
+    "data_source": ("source", "dataset"),
+    "prompt": ("question", "query", "instruction", "problem"),
+}
+"""Parts of the names that other functions give to an argument, the likeliest first."""
+NOT_PASSED = ("trainer_state", "log_extra", "log_metric")
+"""What TRL passes to a function in addition, and this program does not have."""
 LARGEST = (2 - 2**-23) * 2.0**127
 """Largest part that is kept: parts are stored as float32."""
 
@@ -97,6 +108,8 @@ class Trajectory:
     turns: list[dict[str, str]]
     """Turns of the response, `[{role, content}]`; the role is policy or environment."""
     metadata: Metadata
+    response_ids: list[int] | None = None
+    """Tokens of the response, which only functions of TRL's signature are given, as `completion_ids`."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +141,11 @@ class Reward:
         return self._is_trls or self.takes_group
 
     @property
+    def takes_ids(self) -> bool:
+        """Whether it takes the tokens of the responses."""
+        return self._is_trls and (self._takes_all or "completion_ids" in self._parameters)
+
+    @property
     def _is_trls(self) -> bool:
         return "completions" in self._parameters
 
@@ -139,6 +157,12 @@ class Reward:
         """
         signature = inspect.signature(self.function)
         if self._is_trls:
+            absent = [name for name in NOT_PASSED if name in self._parameters and name not in self.options]
+            if required := [name for name in absent if self._parameters[name].default is inspect.Parameter.empty]:
+                raise UserError(
+                    f"{KEY} {self.name} requires {' and '.join(required)}, which only TRL passes: write "
+                    f"{', '.join(f'{name}=None' for name in required)}, and do without it where it is None"
+                )
             unknown = [option for option in self.options if option not in self._parameters]
             if unknown and not self._takes_all:
                 raise UserError(
@@ -170,19 +194,32 @@ class Reward:
 
     @property
     def _wrapper(self) -> str:
-        """How to wrap a function with another signature."""
-        needed = [
-            parameter
-            for parameter in self._parameters.values()
-            if parameter.kind <= parameter.POSITIONAL_OR_KEYWORD and parameter.default is parameter.empty
+        """How to wrap a function with another signature, so that each of its parameters gets what its name means."""
+        meanings, misspelt = _meanings(
+            {name: parameter for name, parameter in self._parameters.items() if name not in self.options}
+        )
+        is_keyword = {name: self._parameters[name].kind is not inspect.Parameter.POSITIONAL_ONLY for name in meanings}
+        given = [f"{name}={value}" if is_keyword[name] else value for name, value in meanings.items()]
+        if not given and any(parameter.kind is parameter.VAR_POSITIONAL for parameter in self._parameters.values()):
+            given = ["solution_str", "ground_truth"]
+        more = [name for name in BY_NAME if name in meanings.values()]
+        arguments = [
+            "data_source",
+            "solution_str",
+            "ground_truth",
+            "extra_info=None",
+            *(f"{name}=None" for name in more),
         ]
-        given = ", ".join(WRAPPED[: len(needed)])
-        arguments = ", ".join(("data_source", "solution_str", "ground_truth", "extra_info=None"))
+        if self.options:
+            given, arguments = [*given, "**options"], [*arguments, "**options"]
         module, colon, own_name = self.name.rpartition(":")
-        module, own_name = (module, own_name) if colon else (self.name, "compute_score")
+        module, own_name = (module, own_name) if colon else (self.name, self.function.__name__)
+        is_async, is_awaited = ("async ", "await ") if self.is_async else ("", "")
+        names = " and ".join(f"{meaning} instead of {name}" for name, meaning in misspelt.items())
+        hint = f"did you mean {names}? Rename it, or " if names else ""
         return (
-            f"wrap it where it is defined, for example `def score_response({arguments}): return {own_name}({given})`, "
-            f"and set {KEY}: {module}:score_response"
+            f"{hint}wrap it where it is defined, for example `{is_async}def score_response({', '.join(arguments)}): "
+            f"return {is_awaited}{own_name}({', '.join(given)})`, and set {KEY}: {module}:score_response"
         )
 
     def score(self, group: Sequence[Trajectory]) -> list[Outcome]:
@@ -229,6 +266,7 @@ class Reward:
                 "ground_truth": trajectory.ground_truth,
                 "extra_info": trajectory.extra_info,
                 "prompts": trajectory.prompt,
+                "completion_ids": trajectory.response_ids,
                 "completions": trajectory.solution_str
                 if isinstance(trajectory.prompt, str)
                 else [{"role": "assistant", "content": trajectory.solution_str}],
@@ -276,6 +314,42 @@ class Reward:
         if isinstance(entry, Exception):
             return self._failure(entry, [trajectory])
         return _outcome(entry, trajectory)
+
+
+def _meanings(parameters: Mapping[str, inspect.Parameter]) -> tuple[dict[str, str], dict[str, str]]:
+    """What to pass to the parameters of a function whose names are its own.
+
+    Args:
+        parameters: the function's parameters, by name.
+
+    Returns:
+        An expression for each parameter, by name: the argument that the name means, else the next one that is left,
+        else the value of that name in `extra_info`. And the arguments whose names are misspelt, by the name that is.
+    """
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    named = {name: parameter for name, parameter in parameters.items() if parameter.kind not in variadic}
+    known = (*ARGUMENTS, *BY_NAME)
+    meant = {name: name for name in named if name in known}
+    misspelt: dict[str, str] = {}
+    for name in named:
+        near = get_close_matches(name, [argument for argument in known if argument not in meant.values()], 1, 0.85)
+        if name not in meant and near:
+            meant[name] = misspelt[name] = near[0]
+    ranked = sorted(
+        (rank, name, argument)
+        for argument, parts in MEANINGS.items()
+        for rank, part in enumerate(parts)
+        for name in named
+        if part in name.lower().split("_")
+    )
+    for _, name, argument in ranked:
+        if name not in meant and argument not in meant.values():
+            meant[name] = argument
+    left = [argument for argument in WRAPPED if argument not in meant.values()]
+    for name, parameter in named.items():
+        if name not in meant and parameter.default is parameter.empty:
+            meant[name] = left.pop(0) if left else f"extra_info[{name!r}]"
+    return {name: meant[name] for name in named if name in meant}, misspelt
 
 
 def is_failure(outcome: Outcome) -> bool:

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -76,6 +76,7 @@ class _Kind:
     is_async: bool
     takes_several: bool
     takes_group: bool
+    takes_ids: bool
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,13 @@ class _Request:
     rows: Sequence[int]
     """Indices of the trajectories in `group`."""
     group: Sequence[Trajectory]
+    takes_ids: bool
+    """Whether a function takes the tokens of the trajectories, which are many."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The request for the child."""
+        left_out = {} if self.takes_ids else {"response_ids": None}
+        return {"rewards": self.rewards, "group": [vars(trajectory) | left_out for trajectory in self.group]}
 
 
 Outcomes = Sequence[Sequence[Outcome]]
@@ -214,17 +222,19 @@ def _requests(
     for row, trajectory in enumerate(trajectories):
         groups.setdefault(trajectory.metadata["prompt_id"], []).append(row)
     requests = [
-        _Request(batch, [row], [trajectory]) for row, trajectory in enumerate(trajectories) for batch in batches
+        _Request(batch, [row], [trajectory], takes_ids=False)
+        for row, trajectory in enumerate(trajectories)
+        for batch in batches
     ]
     return requests + [
-        _Request([index], rows, [trajectories[row] for row in rows])
+        _Request([index], rows, [trajectories[row] for row in rows], kinds[index].takes_ids)
         for index in rewards
         if kinds[index].takes_several
         for rows in groups.values()
     ]
 
 
-def try_rewards(reward: RewardConfig, prompts: Sequence[Prompt]) -> Iterator[str]:
+def try_rewards(reward: RewardConfig, prompts: Sequence[Prompt], tokenize: Callable[[str], list[int]]) -> Iterator[str]:
     """Score an answer to each prompt, before anything is generated.
 
     The answer is the ground truth, or "0" if that is not a text. No reward should fail on it. A function that takes
@@ -233,6 +243,7 @@ def try_rewards(reward: RewardConfig, prompts: Sequence[Prompt]) -> Iterator[str
     Args:
         reward: the reward section of the config.
         prompts: a few prompts, such as the first of each file.
+        tokenize: gives the tokens of an answer.
 
     Yields:
         One line for each failure, with the file and the row.
@@ -249,7 +260,9 @@ def try_rewards(reward: RewardConfig, prompts: Sequence[Prompt]) -> Iterator[str
     try:
         samples = 2 if pool.takes_groups else 1
         answers = [
-            _trial(f"trial-{n}", sample, prompt) for n, prompt in enumerate(prompts) for sample in range(samples)
+            _trial(f"trial-{n}", sample, prompt, tokenize)
+            for n, prompt in enumerate(prompts)
+            for sample in range(samples)
         ]
         scores = pool.score(answers)[::samples]
     finally:
@@ -262,7 +275,7 @@ def try_rewards(reward: RewardConfig, prompts: Sequence[Prompt]) -> Iterator[str
             )
 
 
-def _trial(prompt_id: str, sample: int, prompt: Prompt) -> Trajectory:
+def _trial(prompt_id: str, sample: int, prompt: Prompt, tokenize: Callable[[str], list[int]]) -> Trajectory:
     truth, extra = structures(prompt.ground_truth, prompt.ground_truth_is_json, prompt.extra_info)
     answer = truth if isinstance(truth, str) else "0"
     return Trajectory(
@@ -281,6 +294,7 @@ def _trial(prompt_id: str, sample: int, prompt: Prompt) -> Trajectory:
             "finish_reason": "stop",
             "response_length": None,
         },
+        response_ids=tokenize(answer),
     )
 
 
@@ -350,15 +364,7 @@ class _Child:
             that it was killed because it did not answer in time.
         """
         numbers = list(requests)
-        self._ask(
-            {
-                "requests": [
-                    {"rewards": request.rewards, "group": [vars(trajectory) for trajectory in request.group]}
-                    for request in requests.values()
-                ],
-                "concurrently": concurrently,
-            }
-        )
+        self._ask({"requests": [request.as_json() for request in requests.values()], "concurrently": concurrently})
         begun: set[int] = set()
         limit_s, left = self.timeout_s + BLOCKED_S, len(numbers)
         while left:

@@ -48,7 +48,7 @@ from rlhf.engines.server_rollout import ServerRollout
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.engines.vllm_rollout import VLLMRollout
 from rlhf.environments.dialogues import Dialogue
-from rlhf.errors import EngineLost
+from rlhf.errors import EngineLost, UserError
 from rlhf.models import load_actor, load_tokenizer
 from tests.tiny import model_folder, moe_folder
 from tests.vllm_server import end_servers, serving
@@ -240,6 +240,17 @@ def test_of_two_servers_one_may_be_away(policy_folder: Path) -> None:
     alone = ServerRollout(["http://127.0.0.1:9"], eos_token_ids=EOS)
     with pytest.raises(EngineLost, match=r"http://127\.0\.0\.1:9 does not answer"):
         alone.generate(requests(1), sampling)
+
+
+@pytest.mark.skipif("vllm" not in ENGINES, reason="vLLM is not installed: `make vllm`")
+def test_options_that_vllm_refuses_are_a_mistake_of_the_user(policy_folder: Path) -> None:
+    """So nobody tries again."""
+    engine = VLLMRollout(policy_folder, eos_token_ids=EOS, max_model_len=10**6)
+    try:
+        with pytest.raises(UserError, match=r"^vLLM refuses to start: User-specified max_model_len \(1000000\) .*"):
+            engine.generate(requests(1), ENGINES["vllm"].sampling)
+    finally:
+        engine.close()
 
 
 def test_responses_end_at_end_of_sequence_or_at_the_limit(kind: Kind, engine: RolloutEngine) -> None:

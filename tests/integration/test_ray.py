@@ -229,7 +229,7 @@ def test_one_vllm_spans_the_devices_of_two_ranks(runs: Runs, tmp_path: Path) -> 
     )
     killed = runs.train(config, Fault("create", '{"kind":"stage","iteration":1,"stage":"update_critic"'))
     assert killed.wait() == -signal.SIGKILL, killed.text
-    assert "starting pool train: 1 x {'CPU': 1.0}, each on one machine (2 workers share a vLLM" in killed.text
+    assert "starting pool train: 1 x 1 CPU, each on one machine (2 workers share a vLLM" in killed.text
     child, workers = processes_of_vllm()
     assert len(workers) == 2
     assert not any(has_ended(process) for process in [child, *workers]), "the next driver finds it"
@@ -274,15 +274,15 @@ def test_a_pool_that_does_not_fit_is_refused(runs: Runs) -> None:
     child.process.join(1)
     refused = child.wait()
     assert refused == 2, child.text
-    assert "pools.train asks for 1 x {'CPU': 1.0, 'GPU': 64.0}, and Ray has {'CPU': 2.0}" in child.text
+    assert "pools.train asks for 1 x 1 CPU and 64 GPUs, and Ray has 2 CPUs and no GPU, some of it in use" in child.text
     typed = runs.train(runs.config("typed", pools={"train": {"accelerator_type": "H100"}}))
     assert typed.wait() == 2, typed.text
-    assert "asks for 1 x {'CPU': 1.0, 'accelerator_type:H100': 0.001}, and Ray has {'CPU': 2.0}" in typed.text
+    assert "asks for 1 x 1 CPU and accelerator_type H100, and Ray has 2 CPUs and no accelerator_type H100" in typed.text
     # two CPUs are there, but not on one machine
     vllm = {"rollout__engine": "vllm", "rollout__vllm": {"tensor_parallel": 2}}
     straddles = runs.train(runs.config("straddles", pools={"train": {"workers": 2}}, **vllm))
     assert straddles.wait() == 2, straddles.text
-    assert "asks for 1 x {'CPU': 2.0}, each on one machine (2 workers share" in straddles.text
+    assert "asks for 1 x 2 CPUs, each on one machine (2 workers share" in straddles.text
 
 
 def test_a_group_whose_ranks_part_begins_anew(runs: Runs, tmp_path: Path) -> None:

@@ -107,8 +107,16 @@ def test_a_reward_that_cannot_score_the_prompts_is_found_before_anything_starts(
 
     kinder = config.with_values({"reward.on_error": "zero", "train.iterations": 1})
     noted = train(processes, kinder)
-    assert noted.wait() == 0, noted.text
+    assert noted.wait() == 1, noted.text
     assert "reward.function countdown cannot score an answer" in noted.text
+    [line] = [line for line in noted.text.splitlines() if line.startswith("error: ")]
+    assert "more than reward.max_error_share 0.5: nothing of the shard is committed" in line
+    assert re.search(r"The first error: it000000-\S+: the reward raised .*ground_truth must be an object", line)
+    allowed = train(processes, kinder.with_values({"reward.max_error_share": 1}))
+    assert allowed.wait() == 0, "what the message says to do works"
+    counted = "iteration 0: the rewards of 8 responses failed; the first: it000000-"
+    assert counted in allowed.text
+    assert "reward/errors 8" in allowed.text, "in the line of the iteration"
     fixed = train(processes, config.with_values({"run.name": "fixed", "reward.function": "gsm8k"}))
     assert fixed.wait() == 0, "what the message says to do works"
 
@@ -119,7 +127,12 @@ def test_a_failed_reward_is_recorded_and_the_policy_decides(workspace: Path, pro
             workspace,
             run__name=policy,
             run__store=f"file://{processes.folder}/runs",
-            reward={"function": "tests.rewards:fails_on_some", "timeout_s": 1.0, "on_error": policy},
+            reward={
+                "function": "tests.rewards:fails_on_some",
+                "timeout_s": 1.0,
+                "on_error": policy,
+                "max_error_share": 1.0,  # a shard has four responses
+            },
             validation={"data": str(workspace / "prompts.parquet"), "n": 2, "before_train": False},
             train__iterations=2,
         )
@@ -164,7 +177,7 @@ def test_what_is_left_without_a_comparison_is_left_out(workspace: Path, processe
             workspace,
             run__name=estimator,
             run__store=f"file://{processes.folder}/runs",
-            reward={"function": "tests.rewards:fails_on_a_third", "on_error": "drop"},
+            reward={"function": "tests.rewards:fails_on_a_third", "on_error": "drop", "max_error_share": 1.0},
             algorithm={"advantage": estimator},
             data__prompts_per_iteration=8,
             train__iterations=1,

@@ -150,6 +150,7 @@ def test_an_export_has_a_model_card(exported: Callable[..., Path], shared: Run) 
         "policy of the run `shared` after 1 iteration ",
         "| KL to the reference | in the reward, coefficient 0.01, estimator `k1` |",
         "| reward | `…/judge.py:score` |",
+        "| updates of the policy | 1, one in each iteration |",
         "| prompts | `prompts.parquet` |",
         "| metric | before training | after 1 iteration |",
         f"| {before[MEAN_SCORE]:.4g} | {after[MEAN_SCORE]:.4g} |",

@@ -17,6 +17,7 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 from safetensors.torch import load_file
 
 from infra.listing import runs_of
+from infra.runs import open_run
 from infra.store.object_store import ObjectStore
 from infra.store.records import Claim, Diverged, Skip
 from infra.store.run_store import RunStore
@@ -328,6 +329,41 @@ def test_the_best_snapshot_is_kept_and_exported(ratchet: Ratchet, workspace: Pat
     store = f"file://{ratchet.processes.folder}/runs"
     exported = ratchet.processes.cli("export", run.config.run.name, folder, "--best", "--store", store)
     assert f"the actor after {best} iterations" in done(exported)
+
+
+def test_the_best_weights_without_a_snapshot_can_be_computed_again(ratchet: Ratchet, workspace: Path) -> None:
+    reward = ratchet.processes.folder / "peak.py"
+    reward.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None, metadata=None):\n"
+        "    return float(metadata['iteration'] == 2)\n"
+    )
+    changes: dict[str, Any] = {
+        "reward__function": str(reward),
+        "validation": {"data": str(workspace / "held_out.parquet"), "every": 1},
+        "checkpoint": {"every": 1, "background": False, "keep": {"last": 1, "every": None}},
+        "critic__warmup_iterations": 1,
+        "train__iterations": 3,
+    }
+    done(ratchet(**changes))
+    run, store = ratchet.history.run, ["--store", f"file://{ratchet.processes.folder}/runs"]
+    snapshots = sorted(run.state.snapshots)
+    assert 2 not in snapshots
+    folder = ratchet.processes.folder / "best"
+    export = ratchet.processes.cli("export", run.config.run.name, folder, "--best", *store)
+    assert export.wait() == 0, export.text
+    told = " ".join(export.text.split())
+    near = " and ".join(str(version) for version in snapshots)
+    assert f"after 2 iterations, which have no snapshot (the nearest: {near});" in told
+    assert "the one after 3 iterations is the best (0 instead of 1)" in told
+    fork, resume = [part.split()[1:] for part in told.split("`")[1:4:2]]
+    done(ratchet.processes.cli(*fork, *store))
+    done(ratchet.processes.cli(*resume, *store))
+    export = ratchet.processes.cli("export", "NEW", folder, "--best", *store)
+    assert "the actor after 2 iterations is in" in done(export)
+    assert "no snapshot" not in export.text
+    assert "| updates of the policy | 1 in 2 iterations |" in (folder / "README.md").read_text()
+    first, again = (url.store.iteration_state(1).stages["update_actor"] for url in (run, open_run(f"{store[1]}/NEW")))
+    assert first.weights == again.weights, "on a CPU they are the same"
 
 
 def test_a_run_ends_early_if_validations_do_not_get_better(ratchet: Ratchet, workspace: Path) -> None:

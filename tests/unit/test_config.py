@@ -86,7 +86,7 @@ def test_the_minimal_config_is_the_documented_default(file: Path) -> None:
         ("critic.engine=deepspeed; critic.zero_stage=3; critic.offload_when_idle=true", "critic.offload_when_idle does not work with critic.zero_stage 3"),  # noqa: E501
         ("pools={all: {workers: 2}}; actor.tensor_parallel=2", "actor.tensor_parallel requires actor.engine fsdp and does not work with actor.engine torch"),  # noqa: E501
         ("pools={all: {workers: 2}}; model.lora={}; actor={engine: fsdp, tensor_parallel: 2}", "actor.tensor_parallel requires actor.engine fsdp and does not work with model.lora"),  # noqa: E501
-        ("pools={a: {workers: 2}, b: {}}; placement={actor: a, critic: a, rollout: a, reference: b}; actor.sequence_parallel=2; algorithm.kl.in_reward=0.1", "reference.sequence_parallel is 2, which does not divide the number of processes that hold the reference (1)"),  # noqa: E501
+        ("pools={a: {workers: 2}, b: {}}; placement={actor: a, critic: a, rollout: a, reference: b}; actor.sequence_parallel=2; algorithm.kl.in_reward=0.1", "actor.sequence_parallel is 2, which does not divide the number of processes that hold the reference (1)"),  # noqa: E501
         ("pools={all: {workers: 2}}; actor.shard_size=2", "actor.shard_size requires actor.engine fsdp, not torch: remove it"),  # noqa: E501
         ("model.kernels=compile; actor.engine=deepspeed", "model.kernels compile does not work with actor.engine deepspeed: set model.kernels to torch"),  # noqa: E501
         ("critic.model={path: m, kernels: compile}; critic.engine=deepspeed", "critic.model.kernels compile does not work with critic.engine deepspeed: set critic.model.kernels to torch"),  # noqa: E501
@@ -158,6 +158,15 @@ def test_all_combinations_that_do_not_work_are_said_at_once(file: Path) -> None:
     assert keys == ["critic", "actor.tensor_parallel", "actor.tensor_parallel", "validation.every"]
 
 
+def test_a_mistake_of_actor_and_reference_is_said_once(file: Path) -> None:
+    """The reference is computed as the actor is, and has no such keys."""
+    with pytest.raises(UserError) as refused:
+        load_config(file, ["algorithm={advantage: grpo, kl: {in_loss: 0.1}}", "actor.mini_batch_trajectories=100"])
+    sizes = "data.prompts_per_iteration 64 x rollout.n 4 = 256"
+    line = f"{file}: actor.mini_batch_trajectories is 100, which does not divide 256 ({sizes}): change one of them"
+    assert str(refused.value) == line
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -196,6 +205,23 @@ def test_numbers_are_those_that_people_mean(tmp_path: Path, text: str) -> None:
     path.write_text(f"{yaml.safe_dump(MINIMAL)}\nactor: {{lr: {text}, micro_batch_tokens: 1e4}}\n")
     assert load_config(path).actor.lr == 1e-5
     assert load_config(path, [f"actor.lr={text}"]).actor.micro_batch_tokens == 10_000
+
+
+def test_null_switches_a_section_off_and_minus_one_top_k(file: Path) -> None:
+    on = ["validation={data: held_out.parquet, every: 2}", "pools={a: {}}", "tracking=wandb", "algorithm.kl.in_loss=1"]
+    off = ["validation=null", "pools=null", "tracking=null", "algorithm.kl=null"]
+    assert load_config(file, [*on, *off]) == load_config(file, [])
+    assert load_config(file, ["validation=null", "validation.data=a"]).validation.data == "a"
+    assert load_config(file, ["rollout.top_k=-1"]) == load_config(file, ["rollout.top_k=0"])
+    schedule = ["actor.lr_schedule={type: linear, decay_iterations: 3}", "actor.lr_schedule=null"]
+    assert load_config(file, schedule) == load_config(file, [])
+    for key, says in (
+        ("data.train=null", "data.train is (): "),
+        ("rollout.top_k=-2", "rollout.top_k is -2: input should be greater than or equal to 0"),
+        ("checkpoint=null", "checkpoint is None: it should be a section"),  # which would not mean none
+    ):
+        with pytest.raises(UserError, match=re.escape(says)):
+            load_config(file, [key])
 
 
 def test_text_that_looks_like_a_number_stays_text(file: Path) -> None:
@@ -272,6 +298,12 @@ def test_runs_of_older_releases_stay_uncorrected() -> None:
     resumed = stored_config(stored, "a claim").with_values({"train.iterations": 9})
     assert resumed.algorithm.rollout_correction is not None
     assert resumed.algorithm.rollout_correction.weights is None
+
+
+def test_runs_of_older_releases_may_have_any_number_of_rewards_that_fail() -> None:
+    stored = parse_config(MINIMAL, "here").model_dump(mode="json")
+    assert stored["reward"].pop("max_error_share") == 0.5
+    assert stored_config(stored, "a claim").reward.max_error_share == 1
 
 
 def test_every_key_is_documented_and_every_default_is_yaml() -> None:

@@ -17,7 +17,7 @@ from rlhf.errors import NotFinite, UserError
 from rlhf.rewards import RewardFailed, Score, Trajectory
 from rlhf.rewards.pool import RewardPool, try_rewards
 from tests.crash.test_two_drivers import wait_until
-from tests.scoring import pool_of, trajectory
+from tests.scoring import letters_of, pool_of, trajectory
 
 HOSTILE = "tests.rewards:hostile"
 
@@ -149,5 +149,5 @@ def test_a_reward_is_tried_on_each_file(tmp_path: Path) -> None:
         row = {"data_source": "countdown", "prompt": [{"role": "user", "content": "3 from 1 and 2"}]}
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(row | {"reward_model": {"ground_truth": truth}}) + "\n")
     prompts = list(PromptDataset([str(tmp_path / "train.jsonl"), str(tmp_path / "held_out.jsonl")]))
-    [failure] = try_rewards(RewardConfig(function="countdown"), prompts)
+    [failure] = try_rewards(RewardConfig(function="countdown"), prompts, letters_of)
     assert f"{tmp_path}/held_out.jsonl, line 1" in failure

@@ -139,6 +139,19 @@ async def later(completions, **kwargs):
 
 def one_number(completions, **kwargs):
     return 1.0
+
+def by_tokens(completions, completion_ids):
+    assert all(len(ids) == len(text) for ids, text in zip(completion_ids, completions, strict=True))
+    return [float(sum(ids)) for ids in completion_ids]
+
+def all_of_it(completions, **kwargs):
+    return [float(len(ids)) for ids in kwargs["completion_ids"]]
+
+def late(completions, trainer_state, log_metric, **kwargs):
+    return [0.0 for _ in completions]
+
+def never(completions, trainer_state=None, log_extra=None, **kwargs):
+    return [float(trainer_state is log_extra is None) for _ in completions]
 """
 CHAT = [{"role": "user", "content": "1 + 1?"}]
 
@@ -171,6 +184,23 @@ def test_what_is_wrong_with_a_reward_of_trls_signature(trl: Path) -> None:
         score(load_reward(f"{trl}:one_number"), "any", "two", "two", {}, prompt=CHAT)
     with pytest.raises(UserError, match=r"has depth, which reward.function .*few does not take"):
         check_rewards(RewardConfig(function=f"{trl}:few", options={f"{trl}:few": {"depth": 1}}))
+
+
+def test_what_trl_passes_besides_columns(trl: Path) -> None:
+    """The tokens too; not what only its trainer has."""
+    pool = pool_of({f"{trl}:by_tokens": 1.0, f"{trl}:all_of_it": 1.0, f"{trl}:never": 1.0})
+    try:
+        [found] = pool.score([trajectory("any", "ab", prompt="Which?")])
+    finally:
+        pool.close()
+    assert found == Score(97 + 98 + 2 + 1, {f"{trl}:by_tokens": 97 + 98, f"{trl}:all_of_it": 2, f"{trl}:never": 1})
+    with pytest.raises(UserError) as refused:
+        check_rewards(RewardConfig(function=f"{trl}:late"))
+    assert str(refused.value) == (
+        f"reward.function {trl}:late requires trainer_state and log_metric, which only TRL passes: write "
+        "trainer_state=None, log_metric=None, and do without it where it is None"
+    )
+    check_rewards(RewardConfig(function=f"{trl}:never"))
 
 
 def test_a_reward_that_does_not_judge_a_response_leaves_it_to_the_others(trl: Path) -> None:
@@ -275,22 +305,47 @@ def test_where_a_reward_of_a_group_does_not_fit(groups: Path) -> None:
     check_rewards(RewardConfig(function=f"{groups}:needs_more", options={"model": "m"}))
 
 
-@pytest.mark.parametrize(
-    "source", ["def f(answer, truth):\n    return float(answer == truth)\n", "def f(text):\n    return len(text) - 2\n"]
-)
-def test_another_signature_is_refused_with_a_wrapper_that_works(tmp_path: Path, source: str) -> None:
+WRAPPED = {
+    "truth, answer": "answer == truth == 'two'",  # neither in the order of the others
+    "truth, response": "(response, truth) == ('two', 'two')",
+    "text": "text == 'two'",
+    "a, b": "(a, b) == ('two', 'two')",
+    "extra, dataset, *, label, prediction": "(extra['x'], dataset, label, prediction) == (7, 'any', 'two', 'two')",
+    "question, answer": "(question, answer) == ('Which?', 'two')",
+    "response, ground_truth, x": "(response, ground_truth, x['x']) == ('two', 'two', 7)",
+    "out, data_source, ground_truth, extra_info, x": "(out, x) == ('two', 7)",
+    "text, /, truth=None": "(text, truth) == ('two', 'two')",
+    "*texts": "texts == ('two', 'two')",
+    "solution_string, groundtruth": "solution_string == groundtruth == 'two'",
+    "text, factor": "(text, factor) == ('two', 3)",
+}
+
+
+@pytest.mark.parametrize("parameters", WRAPPED)
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_another_signature_is_refused_with_a_wrapper_that_works(tmp_path: Path, parameters: str, kind: str) -> None:
     path = tmp_path / "mine.py"
+    source = f"{kind} f({parameters}):\n    return float({WRAPPED[parameters]})\n"
     path.write_text(source)
+    options = {"factor": 3} if "factor" in parameters else {}
     with pytest.raises(UserError, match="nor as TRL's") as refused:
-        check_rewards(RewardConfig(function=f"{path}:f"))
+        check_rewards(RewardConfig(function=f"{path}:f", options=options))
     assert "\n" not in str(refused.value)
     wrapper = str(refused.value).split("`")[1]
     name = str(refused.value).rpartition("reward.function: ")[2]
     path.write_text(f"{source}\n{wrapper}\n")
     for module in [module for module in sys.modules if module.startswith("mine_")]:
         del sys.modules[module]
-    check_rewards(RewardConfig(function=name))
-    assert score(load_reward(name), "any", "two", "two", None).score == 1.0
+    check_rewards(RewardConfig(function=name, options=options))
+    answer = trajectory("any", "two", "two", {"x": 7}, "Which?")
+    assert Reward(name, load_reward(name), options).score([answer]) == [Score(1.0, {})]
+
+
+def test_a_name_that_is_nearly_right_is_asked_about(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("def f(solution_string, truth):\n    return 0.0\n")
+    with pytest.raises(UserError, match=r": did you mean solution_str instead of solution_string\? Rename it, or wrap"):
+        check_rewards(RewardConfig(function=f"{path}:f"))
 
 
 def test_auto_refuses_a_source_that_it_does_not_know() -> None:

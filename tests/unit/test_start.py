@@ -1,0 +1,172 @@
+"""What a start refuses before anything slow begins: devices that are not there, and sequences that are too long."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flows.summary import first_prompt
+from infra.execution.devices import check_devices
+from infra.execution.driver import check_inputs
+from infra.progress import Note, listening
+from rlhf.config import RunConfig
+from rlhf.errors import UserError
+from rlhf.models import longest_sequence
+from tests import tiny
+
+without_gpus = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.workspace(tmp_path_factory.mktemp("start"))
+
+
+def refusal(config: RunConfig) -> list[str]:
+    with pytest.raises(UserError) as refused:
+        check_inputs(config)
+    return str(refused.value).splitlines()
+
+
+@without_gpus
+def test_pools_that_need_gpus_on_a_machine_without_any(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "local")  # others may have a Ray on this machine
+    pools = {"train": {"workers": 2, "gpus_per_worker": 0.5}, "judge": {"gpus_per_worker": 1.5}, "host": {}}
+    roles = dict.fromkeys(("actor", "critic", "reference", "rollout"), "train")
+    config = tiny.config(root, pools=pools, placement=roles)
+    with pytest.raises(UserError) as refused:
+        check_devices(config)
+    fix = "remove pools and placement, or set RAY_ADDRESS to a cluster's address"
+    assert str(refused.value).splitlines() == [
+        f"pools.train asks for 1 GPU, but this machine has none: {fix}",
+        f"pools.judge asks for 1.5 GPUs, but this machine has none: {fix}",
+    ]
+    check_devices(config.with_values({"pools": {}, "placement": "colocated"}))
+    with pytest.raises(UserError, match="this machine has none: remove pools, or set RAY_ADDRESS"):
+        check_devices(tiny.config(root, pools={"all": {"gpus_per_worker": 1}}))
+    check_devices(tiny.config(root, pools={"all": {"workers": 2}}))
+
+
+@without_gpus
+def test_a_vllm_that_needs_more_gpus_than_there_are(root: Path) -> None:
+    config = tiny.config(root, rollout__engine="vllm", rollout__vllm={"tensor_parallel": 2})
+    with pytest.raises(UserError, match=r"^rollout.vllm.tensor_parallel is 2, but this machine has no GPU: remove it$"):
+        check_devices(config)
+    check_devices(config.with_values({"rollout.vllm": {}}))
+    in_a_pool = {"pools": {"all": {"workers": 2}}}
+    check_devices(config.with_values(in_a_pool))  # a worker without a GPU is a device
+
+
+def with_config(folder: Path, root: Path, **changes: Any) -> Path:
+    """The tiny model with another config."""
+    from transformers import LlamaConfig
+
+    shutil.copytree(root / "model", folder)
+    config = LlamaConfig.from_pretrained(folder)
+    config.update(changes)
+    config.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("engine", ["hf", "server"])
+def test_trajectories_that_the_models_cannot_read(root: Path, tmp_path: Path, engine: str) -> None:
+    short = with_config(tmp_path / "short", root, max_position_embeddings=207)
+    server = {"urls": ["http://127.0.0.1:1"], "weights_folder": str(tmp_path)}
+    config = tiny.config(root, model__path=str(short), rollout__engine=engine, rollout__server=server)
+    assert refusal(config) == [
+        f"data.max_prompt_tokens 200 + rollout.max_response_tokens 8 is 208, but {short} reads at most 207 tokens "
+        "(max_position_embeddings in its config.json): lower one of them"
+    ]
+    check_inputs(config.with_values({"rollout.max_response_tokens": 7}))
+    own_critic = tiny.config(root, critic__model={"path": str(short)})
+    assert [line.partition(" but ")[2].split()[0] for line in refusal(own_critic)] == [str(short)]
+
+
+def test_the_limit_is_that_of_vllm(root: Path, tmp_path: Path) -> None:
+    from transformers import MambaConfig
+
+    from rlhf.config import ModelConfig
+
+    def limit(name: str, **rope: Any) -> int | None:
+        folder = with_config(tmp_path / name, root, rope_parameters={"rope_theta": 1e4, **rope})
+        return longest_sequence(ModelConfig(path=str(folder)))
+
+    assert limit("plain", rope_type="default") == 1024
+    assert limit("linear", rope_type="linear", factor=2.0) == 2048
+    # transformers' own limit includes the factor
+    assert limit("yarn", rope_type="yarn", factor=2.0, original_max_position_embeddings=512) == 1024
+    MambaConfig().save_pretrained(tmp_path / "mamba")
+    assert longest_sequence(ModelConfig(path=str(tmp_path / "mamba"))) is None
+
+
+def test_all_mistakes_are_named_at_once(root: Path) -> None:
+    config = tiny.config(
+        root,
+        rollout__max_response_tokens=1000,
+        actor__micro_batch_tokens=4096,
+        critic__micro_batch_tokens=4096,
+        reward__function="letters_of",
+        rollout__environment="no_such_environment",
+        data__train=[str(root / "nothing.parquet")],
+    )
+    lines = refusal(config)
+    assert len(lines) == 4
+    for line, part in zip(
+        lines, ("letters_of", "no_such_environment", "reads at most", "nothing.parquet"), strict=True
+    ):
+        assert part in line
+
+
+def test_a_metric_that_no_validation_reports(root: Path, tmp_path: Path) -> None:
+    held_out = tiny.prompt_file(tmp_path / "held_out.parquet", prompts=2)
+    validation = {"data": str(held_out), "n": 2, "metric": "val/countdown/mean_score"}
+    config = tiny.config(root, validation=validation, reward__function="countdown")
+    names = [f"val-core/countdown/{name}" for name in ("reward/mean@2", "acc/mean@2", "reward/maj@2", "reward/best@2")]
+    fix = "choose one of them, or set validation.metric=null for the mean score of the first data source"
+    assert refusal(config) == [
+        "validation.metric val/countdown/mean_score is not a metric of this validation, which has "
+        f"{', '.join(names)}: {fix}"
+    ]
+    for metric in (*names, None):
+        check_inputs(config.with_values({"validation.metric": metric}))
+    [line] = refusal(config.with_values({"reward.function": "length", "validation.metric": names[1]}))
+    assert names[1] not in line.partition("which has")[2], "nothing tells which answers are solved"
+
+
+def test_prompts_that_are_texts_are_rendered_unless_told_otherwise(root: Path, tmp_path: Path) -> None:
+    text = "1 + 1?\x1b[31m\n" + "2" * 400
+    row = {"data_source": "any", "prompt": text, "reward_model": {"ground_truth": "2"}}
+    (tmp_path / "texts.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "template.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
+    model = {"path": str(root / "model"), "chat_template": str(tmp_path / "template.jinja"), "dtype": "float32"}
+    config = tiny.config(
+        root,
+        model=model,
+        data__train=[str(tmp_path / "texts.jsonl")],
+        data__max_prompt_tokens=500,
+        actor__micro_batch_tokens=1024,
+        critic__micro_batch_tokens=1024,
+        reward__function="length",
+    )
+    notes = notes_of(config)
+    assert (
+        f"the prompts are texts: the chat template of {root / 'model'} renders each as a message of the user" in notes
+    )
+    shown = first_prompt(config)
+    assert r"""tokens: "<user>1 + 1?\u001b[31m\n2222""" in shown
+    assert shown.endswith('2" and 118 characters more')
+    assert all(character.isprintable() for character in shown)
+    (tmp_path / "template.jinja").write_text(notes.rpartition("a file that has only ")[2])
+    assert r"""tokens: "1 + 1?\u001b""" in first_prompt(config)
+
+
+def notes_of(config: RunConfig) -> str:
+    notes: list[str] = []
+    with listening(lambda event: notes.append(event.text) if isinstance(event, Note) else None):
+        check_inputs(config)
+    return "\n".join(notes)
