@@ -353,7 +353,7 @@ def _check_metric(config: RunConfig) -> None:
     validation = config.validation
     if validation.metric is None or validation.data is None:
         return
-    alone = config.reward.model is None and config.rollout.environment is None
+    alone = config.reward.model is None and config.rollout.environment is None and config.rollout.agent is None
     solves = solved_score(validation.solved_score, config.reward.function, alone=alone) is not None
     sources = (prompt.data_source for prompt in PromptDataset((validation.data,)))
     names = [name for name in reported(sources, validation.n) if solves or "/acc/" not in name]

@@ -67,6 +67,9 @@ class _Running:
     turns: set[asyncio.Task[None]] = field(default_factory=set)
     """The requests that the engine works on: one at most, unless an agent makes several calls at the same time."""
     is_past_gate: bool = False
+    is_announced: bool = True
+    """Whether a batch of the engine waits for its requests. Programs of agents may wait for one another, so that a
+    batch that waits for all of them might never begin."""
 
 
 @dataclass(frozen=True)
@@ -166,10 +169,12 @@ class Generator:
     # On the event loop.
 
     async def _submit(self, submitted: Sequence[tuple[Dialogue, Rules]]) -> None:
-        self.engine.join(len(submitted))
+        self.engine.join(sum(rules.agents is None for _, rules in submitted))
         for dialogue, rules in submitted:
             # all at once: a batch whose trajectories were on both sides of the gate would never begin
-            running = self._running[id(dialogue)] = _Running(dialogue, is_past_gate=self._gate.is_set())
+            running = self._running[id(dialogue)] = _Running(
+                dialogue, is_past_gate=self._gate.is_set(), is_announced=rules.agents is None
+            )
             running.task = asyncio.create_task(self._write(running, rules))
 
     async def _copies(self, dialogues: list[Dialogue]) -> list[Dialogue]:
@@ -209,7 +214,7 @@ class Generator:
     async def _resume(self, version: int, engine: RolloutEngine | None) -> None:
         self.version = version
         if engine is not None and engine is not self.engine:
-            engine.join(len(self._running))
+            engine.join(sum(running.is_announced for running in self._running.values()))
             self.engine = engine
             self._forget_ended(lambda ended: isinstance(ended.error, EngineLost))
         self._gate.set()
@@ -244,7 +249,8 @@ class Generator:
         except BaseException as error:
             self._end(dialogue, error)
         finally:
-            self.engine.leave()
+            if running.is_announced:
+                self.engine.leave()
             del self._running[id(dialogue)]
             if rules.environments is not None:
                 rules.environments.forget(dialogue)

@@ -42,7 +42,8 @@ class _Row:
 class HFRollout(RolloutEngine):
     """Generates with a model in this process, which may be the actor itself, so that weights need no copy.
 
-    All trajectories that have joined form one batch; finished rows leave it. The noise that samples a token depends
+    All trajectories that have joined form one batch; finished rows leave it. Requests of trajectories that have not
+    joined form a batch with those that come while another batch is generated. The noise that samples a token depends
     only on the seed, the trajectory and the position of the token, so a batch is a pure function of requests and
     weights.
     """
@@ -76,6 +77,8 @@ class HFRollout(RolloutEngine):
         self._buffers = HostBuffers(model.device)
         self._joined = 0
         self._waiting: list[_Row] = []
+        self._running = 0
+        """Batches that are being generated."""
         # one thread, so that a batch and new weights never overlap; with the caller's number of threads for the sums
         self._thread = ThreadPoolExecutor(1, "hf-rollout", torch.set_num_threads, (torch.get_num_threads(),))
 
@@ -123,13 +126,18 @@ class HFRollout(RolloutEngine):
                 self._waiting.remove(row)
 
     def _start_if_complete(self) -> None:
-        if self._waiting and len(self._waiting) >= self._joined:
+        if self._waiting and len(self._waiting) >= self._joined and not self._running:
             by_sampling: dict[Sampling, list[_Row]] = {}
             for row in sorted(self._waiting, key=lambda row: row.request.trajectory_id):  # whoever came first
                 by_sampling.setdefault(row.sampling, []).append(row)
             self._waiting = []
             for rows in by_sampling.values():  # a batch has one way of sampling; agents choose their stop texts
+                self._running += 1
                 self._thread.submit(self._run, rows, asyncio.get_running_loop())
+
+    def _end_batch(self) -> None:
+        self._running -= 1
+        self._start_if_complete()
 
     def _run(self, rows: list[_Row], loop: asyncio.AbstractEventLoop) -> None:
         """Generate a batch, in the engine's thread."""
@@ -158,6 +166,7 @@ class HFRollout(RolloutEngine):
             self.model.train(was_training)
             for held in last:
                 put(*held)
+            loop.call_soon_threadsafe(self._end_batch)
 
     def _ends(self, response: np.ndarray, sampling: Sampling) -> bool:
         is_eos = int(response[-1]) in self.eos.tolist()

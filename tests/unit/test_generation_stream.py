@@ -30,10 +30,10 @@ from infra.store.records import Weights
 from infra.workers.calls import Call, Context, RowsCall, ShardKey, ShardStart
 from infra.workers.rollouts import Generated, Journaled, Rollouts, newest
 from infra.workers.worker import JOURNAL
+from rlhf.agents.sessions import Recorder
 from rlhf.engines import event_loop
 from rlhf.engines.base import Chunk, Request, RolloutEngine, Sampling, limit_of
 from rlhf.engines.generation import Generator, Rules
-from rlhf.agents.sessions import Recorder
 from rlhf.environments import Observation
 from rlhf.environments.calls import EnvironmentCalls
 from rlhf.environments.dialogues import Dialogue
