@@ -19,6 +19,7 @@ from infra.execution.claims import run_url
 from infra.query import answer, isolated
 from infra.runs import Run, open_run
 from infra.store.run_store import VALIDATE
+from rlhf.agents.transcripts import transcript
 from rlhf.config import RunConfig, parse_config
 from rlhf.errors import UserError
 from rlhf.schema import TRAJECTORY
@@ -127,6 +128,8 @@ def show(
     if columns is None:
         has_turns = "turns" in trajectories and trajectories["turns"].notna().any()
         response = ("turns", "turn_rewards") if has_turns else ("response",)
+        if "calls" in trajectories and trajectories["calls"].notna().any():
+            response = ("calls", "rollout_error")
         names = [name for name in ("trajectory_id", "prompt", *response, "score") if name in trajectories]
     else:
         names = list(trajectories.columns) if columns == "all" else [name.strip() for name in columns.split(",")]
@@ -316,6 +319,8 @@ def _text(value: object) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {_text(part)}" for name, part in value.items())
     if hasattr(value, "tolist") or isinstance(value, list):
+        if len(value) and isinstance(value[0], dict) and "asked" in value[0]:  # type: ignore[arg-type,index]
+            return "\n".join(f"{role}: {content}" for role, content in transcript(value))  # type: ignore[arg-type]
         if len(value) and isinstance(value[0], dict):  # type: ignore[arg-type,index]
             return "\n".join(f"{turn['role']}: {turn['content']}" for turn in value)  # type: ignore[attr-defined]
         return "[" + ", ".join(f"{x:.3g}" if isinstance(x, float) else str(x) for x in list(value)) + "]"  # type: ignore[call-overload]

@@ -17,6 +17,7 @@ from infra.runs import OnDamage, Run
 from infra.store.log import Corrupt
 from infra.store.records import Fork, StageCommit
 from infra.store.run_store import VALIDATE
+from rlhf.agents.transcripts import transcript
 from rlhf.config import RunConfig
 from rlhf.errors import UserError
 from rlhf.metrics import VALIDATION, current
@@ -301,13 +302,20 @@ def trajectory(row: Row, decode: Decode | None, scales: Mapping[str, tuple[float
         finish_reason=row["finish_reason"],
         score=_number(row.get("score")),
         parts={name: _number(value) for name, value in (_present(row.get("reward_parts")) or {}).items()},
-        turns=[Turn(**turn) for turn in _array(row.get("turns"))],
+        turns=_turns(row),
         errors=[text for name in ("rollout_error", "reward_error") if (text := _text(row.get(name)))],
         tokens=token_texts(ids, decode) if decode is not None else None,
         length=len(ids),
         quantities=quantities,
         scales={name: scales[name] for name in quantities if name in scales},
     )
+
+
+def _turns(row: Row) -> list[Turn]:
+    """The turns of a trajectory; for an agent, what was said in its calls."""
+    if len(calls := _array(row.get("calls"))):
+        return [Turn(role=role, content=content) for role, content in transcript(calls)]
+    return [Turn(**turn) for turn in _array(row.get("turns"))]
 
 
 def quantities_of(row: Row) -> dict[str, np.ndarray[Any, Any]]:

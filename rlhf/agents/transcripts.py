@@ -1,0 +1,46 @@
+"""What was said in the calls of an agent, for people."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+
+class Said(NamedTuple):
+    """A line of a transcript."""
+
+    role: str
+    """policy, or the role of a message that the program wrote; tools: the tools that it offered."""
+    content: str
+
+
+def transcript(calls: Iterable[Mapping[str, Any]]) -> list[Said]:
+    """Write down the calls of a conversation.
+
+    Args:
+        calls: the column `calls` of a trajectory.
+
+    Returns:
+        What each call added, and what the policy answered, with the calls of tools as ``name(arguments)``.
+    """
+    lines: list[Said] = []
+    for call in calls:
+        asked = json.loads(call["asked"])
+        if "tools" in asked:
+            lines.append(Said("tools", ", ".join(tool["function"]["name"] for tool in asked["tools"])))
+        if "prompt" in asked:
+            lines.append(Said("prompt", str(asked["prompt"])))
+        lines += [Said(message["role"], _content(message)) for message in asked.get("messages", ())]
+        lines.append(Said("policy", _content(json.loads(call["answer"]))))
+    return lines
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    written = [f"{call['name']}({_arguments(call['arguments'])})" for call in calls]
+    return "\n".join(part for part in (message.get("content"), *written) if part)
+
+
+def _arguments(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

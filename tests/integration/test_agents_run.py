@@ -1,0 +1,147 @@
+"""Runs whose trajectories are calls of an agent."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from rlhf.config import RunConfig
+from tests import tiny
+from tests.history import History
+from tests.processes import Child, Fault, Processes
+
+
+MARK = -7.5
+
+
+@pytest.fixture
+def start(workspace: Path, processes: Processes) -> Any:
+    def start(name: str, *faults: Fault, **changes: Any) -> tuple[RunConfig, Child]:
+        diary = processes.folder / f"{name}.jsonl"
+        settings: dict[str, Any] = {
+            "rollout__agent": {"name": "tests.agents:remembers", "options": {"diary": str(diary)}, "on_error": "fail"},
+            "rollout__max_response_tokens": 60,
+            "reward": {"function": None},
+            "algorithm": {"advantage": {"type": "grpo"}},
+            "train__iterations": 2,
+            "actor__lr": 1e-2,
+        }
+        store = f"file://{processes.folder}/runs"
+        config = tiny.config(workspace, run__name=name, run__store=store, **(settings | changes))
+        path = processes.folder / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+        return config, processes.cli("train", path, faults=faults)
+
+    return start
+
+
+def diary_of(config: RunConfig) -> list[tuple[Any, str]]:
+    """What the programs asked, and what they were answered, in the order of the answers."""
+    assert config.rollout.agent is not None
+    return [json.loads(line) for line in Path(config.rollout.agent.options["diary"]).read_text().splitlines()]
+
+
+def answers_of(history: History) -> Counter[str]:
+    """The answers that the rows have, over all trajectories."""
+    frame = history.run.trajectories()
+    return Counter(json.loads(call["answer"])["content"] for calls in frame["calls"] for call in calls)
+
+
+def marked(file: Path) -> int:
+    """Write the log-prob `MARK` to all tokens of a file of answers, so that answers of the file can be told from equal
+    ones that are drawn again; returns the number of answers."""
+    answers = pq.read_table(file)
+    values = [[MARK] * len(ids) for ids in answers["ids"].to_pylist()]
+    place = answers.schema.get_field_index("log_probs")
+    pq.write_table(answers.set_column(place, "log_probs", pa.array(values, answers.schema.field(place).type)), file)
+    return int(answers.num_rows)
+
+
+def test_branches_are_rows_of_one_trajectory(start: Any, workspace: Path, processes: Processes) -> None:
+    held_out = {"data": str(workspace / "held_out.parquet"), "before_train": False}
+    config, child = start("whole", validation=held_out)
+    assert child.wait() == 0, child.text
+    history = History.of(config)
+    history.check_sound()
+    frame = history.run.trajectories()
+    assert len(frame) == 2 * 2 * 8 and sorted(frame["branch"].unique()) == [0, 1]
+    assert frame["trajectory_id"].is_unique
+    for _, rows in frame.groupby(["iteration", "prompt_id", "sample"]):
+        main, edited = (row for _, row in rows.sort_values("branch").iterrows())
+        assert edited["trajectory_id"] == f"{main['trajectory_id']}-b01"
+        assert (len(main["calls"]), len(edited["calls"])) == (2, 1)
+        assert main["score"] == edited["score"] == main["environment_reward"]
+        trained = [row["advantages"][row["loss_mask"] == 1] for row in (main, edited)]
+        assert len({*np.concatenate(trained).tolist()}) <= 1, "one advantage"
+        for row in (main, edited):
+            assert row["response_mask"].sum() == sum(call["end"] - call["start"] for call in row["calls"])
+    learned = frame.groupby(["iteration", "prompt_id"])["score"].nunique() > 1
+    assert learned.any(), "some groups teach something"
+    for (iteration, prompt), differs in learned.items():
+        group = frame[(frame["iteration"] == iteration) & (frame["prompt_id"] == prompt)]
+        scores = group[group["branch"] == 0]["score"]
+        wanted = (group["score"] - scores.mean()) / (scores.std() + 1e-6) if differs else 0 * group["score"]
+        got = [row["advantages"][row["response_mask"] == 1][0] for _, row in group.iterrows()]
+        np.testing.assert_allclose(got, wanted, atol=1e-5)  # stored in float32
+    metrics = history.run.metrics()
+    assert metrics["num_branches/mean"].tolist() == [2.0, 2.0]
+    by_trajectory = frame[frame["branch"] == 0].groupby("iteration")["score"].mean().tolist()
+    assert metrics["critic/score/mean"].tolist() == pytest.approx(by_trajectory)
+    assert metrics["reward/mean"].tolist() == pytest.approx(by_trajectory)
+    assert len(history.run.validation()) == 3, "a row per answer"
+    assert not list(Path(history.folder).glob("journals/*/calls/*/*")), "the rows have the answers"
+    shown = processes.cli("show", "whole", "--store", config.run.store)
+    assert shown.wait() == 0, shown.text
+    assert "user: more" in shown.text and "policy: " in shown.text
+    assert processes.cli("replay", "whole", "--store", config.run.store, "--iteration", 1).wait() in (0, 1)
+    assert not list(Path(history.folder).glob("journals/*/calls/*/*")), "a replay writes nothing"
+
+
+def test_an_answer_that_a_program_got_is_never_asked_for_again(start: Any) -> None:
+    config, killed = start("killed", Fault("put", "journals/iteration=000001/calls/generate", "after", count=3))
+    assert killed.wait() == -signal.SIGKILL, killed.text
+    first = diary_of(config)
+    files = list(Path(History.of(config).folder).glob("journals/iteration=000001/calls/generate/*.parquet"))
+    assert len(files) >= 3, "the answers are stored before the programs get them"
+    recorded = sum(marked(file) for file in files)
+    _, again = start("killed", Fault("put", "journals/iteration=000001/calls/generate", "after", count=4))
+    assert again.wait() == -signal.SIGKILL, again.text
+    _, resumed = start("killed")
+    assert resumed.wait() == 0, resumed.text
+    history = History.of(config)
+    history.check_sound()
+    frame = history.run.trajectories()
+    given_again = [
+        (row["rollout_log_probs"][call["start"] : call["end"]] == MARK).all()
+        for _, row in frame.iterrows()
+        for call in row["calls"]
+    ]
+    assert sum(given_again) == recorded, "every stored answer is in the rows, as it was stored"
+    whole = diary_of(config)
+    asked = {json.dumps(messages): set[str]() for messages, _ in whole}
+    stored = answers_of(history)
+    for _, answer in first:
+        assert stored[answer], f"{answer!r} was given to a program, and no row has it"
+    assert sum(stored.values()) == 2 * 8 * 3
+    for messages, answer in whole:
+        asked[json.dumps(messages)].add(answer)
+    # the two trajectories of a prompt ask the same at first, in each of two iterations
+    assert all(len(answers) <= 4 for answers in asked.values())
+    assert set(stored) == {answer for _, answer in whole}, "no program got an answer that is not in the rows"
+
+
+def test_too_many_failed_programs_stop_the_run(start: Any) -> None:
+    agent = {"name": "tests.agents:broken", "on_error": "drop"}
+    _, child = start("broken", rollout__agent=agent)
+    assert child.wait() == 1, child.text
+    assert "the agent failed for 4 of the 4 trajectories of shard" in child.text
+    assert "temperature 0.3 is not the run's" in child.text
