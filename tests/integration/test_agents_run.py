@@ -19,7 +19,6 @@ from tests import tiny
 from tests.history import History
 from tests.processes import Child, Fault, Processes
 
-
 MARK = -7.5
 
 
