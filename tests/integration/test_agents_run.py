@@ -85,7 +85,8 @@ def test_branches_are_rows_of_one_trajectory(start: Any, workspace: Path, proces
             assert row["response_mask"].sum() == sum(call["end"] - call["start"] for call in row["calls"])
     learned = frame.groupby(["iteration", "prompt_id"])["score"].nunique() > 1
     assert learned.any(), "some groups teach something"
-    for (iteration, prompt), differs in learned.items():
+    for place, differs in learned.items():
+        iteration, prompt = place
         group = frame[(frame["iteration"] == iteration) & (frame["prompt_id"] == prompt)]
         scores = group[group["branch"] == 0]["score"]
         wanted = (group["score"] - scores.mean()) / (scores.std() + 1e-6) if differs else 0 * group["score"]

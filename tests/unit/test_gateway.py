@@ -35,7 +35,7 @@ TEMPLATE = (
     "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
     "{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}{% if add_generation_prompt %}(assistant){% endif %}"
 )
-MORE = {"role": "user", "content": "more"}
+MORE: Any = {"role": "user", "content": "more"}
 Program = Callable[..., Any]
 Play = Callable[..., list[Dialogue]]
 
