@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,14 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from rlhf.config import RunConfig
+from rlhf.config import RunConfig, load_config
 from tests import tiny
 from tests.history import History
 from tests.processes import Child, Fault, Processes
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 MARK = -7.5
+"""A log-prob that no model gives to these tokens."""
 
 
 @pytest.fixture
@@ -145,3 +149,36 @@ def test_too_many_failed_programs_stop_the_run(start: Any) -> None:
     assert child.wait() == 1, child.text
     assert "the agent failed for 4 of the 4 trajectories of shard" in child.text
     assert "temperature 0.3 is not the run's" in child.text
+
+
+@pytest.mark.parametrize(
+    ("recipe", "script"),
+    [("agent_guess/guess", "guess/guess"), ("agent_calculator/calculator", "agent_calculator/agent")],
+)
+def test_examples(recipe: str, script: str, workspace: Path, processes: Processes) -> None:
+    """The shipped recipes on a tiny model: programs, prompts and templates are those of the examples."""
+    data = processes.folder / "data"
+    subprocess.run([sys.executable, EXAMPLES / f"{script}.py", data], check=True)
+    config = load_config(EXAMPLES / f"{recipe}.yaml").with_values(
+        {
+            "run.store": f"file://{processes.folder}/runs",
+            "model.path": str(workspace / "model"),
+            "data.train": [str(data / "train.parquet")],
+            "data.prompts_per_iteration": 4,
+            "data.max_prompt_tokens": 200,
+            "rollout.prompts_per_shard": 2,
+            "rollout.n": 2,
+            "actor.mini_batch_trajectories": 4,
+            "validation": None,
+            "train.iterations": 1,
+        }
+    )
+    path = processes.folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    child = processes.cli("train", path)
+    assert child.wait() == 0, child.text
+    frame = History.of(config).run.trajectories()
+    assert len(frame) == 8 and frame["rollout_error"].isna().all()
+    assert set(frame["environment_reward"]) <= {0.0, 1.0}
+    offered = [json.loads(calls[0]["asked"]).get("tools", []) for calls in frame["calls"]]
+    assert [len(tools) for tools in offered] == [int("calculator" in recipe)] * 8
