@@ -15,6 +15,7 @@ from rlhf.agents.gateway import Gateway
 from rlhf.agents.programs import AgentCalls
 from rlhf.config import RunConfig
 from rlhf.data.prompts import PromptDataset
+from rlhf.engines import event_loop
 from rlhf.environments import load_environment
 from rlhf.environments.calls import EnvironmentCalls, OnError
 from rlhf.environments.policy_tokenizer import policy_tokenizer
@@ -122,9 +123,11 @@ class Resources:
             return self._rewards[1]
 
     def close(self) -> None:
-        """End the reward processes."""
+        """End the reward processes, and the endpoints that agents call."""
         with self._lock:
             self._end_rewards()
+        for gateway in self._gateways.values():
+            event_loop.run(gateway.stop())
 
     def _end_rewards(self) -> None:
         if self._rewards is not None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class CannotRender(Exception):
-    """The chat template refuses the messages."""
+    """The chat template refuses the messages, or a token does not exist."""
 
 
 @dataclass
@@ -164,7 +164,11 @@ class Completion(Conversation):
 
     def ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         """See `Conversation.ids`."""
-        return tokenize_start(self._prompt, tokenizer) if isinstance(self._prompt, str) else list(self._prompt)
+        if isinstance(self._prompt, str):
+            return tokenize_start(self._prompt, tokenizer)
+        if unknown := [token for token in self._prompt if not 0 <= token < len(tokenizer)]:
+            raise CannotRender(f"prompt has the token {unknown[0]}, and the tokens are 0 to {len(tokenizer) - 1}")
+        return list(self._prompt)
 
     def continues(self, branch: Branch, tokenizer: PreTrainedTokenizerBase) -> Continuation | None:
         """See `Conversation.continues`."""
@@ -181,7 +185,7 @@ class Completion(Conversation):
             else:
                 known = [*dialogue.request.prompt_ids, *dialogue.ids[: dialogue.turn_ends[answers - 1]]]
                 if self._prompt[: len(known)] == known:
-                    ids = self._prompt[len(known) :]
+                    ids = Completion(self._prompt[len(known) :]).ids(tokenizer)
                     return Continuation(answers, ids, [*history, json.dumps(ids)], {"prompt": ids})
         return None
 

@@ -44,7 +44,8 @@ class Gateway:
         self._host = host
         self._sessions: dict[str, Session] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
-        self._server: asyncio.Task[None] | None = None
+        self._server: uvicorn.Server | None = None
+        self._serving: asyncio.Task[None] | None = None
         self._base_url = ""
         self._starting = asyncio.Lock()
 
@@ -71,6 +72,14 @@ class Gateway:
             while len(self._ended) > ENDED:
                 self._ended.popitem(last=False)
 
+    async def stop(self) -> None:
+        """End the endpoint; the next trajectory starts it again."""
+        async with self._starting:
+            if self._server is not None and self._serving is not None:
+                self._server.should_exit = self._server.force_exit = True
+                await self._serving
+                self._server = self._serving = None
+
     async def _start(self) -> None:
         app = Starlette(
             routes=[
@@ -83,7 +92,7 @@ class Gateway:
         )
         listening = socket.create_server((self._host, 0), backlog=1024, family=_family(self._host))
         server = uvicorn.Server(uvicorn.Config(app, log_level="critical", access_log=False, lifespan="off"))
-        self._server = asyncio.create_task(server.serve(sockets=[listening]))
+        self._server, self._serving = server, asyncio.create_task(server.serve(sockets=[listening]))
         while not server.started:
             await asyncio.sleep(0.001)
         host = socket.gethostbyname(socket.gethostname()) if self._host in ANYWHERE else self._host

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 MODEL = "policy"
 """Name of the model that the endpoint serves."""
 LARGEST_N = 64
+LONGEST_STOP = 256
+"""Characters of a stop text, and number of stop texts, at most."""
+StopText = Annotated[str, Field(max_length=LONGEST_STOP)]
 IGNORED = frozenset(
     ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "stream_options", "model")
 )
@@ -89,7 +92,7 @@ class Parameters(_Strict):
 
     model: str
     n: int | None = Field(None, ge=1, le=LARGEST_N)
-    stop: str | list[str] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=LONGEST_STOP)] | None = None
     stream: bool | None = None
     max_tokens: int | None = Field(None, ge=1)
     stream_options: dict[str, Any] | None = None

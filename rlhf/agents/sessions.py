@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rlhf.agents.conversations import Branch, CannotRender, Continuation, Conversation
+from rlhf.data.prompts import BYTES_A_TOKEN
 from rlhf.engines.base import Chunk, Sampling
 from rlhf.environments.dialogues import Call, Dialogue
 from rlhf.environments.tools import MalformedCall, ToolCall, tool_calls
@@ -179,6 +180,7 @@ class Session:
             raise Refused(
                 f"the trajectory has made rollout.agent.max_calls {self.limits.calls} calls", code="max_calls"
             )
+        self._check_size(asked.conversation)
         try:
             branch, continuation = self._branch(asked.conversation)
         except CannotRender as error:
@@ -244,6 +246,22 @@ class Session:
         )
         return answer
 
+    def _check_size(self, conversation: Conversation) -> None:
+        """Refuse what is too long by far before it is tokenized, which keeps the engine waiting."""
+        size = sum(map(len, conversation.parts))
+        if size > BYTES_A_TOKEN * self.limits.context:
+            raise self._too_long(f"the conversation has {size:,} characters")
+
+    def _too_long(self, size: str) -> Refused:
+        self.limit = "length"
+        return Refused(
+            f"{size}, and there is no room for an answer: data.max_prompt_tokens plus rollout.max_response_tokens is "
+            f"{self.limits.context}, and what follows the first messages has at most rollout.max_response_tokens "
+            f"{self.limits.response}",
+            code="context_length_exceeded",
+            param="messages",
+        )
+
     def _branch(self, conversation: Conversation) -> tuple[Branch, Continuation | None]:
         """The branch that a conversation continues, or a new one, which may begin with the tokens of another."""
         best: tuple[Branch, Continuation] | None = None
@@ -270,14 +288,7 @@ class Session:
         used = len(dialogue.ids)
         room = min(self.limits.context - len(dialogue.request.prompt_ids), self.limits.response) - used
         if room < 1:
-            self.limit = "length"
-            raise Refused(
-                f"the conversation has {len(dialogue.request.prompt_ids) + used} tokens, and there is no room for an "
-                f"answer: data.max_prompt_tokens plus rollout.max_response_tokens is {self.limits.context}, and what "
-                f"follows the first messages has at most rollout.max_response_tokens {self.limits.response}",
-                code="context_length_exceeded",
-                param="messages",
-            )
+            raise self._too_long(f"the conversation has {len(dialogue.request.prompt_ids) + used} tokens")
         room = room if asked.max_tokens is None else min(room, asked.max_tokens)
         dialogue.request = replace(dialogue.request, max_tokens=used + room)
 

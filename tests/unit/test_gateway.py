@@ -466,6 +466,27 @@ def test_hostile_calls_get_an_error_and_harm_nobody(play: Play, kept: Kept) -> N
     assert url.startswith("http://127.0.0.1:")
 
 
+@pytest.mark.parametrize(
+    ("prompt", "said", "error"),
+    [
+        ([5, 10**6], "prompt has the token 1000000", True),
+        ([-1], "prompt has the token -1", True),
+        ("x" * 10**6, "has 1,000,000 characters", False),
+    ],
+)
+def test_prompts_that_would_break_or_stop_the_engine(play: Play, prompt: Any, said: str, error: bool) -> None:
+    def program(task: Any, base_url: str, api_key: str, model: str) -> float:
+        client = client_of(base_url, api_key)
+        client.completions.create(model=model, prompt="a", max_tokens=2)
+        with pytest.raises(openai.BadRequestError, match=said):
+            client.completions.create(model=model, prompt=prompt)
+        client.completions.create(model=model, prompt="a", max_tokens=2)
+        return 1.0
+
+    [dialogue] = play(program)
+    assert (dialogue.finish_reason, dialogue.error is not None) == (("error", True) if error else ("length", False))
+
+
 def test_a_program_that_returns_forgets_its_calls(play: Play, kept: Kept) -> None:
     def program(task: Any, base_url: str, api_key: str, model: str) -> float:
         url, headers = f"{base_url}/chat/completions", key_of(api_key)
