@@ -204,7 +204,7 @@ class Driver:
             case "environment":
                 environment, agent = config.rollout.environment, config.rollout.agent
                 if agent is not None:
-                    return agent_digest(agent.name)
+                    return agent_digest(agent.name, agent.options)
                 return None if environment is None else environment_digest(environment.name, environment.options)
             case "reward":
                 functions = reward_digest(config.reward.functions)

@@ -17,6 +17,8 @@ from rlhf.errors import UserError
 from rlhf.named import load_named, source_of
 
 KEY = "rollout.agent"
+BUILT_IN = ("verifiers", "gymnasium")
+"""Programs that run environments of other packages."""
 ARGUMENTS = ("task", "base_url", "api_key", "model")
 """What a program is called with, by name, in addition to `rollout.agent.options`."""
 Program = Callable[..., Any]
@@ -31,12 +33,12 @@ def load_agent(name: str) -> Program:
     """Load a program.
 
     Args:
-        name: ``package.module:function`` or ``folder/file.py:function``.
+        name: ``package.module:function``, ``folder/file.py:function`` or a built-in.
 
     Raises:
         UserError: there is no such function, or its module cannot be imported.
     """
-    program: Program = load_named(name, KEY, "rlhf.agents", ("run",), ())
+    program: Program = load_named(name, KEY, "rlhf.agents", ("run",), BUILT_IN)
     return program
 
 
@@ -48,7 +50,7 @@ def check_agent(name: str, options: Mapping[str, Any]) -> None:
         options: `rollout.agent.options`.
 
     Raises:
-        UserError: it cannot be loaded, or does not take the arguments that it is called with.
+        UserError: it cannot be loaded, nor what it depends on, or does not take the arguments that it is called with.
     """
     program = load_agent(name)
     source_of(program, KEY, name)
@@ -61,7 +63,12 @@ def check_agent(name: str, options: Mapping[str, Any]) -> None:
             f"as `def run({', '.join(arguments)})`; more arguments come from rollout.agent.options"
         ) from None
 
+    agent_digest(name, options)
 
-def agent_digest(name: str) -> str:
-    """sha256 of the source of the program's module: changed code is a different agent."""
-    return hashlib.sha256(source_of(load_agent(name), KEY, name).encode()).hexdigest()
+
+def agent_digest(name: str, options: Mapping[str, Any]) -> str:
+    """sha256 of the source of the program's module, and of what its function `identity` says of the options: changed
+    code is a different agent."""
+    program = load_agent(name)
+    source, identity = source_of(program, KEY, name), getattr(inspect.getmodule(program), "identity", None)
+    return hashlib.sha256((source if identity is None else source + identity(**options)).encode()).hexdigest()

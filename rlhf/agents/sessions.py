@@ -255,9 +255,9 @@ class Session:
     def _too_long(self, size: str) -> Refused:
         self.limit = "length"
         return Refused(
-            f"{size}, and there is no room for an answer: data.max_prompt_tokens plus rollout.max_response_tokens is "
-            f"{self.limits.context}, and what follows the first messages has at most rollout.max_response_tokens "
-            f"{self.limits.response}",
+            f"{size}, and there is no room for an answer: the maximum context length is {self.limits.context} tokens "
+            "(data.max_prompt_tokens plus rollout.max_response_tokens), of which what follows the first messages has "
+            f"at most {self.limits.response}",
             code="context_length_exceeded",
             param="messages",
         )

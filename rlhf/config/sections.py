@@ -219,6 +219,8 @@ class ServerConfig(Section):
     )
 
 
+PACKAGES = ("verifiers", "gymnasium")
+"""Packages whose environments are run by a built-in program, as agents."""
 TOOLS = "tools"
 """The environment that calls `rollout.tools` and `rollout.mcp`."""
 
@@ -227,7 +229,10 @@ class EnvironmentConfig(Section):
     """The environment that the policy talks to while it responds."""
 
     alone = "name"
-    name: str = Field(description="a built-in (calculator), package.module:Class or file.py:Class")
+    name: str = Field(
+        description="a built-in (calculator), package.module:Class or file.py:Class; verifiers:NAME and gymnasium:ID "
+        "run environments of these packages as rollout.agent"
+    )
     options: dict[str, Any] = Field({}, description="keyword arguments of the class")
     max_turns: int = Field(8, gt=0, description="largest number of policy turns in a trajectory")
     timeout_s: float = Field(
@@ -250,7 +255,10 @@ class AgentConfig(Section):
     """The user's program that calls the policy over an OpenAI-compatible endpoint; see docs/agents.md."""
 
     alone = "name"
-    name: str = Field(description="package.module:function or file.py:function, run(task, base_url, api_key, model)")
+    name: str = Field(
+        description="package.module:function or file.py:function, run(task, base_url, api_key, model); verifiers and "
+        "gymnasium run environments of these packages"
+    )
     options: dict[str, Any] = Field({}, description="more keyword arguments of the function")
     host: str = Field("127.0.0.1", min_length=1, description="address on which the endpoint listens")
     max_calls: int = Field(64, gt=0, description="largest number of calls in a trajectory")
@@ -335,6 +343,21 @@ class RolloutConfig(Section):
     max_in_flight: int = Field(
         512, gt=0, description="largest number of trajectories that a replica of the engine generates at the same time"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _environments_of_other_packages_are_agents(cls, tree: Any) -> Any:
+        """Let the built-in program of verifiers or gymnasium run ``verifiers:NAME`` or ``gymnasium:ID``."""
+        environment = tree.get("environment") if isinstance(tree, Mapping) else None
+        section = {"name": environment} if isinstance(environment, str) else environment
+        name = section.get("name") if isinstance(section, Mapping) else None
+        package, colon, chosen = name.partition(":") if isinstance(name, str) else ("", "", "")
+        if not colon or package not in PACKAGES or tree.get("agent"):
+            return tree
+        agent = {key: value for key, value in section.items() if key not in ("name", "options", "max_turns")}
+        calls = {"max_calls": section["max_turns"]} if "max_turns" in section else {}
+        options = {"environment": chosen, "arguments": section.get("options") or {}}
+        return {**tree, "environment": None, "agent": {**agent, **calls, "name": package, "options": options}}
 
     @model_validator(mode="before")
     @classmethod
