@@ -20,7 +20,7 @@ from flows.temporary_server import TemporaryServer
 from flows.terminal import visible
 from rlhf.config import RewardTraining, RunConfig, SFTConfig, keys, load_config, overridden, validated
 from rlhf.config.older import RenamedKey
-from rlhf.errors import RatchetError, UserError
+from rlhf.errors import RatchetError, UserError, counted
 from rlhf.rewards import solved_score
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ errors = Console(stderr=True, soft_wrap=True, markup=False)
 
 def run_names(context: typer.Context, incomplete: str) -> list[str]:
     """Complete the name of a run in the store."""
-    from infra.listing import run_names as names_of
+    from infra.runs import run_names as names_of
 
     store = context.params.get("store") or os.environ.get("RATCHET_STORE", DEFAULT_STORE)
     try:
@@ -419,7 +419,7 @@ def vacuum(
     doomed = broom.unreached(run.store) if dry_run else broom.vacuum(run.store, take_over)
     for key in doomed:
         console.print(key, highlight=False)
-    console.print(f"{len(doomed)} objects {'would be' if dry_run else 'were'} deleted")
+    console.print(f"{counted(len(doomed), 'file')} {'to delete' if dry_run else 'deleted'}")
 
 
 @app.command()
@@ -448,7 +448,8 @@ def verify(
         console.print(f"{finding.key} {finding.what}: repaired", highlight=False)
     wrong = [finding for finding in findings if not finding.harmless]
     if wrong:
-        raise RatchetError(f"{len(wrong)} objects of {name} have errors: {wrong[0].key} {wrong[0].what}")
+        have = "has an error" if len(wrong) == 1 else "have errors"
+        raise RatchetError(f"{counted(len(wrong), 'file')} of {name} {have}: {wrong[0].key} {wrong[0].what}")
     console.print(f"{name} is intact")
 
 
@@ -534,7 +535,7 @@ def export(
     make_folder(folder)
     with progress(console):
         run.export(version, folder, role.value, adapter=adapter)
-    console.print(f"the {role.value} after {version} iterations is in {folder}")
+    console.print(f"the {role.value} after {counted(version, 'iteration')} is in {folder}")
 
 
 @app.command()
@@ -563,7 +564,9 @@ def push(
     with progress(console):
         pushed = hub.push(run, repo, version, role.value, adapter=adapter, public=public)
     visibility = "private" if pushed.private else "public"
-    console.print(f"the {role.value} after {version} iterations is at {pushed.url} ({visibility})", highlight=False)
+    console.print(
+        f"the {role.value} after {counted(version, 'iteration')} is at {pushed.url} ({visibility})", highlight=False
+    )
 
 
 def _snapshot(run: Run, iteration: int | None, best: bool) -> int:
@@ -759,7 +762,8 @@ def _drive(config: RunConfig, take_over: bool = False, accept_changes: bool = Fa
             ended.result()
     elsewhere = "" if config.run.store == DEFAULT_STORE else f" --store {config.run.store}"
     done = open_run(run_url(config.run.store, config.run.name)).state.iteration
-    reached = f"its {done} iterations" if done == config.iterations else f"{done} of {config.iterations} iterations"
+    total = counted(config.iterations, "iteration")
+    reached = f"its {total}" if done == config.iterations else f"{done} of {total}"
     console.print(
         f"run {config.run.name} has {reached}\n"
         f"  ratchet status {config.run.name}{elsewhere}    what each iteration did\n"

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from rlhf.errors import UserError, in_one_line
+from rlhf.errors import UserError, counted, in_one_line
 
 data = typer.Typer(help="Write prompt datasets.", no_args_is_help=True)
 console = Console(soft_wrap=True, markup=False)
@@ -133,7 +133,7 @@ def _write_splits(output: Path, source: str, convert: Callable[..., Any]) -> Non
         table = convert((row for url in urls for row in read(url)), split)
         make_folder(output)
         pq.write_table(table, output / f"{split}.parquet")
-        console.print(f"{len(table)} prompts in {output / split}.parquet")
+        console.print(f"{counted(len(table), 'prompt')} in {output / split}.parquet")
 
 
 def make_folder(path: Path) -> None:

@@ -7,6 +7,7 @@ from rich import filesize
 from infra.execution.snapshots import describe
 from rlhf.config import ModelConfig, RunConfig
 from rlhf.engines.device_memory import gradients, resident
+from rlhf.errors import counted
 from rlhf.models import model_folder, parameter_count
 
 
@@ -22,7 +23,7 @@ def summary(config: RunConfig, iteration: int) -> list[str]:
         snapshots.
     """
     at = f"continues after {iteration} of" if iteration else "new,"
-    lines = [f"run {config.run.name} in {config.run.store}: {at} {config.train.iterations} iterations"]
+    lines = [f"run {config.run.name} in {config.run.store}: {at} {counted(config.train.iterations, 'iteration')}"]
     totals: dict[str, float] = {}
     for role, model in _models(config).items():
         parameters, place = parameter_count(model_folder(model)), _place(config, role)

@@ -20,7 +20,7 @@ from infra.query import answer, isolated
 from infra.runs import Run, open_run
 from infra.store.run_store import VALIDATE
 from rlhf.config import RunConfig, parse_config
-from rlhf.errors import UserError
+from rlhf.errors import UserError, counted
 from rlhf.schema import TRAJECTORY
 from rlhf.validation import means, sums
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 def status(console: Console, run: Run, last: int) -> None:
     """Print the stages and metrics of the `last` iterations, and who drives the run."""
     if run.is_fit:
-        title = f"{run.store.url.rpartition('/')[2]}: a fit, {run.state.iteration} rounds"
+        title = f"{run.store.url.rpartition('/')[2]}: a fit, {counted(run.state.iteration, 'round')}"
         if run.state.iteration == 0:
             console.print(title)
         else:
@@ -54,7 +54,7 @@ def _status(console: Console, run: Run, last: int) -> None:
     state, config = run.state, run.config
     first = max(0, state.iteration - last)
     stages = stages_of(config)
-    done = f"{state.iteration} of {config.iterations} iterations"
+    done = f"{state.iteration} of {counted(config.iterations, 'iteration')}"
     table = Table(title=f"{config.run.name}: {done}", box=box.SIMPLE_HEAD)
     table.add_column("it", justify="right")
     for stage in stages:

@@ -13,7 +13,7 @@ import fsspec
 
 from infra.execution import heartbeat
 from infra.execution.claims import run_url
-from infra.runs import Run
+from infra.runs import Run, run_names
 from infra.store.log import Corrupt
 from infra.store.object_store import ObjectStore
 from infra.store.records import ObjectRef, StageCommit
@@ -72,29 +72,6 @@ def runs_of(store_url: str) -> list[RunSummary]:
     with ThreadPoolExecutor(READERS) as readers:
         summaries = readers.map(lambda name: _summary(store_url, name), names)
         return sorted((summary for summary in summaries if summary is not None), key=lambda summary: summary.age_s)
-
-
-def run_names(store_url: str) -> list[str]:
-    """Name the folders of a store, which are its runs and perhaps others.
-
-    Args:
-        store_url: the folder of runs.
-
-    Returns:
-        The names, sorted. Empty if the store does not exist.
-
-    Raises:
-        UserError: fsspec does not support the protocol, or the store refuses access.
-        StoreUnavailable: the store does not answer.
-    """
-    objects = ObjectStore(store_url)
-    fs, root = fsspec.core.url_to_fs(store_url, use_listings_cache=False)
-    try:
-        entries = objects.retry("list its runs", lambda: fs.ls(root.rstrip("/"), detail=True))
-    except FileNotFoundError:
-        return []
-    folders = (entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory")
-    return sorted(name for name in folders if not name.startswith("."))
 
 
 def _summary(store_url: str, name: str) -> RunSummary | None:

@@ -15,6 +15,7 @@ from infra.store.records import Claim
 from rlhf.algorithms import KLPenalty
 from rlhf.config import ModelConfig, RunConfig, stored_config
 from rlhf.config.published import published, published_text
+from rlhf.errors import counted
 from rlhf.models import base_models, hub_name
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def model_card(run: Run, checkpoint: Checkpoint, *, adapter: bool) -> str:
         pipeline_tag="token-classification" if role == "critic" else "text-generation",
         tags=["reinforcement-learning", *_algorithms(config), *(["lora"] if model.lora else []), "ratchet"],
     )
-    iterations = "1 iteration" if version == 1 else f"{version} iterations"
+    iterations = counted(version, "iteration")
     body = f"""# {_code(name)}
 
 This is the {WHAT[role]} of the run {_code(name)} after {iterations} of reinforcement learning with Ratchet. It

@@ -293,7 +293,7 @@ def test_vacuum_deletes_what_nothing_reaches(ratchet: Ratchet, config: RunConfig
     pd.testing.assert_frame_equal(open_run(history.run.store.url).trajectories(), history.run.trajectories())
     assert processes.train(config.with_values({"train.iterations": 4})).wait() == 0
     code, out, _ = ratchet("vacuum", "parent", *store)
-    assert "0 objects were deleted" in out
+    assert "0 files deleted" in out
 
 
 def test_runs_are_listed_completed_and_queried_together(
