@@ -23,7 +23,7 @@ def summary(config: RunConfig, iteration: int) -> list[str]:
         snapshots.
     """
     at = f"continues after {iteration} of" if iteration else "new,"
-    lines = [f"run {config.run.name} in {config.run.store}: {at} {counted(config.train.iterations, 'iteration')}"]
+    lines = [f"run {config.run.name} in {config.run.store}: {at} {counted(config.iterations, 'iteration')}"]
     totals: dict[str, float] = {}
     for role, model in _models(config).items():
         parameters, place = parameter_count(model_folder(model)), _place(config, role)

@@ -85,9 +85,8 @@ def drive(config: RunConfig, take_over: bool, accept_changes: bool = False) -> N
         scores = Run(driver.store).deciding_scores()
         while (k := driver.state.iteration) < config.iterations:
             if config.ends_early(scores):
-                note(
-                    f"ends after {counted(k, 'iteration')}: the last {config.validation.patience} validations were no better"
-                )
+                done, patience = counted(k, "iteration"), config.validation.patience
+                note(f"ends after {done}: the last {patience} validations were no better")
                 break
             with tagged(config.run.name):
                 metrics = _iteration(config, k)
