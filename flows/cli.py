@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from flows.cli_convert import convert
-from flows.cli_data import data, make_folder
+from flows.cli_data import data, make_folder, whole_short_help
 from flows.temporary_server import TemporaryServer
 from flows.terminal import visible
 from rlhf.config import RewardTraining, RunConfig, SFTConfig, keys, load_config, overridden, validated
@@ -56,7 +56,7 @@ Name = Annotated[
     str, typer.Argument(metavar="RUN", help="a run's name in the store, or its full URL", autocompletion=run_names)
 ]
 Store = Annotated[str, typer.Option(envvar="RATCHET_STORE", help="folder of runs, any fsspec URL")]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[a.b=c ...]", help="values to change")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="a.b=c", help="values of the config to change")]
 TakeOver = Annotated[bool, typer.Option("--take-over", help="continue even if another driver is alive")]
 AcceptChanges = Annotated[
     bool,
@@ -74,6 +74,11 @@ class Format(StrEnum):
     json = "json"
     csv = "csv"
     md = "md"
+
+
+class TreeFormat(StrEnum):
+    tree = "tree"
+    json = "json"
 
 
 class Api(StrEnum):
@@ -345,12 +350,19 @@ def rescore(
 
 @app.command()
 def plan(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="the changed config")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN|CONFIG.yaml",
+            help="a run, whose config is changed; or a changed config",
+            autocompletion=run_names,
+        ),
+    ],
     overrides: Overrides = None,
-    run: Annotated[str | None, typer.Option(help="the run's name; by default run.name")] = None,
+    run: Annotated[str | None, typer.Option(help="with CONFIG.yaml: the run's name; by default run.name")] = None,
     store: Annotated[str | None, typer.Option(envvar="RATCHET_STORE", help="folder of runs (run.store)")] = None,
     iteration: Annotated[
-        int | None, typer.Option(min=0, help="by default the open one, or the last with a commit")
+        int | None, typer.Option(min=0, help="the iteration; by default the open one, or the last with a commit")
     ] = None,
 ) -> None:
     """List the stages of an iteration that a changed config would run again, and why."""
@@ -358,9 +370,18 @@ def plan(
     from infra.execution.claims import run_url
     from infra.runs import open_run
 
-    changed = load_config(config, overrides or [])
-    name = run or changed.run.name
-    views.plan(console, open_run(run_url(store or changed.run.store, name)), changed, iteration, name)
+    if Path(source).suffix in (".yaml", ".yml"):
+        changed = load_config(source, overrides or [])
+        name = run or changed.run.name
+        committed = open_run(run_url(store or changed.run.store, name))
+    elif run is not None:
+        raise UserError(
+            f"plan {source} --run {run}: --run goes with a CONFIG.yaml, and {source} names a run: leave it out"
+        )
+    else:
+        committed = open_run(_url(source, store or DEFAULT_STORE))
+        name, changed = source, committed.config.with_values({}, overrides or [])
+    views.plan(console, committed, changed, iteration, name)
 
 
 @app.command()
@@ -371,13 +392,14 @@ def explain(
     ],
     store: Store = DEFAULT_STORE,
     role: Annotated[Role, typer.Option(help="which model")] = Role.actor,
+    format: Annotated[TreeFormat, typer.Option(help="output format")] = TreeFormat.tree,
 ) -> None:
     """Show the lineage of a checkpoint: the updates, shards, configs, seeds and code that produced it."""
     from flows import views
     from infra.runs import open_run
     from tasks.explain import explain as lineage
 
-    console.print(views.tree(lineage(open_run(_url(name, store)), checkpoint, role.value)))
+    views.lineage(console, lineage(open_run(_url(name, store)), checkpoint, role.value), format.value)
 
 
 @app.command()
@@ -800,6 +822,8 @@ def _url(name: str, store: str) -> str:
         return name.rstrip("/")
     return f"file://{Path(name).resolve()}" if Path(name).is_dir() and "/" in name else run_url(store, name)
 
+
+whole_short_help(app)  # once all commands are there
 
 if __name__ == "__main__":
     main()

@@ -26,7 +26,7 @@ def convert(
         Path, typer.Argument(metavar="FILE", help="YAML settings, or a shell script that starts the program")
     ],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[SETTING ...]", help="more settings, as on its command line")
+        list[str] | None, typer.Argument(metavar="SETTING", help="more settings, as on its command line")
     ] = None,
     program: Annotated[Program, typer.Option("--from", help="the program whose settings they are")] = Program.verl,
     output: Annotated[

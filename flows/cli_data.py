@@ -136,6 +136,16 @@ def _write_splits(output: Path, source: str, convert: Callable[..., Any]) -> Non
         console.print(f"{counted(len(table), 'prompt')} in {output / split}.parquet")
 
 
+def whole_short_help(app: typer.Typer) -> None:
+    """Let the list of commands show the whole first sentence of each command's help, which Typer would crop."""
+    for command in app.registered_commands:
+        paragraph = (command.callback.__doc__ or "").split("\n\n")[0] if command.callback is not None else ""
+        command.short_help = re.split(r"\.(?= |$)", " ".join(paragraph.split()))[0]
+
+
+whole_short_help(data)
+
+
 def make_folder(path: Path) -> None:
     """Make a folder and its parents. Raises `UserError` if that is not possible."""
     try:

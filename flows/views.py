@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -214,6 +216,16 @@ def plan(console: Console, run: Run, config: RunConfig, iteration: int | None, n
         console.print(
             f"no stage stays; to keep earlier iterations, fork: `ratchet fork {name} --at {chosen} --run NEW …`"
         )
+
+
+def lineage(console: Console, origin: Origin, format: str) -> None:
+    """Print a lineage as JSON or as a tree: wrapped on a terminal, and with every line whole in a pipe or a file."""
+    if format == "json":
+        print(json.dumps(asdict(origin), ensure_ascii=False))
+    elif console.is_terminal:
+        console.print(tree(origin), soft_wrap=False)
+    else:
+        Console(width=1_000_000, file=console.file).print(tree(origin))
 
 
 def tree(origin: Origin) -> Tree:

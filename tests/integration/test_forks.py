@@ -205,10 +205,10 @@ def test_plan_says_what_would_run_again_and_why(ratchet: Ratchet, parent: Histor
     assert code == 0, err
     lines = {line.split()[0]: line for line in out.splitlines() if line.strip() and "─" not in line}
     assert "stays" in lines["generate"]
-    assert "config.reward.function: tests.rewards:letters -> tests.rewards:digits" in lines["score"]
+    assert "reward.function: tests.rewards:letters -> tests.rewards:digits" in lines["score"]
     assert "stays" in lines["values"]
     assert "reads score" in lines["advantages"]
-    assert "config.actor.lr: 0.001 -> 0.5" in lines["update_actor"]
+    assert "actor.lr: 0.001 -> 0.5" in lines["update_actor"]
     assert "ratchet fork parent --at 2:score" in out
     code, out, _ = ratchet("plan", path, "train.iterations=9", "checkpoint.every=2")
     assert "nothing that is committed would run again" in out

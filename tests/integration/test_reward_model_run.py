@@ -131,7 +131,10 @@ def test_from_preferences_to_ppo(workspace: Path, preferences: Path, processes: 
     other = tiny.reward_model_folder(processes.folder / "other", workspace / "model")
     refused = processes.cli("fork", "ppo", "--at", "1:score", "--run", "g", *store, f"reward.model.path={other}")
     assert refused.wait() == 2
-    assert "reward_model of iteration 1 is committed, but what it depends on has changed (reward_model:" in refused.text
+    assert (
+        "reward_model of iteration 1 is committed, but what it depends on has changed (the files of reward.model ("
+        in refused.text
+    )
     refused = processes.cli(
         "fork", "ppo", "--at", "1:generate", "--run", "g", *store, f"reward.model={workspace}/model"
     )

@@ -1,16 +1,26 @@
-"""Reading a run in Python: a small one that an earlier release stored, opened where it is."""
+"""Reading a run in Python and on the command line: a small one that an earlier release stored, opened where it is."""
 
 from __future__ import annotations
 
+import io
+import json
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+from rich.text import Text
 
 import ratchet
+from flows.views import lineage
 from infra.runs import Run, no_run, open_run
 from rlhf.errors import UserError, counted
+from rlhf.named import load_named
+from tasks.explain import Origin
+from tests.integration.test_cli import Ratchet
 
 ROOT = Path(__file__).parents[2]
 STORE = ROOT / "tests" / "data" / "stored" / "schema-3"
@@ -71,3 +81,73 @@ def test_the_module_lists_its_names() -> None:
 
 def test_numbers_have_their_nouns() -> None:
     assert [counted(number, "iteration") for number in (0, 1, 2)] == ["0 iterations", "1 iteration", "2 iterations"]
+
+
+class Command:
+    """Runs a command on a copy of the stored run, in this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], folder: Path) -> None:
+        shutil.copytree(STORE, folder / "stored")
+        monkeypatch.chdir(folder / "stored")  # the run's config has relative paths
+        self.folder, self.ratchet = folder / "stored", Ratchet(monkeypatch, capfd)
+
+    def __call__(self, *arguments: object) -> str:
+        code, out, err = self.ratchet(*arguments, "--store", f"file://{self.folder}")
+        assert code == 0, err
+        return out
+
+    def error(self, *arguments: object) -> str:
+        code, _, err = self.ratchet(*arguments, "--store", f"file://{self.folder}")
+        assert code == 2
+        return err
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
+    return Command(monkeypatch, capfd, tmp_path)
+
+
+def test_explain_is_whole_in_a_pipe_and_read_by_programs(command: Command) -> None:
+    run = open_run(f"file://{command.folder}/run")
+    values = run.store.manifests(0)["update_actor"].config
+    tree = command("explain", "run", 1)
+    assert f"config.algorithm.loss = {values['algorithm.loss']}\n" in tree
+    document = json.loads(command("explain", "run", 1, "--format", "json"))
+    assert document["what"] == "actor after 1 iteration"
+    assert document["made_from"][0]["what"] == "iteration 0: update_actor"
+    assert f"config.algorithm.loss = {values['algorithm.loss']}" in document["made_from"][0]["details"]
+
+
+def test_explain_wraps_on_a_terminal() -> None:
+    origin = Origin("actor", ("x" * 50 + " " + "y" * 50,))
+    console = Console(file=io.StringIO(), force_terminal=True, width=40, soft_wrap=True)
+    lineage(console, origin, "tree")
+    shown = Text.from_ansi(console.file.getvalue()).plain  # type: ignore[attr-defined]
+    assert max(map(len, shown.splitlines())) <= 40
+    assert (shown.count("x"), shown.count("y")) == (50, 50)
+
+
+def test_the_list_of_commands_has_whole_sentences(command: Command) -> None:
+    _, out, _ = command.ratchet("--help")
+    assert "..." not in out.split("Commands:")[1]
+    assert "which engines and stores work on this machine" in " ".join(out.split())
+
+
+def test_plan_takes_a_run_and_says_in_words_what_changed(command: Command) -> None:
+    out = command("plan", "run", "reward.function=constant")
+    assert "reward.function: countdown -> constant" in out
+    assert "of the reward" not in out, "the name says it"
+    assert "`ratchet fork run --at 1:score --run NEW" in out
+    out = " ".join(command("plan", "run", "data.train=[held_out.parquet]").split())
+    assert "the prompts in data.train (held_out.parquet) changed" in out
+    assert not re.search("[0-9a-f]{16}", out)
+    assert "nothing that is committed would run again" in command("plan", "run")
+    assert "--run goes with a CONFIG.yaml" in command.error("plan", "run", "--run", "other")
+    assert "is it run?" in command.error("plan", "rum")
+
+
+def test_a_name_that_a_file_lacks_is_named_by_the_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def compute_score(): ...")
+    with pytest.raises(UserError, match=r"mine.py:compute: .*mine.py has no compute: name a function") as refused:
+        load_named(f"{tmp_path}/mine.py:compute", "reward.function", "rlhf.rewards", ["compute_score"], ["math"])
+    assert "mine_" not in str(refused.value), "the name of the module is of no use to people"
