@@ -18,7 +18,7 @@ from rlhf.algorithms.reward_shaping import OverlongPenalty
 from rlhf.algorithms.rollout_correction import ImportanceWeights, Rejection, off_policy_metrics
 from rlhf.config import DynamicSamplingConfig, RewardTraining, RunConfig, SFTConfig, keys, models_in, parse_config
 from rlhf.config.counterparts import SOURCES, Counterpart, Source
-from rlhf.metrics import METRICS
+from rlhf.metrics import METRICS, timer
 from rlhf.schema import TRAJECTORY, Column
 from tasks.pipeline import STAGES, names_of
 from tasks.stage import RowsStage
@@ -214,6 +214,16 @@ or as a curve of `ratchet ui` and `ratchet report`. `ratchet query RUN "select *
 |---|---|---|---|---|---|
 """
 
+STAGES_HEAD = """
+## Names of stages
+
+A stage has its name in the store, in tables of `ratchet query` and in messages; a short one in `ratchet status`
+and `ratchet ui`, where room is scarce; and verl's in `timing_s/`. `ratchet fork --at K:STAGE` takes any of them.
+
+| stage | short name | seconds that it computed |
+|---|---|---|
+"""
+
 
 def metrics() -> str:
     shown = {display.name: display.shown for display in CATALOGUE}
@@ -222,7 +232,8 @@ def metrics() -> str:
         places = ", ".join(str(place.name).lower() for place in shown.get(metric.name, ()))
         cells = (f"`{metric.name}`", metric.meaning, metric.unit, f"`{metric.stage}`", metric.only, places)
         rows.append(f"| {' | '.join(cells)} |\n")
-    return METRICS_HEAD + "".join(rows)
+    stages = [f"| `{stage.name}` | {stage.label} | `{timer(stage.name)}` |\n" for stage in STAGES]
+    return METRICS_HEAD + "".join(rows) + STAGES_HEAD + "".join(stages)
 
 
 COLUMNS_HEAD = """# Columns

@@ -16,7 +16,7 @@ from infra.execution.claims import run_url
 from infra.runs import Run, run_names
 from infra.store.log import Corrupt
 from infra.store.object_store import ObjectStore
-from infra.store.records import ObjectRef, StageCommit
+from infra.store.records import Fork, ObjectRef, StageCommit
 from infra.store.run_store import VALIDATE, RunStore
 from rlhf.errors import UserError
 from rlhf.metrics import VALIDATION, current, validation_scores
@@ -26,9 +26,10 @@ READERS = 16
 FRESH_S = 60.0
 """A driver on another host counts as alive while its heartbeat is younger."""
 
-State = Literal["running", "stopped", "finished", "ended early", "fit", "damaged"]
-"""`ended early`: by `validation.patience`; `fit`: an SFT or a reward model, running or not; `damaged`: the log, an
-index or a validation cannot be read."""
+State = Literal["not started", "running", "stopped", "failed", "finished", "ended early", "fit", "damaged"]
+"""`not started`: a fork that no driver has claimed; `failed`: an error ended the newest driver; `stopped`: it was asked
+to stop, or killed; `ended early`: by `validation.patience`; `fit`: an SFT or a reward model, running or not; `damaged`:
+the log, an index or a validation cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class RunSummary:
     bytes: int
     """Size of all files in the run's folder. A fork's folder lacks what it shares with its parent."""
     problem: str = ""
-    """If the run is damaged: what is wrong."""
+    """If the run is damaged, has failed or has not started: why, in one line."""
 
 
 def runs_of(store_url: str) -> list[RunSummary]:
@@ -93,7 +94,15 @@ def _summary(store_url: str, name: str) -> RunSummary | None:
         state = state_of(run, validated)
     except (Corrupt, UserError) as error:
         return RunSummary(name, url, "damaged", closed, iterations, None, age_s, size, str(error).splitlines()[0])
-    return RunSummary(name, url, state, closed, iterations, best, age_s, size)
+    return RunSummary(name, url, state, closed, iterations, best, age_s, size, _problem(run, state))
+
+
+def _problem(run: Run, state: State) -> str:
+    """Why a run of this state does not run."""
+    if state == "not started":
+        return "a fork; `ratchet resume` starts it"
+    beat = heartbeat.read(run.store.objects)
+    return beat.failure or "" if state == "failed" and beat is not None else ""
 
 
 def state_of(run: Run, metrics: Mapping[int, Mapping[str, float]]) -> State:
@@ -114,7 +123,13 @@ def state_of(run: Run, metrics: Mapping[int, Mapping[str, float]]) -> State:
     scores = validation_scores(metrics, config.validation.metric)
     if config.ends_early({iteration: value for iteration, (_, value) in scores.items() if iteration < closed}):
         return "ended early"
-    return "running" if is_driven(run.store.objects) else "stopped"
+    objects = run.store.objects
+    if is_driven(objects):
+        return "running"
+    beat = heartbeat.read(objects)
+    if beat is None and run.state.slot == 0 and isinstance(run.store.log.record(0).commits[0], Fork):
+        return "not started"
+    return "failed" if beat is not None and beat.failure is not None else "stopped"
 
 
 def is_driven(objects: ObjectStore) -> bool:

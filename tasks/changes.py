@@ -76,7 +76,7 @@ def _digests_of_weights(driver: Driver, stage: Stage, iteration: int) -> str | l
 def changes_since(driver: Driver, stage: Stage, manifest: Manifest) -> list[str]:
     """Changes of code, data and config since a stage was committed, one description each."""
     then = manifest.fingerprint.parts
-    changes = stage.config.differences(manifest.config, driver.config)
+    changes: list[str] = stage.config.differences(manifest.config, driver.config)
     return changes + _outside_changes(driver, stage, then, changes) + _of_version(then.get("version", 1), stage)
 
 

@@ -355,6 +355,9 @@ def test_rescore_compares_new_scores_with_the_old(ratchet: Ratchet, parent: Hist
     assert run.state.weights["actor"].digest == parent.state.initial["actor"].digest
     summary = [line.split() for line in out.splitlines() if line.strip().startswith("all")]
     assert summary[0][1:4] == ["24", f"{old['score'].mean():.3f}", f"{new['score'].mean():.3f}"]
+    means = (old["score"].mean(), new["score"].mean())
+    assert "24 trajectories of parent are scored again: mean {:.3f} -> {:.3f}".format(*means) in out
+    assert f"the new scores are in the run other, {run.store.url}/trajectories/score" in out
     assert ratchet("resume", "other", *store)[0] == 0  # it is done
     as_in_the_demo = "algorithm.rollout_correction={bypass: true}"  # which matters only if somebody learns
     assert ratchet("rescore", "parent", *reward, "--run", "bypass", *store, as_in_the_demo)[0] == 0

@@ -10,16 +10,33 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from rich.console import Console
 from rich.text import Text
 
 import ratchet
-from flows.views import lineage
+from flows.metrics import line
+from flows.views import lineage, runs
+from infra.execution.driver import Driver
+from infra.execution.heartbeat import beating
+from infra.execution.stopping import Stopped, Stopping
+from infra.listing import RunSummary
 from infra.runs import Run, no_run, open_run
+from infra.store.manifest import Fingerprint, Manifest
+from infra.store.records import ShardCommit, StageCommit
+from infra.store.run_store import RunStore
+from rlhf.config import stored_config
 from rlhf.errors import UserError, counted
+from rlhf.metrics import timer
 from rlhf.named import load_named
 from tasks.explain import Origin
+from tasks.finalize import iteration_metrics
+from tasks.generate import GENERATE
+from tasks.pipeline import STAGES, stage_called
+from tasks.reward_model import REWARD_MODEL
+from tasks.score import SCORE
+from tasks.validate import VALIDATE
 from tests.integration.test_cli import Ratchet
 
 ROOT = Path(__file__).parents[2]
@@ -151,3 +168,89 @@ def test_a_name_that_a_file_lacks_is_named_by_the_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"mine.py:compute: .*mine.py has no compute: name a function") as refused:
         load_named(f"{tmp_path}/mine.py:compute", "reward.function", "rlhf.rewards", ["compute_score"], ["math"])
     assert "mine_" not in str(refused.value), "the name of the module is of no use to people"
+
+
+def test_the_list_tells_runs_that_failed_from_those_that_never_started(command: Command) -> None:
+    command("fork", "run", "--at", "1", "--run", "child")
+    rows = {row["run"]: row for row in map(json.loads, command("ls", "--format", "json").splitlines())}
+    assert rows["child"]["state"] == "not started"
+    assert rows["child"]["problem"] == "a fork; `ratchet resume` starts it"
+    log = RunStore.at(f"file://{command.folder}/run").log
+    log.read()
+    ended = (
+        (UserError("reward.function mine:\nrow 3 is\x1b[2J wrong"), "failed"),
+        (Stopped.as_asked("the same command"), "stopped"),
+    )
+    for error, state in ended:
+        with pytest.raises(type(error)), beating(log, Stopping("")):
+            raise error
+        [row] = [row for row in map(json.loads, command("ls", "--format", "json").splitlines()) if row["run"] == "run"]
+        assert row["state"] == state
+        why = "reward.function mine: row 3 is\\x1b[2J wrong"
+        assert (f"run: failed: {why}" in command("ls")) == (state == "failed")
+        assert (f"no driver is at work; the last one failed: {why}" in command("status", "run")) == (state == "failed")
+
+
+def test_a_metric_with_a_long_name_pushes_no_column_off() -> None:
+    best = ("val-core/a_dataset_whose_name_is_long/reward/mean@16", 0.5)
+    console = Console(file=io.StringIO(), width=80, soft_wrap=True)
+    runs(console, [RunSummary("countdown", "", "ended early", 12, 100, best, 7300.0, 25_100_000)], "", "table")
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    for shown in ("countdown", "ended early", "12/100", "2 h", "25.1 MB"):
+        assert shown in text
+    cells = [line.split("│")[-2].strip() for line in text.splitlines() if "│" in line]
+    assert "".join(cells) == f"0.500{best[0]}"
+
+
+@pytest.mark.parametrize("stage", ["advantages", "adv"])
+def test_a_stage_is_known_by_each_of_its_names(command: Command, stage: str) -> None:
+    command("fork", "run", "--at", f"1:{stage}", "--run", "child")
+    shared = open_run(f"file://{command.folder}/child").state.stages
+    assert "score" in shared and "advantages" not in shared
+
+
+def test_the_names_of_stages_are_not_ambiguous() -> None:
+    for stage in STAGES:
+        for name in (stage.name, stage.label, timer(stage.name).removeprefix("timing_s/")):
+            assert stage_called(name) is stage
+
+
+def test_show_says_how_many_it_shows(command: Command) -> None:
+    assert "iteration 0: the first 3 of 8 trajectories" in command("show", "run", "--limit", 3)
+    assert "iteration 0: 8 trajectories" in command("show", "run")
+    half = "trajectory_id like '%s00'"
+    assert "iteration 0: the first 2 of 4 that match, of 8" in command("show", "run", "--limit", 2, "--where", half)
+    assert 'Nearest columns: "score"' in command.error("show", "run", "--where", "scor > 0")
+
+
+def test_status_explains_what_it_shows(command: Command) -> None:
+    assert "13/?" not in command("status", "run")
+    store = RunStore.at(f"file://{command.folder}/new")
+    claimed = open_run(f"file://{command.folder}/run").state.claim
+    assert claimed is not None
+    store.log.claim(claimed)
+    shard = store.write_shard(0, VALIDATE.name, 0, 0, pa.table({"trajectory_id": ["a"]}))
+    store.commit(ShardCommit(iteration=0, stage=VALIDATE.name, shard=0, data=shard, term=1, seconds=0.0))
+    assert "13/?: the number of shards depends on the prompts of validation.data" in command("status", "new")
+
+
+def test_a_pause_between_two_drivers_is_no_time_of_the_iteration(command: Command) -> None:
+    store, claimed = RunStore.at(f"file://{command.folder}/new"), open_run(f"file://{command.folder}/run").state.claim
+    assert claimed is not None
+    for term, began, stages in ((1, 100.0, (GENERATE, REWARD_MODEL)), (2, 90_000.0, (SCORE,))):
+        store.log.claim(claimed)
+        for stage in stages:
+            place, parts = {"iteration": 0, "stage": stage.name}, Fingerprint(parts={})
+            times = {"began": began, "ended": began + 10, "seconds": 9.0}
+            manifest = Manifest(**place, term=term, attempt=0, fingerprint=parts, config={}, metrics={}, **times)
+            commit = StageCommit(**place, manifest=store.write_manifest(manifest), fingerprint=parts.digest)
+            store.commit(commit)
+            began += 20
+    metrics = iteration_metrics(Driver(stored_config(claimed.config, "test"), store), 0)
+    assert metrics["perf/time_per_step"] == metrics["timing_s/step"] == 30.0 + 10.0
+    assert metrics["timing_s/stages"] == 27.0
+
+
+def test_nothing_is_shown_as_minus_zero() -> None:
+    assert line({"critic/vf_explained_var": -0.001}) == "critic/vf_explained_var 0.00"
+    assert line({"critic/vf_explained_var": -0.01}) == "critic/vf_explained_var -0.01"
