@@ -57,7 +57,9 @@ Name = Annotated[
 ]
 Store = Annotated[str, typer.Option(envvar="RATCHET_STORE", help="folder of runs, any fsspec URL")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="a.b=c", help="values of the config to change")]
-TakeOver = Annotated[bool, typer.Option("--take-over", help="continue even if another driver is alive")]
+TakeOver = Annotated[
+    bool, typer.Option("--take-over", help="continue even if another driver is alive, which is then shut out")
+]
 AcceptChanges = Annotated[
     bool,
     typer.Option("--accept-changes", help="continue the run with other data, another reward or another algorithm"),
@@ -138,7 +140,7 @@ def train(
     take_over: TakeOver = False,
     accept_changes: AcceptChanges = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="only check everything, and say what would happen")
+        bool, typer.Option("--dry-run", help="check everything, say what would happen, and stop")
     ] = False,
 ) -> None:
     """Start a run, or resume it if it exists."""
@@ -168,7 +170,7 @@ def resume(
 
 @app.command()
 def stop(name: Name, store: Store = DEFAULT_STORE) -> None:
-    """Ask the run's driver to finish or abandon its stage, wait for it, and end its workers on Ray."""
+    """Ask the run's driver to stop, wait until it has, and end its workers on Ray."""
     import time
 
     from infra.execution import heartbeat
@@ -253,8 +255,10 @@ def query(
     store: Store = DEFAULT_STORE,
     format: Annotated[Format, typer.Option(help="output format")] = Format.table,
 ) -> None:
-    """Run SQL (DuckDB) on the committed data of one run or several: tables trajectories, metrics, and one for each
-    stage; their column `run` names the run."""
+    """Run SQL (DuckDB) on the committed data of one run or several.
+
+    The tables are trajectories, metrics, and one for each stage; their column `run` names the run.
+    """
     from flows import views
     from infra.query import query as ask
     from infra.runs import open_run
@@ -301,13 +305,19 @@ def report(
 @app.command()
 def fork(
     name: Name,
-    at: Annotated[str, typer.Option(metavar="K[:STAGE]", help="the iteration, and the first stage that is not shared")],
+    at: Annotated[
+        str,
+        typer.Option(
+            metavar="K[:STAGE]",
+            help="where the fork begins: an iteration, and the first of its stages that is not shared",
+        ),
+    ],
     run: Annotated[str, typer.Option(help="the new run's name")],
     overrides: Overrides = None,
     store: Store = DEFAULT_STORE,
-    to_store: Annotated[str | None, typer.Option(help="store of the new run; by default the same store")] = None,
+    to_store: Annotated[str | None, typer.Option(help="store of the new run; by default that of RUN")] = None,
 ) -> None:
-    """Create a run that shares everything committed before a point, without copying, but has another config."""
+    """Create a run that shares the commits of another run up to a point, without copies, and has its own config."""
     from infra.runs import open_run
     from tasks.plan import fork_run
 
@@ -331,10 +341,12 @@ def rescore(
         typer.Option(help="a built-in reward, package.module:function or file.py:function; or set reward.model=PATH"),
     ] = None,
     store: Store = DEFAULT_STORE,
-    learn: Annotated[bool, typer.Option("--train", help="also train on them, off-policy with correction")] = False,
+    learn: Annotated[
+        bool, typer.Option("--train", help="also train on the new scores, off-policy with a correction")
+    ] = False,
     overrides: Overrides = None,
 ) -> None:
-    """Score old generations again, and compare the scores with the old ones; nothing is generated."""
+    """Score the generations of a run again, in a new run, and compare the scores; nothing is generated."""
     _quiet()
     from flows import views
     from flows.rescore import begin, rescoring_config
@@ -388,10 +400,12 @@ def plan(
 def explain(
     name: Name,
     checkpoint: Annotated[
-        int, typer.Argument(metavar="CHECKPOINT", min=0, help="number of iterations after which to take the weights")
+        int, typer.Argument(metavar="CHECKPOINT", min=0, help="the number of iterations that made the weights")
     ],
     store: Store = DEFAULT_STORE,
-    role: Annotated[Role, typer.Option(help="which model")] = Role.actor,
+    role: Annotated[
+        Role, typer.Option(help="the model: actor (the policy), critic, or ema (the actor's moving average)")
+    ] = Role.actor,
     format: Annotated[TreeFormat, typer.Option(help="output format")] = TreeFormat.tree,
 ) -> None:
     """Show the lineage of a checkpoint: the updates, shards, configs, seeds and code that produced it."""
@@ -501,7 +515,7 @@ def evaluate(
     api: Annotated[Api, typer.Option(help="type of the server")] = Api.vllm,
     output: Annotated[Path | None, typer.Option(help="write the trajectories to this Parquet file")] = None,
 ) -> None:
-    """Answer and score held-out prompts; prints the solve rate of each data source, with a confidence interval.
+    """Answer and score held-out prompts, and print the solve rate of each data source with a confidence interval.
 
     With the run's own prompts and settings, the answers are those of its validation at that iteration, if the same
     engine generates: a run on servers is evaluated with hf, whose answers may differ.
@@ -540,14 +554,16 @@ def evaluate(
 @app.command()
 def export(
     name: Name,
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="the Hugging Face model folder to write")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="the folder to write")],
     store: Store = DEFAULT_STORE,
     iteration: Iteration = None,
-    role: Annotated[Role, typer.Option(help="which model")] = Role.actor,
+    role: Annotated[
+        Role, typer.Option(help="the model: actor (the policy), critic, or ema (the actor's moving average)")
+    ] = Role.actor,
     best: Best = False,
     adapter: Adapter = False,
 ) -> None:
-    """Write a snapshot as a Hugging Face model folder, with a model card."""
+    """Write the model of a snapshot as a Hugging Face folder, with its tokenizer and a model card."""
     from flows.terminal import progress
     from infra.runs import open_run
 
@@ -566,14 +582,16 @@ def push(
     repo: Annotated[str, typer.Argument(metavar="REPO", help="the repository on the hub: owner/name")],
     store: Store = DEFAULT_STORE,
     iteration: Iteration = None,
-    role: Annotated[Role, typer.Option(help="which model")] = Role.actor,
+    role: Annotated[
+        Role, typer.Option(help="the model: actor (the policy), critic, or ema (the actor's moving average)")
+    ] = Role.actor,
     best: Best = False,
     adapter: Adapter = False,
     public: Annotated[
         bool, typer.Option("--public", help="make a new repository public, or push to one that is")
     ] = False,
 ) -> None:
-    """Upload a snapshot to the Hugging Face hub, as `export` writes it. New repositories are private.
+    """Upload the model of a snapshot to the Hugging Face hub, as `export` writes it. New repositories are private.
 
     The token is that of `hf auth login`, or of the variable HF_TOKEN.
     """
@@ -760,7 +778,7 @@ def _drive(config: RunConfig, take_over: bool = False, accept_changes: bool = Fa
     def stop(*_: object) -> None:
         """Handle a signal before the driver starts or after it ends. An `Exception` would be lost while a package is
         imported that catches it; `sys.stderr` refuses to print while it is interrupted."""
-        os.write(2, b"error: stopped as asked: repeat the command to continue\n")
+        os.write(2, b"error: stopped: repeat the command to continue\n")
         raise SystemExit(1)
 
     with on_signals(stop), progress(console):

@@ -33,7 +33,9 @@ def convert(
         Path | None, typer.Option("--output", "-o", help="the config to write or replace; by default it is printed")
     ] = None,
 ) -> None:
-    """Convert the settings of verl, TRL or OpenRLHF into a config. Comments say what has no equal, and what is assumed.
+    """Convert the settings of verl, TRL or OpenRLHF into a config.
+
+    Comments say which settings have no counterpart, and what was assumed.
 
     A script is read, not run. Variables that it does not set have the values of this shell.
     """
@@ -49,4 +51,4 @@ def convert(
     try:
         conversion.config()
     except UserError as error:
-        raise UserError(f"{error}\nthe config is converted, but does not work before these lines are fixed") from None
+        raise UserError(f"{error}\nthe config is converted, but cannot be used until these lines are fixed") from None

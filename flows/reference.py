@@ -41,7 +41,7 @@ tables, and errors about unknown keys quote them:
 
 ```console
 $ ratchet convert run_qwen3_8b_fsdp.sh -o run.yaml
-run.yaml: 41 keys; 8 settings have no equal (see the comments at its end)
+run.yaml: 41 keys; 8 settings have no counterpart: the comments at its end say why
 $ ratchet convert trl.yaml --from trl --num_processes 8 -o run.yaml
 $ ratchet convert train_ppo_ray.sh --from openrlhf -o run.yaml
 ```
@@ -49,7 +49,7 @@ $ ratchet convert train_ppo_ray.sh --from openrlhf -o run.yaml
 It takes a YAML file, or a shell script that starts the program; a script is read, not run. Variables that the script
 does not set have the values of this shell, and further settings may follow the file, as on the program's command line.
 Every line of the config says which setting it comes from. Defaults of the program that differ from ours are written
-out. Comments say what was assumed, and which settings have no equal. The number of iterations is computed from epochs
+out. Comments say what was assumed, and which settings have no counterpart. The number of iterations is computed from epochs
 if the data files can be read. Otherwise `train.epochs` is set; with dynamic sampling, which does not go by epochs, the
 config has no length, and is refused until you set `train.iterations`.
 
@@ -164,8 +164,8 @@ def _row(key: str, algorithm: type) -> str:
 
 
 def markdown(described: Callable[..., object]) -> str:
-    """A docstring as Markdown, with its formulas in dollar signs."""
-    text = inspect.getdoc(described) or ""
+    """A docstring as Markdown, with its formulas in dollar signs, without the arguments that only the code has."""
+    text = (inspect.getdoc(described) or "").split("\n\nArgs:\n")[0]
     text = re.sub(r"\.\. math::[ ]*\n?((?:[ ]*\S.*\n?)+)", _formula, text)
     text = re.sub(r":math:`([^`]+)`", lambda match: f"${_macros(match[1])}$", text)
     return text.replace("``", "`")

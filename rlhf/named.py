@@ -63,7 +63,7 @@ def source_of(target: Any, key: str, name: str) -> str:
         return Path(inspect.getsourcefile(target) or "").read_text()
     except (OSError, TypeError):
         raise UserError(
-            f"{key} {name} has no Python source to take a digest of: wrap it in a Python function"
+            f"{key} {name} has no Python source, so changes to it would go unnoticed: wrap it in a Python function"
         ) from None
 
 

@@ -11,7 +11,7 @@ from infra.store.manifest import Fingerprint, Manifest
 from infra.store.records import Ahead, RunState, Skip, Weights
 from infra.workers.worker import WEIGHTS_OF
 from rlhf.config import RunConfig, stored_config
-from rlhf.errors import UserError
+from rlhf.errors import UserError, counted
 from tasks.generate import GenerateSummary
 from tasks.pipeline import STAGES, names_of, stage_named
 from tasks.stage import ROUNDING, Stage, UpdateStage
@@ -175,9 +175,10 @@ def _check_staleness(driver: Driver, iteration: int, place: RunState | Ahead) ->
         lacks = iteration - oldest if number in place.assigned and oldest is not None else 0
         if lacks > allowed:
             raise UserError(
-                f"generate of iteration {iteration} is committed with weights that will lack {lacks} updates, but "
+                f"iteration {iteration} was generated with weights that will lag by {counted(lacks, 'update')}, but "
                 f"rollout.mode {driver.config.rollout.mode} allows {allowed}: raise rollout.max_staleness again, or "
-                f"discard it with `ratchet fork {driver.config.run.name} --at {driver.state.iteration} --run NEW`"
+                "discard the generations with "
+                f"`ratchet fork {driver.config.run.name} --at {driver.state.iteration} --run NEW`"
             )
 
 
