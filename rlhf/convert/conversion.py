@@ -70,7 +70,7 @@ class Conversion:
         return parse_config(self.tree, self.where)
 
     def text(self) -> str:
-        """The config as YAML, with comments on the origin of each line, on assumptions, and on what has no counterpart."""
+        """The config as YAML; comments tell the origin of each line, what was assumed, and what has no counterpart."""
         comments = {line.key: line.comment for line in self.lines}
         parts = [f"# Converted from {_printable(self.where)} ({self.program}) by `ratchet convert`.\n"]
         parts += [_list("Assumed in reading the script:", self.assumptions)]
