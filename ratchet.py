@@ -11,6 +11,7 @@ A name is imported when it is used, so that reading a run does not import torch 
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
+    if name == "__version__":
+        return version("ratchet-rlhf")
     if name not in _MODULES:
         raise AttributeError(f"module 'ratchet' has no attribute {name!r}")
     value: object = getattr(import_module(_MODULES[name]), name)
@@ -63,4 +66,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+    return [*__all__, "__version__"]

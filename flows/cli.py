@@ -15,12 +15,12 @@ import typer
 from rich.console import Console
 
 from flows.cli_convert import convert
-from flows.cli_data import data, make_folder
+from flows.cli_data import data, make_folder, whole_short_help
 from flows.temporary_server import TemporaryServer
 from flows.terminal import visible
 from rlhf.config import RewardTraining, RunConfig, SFTConfig, keys, load_config, overridden, validated
 from rlhf.config.older import RenamedKey
-from rlhf.errors import RatchetError, UserError
+from rlhf.errors import RatchetError, UserError, counted
 from rlhf.rewards import solved_score
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ errors = Console(stderr=True, soft_wrap=True, markup=False)
 
 def run_names(context: typer.Context, incomplete: str) -> list[str]:
     """Complete the name of a run in the store."""
-    from infra.listing import run_names as names_of
+    from infra.runs import run_names as names_of
 
     store = context.params.get("store") or os.environ.get("RATCHET_STORE", DEFAULT_STORE)
     try:
@@ -56,8 +56,10 @@ Name = Annotated[
     str, typer.Argument(metavar="RUN", help="a run's name in the store, or its full URL", autocompletion=run_names)
 ]
 Store = Annotated[str, typer.Option(envvar="RATCHET_STORE", help="folder of runs, any fsspec URL")]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[a.b=c ...]", help="values to change")]
-TakeOver = Annotated[bool, typer.Option("--take-over", help="continue even if another driver is alive")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="a.b=c", help="values of the config to change")]
+TakeOver = Annotated[
+    bool, typer.Option("--take-over", help="continue even if another driver is alive, which is then shut out")
+]
 AcceptChanges = Annotated[
     bool,
     typer.Option("--accept-changes", help="continue the run with other data, another reward or another algorithm"),
@@ -74,6 +76,11 @@ class Format(StrEnum):
     json = "json"
     csv = "csv"
     md = "md"
+
+
+class TreeFormat(StrEnum):
+    tree = "tree"
+    json = "json"
 
 
 class Api(StrEnum):
@@ -133,7 +140,7 @@ def train(
     take_over: TakeOver = False,
     accept_changes: AcceptChanges = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="only check everything, and say what would happen")
+        bool, typer.Option("--dry-run", help="check everything, say what would happen, and stop")
     ] = False,
 ) -> None:
     """Start a run, or resume it if it exists."""
@@ -163,7 +170,7 @@ def resume(
 
 @app.command()
 def stop(name: Name, store: Store = DEFAULT_STORE) -> None:
-    """Ask the run's driver to finish or abandon its stage, wait for it, and end its workers on Ray."""
+    """Ask the run's driver to stop, wait until it has, and end its workers on Ray."""
     import time
 
     from infra.execution import heartbeat
@@ -248,8 +255,10 @@ def query(
     store: Store = DEFAULT_STORE,
     format: Annotated[Format, typer.Option(help="output format")] = Format.table,
 ) -> None:
-    """Run SQL (DuckDB) on the committed data of one run or several: tables trajectories, metrics, and one for each
-    stage; their column `run` names the run."""
+    """Run SQL (DuckDB) on the committed data of one run or several.
+
+    The tables are trajectories, metrics, and one for each stage; their column `run` names the run.
+    """
     from flows import views
     from infra.query import query as ask
     from infra.runs import open_run
@@ -296,13 +305,19 @@ def report(
 @app.command()
 def fork(
     name: Name,
-    at: Annotated[str, typer.Option(metavar="K[:STAGE]", help="the iteration, and the first stage that is not shared")],
+    at: Annotated[
+        str,
+        typer.Option(
+            metavar="K[:STAGE]",
+            help="where the fork begins: an iteration, and the first of its stages that is not shared",
+        ),
+    ],
     run: Annotated[str, typer.Option(help="the new run's name")],
     overrides: Overrides = None,
     store: Store = DEFAULT_STORE,
-    to_store: Annotated[str | None, typer.Option(help="store of the new run; by default the same store")] = None,
+    to_store: Annotated[str | None, typer.Option(help="store of the new run; by default that of RUN")] = None,
 ) -> None:
-    """Create a run that shares everything committed before a point, without copying, but has another config."""
+    """Create a run that shares the commits of another run up to a point, without copies, and has its own config."""
     from infra.runs import open_run
     from tasks.plan import fork_run
 
@@ -326,10 +341,12 @@ def rescore(
         typer.Option(help="a built-in reward, package.module:function or file.py:function; or set reward.model=PATH"),
     ] = None,
     store: Store = DEFAULT_STORE,
-    learn: Annotated[bool, typer.Option("--train", help="also train on them, off-policy with correction")] = False,
+    learn: Annotated[
+        bool, typer.Option("--train", help="also train on the new scores, off-policy with a correction")
+    ] = False,
     overrides: Overrides = None,
 ) -> None:
-    """Score old generations again, and compare the scores with the old ones; nothing is generated."""
+    """Score the generations of a run again, in a new run, and compare the scores; nothing is generated."""
     _quiet()
     from flows import views
     from flows.rescore import begin, rescoring_config
@@ -345,12 +362,19 @@ def rescore(
 
 @app.command()
 def plan(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="the changed config")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN|CONFIG.yaml",
+            help="a run, whose config is changed; or a changed config",
+            autocompletion=run_names,
+        ),
+    ],
     overrides: Overrides = None,
-    run: Annotated[str | None, typer.Option(help="the run's name; by default run.name")] = None,
+    run: Annotated[str | None, typer.Option(help="with CONFIG.yaml: the run's name; by default run.name")] = None,
     store: Annotated[str | None, typer.Option(envvar="RATCHET_STORE", help="folder of runs (run.store)")] = None,
     iteration: Annotated[
-        int | None, typer.Option(min=0, help="by default the open one, or the last with a commit")
+        int | None, typer.Option(min=0, help="the iteration; by default the open one, or the last with a commit")
     ] = None,
 ) -> None:
     """List the stages of an iteration that a changed config would run again, and why."""
@@ -358,26 +382,38 @@ def plan(
     from infra.execution.claims import run_url
     from infra.runs import open_run
 
-    changed = load_config(config, overrides or [])
-    name = run or changed.run.name
-    views.plan(console, open_run(run_url(store or changed.run.store, name)), changed, iteration, name)
+    if Path(source).suffix in (".yaml", ".yml"):
+        changed = load_config(source, overrides or [])
+        name = run or changed.run.name
+        committed = open_run(run_url(store or changed.run.store, name))
+    elif run is not None:
+        raise UserError(
+            f"plan {source} --run {run}: --run goes with a CONFIG.yaml, and {source} names a run: leave it out"
+        )
+    else:
+        committed = open_run(_url(source, store or DEFAULT_STORE))
+        name, changed = source, committed.config.with_values({}, overrides or [])
+    views.plan(console, committed, changed, iteration, name)
 
 
 @app.command()
 def explain(
     name: Name,
     checkpoint: Annotated[
-        int, typer.Argument(metavar="CHECKPOINT", min=0, help="number of iterations after which to take the weights")
+        int, typer.Argument(metavar="CHECKPOINT", min=0, help="the number of iterations that made the weights")
     ],
     store: Store = DEFAULT_STORE,
-    role: Annotated[Role, typer.Option(help="which model")] = Role.actor,
+    role: Annotated[
+        Role, typer.Option(help="the model: actor (the policy), critic, or ema (the actor's moving average)")
+    ] = Role.actor,
+    format: Annotated[TreeFormat, typer.Option(help="output format")] = TreeFormat.tree,
 ) -> None:
     """Show the lineage of a checkpoint: the updates, shards, configs, seeds and code that produced it."""
     from flows import views
     from infra.runs import open_run
     from tasks.explain import explain as lineage
 
-    console.print(views.tree(lineage(open_run(_url(name, store)), checkpoint, role.value)))
+    views.lineage(console, lineage(open_run(_url(name, store)), checkpoint, role.value), format.value)
 
 
 @app.command()
@@ -419,7 +455,7 @@ def vacuum(
     doomed = broom.unreached(run.store) if dry_run else broom.vacuum(run.store, take_over)
     for key in doomed:
         console.print(key, highlight=False)
-    console.print(f"{len(doomed)} objects {'would be' if dry_run else 'were'} deleted")
+    console.print(f"{counted(len(doomed), 'file')} {'to delete' if dry_run else 'deleted'}")
 
 
 @app.command()
@@ -448,7 +484,8 @@ def verify(
         console.print(f"{finding.key} {finding.what}: repaired", highlight=False)
     wrong = [finding for finding in findings if not finding.harmless]
     if wrong:
-        raise RatchetError(f"{len(wrong)} objects of {name} have errors: {wrong[0].key} {wrong[0].what}")
+        have = "has an error" if len(wrong) == 1 else "have errors"
+        raise RatchetError(f"{counted(len(wrong), 'file')} of {name} {have}: {wrong[0].key} {wrong[0].what}")
     console.print(f"{name} is intact")
 
 
@@ -478,7 +515,7 @@ def evaluate(
     api: Annotated[Api, typer.Option(help="type of the server")] = Api.vllm,
     output: Annotated[Path | None, typer.Option(help="write the trajectories to this Parquet file")] = None,
 ) -> None:
-    """Answer and score held-out prompts; prints the solve rate of each data source, with a confidence interval.
+    """Answer and score held-out prompts, and print the solve rate of each data source with a confidence interval.
 
     With the run's own prompts and settings, the answers are those of its validation at that iteration, if the same
     engine generates: a run on servers is evaluated with hf, whose answers may differ.
@@ -517,14 +554,16 @@ def evaluate(
 @app.command()
 def export(
     name: Name,
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="the Hugging Face model folder to write")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="the folder to write")],
     store: Store = DEFAULT_STORE,
     iteration: Iteration = None,
-    role: Annotated[Role, typer.Option(help="which model")] = Role.actor,
+    role: Annotated[
+        Role, typer.Option(help="the model: actor (the policy), critic, or ema (the actor's moving average)")
+    ] = Role.actor,
     best: Best = False,
     adapter: Adapter = False,
 ) -> None:
-    """Write a snapshot as a Hugging Face model folder, with a model card."""
+    """Write the model of a snapshot as a Hugging Face folder, with its tokenizer and a model card."""
     from flows.terminal import progress
     from infra.runs import open_run
 
@@ -535,7 +574,7 @@ def export(
     make_folder(folder)
     with progress(console):
         run.export(version, folder, role.value, adapter=adapter)
-    console.print(f"the {role.value} after {version} iterations is in {folder}")
+    console.print(f"the {role.value} after {counted(version, 'iteration')} is in {folder}")
 
 
 @app.command()
@@ -544,14 +583,16 @@ def push(
     repo: Annotated[str, typer.Argument(metavar="REPO", help="the repository on the hub: owner/name")],
     store: Store = DEFAULT_STORE,
     iteration: Iteration = None,
-    role: Annotated[Role, typer.Option(help="which model")] = Role.actor,
+    role: Annotated[
+        Role, typer.Option(help="the model: actor (the policy), critic, or ema (the actor's moving average)")
+    ] = Role.actor,
     best: Best = False,
     adapter: Adapter = False,
     public: Annotated[
         bool, typer.Option("--public", help="make a new repository public, or push to one that is")
     ] = False,
 ) -> None:
-    """Upload a snapshot to the Hugging Face hub, as `export` writes it. New repositories are private.
+    """Upload the model of a snapshot to the Hugging Face hub, as `export` writes it. New repositories are private.
 
     The token is that of `hf auth login`, or of the variable HF_TOKEN.
     """
@@ -564,7 +605,9 @@ def push(
         version = _snapshot(run, iteration, best)
         pushed = hub.push(run, repo, version, role.value, adapter=adapter, public=public)
     visibility = "private" if pushed.private else "public"
-    console.print(f"the {role.value} after {version} iterations is at {pushed.url} ({visibility})", highlight=False)
+    console.print(
+        f"the {role.value} after {counted(version, 'iteration')} is at {pushed.url} ({visibility})", highlight=False
+    )
 
 
 def _snapshot(run: Run, iteration: int | None, best: bool) -> int:
@@ -736,7 +779,7 @@ def _drive(config: RunConfig, take_over: bool = False, accept_changes: bool = Fa
     def stop(*_: object) -> None:
         """Handle a signal before the driver starts or after it ends. An `Exception` would be lost while a package is
         imported that catches it; `sys.stderr` refuses to print while it is interrupted."""
-        os.write(2, b"error: stopped as asked: repeat the command to continue\n")
+        os.write(2, b"error: stopped: repeat the command to continue\n")
         raise SystemExit(1)
 
     with on_signals(stop), progress(console):
@@ -760,7 +803,8 @@ def _drive(config: RunConfig, take_over: bool = False, accept_changes: bool = Fa
             ended.result()
     elsewhere = "" if config.run.store == DEFAULT_STORE else f" --store {config.run.store}"
     done = open_run(run_url(config.run.store, config.run.name)).state.iteration
-    reached = f"its {done} iterations" if done == config.iterations else f"{done} of {config.iterations} iterations"
+    total = counted(config.iterations, "iteration")
+    reached = f"its {total}" if done == config.iterations else f"{done} of {total}"
     console.print(
         f"run {config.run.name} has {reached}\n"
         f"  ratchet status {config.run.name}{elsewhere}    what each iteration did\n"
@@ -797,6 +841,8 @@ def _url(name: str, store: str) -> str:
         return name.rstrip("/")
     return f"file://{Path(name).resolve()}" if Path(name).is_dir() and "/" in name else run_url(store, name)
 
+
+whole_short_help(app)  # once all commands are there
 
 if __name__ == "__main__":
     main()

@@ -26,14 +26,16 @@ def convert(
         Path, typer.Argument(metavar="FILE", help="YAML settings, or a shell script that starts the program")
     ],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[SETTING ...]", help="more settings, as on its command line")
+        list[str] | None, typer.Argument(metavar="SETTING", help="more settings, as on its command line")
     ] = None,
     program: Annotated[Program, typer.Option("--from", help="the program whose settings they are")] = Program.verl,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="the config to write or replace; by default it is printed")
     ] = None,
 ) -> None:
-    """Convert the settings of verl, TRL or OpenRLHF into a config. Comments say what has no equal, and what is assumed.
+    """Convert the settings of verl, TRL or OpenRLHF into a config.
+
+    Comments say which settings have no counterpart, and what was assumed.
 
     A script is read, not run. Variables that it does not set have the values of this shell.
     """
@@ -49,4 +51,4 @@ def convert(
     try:
         conversion.config()
     except UserError as error:
-        raise UserError(f"{error}\nthe config is converted, but does not work before these lines are fixed") from None
+        raise UserError(f"{error}\nthe config is converted, but cannot be used until these lines are fixed") from None

@@ -33,6 +33,10 @@ class Display:
     shown: Shown
     format: str = ".4g"
 
+    def text(self, value: float) -> str:
+        """The value as it is shown; never as -0.00."""
+        return f"{value:z{self.format}}"
+
     @property
     def heading(self) -> str:
         """Heading of a curve."""
@@ -80,4 +84,4 @@ def shown_in(place: Shown) -> tuple[Display, ...]:
 def line(metrics: Mapping[str, float]) -> str:
     """The main metrics of an iteration, in one line, such as `critic/score/mean 0.346`."""
     shown = (display for display in shown_in(LINE) if display.name in metrics)
-    return "  ".join(f"{display.name} {metrics[display.name]:{display.format}}" for display in shown)
+    return "  ".join(f"{display.name} {display.text(metrics[display.name])}" for display in shown)

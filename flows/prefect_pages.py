@@ -156,7 +156,7 @@ def markdown(run: Run, iteration: int, metrics: Mapping[str, float]) -> str:
     place = f"{config.run.name} --store {config.run.store}"
     lines = [f"# {config.run.name}, iteration {iteration}", "", "| metric | value |", "|---|---|"]
     lines += [
-        f"| {display.name} | {metrics[display.name]:{display.format}} |"
+        f"| {display.name} | {display.text(metrics[display.name])} |"
         for display in shown_in(PAGES)
         if display.name in metrics
     ]

@@ -18,7 +18,7 @@ from rlhf.algorithms.reward_shaping import OverlongPenalty
 from rlhf.algorithms.rollout_correction import ImportanceWeights, Rejection, off_policy_metrics
 from rlhf.config import DynamicSamplingConfig, RewardTraining, RunConfig, SFTConfig, keys, models_in, parse_config
 from rlhf.config.counterparts import SOURCES, Counterpart, Source
-from rlhf.metrics import METRICS
+from rlhf.metrics import METRICS, timer
 from rlhf.schema import TRAJECTORY, Column
 from tasks.pipeline import STAGES, names_of
 from tasks.stage import RowsStage
@@ -41,7 +41,7 @@ tables, and errors about unknown keys quote them:
 
 ```console
 $ ratchet convert run_qwen3_8b_fsdp.sh -o run.yaml
-run.yaml: 41 keys; 8 settings have no equal (see the comments at its end)
+run.yaml: 41 keys; 8 settings have no counterpart: the comments at its end say why
 $ ratchet convert trl.yaml --from trl --num_processes 8 -o run.yaml
 $ ratchet convert train_ppo_ray.sh --from openrlhf -o run.yaml
 ```
@@ -49,7 +49,7 @@ $ ratchet convert train_ppo_ray.sh --from openrlhf -o run.yaml
 It takes a YAML file, or a shell script that starts the program; a script is read, not run. Variables that the script
 does not set have the values of this shell, and further settings may follow the file, as on the program's command line.
 Every line of the config says which setting it comes from. Defaults of the program that differ from ours are written
-out. Comments say what was assumed, and which settings have no equal. The number of iterations is computed from epochs
+out. Comments say what was assumed, and which settings have no counterpart. The number of iterations is computed from epochs
 if the data files can be read. Otherwise `train.epochs` is set; with dynamic sampling, which does not go by epochs, the
 config has no length, and is refused until you set `train.iterations`.
 
@@ -164,8 +164,8 @@ def _row(key: str, algorithm: type) -> str:
 
 
 def markdown(described: Callable[..., object]) -> str:
-    """A docstring as Markdown, with its formulas in dollar signs."""
-    text = inspect.getdoc(described) or ""
+    """A docstring as Markdown, with its formulas in dollar signs, without the arguments that only the code has."""
+    text = (inspect.getdoc(described) or "").split("\n\nArgs:\n")[0]
     text = re.sub(r"\.\. math::[ ]*\n?((?:[ ]*\S.*\n?)+)", _formula, text)
     text = re.sub(r":math:`([^`]+)`", lambda match: f"${_macros(match[1])}$", text)
     return text.replace("``", "`")
@@ -214,6 +214,16 @@ or as a curve of `ratchet ui` and `ratchet report`. `ratchet query RUN "select *
 |---|---|---|---|---|---|
 """
 
+STAGES_HEAD = """
+## Names of stages
+
+A stage has its name in the store, in tables of `ratchet query` and in messages; a short one in `ratchet status`
+and `ratchet ui`, where room is scarce; and verl's in `timing_s/`. `ratchet fork --at K:STAGE` takes any of them.
+
+| stage | short name | seconds that it computed |
+|---|---|---|
+"""
+
 
 def metrics() -> str:
     shown = {display.name: display.shown for display in CATALOGUE}
@@ -222,7 +232,8 @@ def metrics() -> str:
         places = ", ".join(str(place.name).lower() for place in shown.get(metric.name, ()))
         cells = (f"`{metric.name}`", metric.meaning, metric.unit, f"`{metric.stage}`", metric.only, places)
         rows.append(f"| {' | '.join(cells)} |\n")
-    return METRICS_HEAD + "".join(rows)
+    stages = [f"| `{stage.name}` | {stage.label} | `{timer(stage.name)}` |\n" for stage in STAGES]
+    return METRICS_HEAD + "".join(rows) + STAGES_HEAD + "".join(stages)
 
 
 COLUMNS_HEAD = """# Columns

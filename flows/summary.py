@@ -11,6 +11,7 @@ from rlhf.config import ModelConfig, RunConfig
 from rlhf.data.prompts import PromptDataset, encode
 from rlhf.engines.device_memory import gradients, resident
 from rlhf.environments.policy_tokenizer import policy_tokenizer
+from rlhf.errors import counted
 from rlhf.models import model_folder, parameter_count
 
 SHOWN = 300
@@ -29,7 +30,7 @@ def summary(config: RunConfig, iteration: int) -> list[str]:
         snapshots.
     """
     at = f"continues after {iteration} of" if iteration else "new,"
-    lines = [f"run {config.run.name} in {config.run.store}: {at} {config.train.iterations} iterations"]
+    lines = [f"run {config.run.name} in {config.run.store}: {at} {counted(config.iterations, 'iteration')}"]
     totals: dict[str, float] = {}
     for role, model in _models(config).items():
         parameters, place = parameter_count(model_folder(model)), _place(config, role)

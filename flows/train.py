@@ -24,7 +24,7 @@ from infra.progress import note
 from infra.runs import Run, open_run
 from infra.store.log import Fenced
 from rlhf.config import RunConfig
-from rlhf.errors import RatchetError
+from rlhf.errors import RatchetError, counted
 from tasks.changes import check_open_iteration
 from tasks.pipeline import dependencies
 from tasks.recording import noted, recorded
@@ -85,7 +85,8 @@ def drive(config: RunConfig, take_over: bool, accept_changes: bool = False) -> N
         scores = Run(driver.store).deciding_scores()
         while (k := driver.state.iteration) < config.iterations:
             if config.ends_early(scores):
-                note(f"ends after {k} iterations: the last {config.validation.patience} validations were no better")
+                done, patience = counted(k, "iteration"), config.validation.patience
+                note(f"ends after {done}: the last {patience} validations were no better")
                 break
             with tagged(config.run.name):
                 metrics = _iteration(config, k)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,12 +18,12 @@ from flows.metrics import STATUS, shown_in
 from flows.terminal import visible
 from infra.execution import heartbeat
 from infra.execution.claims import run_url
-from infra.query import answer, isolated
+from infra.query import answer, isolated, reason
 from infra.runs import Run, open_run
 from infra.store.run_store import VALIDATE
 from rlhf.agents.transcripts import transcript
 from rlhf.config import RunConfig, parse_config
-from rlhf.errors import UserError
+from rlhf.errors import UserError, counted
 from rlhf.schema import TRAJECTORY
 from rlhf.validation import means, sums
 
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
 def status(console: Console, run: Run, last: int) -> None:
     """Print the stages and metrics of the `last` iterations, and who drives the run."""
     if run.is_fit:
-        title = f"{run.store.url.rpartition('/')[2]}: a fit, {run.state.iteration} rounds"
+        title = f"{run.store.url.rpartition('/')[2]}: a fit, {counted(run.state.iteration, 'round')}"
         if run.state.iteration == 0:
             console.print(title)
         else:
@@ -46,7 +48,13 @@ def status(console: Console, run: Run, last: int) -> None:
     else:
         _status(console, run, last)
     beat = heartbeat.is_alive(run.store.objects, console.print)
-    console.print(f"driven by pid {beat.pid} on {beat.host}" if beat is not None else "no driver is at work")
+    if beat is not None:
+        console.print(f"driven by pid {beat.pid} on {beat.host}")
+        return
+    last_beat = heartbeat.read(run.store.objects)
+    failure = None if last_beat is None else last_beat.failure
+    why = "" if failure is None else f"; the last one failed: {visible(failure)}"
+    console.print(f"no driver is at work{why}", highlight=False)
 
 
 def _status(console: Console, run: Run, last: int) -> None:
@@ -55,23 +63,30 @@ def _status(console: Console, run: Run, last: int) -> None:
     state, config = run.state, run.config
     first = max(0, state.iteration - last)
     stages = stages_of(config)
-    done = f"{state.iteration} of {config.iterations} iterations"
+    done = f"{state.iteration} of {counted(config.iterations, 'iteration')}"
     table = Table(title=f"{config.run.name}: {done}", box=box.SIMPLE_HEAD)
     table.add_column("it", justify="right")
     for stage in stages:
-        table.add_column(stage.label, justify="center")
+        table.add_column(stage.label, justify="center", overflow="fold")
+    unknown = False
     for iteration in range(first, max([state.iteration, *state.ahead]) + 1):
         progress = run.progress(iteration)
+        unknown |= any(text.endswith("/?") for text in progress.values())
         missing = "·" if iteration >= state.iteration else ""
         if progress or not missing:
             stages_done = [progress.get(stage.name, "" if stage.name == VALIDATE else missing) for stage in stages]
             table.add_row(str(iteration), *stages_done)
-    console.print(table, "✓ committed, – skipped, 2/4 shards committed, · missing", highlight=False)
+    legend = "✓ committed, – skipped, 2/4 shards committed, · missing"
+    if unknown:
+        legend += "; 13/?: the number of shards depends on the prompts of validation.data"
+    console.print(table, legend, highlight=False)
     metrics = run.metrics(last)
     shown = [display for display in shown_in(STATUS) if display.name in metrics]
-    numbers = Table("it", *(display.name for display in shown), box=box.SIMPLE_HEAD)
+    numbers = Table("it", box=box.SIMPLE_HEAD)
+    for display in shown:
+        numbers.add_column(display.name, overflow="fold")
     for row in metrics.to_dict("records"):
-        numbers.add_row(f"{row['iteration']:.0f}", *(f"{row[display.name]:{display.format}}" for display in shown))
+        numbers.add_row(f"{row['iteration']:.0f}", *(display.text(row[display.name]) for display in shown))
     if shown:
         console.print(numbers)
     snapshots = ", ".join(map(str, sorted(state.snapshots))) or "none"
@@ -87,18 +102,28 @@ def runs(console: Console, summaries: Sequence[RunSummary], store: str, format: 
     if not summaries:
         console.print(f"there are no runs in {store}")
         return
-    columns = ("run", "state", "iterations", "best validation", "age", "size")
-    rows(console, pd.DataFrame([_cells(summary) for summary in summaries], columns=columns), format)
+    columns = ("run", "state", "iterations", "age", "size", "best validation")
+    cells = [_cells(summary) for summary in summaries]
+    if format != "table":
+        problems = [summary.problem for summary in summaries]
+        rows(console, pd.DataFrame(cells, columns=columns).assign(problem=problems), format)
+        return
+    table = Table()
+    for name in columns:  # only the last one wraps, whose metric may have a long name
+        table.add_column(name, overflow="fold", no_wrap=name in columns[1:-1])
+    for texts in cells:
+        table.add_row(*map(visible, texts))
+    console.print(table)
     for summary in summaries:
         if summary.problem:
-            console.print(f"{summary.name} is damaged: {visible(summary.problem)}", highlight=False)
+            console.print(f"{summary.name}: {summary.state}: {visible(summary.problem)}", highlight=False)
 
 
 def _cells(summary: RunSummary) -> tuple[str, ...]:
     of = "" if summary.iterations is None else f"/{summary.iterations}"
-    best = "" if summary.best_validation is None else "{} {:.3f}".format(*summary.best_validation)
+    best = "" if summary.best_validation is None else "{1:.3f} {0}".format(*summary.best_validation)
     age = "" if math.isinf(summary.age_s) else _age(summary.age_s)
-    return summary.name, summary.state, f"{summary.iteration}{of}", best, age, filesize.decimal(summary.bytes)
+    return summary.name, summary.state, f"{summary.iteration}{of}", age, filesize.decimal(summary.bytes), best
 
 
 def _age(seconds: float) -> str:
@@ -139,15 +164,18 @@ def show(
             f"--columns: there is no column {missing[0]}; the columns are {', '.join(trajectories.columns)}"
         )
     quoted = ", ".join(f'"{name}"' for name in names)
-    query = f"select {quoted} from trajectories {f'where ({where})' if where else ''} limit {limit}"
+    condition = f"where ({where})" if where else ""
+    query = f"select {quoted} from trajectories {condition} limit {limit}"
     connection = isolated()
     connection.register("trajectories", trajectories)
     try:
         matching = answer(connection, query)
+        count = int(answer(connection, f"select count(*) as n from trajectories {condition}")["n"][0])
     except duckdb.Error as error:
-        raise UserError(f"--where {where!r}: {str(error).splitlines()[0]}") from None
-    title = f"{run.config.run.name}, iteration {chosen}: {len(matching)} of {len(trajectories)} trajectories"
-    rows(console, matching, format, title)
+        raise UserError(f"--where {where!r}: {reason(error)}") from None
+    among = f"{count} that match, of {len(trajectories)}" if where else f"{count} trajectories"
+    which = f"the first {len(matching)} of {among}" if len(matching) < count else among
+    rows(console, matching, format, f"{run.config.run.name}, iteration {chosen}: {which}")
 
 
 def rows(console: Console, frame: pd.DataFrame, format: str, title: str | None = None) -> None:
@@ -178,7 +206,7 @@ def findings(console: Console, all_findings: Sequence[Finding]) -> None:
 
 
 def compare_scores(console: Console, old: Run, new: Run) -> None:
-    """Print the scores of two runs for the same trajectories, by iteration."""
+    """Print the scores of two runs for the same trajectories, by iteration, and where the new ones are."""
     columns = ["trajectory_id", "score"]
     iterations = range(new.state.iteration)
     both = old.trajectories(iterations, columns).merge(
@@ -187,11 +215,17 @@ def compare_scores(console: Console, old: Run, new: Run) -> None:
     table = Table("it", "trajectories", "old mean", "new mean", "changed", "correlation", box=box.SIMPLE_HEAD)
     for iteration, group in [*both.groupby("iteration"), ("all", both)]:
         before, after = group["score_old"], group["score_new"]
-        related = before.corr(after) if before.nunique() > 1 and after.nunique() > 1 else float("nan")
-        changed = (before != after).mean()
-        numbers = (f"{before.mean():.3f}", f"{after.mean():.3f}", f"{changed:.1%}", f"{related:.2f}")
+        related = before.corr(after) if before.nunique() > 1 and after.nunique() > 1 else None
+        correlation = "–" if related is None else f"{related:z.2f}"
+        numbers = (f"{before.mean():z.3f}", f"{after.mean():z.3f}", f"{(before != after).mean():.1%}", correlation)
         table.add_row(str(iteration), str(len(group)), *numbers)
     console.print(table)
+    source, name = (run.store.url.rpartition("/")[2] for run in (old, new))
+    console.print(
+        f"{len(both)} trajectories of {source} are scored again: mean {both['score_old'].mean():z.3f} -> "
+        f"{both['score_new'].mean():z.3f}\nthe new scores are in the run {name}, {new.store.url}/trajectories/score",
+        highlight=False,
+    )
 
 
 def plan(console: Console, run: Run, config: RunConfig, iteration: int | None, name: str) -> None:
@@ -217,6 +251,16 @@ def plan(console: Console, run: Run, config: RunConfig, iteration: int | None, n
         console.print(
             f"no stage stays; to keep earlier iterations, fork: `ratchet fork {name} --at {chosen} --run NEW …`"
         )
+
+
+def lineage(console: Console, origin: Origin, format: str) -> None:
+    """Print a lineage as JSON or as a tree: wrapped on a terminal, and with every line whole in a pipe or a file."""
+    if format == "json":
+        print(json.dumps(asdict(origin), ensure_ascii=False))
+    elif console.is_terminal:
+        console.print(tree(origin), soft_wrap=False)
+    else:
+        Console(width=1_000_000, file=console.file).print(tree(origin))
 
 
 def tree(origin: Origin) -> Tree:

@@ -69,14 +69,14 @@ def fork(
         Corrupt: the parent's log is damaged.
     """
     if RunLog(child).read().slot >= 0:
-        raise UserError(f"there is a run at {child.url} already: choose another name (--run)")
+        raise UserError(f"a run exists at {child.url} already: choose another name (--run)")
     parent.log.check_end()
     state = state_before(parent, iteration, stages)
     if state.snapshots:  # register, then check the log: a driver that expires it commits, then reads registrations
         _register(parent, child, at, state)
         if not parent.log.read().snapshots.keys() >= state.snapshots.keys():
             _unregister(parent, child, state)
-            raise RatchetError("a driver expired the fork's snapshot at this very moment: fork again")
+            raise RatchetError("the run's driver has just deleted the snapshot that the fork needs: repeat the command")
     claim = parent.state.claim
     assert claim is not None, "a run that can be read was claimed"
     name, store = name_of(parent.objects.url, child.url), RunStore(child)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from infra.runs import ADAPTER_CONFIG, Run
-from rlhf.errors import RatchetError, UserError, in_one_line
+from rlhf.errors import RatchetError, UserError, counted, in_one_line
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", ADAPTER_CONFIG)
 """Files of a repository that a push deletes if it does not replace them: they would be loaded with the new ones."""
@@ -73,7 +73,7 @@ def push(
             hub.upload_folder(
                 repo_id=url.repo_id,
                 folder_path=folder,
-                commit_message=f"{role} after {version} iterations of {name}",
+                commit_message=f"{role} after {counted(version, 'iteration')} of {name}",
                 delete_patterns=list(WEIGHTS),
             )
     return Pushed(str(url), private)

@@ -13,10 +13,10 @@ import fsspec
 
 from infra.execution import heartbeat
 from infra.execution.claims import run_url
-from infra.runs import Run
+from infra.runs import Run, run_names
 from infra.store.log import Corrupt
 from infra.store.object_store import ObjectStore
-from infra.store.records import ObjectRef, StageCommit
+from infra.store.records import Fork, ObjectRef, StageCommit
 from infra.store.run_store import VALIDATE, RunStore
 from rlhf.errors import UserError
 from rlhf.metrics import VALIDATION, current, validation_scores
@@ -26,9 +26,10 @@ READERS = 16
 FRESH_S = 60.0
 """A driver on another host counts as alive while its heartbeat is younger."""
 
-State = Literal["running", "stopped", "finished", "ended early", "fit", "damaged"]
-"""`ended early`: by `validation.patience`; `fit`: an SFT or a reward model, running or not; `damaged`: the log, an
-index or a validation cannot be read."""
+State = Literal["not started", "running", "stopped", "failed", "finished", "ended early", "fit", "damaged"]
+"""`not started`: a fork that no driver has claimed; `failed`: an error ended the newest driver; `stopped`: it was asked
+to stop, or killed; `ended early`: by `validation.patience`; `fit`: an SFT or a reward model, running or not; `damaged`:
+the log, an index or a validation cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class RunSummary:
     bytes: int
     """Size of all files in the run's folder. A fork's folder lacks what it shares with its parent."""
     problem: str = ""
-    """If the run is damaged: what is wrong."""
+    """If the run is damaged, has failed or has not started: why, in one line."""
 
 
 def runs_of(store_url: str) -> list[RunSummary]:
@@ -74,29 +75,6 @@ def runs_of(store_url: str) -> list[RunSummary]:
         return sorted((summary for summary in summaries if summary is not None), key=lambda summary: summary.age_s)
 
 
-def run_names(store_url: str) -> list[str]:
-    """Name the folders of a store, which are its runs and perhaps others.
-
-    Args:
-        store_url: the folder of runs.
-
-    Returns:
-        The names, sorted. Empty if the store does not exist.
-
-    Raises:
-        UserError: fsspec does not support the protocol, or the store refuses access.
-        StoreUnavailable: the store does not answer.
-    """
-    objects = ObjectStore(store_url)
-    fs, root = fsspec.core.url_to_fs(store_url, use_listings_cache=False)
-    try:
-        entries = objects.retry("list its runs", lambda: fs.ls(root.rstrip("/"), detail=True))
-    except FileNotFoundError:
-        return []
-    folders = (entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory")
-    return sorted(name for name in folders if not name.startswith("."))
-
-
 def _summary(store_url: str, name: str) -> RunSummary | None:
     """The summary of a run; None if the folder holds no run."""
     url = run_url(store_url, name)
@@ -116,7 +94,15 @@ def _summary(store_url: str, name: str) -> RunSummary | None:
         state = state_of(run, validated)
     except (Corrupt, UserError) as error:
         return RunSummary(name, url, "damaged", closed, iterations, None, age_s, size, str(error).splitlines()[0])
-    return RunSummary(name, url, state, closed, iterations, best, age_s, size)
+    return RunSummary(name, url, state, closed, iterations, best, age_s, size, _problem(run, state))
+
+
+def _problem(run: Run, state: State) -> str:
+    """Why a run of this state does not run."""
+    if state == "not started":
+        return "a fork; `ratchet resume` starts it"
+    beat = heartbeat.read(run.store.objects)
+    return beat.failure or "" if state == "failed" and beat is not None else ""
 
 
 def state_of(run: Run, metrics: Mapping[int, Mapping[str, float]]) -> State:
@@ -137,7 +123,13 @@ def state_of(run: Run, metrics: Mapping[int, Mapping[str, float]]) -> State:
     scores = validation_scores(metrics, config.validation.metric)
     if config.ends_early({iteration: value for iteration, (_, value) in scores.items() if iteration < closed}):
         return "ended early"
-    return "running" if is_driven(run.store.objects) else "stopped"
+    objects = run.store.objects
+    if is_driven(objects):
+        return "running"
+    beat = heartbeat.read(objects)
+    if beat is None and run.state.slot == 0 and isinstance(run.store.log.record(0).commits[0], Fork):
+        return "not started"
+    return "failed" if beat is not None and beat.failure is not None else "stopped"
 
 
 def is_driven(objects: ObjectStore) -> bool:

@@ -5,22 +5,26 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import yaml
+from pydantic import BaseModel
 
 from infra.store.manifest import Checkpoint
 from infra.store.records import Claim, StageCommit
 from infra.store.run_store import UPDATE_ACTOR
 from rlhf.algorithms import KLPenalty
-from rlhf.config import ModelConfig, RunConfig, stored_config
+from rlhf.config import ModelConfig, RewardTraining, RunConfig, SFTConfig, stored_config
 from rlhf.config.published import published, published_text
-from rlhf.models import base_models, hub_name
+from rlhf.errors import counted
+from rlhf.models import base_models, hub_name, load_tokenizer
 
 if TYPE_CHECKING:
     from infra.runs import Run
 
+MEASURED = ("sft/", "reward/", "val/")
+"""How metrics of a fit begin that tell how good its model is."""
 PACKAGES = {"ratchet-rlhf": "Ratchet", "torch": "torch", "transformers": "transformers"}
 WHAT = {
     "actor": "policy",
@@ -61,7 +65,7 @@ def model_card(run: Run, checkpoint: Checkpoint, *, adapter: bool) -> str:
         pipeline_tag="token-classification" if role == "critic" else "text-generation",
         tags=["reinforcement-learning", *_algorithms(config), *(["lora"] if model.lora else []), "ratchet"],
     )
-    iterations = "1 iteration" if version == 1 else f"{version} iterations"
+    iterations = counted(version, "iteration")
     body = f"""# {_code(name)}
 
 This is the {WHAT[role]} of the run {_code(name)} after {iterations} of reinforcement learning with Ratchet. It
@@ -75,13 +79,61 @@ started from {_model(model)}.
 
 ## Use
 
-{_usage(model, role, adapter=adapter)}
+{_usage(run.config, role, adapter=adapter)}
 
 ## Origin
 
 {_origin(name, checkpoint)}
 
 Trained with {_packages(claim)}.
+
+<details>
+<summary>Config</summary>
+
+Secrets and local folders are left out.
+
+{_config(config)}
+
+</details>
+"""
+    return str(ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{body}"))
+
+
+def fit_card(config: SFTConfig | RewardTraining, metrics: Mapping[str, float]) -> str:
+    """Write the card of a fit's model, with the same care as `model_card`.
+
+    Args:
+        config: the fit's config.
+        metrics: those of its last round.
+
+    Returns:
+        Markdown with YAML metadata.
+    """
+    from huggingface_hub import ModelCard, ModelCardData
+
+    is_policy = isinstance(config, SFTConfig)
+    auto = "AutoModelForCausalLM" if is_policy else "AutoModelForSequenceClassification"
+    what = "supervised fine-tuning" if is_policy else "training a reward model on preferences (Bradley-Terry)"
+    metadata = ModelCardData(
+        base_model=base_models(config.model) or None,
+        datasets=list(dict.fromkeys(_HUB_DATASET.findall(config.data))) or None,
+        library_name="transformers",
+        pipeline_tag="text-generation" if is_policy else "text-classification",
+        tags=["sft" if is_policy else "reward-model", "ratchet"],
+    )
+    facts = [("trained on", _data(config.data)), ("largest learning rate", f"{config.lr:g}")]
+    rows = [(_code(name), f"{value:.4g}") for name, value in metrics.items() if name.startswith(MEASURED)]
+    loads = [f"model = {auto}.from_pretrained(path)", "tokenizer = AutoTokenizer.from_pretrained(path)"]
+    usage = "\n".join([f"from transformers import {auto}, AutoTokenizer", "", PATH, *loads])
+    body = f"""# {_code(config.run.name)}
+
+This model is the result of {what} with Ratchet. It started from {_model(config.model)}.
+
+{_table(("", ""), [*facts, *rows])}
+
+## Use
+
+{_block(usage, "python")}
 
 <details>
 <summary>Config</summary>
@@ -110,13 +162,13 @@ def _algorithms(config: RunConfig) -> list[str]:
 
 def _facts(config: RunConfig, model: ModelConfig, *, adapter: bool) -> Iterable[tuple[str, str]]:
     data, rollout = config.data, config.rollout
-    responses = f"{rollout.n} responses of at most {rollout.max_response_tokens} tokens"
+    responses = f"{counted(rollout.n, 'response')} of at most {rollout.max_response_tokens} tokens"
     yield "advantage estimator", _code(config.algorithm.advantage.type)
     yield "policy loss", _code(config.algorithm.loss.type)
     yield "KL to the reference", _kl(config.algorithm.kl)
     yield "reward", _reward(config)
-    yield "prompts", ", ".join(map(_data, data.train))
-    yield "iteration", f"{data.prompts_per_iteration} prompts × {responses}"
+    yield "trained on the prompts of", ", ".join(map(_data, data.train))
+    yield "each iteration", f"{counted(data.prompts_per_iteration, 'prompt')} × {responses}"
     if model.lora is not None:
         yield "LoRA", f"rank {model.lora.r}, {'not merged' if adapter else 'merged into the weights'}"
 
@@ -166,7 +218,9 @@ def _validation(run: Run, config: RunConfig, checkpoint: Checkpoint, iterations:
     return of_whom + _table(("metric", "before training", f"after {iterations}"), rows)
 
 
-def _usage(model: ModelConfig, role: str, *, adapter: bool) -> str:
+def _usage(config: RunConfig, role: str, *, adapter: bool) -> str:
+    """Code that loads the folder, and that lets a policy answer."""
+    model = config.model_of(role)
     auto = "AutoModelForTokenClassification" if role == "critic" else "AutoModelForCausalLM"
     imports = [f"from transformers import {auto}, AutoTokenizer"]
     loads = [f"model = {auto}.from_pretrained(path)"]
@@ -175,8 +229,34 @@ def _usage(model: ModelConfig, role: str, *, adapter: bool) -> str:
         base = json.dumps(published_text(model.path), ensure_ascii=False)
         labels = ", num_labels=1" if role == "critic" else ""
         loads = [f"base = {auto}.from_pretrained({base}{labels})", "model = PeftModel.from_pretrained(base, path)"]
-    path = 'path = "."  # this folder, or its name on the hub'
-    return _block("\n".join([*imports, "", path, *loads, "tokenizer = AutoTokenizer.from_pretrained(path)"]), "python")
+    lines = [*imports, "", PATH, *loads, "tokenizer = AutoTokenizer.from_pretrained(path)"]
+    if role != "critic":
+        lines += ["", *_answer(config)]
+    return _block("\n".join(lines), "python")
+
+
+PATH = 'path = "."  # this folder, or its name on the hub'
+
+
+def _answer(config: RunConfig) -> list[str]:
+    """Code that samples an answer to a prompt that is rendered as in training."""
+    system = config.data.system_prompt
+    before = [] if system is None else [{"role": "system", "content": published_text(system)}]
+    messages = json.dumps([*before, {"role": "user", "content": "..."}], ensure_ascii=False)
+    if load_tokenizer(config.model).chat_template is None:
+        inputs = 'tokenizer("\\n".join(message["content"] for message in messages), return_tensors="pt")'
+    else:
+        inputs = (
+            "tokenizer.apply_chat_template(\n"
+            '    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"\n)'
+        )
+    limit = config.rollout.max_response_tokens
+    return [
+        f"messages = {messages}",
+        f"inputs = {inputs}",
+        f"answer = model.generate(**inputs, do_sample=True, top_k=0, max_new_tokens={limit})",
+        'print(tokenizer.decode(answer[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
+    ]
 
 
 def _origin(name: str, checkpoint: Checkpoint) -> str:
@@ -194,7 +274,7 @@ def _packages(claim: Claim) -> str:
     return ", ".join(f"{shown} {claim.packages[name]}" for name, shown in PACKAGES.items() if name in claim.packages)
 
 
-def _config(config: RunConfig) -> str:
+def _config(config: BaseModel) -> str:
     tree = published(config.model_dump(mode="json"))
     return _block(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120).rstrip(), "yaml")
 

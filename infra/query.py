@@ -46,16 +46,27 @@ def query(runs: Run | Sequence[Run], sql: str) -> pd.DataFrame:
         The result.
 
     Raises:
-        UserError: DuckDB rejects the query, or `sql` is not one statement.
+        UserError: DuckDB rejects the query, `sql` is not one statement, or `runs` is a name instead of a run.
         Corrupt: an index, a manifest or a metrics file is missing or damaged.
     """
+    if isinstance(runs, str):
+        raise UserError(f"query: {runs!r} is a text, not a run: query(open_run(URL), SQL) takes a run that is open")
     connection = connect(runs)
     try:
         return answer(connection, sql)
     except FAILURES as error:
         hint = "`ratchet verify` lists all damage; " if isinstance(error, UNREADABLE) else ""
+        if isinstance(error, duckdb.ParserException):
+            hint = "write SQL, such as `select iteration, score from trajectories`; "
         tables = f"tables are {', '.join(_tables(connection))}"
-        raise UserError(f"query: {str(error).splitlines()[0]}; {hint}{tables}") from None
+        raise UserError(f"query: {reason(error)}; {hint}{tables}") from None
+
+
+def reason(error: Exception) -> str:
+    """What DuckDB says is wrong, in one line, with the names that it suggests instead of an unknown one."""
+    first, *later = str(error).splitlines()
+    suggested = [line.strip() for line in later if line.startswith(("Candidate bindings:", "Did you mean"))]
+    return " ".join([first, *suggested]).replace("Candidate bindings:", "Nearest columns:")
 
 
 def answer(

@@ -6,20 +6,22 @@ import json
 import shutil
 from bisect import bisect
 from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import fsspec
 import pyarrow as pa
 
-from infra.execution.claims import is_fit
+from infra.execution.claims import is_fit, run_url
 from infra.progress import note
 from infra.store.log import Corrupt
 from infra.store.manifest import Checkpoint
 from infra.store.object_store import ObjectStore
 from infra.store.records import ObjectRef, RunState, StageCommit
 from infra.store.run_store import UPDATE_ACTOR, VALIDATE, RunStore
-from rlhf.config import RunConfig, stored_config
-from rlhf.errors import UserError
+from rlhf.config import RunConfig, RunSection, stored_config
+from rlhf.errors import RatchetError, UserError, counted
 from rlhf.metrics import current
 from rlhf.schema import TRAJECTORY
 
@@ -37,7 +39,10 @@ def open_run(url: str) -> Run:
     """Open a run for reading.
 
     Args:
-        url: the run's folder, such as ``s3://bucket/runs/countdown``.
+        url: the run's folder, such as ``s3://bucket/runs/countdown`` or ``./runs/countdown``.
+
+    Returns:
+        The run as it is now.
 
     Raises:
         UserError: there is no run.
@@ -45,8 +50,48 @@ def open_run(url: str) -> Run:
     """
     store = RunStore(ObjectStore(url))
     if store.log.read().slot < 0:
-        raise UserError(f"there is no run at {url}: check --store (or RATCHET_STORE) and the name")
+        raise no_run(url)
     return Run(store)
+
+
+def no_run(url: str) -> UserError:
+    """The error for a URL at which there is no run; it names the runs with the most similar names."""
+    parent, _, name = url.rstrip("/").rpartition("/")
+    store = parent or str(RunSection.model_fields["store"].default)
+    try:
+        near = get_close_matches(name, run_names(store), n=3)
+    except RatchetError:  # of a store that cannot be listed the user knows enough
+        near = []
+    if parent and near:
+        remedy = f"is it {' or '.join(near)}?"
+    elif parent:
+        remedy = f"check the name, and the store {parent} (--store or RATCHET_STORE), whose runs `ratchet ls` lists"
+    else:
+        remedy = f"give its folder, such as {' or '.join(run_url(store, candidate) for candidate in near or [name])}"
+    return UserError(f"there is no run at {url}: {remedy}")
+
+
+def run_names(store_url: str) -> list[str]:
+    """Name the folders of a store, which are its runs and perhaps others.
+
+    Args:
+        store_url: the folder of runs.
+
+    Returns:
+        The names, sorted. Empty if the store does not exist.
+
+    Raises:
+        UserError: fsspec does not support the protocol, or the store refuses access.
+        StoreUnavailable: the store does not answer.
+    """
+    objects = ObjectStore(store_url)
+    fs, root = fsspec.core.url_to_fs(store_url, use_listings_cache=False)
+    try:
+        entries = objects.retry("list its runs", lambda: fs.ls(root.rstrip("/"), detail=True))
+    except FileNotFoundError:
+        return []
+    folders = (entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory")
+    return sorted(name for name in folders if not name.startswith("."))
 
 
 def row_stages(state: RunState) -> list[str]:
@@ -71,6 +116,13 @@ class Run:
 
     def __init__(self, store: RunStore) -> None:
         self.store = store
+
+    def __repr__(self) -> str:
+        """The run's URL and how far it is, such as ``Run('file://./runs/countdown', 20 of 34 iterations)``."""
+        closed = self.state.iteration
+        if self.is_fit:
+            return f"Run({self.store.url!r}, a fit with {counted(closed, 'round')})"
+        return f"Run({self.store.url!r}, {closed} of {counted(self.config.iterations, 'iteration')})"
 
     @property
     def state(self) -> RunState:
@@ -97,14 +149,14 @@ class Run:
 
     def trajectories(
         self,
-        iterations: Iterable[int] | None = None,
+        iterations: int | Iterable[int] | None = None,
         columns: Sequence[str] | None = None,
         damaged: OnDamage = refuse,
     ) -> pd.DataFrame:
         """Committed trajectories, joined over the stages.
 
         Args:
-            iterations: None for all, including the open iteration.
+            iterations: one iteration or several; None for all, including the open iteration.
             columns: None for all.
             damaged: called with each error of a missing or damaged object.
 
@@ -113,14 +165,20 @@ class Run:
             that all stages of the chosen columns have committed.
 
         Raises:
-            UserError: an iteration is negative, or a column does not exist.
+            UserError: the run has no such iteration, or a column does not exist.
             Corrupt: an object is missing or damaged, unless `damaged` handles it.
         """
         import pandas as pd
 
-        chosen = list(range(self.state.iteration + 1) if iterations is None else iterations)
-        if chosen and min(chosen) < 0:
-            raise UserError(f"there is no iteration {min(chosen)}: iterations count from 0")
+        if iterations is None:
+            iterations = range(self.state.iteration + 1)
+        chosen = [iterations] if isinstance(iterations, int) else list(iterations)
+        last = max([self.state.iteration, *self.state.ahead])
+        if beyond := [iteration for iteration in chosen if not 0 <= iteration <= last]:
+            raise UserError(
+                f"there is no iteration {beyond[0]}: the run has iterations 0 to {last} "
+                f"({self.state.iteration} is open)"
+            )
         readable: list[tuple[RunState, dict[str, tuple[str, ...]]]] = []
         known = dict.fromkeys(column.name for column in TRAJECTORY.columns)
         for iteration in chosen:
@@ -148,6 +206,23 @@ class Run:
     def _columns(self, state: RunState) -> dict[str, tuple[str, ...]]:
         """The columns of the training trajectories that each stage has committed in an iteration."""
         return {name: self.store.columns_of(state, name) for name in row_stages(state) if name != VALIDATE}
+
+    def query(self, sql: str) -> pd.DataFrame:
+        """Run SQL over the run's committed data; `infra.query.query` describes the tables, and takes several runs.
+
+        Args:
+            sql: one statement.
+
+        Returns:
+            The result.
+
+        Raises:
+            UserError: DuckDB rejects the query, or `sql` is not one statement.
+            Corrupt: an index, a manifest or a metrics file is missing or damaged.
+        """
+        from infra.query import query
+
+        return query(self, sql)
 
     def validation(self) -> pd.DataFrame:
         """All committed validations.
@@ -333,7 +408,9 @@ class Run:
             )
         if version not in self.state.snapshots:
             versions = ", ".join(map(str, sorted(self.state.snapshots))) or "none"
-            raise UserError(f"there is no snapshot after {version} iterations; existing snapshots: {versions}")
+            raise UserError(
+                f"there is no snapshot after {counted(version, 'iteration')}; existing snapshots: {versions}"
+            )
         if role not in self.state.snapshots[version]:
             roles = ", ".join(self.state.snapshots[version])
             raise UserError(f"snapshot {version} has no {role}; it has: {roles}")

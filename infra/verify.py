@@ -11,13 +11,13 @@ from functools import partial
 
 from infra.execution.claims import run_json, run_json_is_readable
 from infra.progress import StepProgress, report
+from infra.runs import no_run
 from infra.store import answers
 from infra.store.chain import AT_ONCE, Broken, Chain, last_slot
 from infra.store.log import TAIL, Corrupt
 from infra.store.records import ObjectRef
 from infra.store.run_store import RunStore
 from infra.vacuum import KEPT, Reached
-from rlhf.errors import UserError
 
 RANGE = 2**24
 """Bytes per read."""
@@ -54,7 +54,7 @@ def verify(store: RunStore) -> Iterator[Finding]:
     keys = store.objects.list("")
     last = last_slot(keys)
     if last < 0:
-        raise UserError(f"there is no run at {store.url}: check --store (or RATCHET_STORE) and the name")
+        raise no_run(store.url)
     with suppress(Corrupt):  # damage is reported below; this call only rejects unknown schema versions
         store.log.read()
     reached, is_whole = Reached(store), True

@@ -37,6 +37,11 @@ def raised(error: BaseException) -> str:
     return f"{type(error).__name__}: {in_one_line(error)}{where}"
 
 
+def counted(number: int, noun: str) -> str:
+    """A number with its noun, such as ``1 iteration`` or ``2 iterations``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def in_one_line(error: BaseException) -> str:
     """The message of an error without line breaks."""
     return " ".join(str(error).split())

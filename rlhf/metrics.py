@@ -211,7 +211,12 @@ METRICS = (
     ),
     Metric("timing_s/save_checkpoint", CLOSE, "time to take the snapshot", "seconds", "a snapshot is due"),
     Metric("timing_s/stages", CLOSE, "compute time of all stages", "seconds"),
-    Metric("timing_s/step", CLOSE, "time from the first stage's start to the last one's end", "seconds"),
+    Metric(
+        "timing_s/step",
+        CLOSE,
+        "time from the first stage's start to the last one's end, without pauses between drivers",
+        "seconds",
+    ),
     Metric("perf/time_per_step", CLOSE, "the same as `timing_s/step`", "seconds"),
     Metric(
         "perf/weight_sync_bytes",

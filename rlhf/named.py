@@ -35,12 +35,14 @@ def load_named(name: str, key: str, package: str, attributes: Sequence[str], bui
         module = _module(module_name)
         if not colon:
             attribute_name = next((known for known in attributes if hasattr(module, known)), attribute_name)
-        target = getattr(module, attribute_name)
+        target = getattr(module, attribute_name, None)
     except Exception as error:  # a user's module may raise anything when it is imported
         raise UserError(
             f"{key} {name}: {type(error).__name__}: {error}; name a built-in ({', '.join(built_in)}), "
             f"package.module:{attribute_name} or file.py:{attribute_name}"
         ) from None
+    if target is None:
+        raise UserError(f"{key} {name}: {module_name} has no {attribute_name}: name a function or a class that it has")
     if not callable(target):
         raise UserError(f"{key} {name} is not a function or a class")
     return target
@@ -61,7 +63,7 @@ def source_of(target: Any, key: str, name: str) -> str:
         return Path(inspect.getsourcefile(target) or "").read_text()
     except (OSError, TypeError):
         raise UserError(
-            f"{key} {name} has no Python source to take a digest of: wrap it in a Python function"
+            f"{key} {name} has no Python source, so changes to it would go unnoticed: wrap it in a Python function"
         ) from None
 
 

@@ -86,7 +86,7 @@ class StageConfig(BaseModel):
             config: the current config.
 
         Returns:
-            Lines such as ``config.actor.lr: 1e-05 -> 2e-05``.
+            Lines such as ``actor.lr: 1e-05 -> 2e-05``.
         """
         tree: dict[str, Any] = {}
         for path, value in then.items():
@@ -113,7 +113,7 @@ class StageConfig(BaseModel):
                 now = _value(config, group.section)
                 if before is not PydanticUndefined and (before is None) != (now is None):
                     states = ["null" if section is None else "set" for section in (before, now)]
-                    lines.append(f"config.{group.section}: {' -> '.join(states)}")
+                    lines.append(f"{group.section}: {' -> '.join(states)}")
         return lines
 
 
@@ -173,7 +173,7 @@ def _changes(path: str, before: JsonValue, now: Any) -> list[str]:
         return []
     comparable = isinstance(before, dict) and isinstance(now, BaseModel)
     if not comparable or before.get("type", after.get("type")) != after.get("type"):  # type: ignore[union-attr]
-        return [f"config.{path}: {_short(before)} -> {_short(after)}"]
+        return [f"{path}: {_short(before)} -> {_short(after)}"]
     lines: list[str] = []
     for name, field in type(now).model_fields.items():
         before_value = before.get(name, _json(field.get_default()))  # type: ignore[union-attr]

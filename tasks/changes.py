@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from infra.execution.driver import Driver
+from infra.execution.driver import Driver, Outside
 from infra.execution.executors import StageHandle
 from infra.store.manifest import Fingerprint, Manifest
 from infra.store.records import Ahead, RunState, Skip, Weights
 from infra.workers.worker import WEIGHTS_OF
 from rlhf.config import RunConfig, stored_config
-from rlhf.errors import UserError
+from rlhf.errors import UserError, counted
 from tasks.generate import GenerateSummary
 from tasks.pipeline import STAGES, names_of, stage_named
 from tasks.stage import ROUNDING, Stage, UpdateStage
@@ -76,11 +76,8 @@ def _digests_of_weights(driver: Driver, stage: Stage, iteration: int) -> str | l
 def changes_since(driver: Driver, stage: Stage, manifest: Manifest) -> list[str]:
     """Changes of code, data and config since a stage was committed, one description each."""
     then = manifest.fingerprint.parts
-    before = then.get("version", 1)
-    changes = [] if before == stage.version else [f"version: {before} -> {stage.version}"]
-    changes += _outside_changes(driver, stage, then)
-    changes += stage.config.differences(manifest.config, driver.config)
-    return changes
+    changes: list[str] = stage.config.differences(manifest.config, driver.config)
+    return changes + _outside_changes(driver, stage, then, changes) + _of_version(then.get("version", 1), stage)
 
 
 def input_changes(manifest: Manifest, config: RunConfig) -> list[str]:
@@ -89,13 +86,40 @@ def input_changes(manifest: Manifest, config: RunConfig) -> list[str]:
     return _of_inputs(then, set(stage_named(manifest.stage).input_names(names_of(config))))
 
 
-def _outside_changes(driver: Driver, stage: Stage, then: Mapping[str, Any]) -> list[str]:
-    before_and_after = ((source, then.get(source), driver.digest(source)) for source in stage.outside)
-    return [
-        f"{source}: {before or 'none'} -> {after or 'none'}"
-        for source, before, after in before_and_after
-        if before != after
-    ]
+NAMED_BY: Mapping[Outside, str] = {"reward": "reward.function", "environment": "rollout.environment.name"}
+"""Keys that name an input's code: under another name there is other code, which needs no further word."""
+
+
+def _outside_changes(driver: Driver, stage: Stage, then: Mapping[str, Any], of_config: Sequence[str]) -> list[str]:
+    renamed = {source for source, key in NAMED_BY.items() if any(change.startswith(key) for change in of_config)}
+    changed = (source for source in stage.outside if then.get(source) != driver.digest(source))
+    return [f"{_in_words(source, driver.config)} changed" for source in changed if source not in renamed]
+
+
+def _in_words(source: Outside, config: RunConfig) -> str:
+    """An outside input of stages, as a user knows it: by the key and the files that it comes from."""
+    reward, environment = config.reward, config.rollout.environment
+    match source:
+        case "dataset":
+            return f"the prompts in data.train ({', '.join(config.data.train)})"
+        case "validation":
+            return f"the prompts in validation.data ({config.validation.data or 'null'})"
+        case "reward":
+            names = [*reward.functions, *([reward.model.path] if reward.model is not None else [])]
+            return f"the code or model of the reward ({', '.join(names)})"
+        case "reward_model":
+            return f"the files of reward.model ({'null' if reward.model is None else reward.model.path})"
+        case "environment":
+            return f"the code of rollout.environment ({'null' if environment is None else environment.name})"
+        case "tokenizer":
+            return f"the tokenizer or chat template of model.path ({config.model.path})"
+
+
+OTHER_CODE = "Ratchet's code for this stage"
+
+
+def _of_version(before: int, stage: Stage) -> list[str]:
+    return [] if before == stage.version else [f"{OTHER_CODE} changed (version {before} -> {stage.version})"]
 
 
 def _of_inputs(then: set[str], now: set[str]) -> list[str]:
@@ -136,9 +160,8 @@ def changes_since_term(driver: Driver, stage: Stage, term: int) -> list[str]:
     changes: list[str] = stage.config.differences(stage.config.values(config), driver.config)
     changes += _of_inputs(set(stage.input_names(names_of(config))), set(stage.input_names(names_of(driver.config))))
     if claim.versions:  # claims of older releases do not have them
-        before = claim.versions.get(stage.name, stage.version)
-        changes += [] if before == stage.version else [f"version: {before} -> {stage.version}"]
-        changes += _outside_changes(driver, stage, claim.outside)
+        changes += _outside_changes(driver, stage, claim.outside, changes)
+        changes += _of_version(claim.versions.get(stage.name, stage.version), stage)
     return changes
 
 
@@ -152,9 +175,10 @@ def _check_staleness(driver: Driver, iteration: int, place: RunState | Ahead) ->
         lacks = iteration - oldest if number in place.assigned and oldest is not None else 0
         if lacks > allowed:
             raise UserError(
-                f"generate of iteration {iteration} is committed with weights that will lack {lacks} updates, but "
+                f"iteration {iteration} was generated with weights that will lag by {counted(lacks, 'update')}, but "
                 f"rollout.mode {driver.config.rollout.mode} allows {allowed}: raise rollout.max_staleness again, or "
-                f"discard it with `ratchet fork {driver.config.run.name} --at {driver.state.iteration} --run NEW`"
+                "discard the generations with "
+                f"`ratchet fork {driver.config.run.name} --at {driver.state.iteration} --run NEW`"
             )
 
 
@@ -174,7 +198,7 @@ def changed(driver: Driver, stage: str, iteration: int, changes: list[str]) -> U
     at = f"{iteration}:{stage}" if iteration <= opened else f"{opened}:update_actor"
     run = driver.store.url.rpartition("/")[2]  # for a fork, the name of its parent
     reason, remedy = "what it depends on has changed", "undo the change to continue, or start"
-    if any(change.startswith("version: ") for change in changes):
+    if any(change.startswith(OTHER_CODE) for change in changes):
         reason, remedy = "an older release computed it differently", "start"
     return UserError(
         f"{stage} of iteration {iteration} is committed, but {reason} ({'; '.join(changes)}): {remedy} from here "

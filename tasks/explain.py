@@ -9,7 +9,7 @@ from infra.runs import Run
 from infra.store.log import RunLog
 from infra.store.manifest import Manifest
 from infra.store.records import Claim, Skip, Weights
-from rlhf.errors import UserError
+from rlhf.errors import UserError, counted
 from tasks.pipeline import update_of
 
 
@@ -48,7 +48,7 @@ def explain(run: Run, version: int, role: str = "actor") -> Origin:
     if not 0 <= version <= newest.version:
         raise UserError(f"the {role} has versions 0 to {newest.version}; there is no version {version}")
     return Origin(
-        f"{role} after {version} iterations",
+        f"{role} after {counted(version, 'iteration')}",
         (f"digest {_weights(run, role, version).digest}", _snapshot(run, role, version)),
         tuple(_updates(run, role, version)),
     )

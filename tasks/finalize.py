@@ -6,9 +6,11 @@ A snapshot in the background has its own record, which follows.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 from infra.execution.driver import Driver
 from infra.progress import IterationClosed, note, report
+from infra.store.manifest import Manifest
 from infra.store.records import Commit
 from infra.store.run_store import RunStore
 from rlhf.metrics import current, names, timer
@@ -70,9 +72,7 @@ def iteration_metrics(driver: Driver, iteration: int) -> dict[str, float]:
         metrics |= current(manifest.metrics)
         metrics[timer(name)] = manifest.seconds
     computing = metrics["timing_s/stages"] = sum(manifest.seconds for manifest in manifests.values())
-    elapsed = max((manifest.ended for manifest in manifests.values()), default=0.0) - min(
-        (manifest.began for manifest in manifests.values()), default=0.0
-    )
+    elapsed = _elapsed(manifests.values())
     metrics |= {"timing_s/step": elapsed, "perf/time_per_step": elapsed}
     if "perf/response_tokens" in metrics:
         tokens = metrics["perf/prompt_tokens"] + metrics["perf/response_tokens"]
@@ -80,3 +80,11 @@ def iteration_metrics(driver: Driver, iteration: int) -> dict[str, float]:
         metrics["perf/throughput"] = tokens / max(elapsed, 1e-9) / driver.config.devices
         metrics["perf/response_tokens_per_s"] = metrics["perf/response_tokens"] / max(computing, 1e-9)
     return metrics
+
+
+def _elapsed(manifests: Iterable[Manifest]) -> float:
+    """Seconds from the start of the first stage to the end of the last. Pauses between drivers do not count."""
+    spans: dict[int, list[float]] = {}
+    for manifest in manifests:  # an attempt begins and ends with one driver
+        spans.setdefault(manifest.term, []).extend((manifest.began, manifest.ended))
+    return sum(max(times) - min(times) for times in spans.values())

@@ -5,15 +5,17 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from infra.execution.fitting import Fitting
+from infra.model_card import fit_card
 from infra.progress import StepProgress, report
+from infra.runs import CARD
 from rlhf.algorithms.objectives import Objective
 from rlhf.batch import TrajectoryBatch
-from rlhf.config import FitConfig, LRScheduleConfig
+from rlhf.config import LRScheduleConfig, RewardTraining, SFTConfig
 from rlhf.engines.base import OptimizerPlan
 from rlhf.engines.learning_rate import learning_rate
 from rlhf.engines.model_engine import ModelEngine, float32_model
@@ -26,7 +28,7 @@ from tasks.recording import recorded_task
 class Fit:
     """A model and the examples to fit it to."""
 
-    config: FitConfig
+    config: SFTConfig | RewardTraining
     engine: ModelEngine
     objective: Objective
     examples: TrajectoryBatch
@@ -48,8 +50,9 @@ def fit(fitting: Fitting, job: Fit) -> dict[str, float]:
     metrics: dict[str, float] = {}
     while job.engine.steps < job.steps:
         metrics = one_round(fitting.round)
-    _write(job)
-    return metrics or _last_metrics(fitting)
+    metrics = metrics or _last_metrics(fitting)
+    _write(job, metrics)
+    return metrics
 
 
 def _round(fitting: Fitting, job: Fit) -> dict[str, float]:
@@ -88,13 +91,14 @@ def _round(fitting: Fitting, job: Fit) -> dict[str, float]:
     return metrics
 
 
-def _write(job: Fit) -> None:
-    """Write the model's folder. Each file is written whole and replaces an older one atomically."""
+def _write(job: Fit, metrics: Mapping[str, float]) -> None:
+    """Write the model's folder, with a model card. Each file is written whole and replaces an older one atomically."""
     output = Path(job.config.output)
     with tempfile.TemporaryDirectory(dir=output, prefix=".") as name:
         folder = Path(name)
         save(float32_model(job.engine), folder)
         save_tokenizer(job.config.model, folder)
+        (folder / CARD).write_text(fit_card(job.config, metrics), encoding="utf-8")
         for path in sorted(folder.iterdir()):
             if (target := output / path.name).is_dir():
                 shutil.rmtree(target)

@@ -11,6 +11,7 @@ from typing import TypeVar
 from infra.execution.driver import Dependencies
 from rlhf.config import RunConfig
 from rlhf.errors import UserError
+from rlhf.metrics import timer
 from tasks.advantages import ADVANTAGES
 from tasks.averages import UPDATE_EMA, UPDATE_REFERENCE
 from tasks.filter_groups import FILTER_GROUPS
@@ -59,6 +60,13 @@ def stage_named(name: str) -> Stage:
         f"the open iteration has a committed stage {name}, which tasks/pipeline.py does not list: "
         "add it again, or continue with the installation that computed it"
     )
+
+
+def stage_called(name: str) -> Stage | None:
+    """The stage with one of the three names that people meet: in the store, in a column of `ratchet status`, or in
+    `timing_s/`."""
+    names = ((stage, (stage.name, stage.label, timer(stage.name).removeprefix("timing_s/"))) for stage in STAGES)
+    return next((stage for stage, known in names if name in known), None)
 
 
 def stages_of(config: RunConfig) -> tuple[Stage, ...]:

@@ -14,7 +14,7 @@ from infra.store.records import Skip, StageCommit
 from rlhf.config import RunConfig
 from rlhf.errors import UserError
 from tasks.changes import changes_since, check_unchanged, input_changes
-from tasks.pipeline import STAGES, names_of, stages_of
+from tasks.pipeline import STAGES, names_of, stage_called, stages_of
 from tasks.stage import UpdateStage
 from tasks.validate import VALIDATE
 
@@ -84,8 +84,8 @@ def fork_run(run: Run, config: RunConfig, iteration: int, stage: str | None) -> 
         run: The parent.
         config: Config of the fork.
         iteration: The iteration in which the fork begins; it shares all earlier ones.
-        stage: The first stage of that iteration that the fork computes itself, together with the stages that depend
-            on it; the other stages are shared. None: it shares no stage of that iteration.
+        stage: The first stage of that iteration that the fork computes itself, by any of its names, together with the
+            stages that depend on it; the other stages are shared. None: it shares no stage of that iteration.
 
     Raises:
         UserError: if the run has not reached the point, or a shared stage is not valid under the config.
@@ -98,8 +98,9 @@ def fork_run(run: Run, config: RunConfig, iteration: int, stage: str | None) -> 
     shared: list[str] = []
     if stage is not None:
         names = [candidate.name for candidate in STAGES]
-        if stage not in names:
+        if (called := stage_called(stage)) is None:
             raise UserError(f"--at {iteration}:{stage}: stages are {', '.join(names)}")
+        stage = called.name
         committed = run.store.iteration_state(iteration).stages
         recomputed = dependents(stage, config) | _misfits(run, config, iteration)
         shared = [name for name in names if name in committed and name not in recomputed]

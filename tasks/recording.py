@@ -95,7 +95,7 @@ def recorded(record: Callable[[], R], compute: Callable[[], R]) -> R:
     else:
         if not _Server.answers:
             _Server.answers = True
-            note("Prefect records again")
+            note("Prefect records the run again")
         return result
     finally:
         _ending.reset(token)
@@ -109,7 +109,7 @@ def _report_failure(error: BaseException, took_s: float) -> None:
     if _Server.answers:
         _Server.answers = False
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        note(f"Prefect does not record what follows, and the run continues without it: {why}")
+        note(f"the run continues without Prefect, which does not record what follows: {why}")
 
 
 def recorded_task(name: str, run_name: str | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:

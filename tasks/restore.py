@@ -220,7 +220,7 @@ def _report_mismatch(
         note(f"{message}; continuing")
     elif not driver.has_said_that_replays_differ:
         driver.has_said_that_replays_differ = True
-        note(f"{message}; continuing, and not saying so again")
+        note(f"{message}; continuing (later differences are not reported)")
 
 
 @dataclass(frozen=True)

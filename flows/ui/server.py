@@ -24,8 +24,8 @@ from flows.ui import browsing
 from flows.ui.documents import Decode, Filter, Metrics, RunView, Trajectory, decoder, run_view, scales_of, trajectory
 from flows.ui.page import STATIC, live_page, live_policy
 from infra.execution.claims import run_url
-from infra.listing import RunSummary, is_driven, run_names, runs_of
-from infra.runs import Run, open_run
+from infra.listing import RunSummary, is_driven, runs_of
+from infra.runs import Run, open_run, run_names
 from infra.store.log import Corrupt, slot_key
 from infra.store.records import sha256_of
 from rlhf.errors import RatchetError, UserError

@@ -47,7 +47,7 @@ from rlhf.environments import check_environment, environment_digest
 from rlhf.environments.calls import try_environment
 from rlhf.environments.dialogues import is_prefix_stable
 from rlhf.environments.policy_tokenizer import policy_tokenizer
-from rlhf.errors import UserError
+from rlhf.errors import UserError, counted
 from rlhf.models import (
     attention_heads,
     attention_of,
@@ -296,7 +296,8 @@ def with_iterations(config: RunConfig) -> RunConfig:
     environment = config.rollout.environment
     prompts = _size_of(config.model, config.data, None if environment is None else environment.model_dump_json())
     iterations = max(1, math.ceil(epochs * prompts / per_iteration))
-    note(f"train.epochs {epochs:g} of {prompts} prompts: {iterations} iterations of {per_iteration} prompts")
+    total = f"{counted(iterations, 'iteration')} of {counted(per_iteration, 'prompt')}"
+    note(f"train.epochs {epochs:g} of {counted(prompts, 'prompt')}: {total}")
     return config.with_values({"train.iterations": iterations, "train.epochs": None})
 
 
@@ -640,7 +641,8 @@ def _other_run(driver: Driver, claim: Claim, can_continue: bool) -> list[str]:
     run = config.run.name
     remedies = f"choose another run.name, or continue with the run's own settings (`ratchet resume {run}`)"
     return [
-        f"run {run} has {driver.state.iteration} iterations with other settings ({'; '.join(changed)}): {remedies}"
+        f"run {run} has {counted(driver.state.iteration, 'iteration')} with other settings ({'; '.join(changed)}): "
+        + remedies
         + (", or add --accept-changes" if can_continue else "")
     ]
 

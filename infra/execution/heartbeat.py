@@ -17,12 +17,12 @@ from pathlib import Path
 import psutil
 from pydantic import Field
 
-from infra.execution.stopping import Stopping
+from infra.execution.stopping import Stopped, Stopping
 from infra.store.clock import born, is_same
 from infra.store.log import TAIL, Deleted, RunLog, slot_key
 from infra.store.object_store import ObjectStore, StoreUnavailable
 from infra.store.records import Stored
-from rlhf.errors import RatchetError
+from rlhf.errors import RatchetError, in_one_line
 
 KEY = "log/heartbeat.json"
 INTERVAL_S = 5.0
@@ -39,6 +39,8 @@ class Beat(Stored):
     """See `clock.born`. Beats of older releases lack it, so their drivers seem dead; fencing keeps that safe."""
     count: int
     stopped: bool = False
+    failure: str | None = None
+    """The error that ended the driver, in one line; None while it drives, and if it finished or was asked to stop."""
 
 
 def stop_key(term: int) -> str:
@@ -49,10 +51,11 @@ def stop_key(term: int) -> str:
 @contextmanager
 def beating(log: RunLog, stopping: Stopping) -> Iterator[None]:
     """Beat during the `with` statement. Raises `Deleted` instead of an error that the run's deletion caused."""
-    beat = Heartbeat(log, stopping)
+    beat, failure = Heartbeat(log, stopping), None
     try:
         yield
     except Exception as error:
+        failure = None if isinstance(error, Stopped) else in_one_line(error) or type(error).__name__
         deleted = False
         with suppress(StoreUnavailable):
             deleted = not isinstance(error, StoreUnavailable | Deleted) and log.is_deleted()
@@ -60,7 +63,7 @@ def beating(log: RunLog, stopping: Stopping) -> Iterator[None]:
             raise Deleted.of(log.objects.url) from error
         raise
     finally:
-        beat.close()
+        beat.close(failure)
 
 
 class Heartbeat:
@@ -74,8 +77,8 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """End the thread, and mark the driver as stopped."""
+    def close(self, failure: str | None = None) -> None:
+        """End the thread, and mark the driver as stopped, by an error if there was one."""
         self._closed.set()
         self._thread.join(timeout=INTERVAL_S)
         with suppress(StoreUnavailable):  # without new beats the driver counts as dead anyway
@@ -84,7 +87,7 @@ class Heartbeat:
                 return
             current = read(self.objects)
             if current is None or current.term <= self.term:
-                self._beat(stopped=True)
+                self._beat(stopped=True, failure=failure)
                 self.objects.delete([stop_key(self.term)])
 
     def _delete_what_is_left(self) -> None:
@@ -118,7 +121,7 @@ class Heartbeat:
             except RatchetError:
                 continue  # one missed beat does no harm
 
-    def _beat(self, stopped: bool = False) -> None:
+    def _beat(self, stopped: bool = False, failure: str | None = None) -> None:
         self._count += 1
         process = psutil.Process()
         beat = Beat(
@@ -129,6 +132,7 @@ class Heartbeat:
             born=born(process),
             count=self._count,
             stopped=stopped,
+            failure=failure,
         )
         self.objects.put(KEY, beat.model_dump_json().encode())
 

@@ -21,6 +21,7 @@ from infra.store.run_store import RunStore
 from infra.workers.groups import WorkerGroups
 from infra.workers.worker import Worker
 from rlhf.config import CheckpointConfig, RunConfig
+from rlhf.errors import counted
 from rlhf.models import model_folder, parameter_count
 
 R = TypeVar("R")
@@ -88,7 +89,7 @@ class Snapshots:
             roles = self._in_all_roles(Worker.finish_save)
         durable = {role: ref for role, ref in roles.items() if ref is not None}
         if durable.keys() != roles.keys():
-            note(f"the snapshot after {version} iterations was lost with a worker; the next one replaces it")
+            note(f"the snapshot after {counted(version, 'iteration')} was lost with a worker; the next one replaces it")
             return []
         existing = self.store.state.snapshots
         kept = kept_snapshots([*existing, version], self.config.checkpoint) | self._best(existing)
@@ -131,13 +132,11 @@ def describe(config: RunConfig) -> str:
     """Say how large snapshots are, and how often they are taken."""
     checkpoint, sizes = config.checkpoint, _sizes(config)
     size = "snapshots" if sizes is None else f"snapshots of {filesize.decimal(sum(sizes))}"
-    if checkpoint.every == 1:
-        return f"{size} every iteration"
     if checkpoint.every is not None:
-        return f"{size} every {checkpoint.every} iterations"
+        return f"{size} every {'iteration' if checkpoint.every == 1 else f'{checkpoint.every} iterations'}"
     return (
-        f"{size} as often as {100 * checkpoint.max_share:g} % of the time allows, and at least every "
-        f"{checkpoint.max_replay} iterations"
+        f"{size} at least every {checkpoint.max_replay} iterations, more often if they take no more than "
+        f"{100 * checkpoint.max_share:g} % of the time"
     )
 
 

@@ -26,7 +26,7 @@ class Stopped(RatchetError):
     @classmethod
     def as_asked(cls, resume_command: str) -> Stopped:
         """The error of a requested stop, which names the command that resumes."""
-        return cls(f"stopped as asked; {resume_command} continues from the last commit")
+        return cls(f"stopped; {resume_command} continues from the last commit")
 
 
 class Stopping:
@@ -82,7 +82,7 @@ class Stopping:
             if asked == "at once":
                 self._abandon()
             if deadline is None:
-                note(f"stopping: finishing the current work (at most {GRACE_S:.0f} s)")
+                note(f"stopping after the current work, or in {GRACE_S:.0f} s")
                 deadline = time.monotonic() + GRACE_S
 
     def _abandon(self) -> None:

@@ -101,7 +101,8 @@ class Resources:
             if data.truncation == "drop":
                 kept = dataset.without_overlong(self.tokenizer, data.max_prompt_tokens, data.system_prompt)
                 left_out = len(dataset) - len(kept)
-                note(f"{left_out} of {len(dataset)} prompts are longer than data.max_prompt_tokens: left out")
+                if left_out:
+                    note(f"{left_out} of {len(dataset)} prompts are longer than data.max_prompt_tokens: left out")
                 dataset = kept
             self._datasets[key] = dataset
         return self._datasets[key]

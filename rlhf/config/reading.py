@@ -305,15 +305,19 @@ def models_in(annotation: Any) -> list[type[BaseModel]]:
 
 def _type_name(annotation: Any) -> str:
     origin, args = get_origin(annotation), get_args(annotation)
+    if annotation is Any:
+        return "any value"
     if origin is Literal:
-        return " or ".join(str(arg) for arg in args)
+        return " or ".join(yaml_text(arg) for arg in args)
     if annotation is type(None):
         return "null"
     if origin is tuple:
         return f"list of {_type_name(args[0])}"
+    if origin in (dict, Mapping):
+        return f"mapping of {'/'.join(_type_name(args[0]).split(' or '))} to {_type_name(args[1])}"
     if origin is not None and args:
-        names = [_type_name(arg) for arg in args if isinstance(arg, type) or get_origin(arg) is not None]
-        return " or ".join(names)
+        names = [_type_name(arg) for arg in args if isinstance(arg, type) or get_origin(arg) is not None or arg is Any]
+        return (", or " if any(" of " in name for name in names) else " or ").join(names)
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         tag = annotation.model_fields.get("type")
         return str(tag.get_default()) if tag is not None else "section"

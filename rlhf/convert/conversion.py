@@ -10,7 +10,7 @@ from pathlib import Path
 from rlhf.config import RunConfig, parse_config, yaml_text
 from rlhf.config.counterparts import Assumed, NoEqual, Settings, Value
 from rlhf.convert.reading import Given, read_settings
-from rlhf.errors import UserError
+from rlhf.errors import UserError, counted
 
 WIDTH = 120
 
@@ -32,7 +32,7 @@ class Conversion:
 
     lines: tuple[Line, ...]
     without_equal: tuple[str, ...]
-    """Settings without an equal, and why, one sentence each."""
+    """Settings without a counterpart, and why, one sentence each."""
     assumptions: tuple[str, ...]
     """What was assumed to read the file, one sentence each."""
     where: str
@@ -57,7 +57,9 @@ class Conversion:
     @property
     def summary(self) -> str:
         """How much was converted, in a sentence."""
-        return f"{len(self.lines)} keys; {len(self.without_equal)} settings have no equal (see the comments at its end)"
+        converted, others = counted(len(self.lines), "key"), len(self.without_equal)
+        without = "1 setting has" if others == 1 else f"{others} settings have"
+        return converted + (f"; {without} no counterpart: the comments at its end say why" if others else "")
 
     def config(self) -> RunConfig:
         """The config, validated.
@@ -68,12 +70,12 @@ class Conversion:
         return parse_config(self.tree, self.where)
 
     def text(self) -> str:
-        """The config as YAML, with comments on where each line comes from, what was assumed, and what has no equal."""
+        """The config as YAML; comments tell the origin of each line, what was assumed, and what has no counterpart."""
         comments = {line.key: line.comment for line in self.lines}
         parts = [f"# Converted from {_printable(self.where)} ({self.program}) by `ratchet convert`.\n"]
         parts += [_list("Assumed in reading the script:", self.assumptions)]
         parts += _sections(self.tree, comments, "")
-        parts += [_list(f"Settings of {self.program} without an equal here:", self.without_equal)]
+        parts += [_list(f"Settings of {self.program} without a counterpart here:", self.without_equal)]
         return "".join(parts)
 
 
@@ -112,7 +114,7 @@ def convert(path: Path, program: str, overrides: Sequence[str] = ()) -> Conversi
     if mistakes:
         raise UserError("\n".join(mistakes))
     used = {key for line in lines.values() for key in line.theirs}
-    without_equal = {key: reasons.get(key, "no equal is known") for key in given.settings if key not in used}
+    without_equal = {key: reasons.get(key, "no counterpart is known") for key in given.settings if key not in used}
     sections = list(RunConfig.model_fields)
     return Conversion(
         tuple(sorted(lines.values(), key=lambda line: sections.index(line.key.split(".")[0]))),

@@ -89,18 +89,18 @@ def check_environment(name: str, options: Mapping[str, Any]) -> None:
         options: `rollout.environment.options`.
 
     Raises:
-        UserError: the class cannot be loaded, cannot be made with the options, or lacks `stop`, `reset` or `step`.
+        UserError: the class cannot be loaded, cannot be created with the options, or lacks `stop`, `reset` or `step`.
     """
     make = load_environment(name)
     source_of(make, KEY, name)
     try:
         environment = make(**options)
     except Exception as error:
-        raise UserError(f"{KEY} {name} cannot be made with rollout.environment.options: {error}") from None
+        raise UserError(f"{KEY} {name} cannot be created with rollout.environment.options: {error}") from None
     stop = getattr(environment, "stop", None)
     texts = [] if isinstance(stop, str) or not isinstance(stop, Sequence) else stop
     if texts is not stop or not all(isinstance(text, str) and text for text in texts):
-        raise UserError(f'{KEY} {name} has no `stop`: the texts that end a turn, such as stop = ("</tool>",), or ()')
+        raise UserError(f'{KEY} {name} needs `stop`, the texts that end a turn, such as stop = ("</tool>",), or ()')
     for method in ("reset", "step"):
         if not callable(getattr(environment, method, None)):
             raise UserError(

@@ -36,7 +36,7 @@ def policy_tokenizer(model: ModelConfig, environment: EnvironmentConfig | None) 
     template = templates.get("tool_use", templates.get("default")) if isinstance(templates, dict) else templates
     if not template or "tools" not in template:
         raise UserError(
-            f"rollout.environment {environment.name} has tools, and the chat template of {model.path} does not "
+            f"rollout.environment {environment.name} has tools, but the chat template of {model.path} does not "
             "describe tools: set model.chat_template, or choose a model that was trained to call tools"
         )
     tokenizer.chat_template = f"{{%- set tools = {schemas!r} -%}}{template}"  # Jinja reads Python's literals

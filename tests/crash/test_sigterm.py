@@ -51,7 +51,7 @@ def test_sigterm(
 ) -> None:
     driver = processes.cli("train", config_file, faults=(SIGTERM_AT[moment],), setup=partial(grace, 120.0))
     assert driver.wait() == 1, driver.text
-    assert driver.text.splitlines()[-1].startswith("error: stopped as asked"), driver.text
+    assert driver.text.splitlines()[-1].startswith("error: stopped"), driver.text
     resume(config, config_file, processes, uninterrupted)
 
 

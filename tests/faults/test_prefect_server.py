@@ -116,7 +116,7 @@ def test_whatever_the_server_answers_the_run_computes_and_commits(
         driver = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert driver.returncode == 0, driver.stdout + driver.stderr
     assert sum(rule.struck for rule in rules) > 0
-    assert "Prefect does not record what follows, and the run continues without it" in driver.stdout
+    assert "the run continues without Prefect, which does not record what follows" in driver.stdout
     history = History.of(config)
     history.check_sound()
     assert history.state.iteration == 4
@@ -142,7 +142,7 @@ def test_a_driver_that_is_stopped_stops_though_prefect_is_not_told(
         driver.send_signal(signal.SIGTERM)
         said, _ = driver.communicate(timeout=600)
     assert driver.returncode == 1, said
-    assert "stopped as asked; `ratchet resume stopped` continues from the last commit" in said
+    assert "stopped; `ratchet resume stopped` continues from the last commit" in said
     history = History.of(config)
     history.check_sound(killed=True)
     assert history.state.iteration < 200

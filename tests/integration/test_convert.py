@@ -73,7 +73,7 @@ def test_every_script_of_verl_is_tested() -> None:
 def test_a_converted_script_runs(name: str, workspace: Path, tmp_path: Path, ratchet: Ratchet) -> None:  # noqa: F811
     code, out, _ = ratchet("convert", SCRIPTS / f"{name}.sh", *SETTINGS.get(name, ()), "-o", tmp_path / "run.yaml")
     assert code == 0
-    assert "settings have no equal" in out
+    assert "settings have no counterpart" in out
     config = tiny_version(load_config(tmp_path / "run.yaml"), workspace, tmp_path / "runs")
     train(config)
     run = open_run(f"{config.run.store}/{config.run.name}")

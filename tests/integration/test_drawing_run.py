@@ -63,7 +63,7 @@ def test_what_was_drawn_is_a_function_of_what_is_committed(workspace: Path, proc
     (processes.folder / "changed.yaml").write_text(yaml.safe_dump(settings))
     refused = processes.cli("train", processes.folder / "changed.yaml")
     assert refused.wait() == 2, refused.text
-    assert "config.data.curriculum.weight: 0.1 -> 0.5" in refused.text
+    assert "data.curriculum.weight: 0.1 -> 0.5" in refused.text
     resumed = processes.cli("resume", "crash", "--store", config.run.store)
     assert resumed.wait() == 0, resumed.text
     assert History.of(config).results == expected.results

@@ -262,9 +262,12 @@ def test_what_does_not_go_together_is_refused(changes: dict[str, Any], says: str
     ("environment", "says"),
     [
         ({"name": "nothing"}, "rollout.environment nothing: ModuleNotFoundError"),
-        ({"name": "tests.environments:Mute"}, "Mute has no `stop`: the texts that end a turn"),
+        ({"name": "tests.environments:Mute"}, "Mute needs `stop`, the texts that end a turn"),
         ({"name": "tests.environments:Deaf"}, "Deaf has no method step: it needs reset("),
-        ({"name": "calculator", "options": {"a": 1}}, "calculator cannot be made with rollout.environment.options: "),
+        (
+            {"name": "calculator", "options": {"a": 1}},
+            "calculator cannot be created with rollout.environment.options: ",
+        ),
         (
             {"name": "tests.environments:Structured"},
             "in reset (at reset, which is tried before the run starts); ground",

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
+from infra.runs import open_run
 from tests import tiny
 from tests.crash.test_two_drivers import wait_until
+from tests.hub_server import validated
 from tests.processes import Child, Fault, Processes
 
 ROWS = [{"prompt": f"say {number}", "response": "abc"[number % 3] * 5} for number in range(40)]
@@ -47,7 +50,7 @@ def same(one: Path, other: Path) -> bool:
 def test_stopped_killed_and_contested_it_comes_out_the_same(sft: Any, processes: Processes, s3: str) -> None:
     quiet = sft("quiet")
     assert quiet.wait() == 0, quiet.text
-    assert "Prefect does not record" not in quiet.text
+    assert "continues without Prefect" not in quiet.text
 
     slow = sft("slow", faults=(Fault("step", count=5, delay_s=3600.0),))
     wait_until(lambda: "waiting at" in slow.text)
@@ -62,7 +65,7 @@ def test_stopped_killed_and_contested_it_comes_out_the_same(sft: Any, processes:
     assert stopped.wait() == 0, stopped.text
     assert "slow has stopped; the command that started it continues from the last commit" in stopped.text
     assert slow.wait() == 1, slow.text
-    assert "stopped as asked; the same command continues" in slow.text
+    assert "stopped; the same command continues" in slow.text
     again = sft("slow")
     assert again.wait() == 0, again.text
     assert len(again.engine_calls) < 9, "what was committed is not computed again"
@@ -85,9 +88,7 @@ def test_ctrl_c_ends_it_at_once(sft: Any) -> None:
     wait_until(lambda: "waiting at" in child.text)
     child.signal(signal.SIGINT)
     assert child.wait() == 1, child.text
-    assert "stopped as asked; the same command continues from the last commit (uncommitted work is abandoned)" in (
-        child.text
-    )
+    assert "stopped; the same command continues from the last commit (uncommitted work is abandoned)" in (child.text)
 
 
 def test_adapters_are_merged_into_the_folder(sft: Any, processes: Processes, workspace: Path) -> None:
@@ -134,3 +135,16 @@ def test_examples_that_are_too_long_are_counted(sft: Any) -> None:
     child = sft("short", "max_tokens=11")
     assert child.wait() == 0, child.text
     assert "30 examples are longer than max_tokens 11: left out" in child.text
+
+
+def test_the_folder_has_a_model_card(sft: Any, processes: Processes, workspace: Path) -> None:
+    child = sft("carded", "--steps", 3)
+    assert child.wait() == 0, child.text
+    text = (processes.folder / "carded" / "README.md").read_text()
+    assert validated(text) == {"errors": [], "warnings": []}
+    assert ModelCard(text).data.tags == ["sft", "ratchet"]
+    loss = open_run(f"file://{processes.folder}/runs/carded").metrics()["sft/loss"].iloc[-1]
+    for fact in ("# `carded`", "supervised fine-tuning", f"| `sft/loss` | {loss:.4g} |", "AutoModelForCausalLM"):
+        assert fact in text
+    for private in (processes.folder, workspace):
+        assert str(private) not in text

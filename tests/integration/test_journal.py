@@ -211,7 +211,7 @@ def test_a_journal_of_another_config_or_with_damage_is_left_out(
     cooler = config.with_values({"rollout.temperature": 0.5})
     child = processes.cli("train", written(cooler, processes.folder))
     assert child.wait() == 0, child.text
-    assert "starts without its journal: config.rollout.temperature: 1.0 -> 0.5" in child.text.replace("\n", " ")
+    assert "starts without its journal: rollout.temperature: 1.0 -> 0.5" in child.text.replace("\n", " ")
     assert server.tokens_once_idle() - before == PROMPTS * SAMPLES * LENGTH + PROBE_TOKENS
     history = History.of(config)
     history.check_sound()

@@ -104,7 +104,7 @@ def test_another_rubric_is_another_reward(workspace: Path, processes: Processes,
     assert refused.wait() == 2, refused.text
     text = " ".join(refused.text.split())
     assert "score of iteration 0 is committed, but what it depends on has changed" in text
-    assert "config.reward.judge.rubric: Early letters are good. -> Late letters are good." in text
+    assert "reward.judge.rubric: Early letters are good. -> Late letters are good." in text
     assert "`ratchet fork judged --at 0:score --run NEW`" in text
     assert len(server.asked) == asked
 

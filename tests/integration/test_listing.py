@@ -64,7 +64,7 @@ def test_runs_are_listed(store: Path) -> None:
     assert ppo.best_validation is not None
     metric, best = ppo.best_validation
     assert metric == "val-core/countdown/reward/mean@1" and best == pytest.approx(rates.max())
-    assert (runs["open"].state, runs["open"].iteration) == ("stopped", 2)
+    assert (runs["open"].state, runs["open"].iteration) == ("not started", 2)
     assert runs["open"].age_s < ppo.age_s, "it was forked later"
     assert [summary.name for summary in runs_of(f"file://{store}")] == ["open", "ppo"]
 
@@ -188,7 +188,7 @@ def test_a_damaged_run_hides_no_other(store: Path) -> None:
     runs = listed(store)
     assert runs["ppo"].state == "damaged"
     assert f"{newest.name} is damaged" in runs["ppo"].problem
-    assert runs["open"].state == "stopped"
+    assert runs["open"].state == "not started"
 
 
 def test_a_store_that_does_not_exist_is_empty(tmp_path: Path) -> None:

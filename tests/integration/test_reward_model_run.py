@@ -61,7 +61,9 @@ def test_from_preferences_to_ppo(workspace: Path, preferences: Path, processes: 
     share = re.search(r"([\d.]+)% of the held-out pairs", made.text)
     assert share is not None, made.text
     assert float(share[1]) > 90
-    assert "Prefect does not record" not in made.text
+    assert "continues without Prefect" not in made.text
+    card = (processes.folder / "judge" / "README.md").read_text()
+    assert "training a reward model on preferences" in card and "| `val/accuracy` | " in card
     again = fit(processes, workspace, preferences, "judge")
     assert again.wait() == 0, again.text
     assert not again.engine_calls, "it is done: nothing is computed"
@@ -131,7 +133,10 @@ def test_from_preferences_to_ppo(workspace: Path, preferences: Path, processes: 
     other = tiny.reward_model_folder(processes.folder / "other", workspace / "model")
     refused = processes.cli("fork", "ppo", "--at", "1:score", "--run", "g", *store, f"reward.model.path={other}")
     assert refused.wait() == 2
-    assert "reward_model of iteration 1 is committed, but what it depends on has changed (reward_model:" in refused.text
+    assert (
+        "reward_model of iteration 1 is committed, but what it depends on has changed (the files of reward.model ("
+        in refused.text
+    )
     refused = processes.cli(
         "fork", "ppo", "--at", "1:generate", "--run", "g", *store, f"reward.model={workspace}/model"
     )

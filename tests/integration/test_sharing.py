@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -151,7 +152,7 @@ def test_an_export_has_a_model_card(exported: Callable[..., Path], shared: Run) 
         "| KL to the reference | in the reward, coefficient 0.01, estimator `k1` |",
         "| reward | `…/judge.py:score` |",
         "| updates of the policy | 1, one in each iteration |",
-        "| prompts | `prompts.parquet` |",
+        "| trained on the prompts of | `prompts.parquet` |",
         "| metric | before training | after 1 iteration |",
         f"| {before[MEAN_SCORE]:.4g} | {after[MEAN_SCORE]:.4g} |",
         f"`{checkpoint.weights.digest}`",
@@ -170,6 +171,18 @@ def test_an_export_has_a_model_card(exported: Callable[..., Path], shared: Run) 
             assert private.encode() not in data, path
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert type(model).__name__ == "LlamaForCausalLM"
+
+
+def test_the_code_in_a_card_runs(exported: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = exported("--iteration", 1)
+    monkeypatch.chdir(folder)
+    usage = (folder / "README.md").read_text().partition("## Use\n\n")[2]
+    fence, _, rest = usage.partition("python")
+    code = rest.partition(fence)[0]
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert names["messages"][0] == {"role": "system", "content": HOSTILE}
+    assert names["answer"].shape[1] > names["inputs"]["input_ids"].shape[1]
 
 
 def test_names_in_a_card_are_never_markup(exported: Callable[..., Path]) -> None:

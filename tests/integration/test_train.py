@@ -210,11 +210,11 @@ def test_a_changed_reward_keeps_the_generations_and_never_the_scores(ratchet: Ra
     assert ("generate", 1, 0) not in changed.computed_shards
     before = History.of(ratchet.config)
     refused = done(ratchet(accept_changes=True), 2)
-    assert "config.reward.function: tests.rewards:digits -> tests.rewards:letters" in refused
+    assert "reward.function: tests.rewards:digits -> tests.rewards:letters" in refused
     assert "ratchet fork" in refused
     done(ratchet(dies_after("stage", "score", 1), **other), -9)
     refused = done(ratchet(accept_changes=True), 2)
-    assert "config.reward.function: tests.rewards:digits -> tests.rewards:letters" in refused
+    assert "reward.function: tests.rewards:digits -> tests.rewards:letters" in refused
     then = History.of(ratchet.config)
     then.check_sound(killed=True)
     scored = {one: times for one, times in (then.shards - before.shards).items() if one[0] == "score"}

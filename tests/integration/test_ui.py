@@ -56,12 +56,12 @@ def test_runs_and_their_state(page: Page, url: str) -> None:
     rows = {row.get_attribute("data-name"): row.inner_text() for row in page.locator("#list-of-runs tbody tr").all()}
     assert set(rows) == {"ppo", "grpo", "hostile", "open", "new"}
     assert "finished" in rows["ppo"] and "3 of 3" in rows["ppo"]
-    assert "stopped" in rows["open"] and "2 of 3" in rows["open"]
+    assert "not started" in rows["open"] and "2 of 3" in rows["open"]
     page.click("tr[data-name=open] button")
     wait_until(page, "document.querySelector('#now h3')?.textContent === 'open'")
     stages = page.locator("#now .stages li").all_inner_texts()
     assert [stage.split()[:2] for stage in stages][:3] == [["valid", "✓"], ["gen", "✓"], ["score", "·"]]
-    assert "2 of 3 iterations closed, stopped" in page.inner_text("#now")
+    assert "2 of 3 iterations closed, not started" in page.inner_text("#now")
 
 
 def test_a_run_without_a_closed_iteration_says_so(page: Page, url: str) -> None:

@@ -181,7 +181,7 @@ def test_a_name_that_was_taken_by_nothing_but_leavings_is_free(ratchet: Ratchet,
     assert (first["parent"], first["at"]) == (f"file://{run}", "1")
     code, text = ratchet("fork", "run", "--at", "1", "--run", "child")
     assert code == 2
-    assert "there is a run at" in text
+    assert "a run exists at" in text
 
 
 @pytest.mark.parametrize("at", ["before", "after"])
@@ -192,7 +192,7 @@ def test_a_fork_that_was_killed_can_be_made_again(
     killed = processes.cli(*command, faults=(Fault("create", '{"kind":"fork"', at),))  # type: ignore[arg-type]
     assert killed.wait(600) == -9, killed.text
     code, text = ratchet("fork", "run", "--at", "1", "--run", "child")
-    assert (code, "there is a run at" in text) == ((0, False) if at == "before" else (2, True)), text
+    assert (code, "a run exists at" in text) == ((0, False) if at == "before" else (2, True)), text
     assert ratchet("resume", "child")[0] == 0
     assert json.loads((run.parent / "child" / "run.json").read_text())["at"] == "1"
 

@@ -153,7 +153,7 @@ def test_every_setting_of_an_example_is_converted_or_explained(path: Path, monke
     assert len(given) > 10
     for key in given:
         assert re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", comments(converted)), key
-    assert "no equal is known" not in text
+    assert "no counterpart is known" not in text
     assert max(map(len, text.splitlines())) < 200
 
 
@@ -491,7 +491,7 @@ def test_every_key_of_another_program_is_answered_at_once(tmp_path: Path) -> Non
     assert answered == {setting.partition("=")[0] for setting in QUICKSTART} - {"critic.model.path"}, (
         "which is ours, too"
     )
-    with pytest.raises(UserError, match=r"trainer\.balance_batch has no equal here \(.*\): remove it"):
+    with pytest.raises(UserError, match=r"trainer\.balance_batch has no counterpart here \(.*\): remove it"):
         load_config(path, ["trainer.balance_batch=true"])
     with pytest.raises(UserError, match=r"is it critic\.mini_batch_trajectories or"):
         load_config(path, ["critic.mini_batch_trajectoris=4"])

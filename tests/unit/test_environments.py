@@ -441,7 +441,7 @@ def test_a_replayed_environment_hears_the_turns_that_were_answered(tokenizer: An
 @pytest.mark.parametrize("stop", [(3,), ("",), "text", None])
 def test_stops_are_texts(stop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Calculator, "stop", stop)
-    with pytest.raises(UserError, match="calculator has no `stop`: the texts that end a turn"):
+    with pytest.raises(UserError, match="calculator needs `stop`, the texts that end a turn"):
         check_environment("calculator", {})
 
 

@@ -96,9 +96,7 @@ def test_gymnasium(generator: Generator) -> None:
 def test_what_is_missing_is_said_before_the_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("verifiers")
     pytest.importorskip("gymnasium")
-    with pytest.raises(
-        UserError, match=r"verifiers:no_such_thing: No module named 'no_such_thing'"
-    ):
+    with pytest.raises(UserError, match=r"verifiers:no_such_thing: No module named 'no_such_thing'"):
         check_agent("verifiers", {"environment": "no_such_thing", "arguments": {}})
     with pytest.raises(UserError, match=r"only gymnasium\.spaces\.Text"):
         check_agent("gymnasium", {"environment": "tests.word_game:Numbers-v0", "arguments": {}})

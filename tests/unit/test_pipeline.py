@@ -81,9 +81,9 @@ def test_a_change_is_named() -> None:
         {"actor.lr": 0.5, "algorithm.advantage": "grpo", "algorithm.loss": {"type": "ppo", "clip_ratio_low": 0.1}}
     )
     assert Everything.differences(stored, changed) == [
-        "config.algorithm.advantage: gae -> grpo",
-        "config.algorithm.loss.clip_ratio_low: 0.2 -> 0.1",
-        "config.actor.lr: 1e-06 -> 0.5",
+        "algorithm.advantage: gae -> grpo",
+        "algorithm.loss.clip_ratio_low: 0.2 -> 0.1",
+        "actor.lr: 1e-06 -> 0.5",
     ]
 
 
@@ -92,7 +92,7 @@ def test_a_key_that_is_younger_than_what_is_stored_counts_as_its_default() -> No
     stored = json.loads(json.dumps(Everything.values(config)))
     del stored["actor"]["lr"], stored["algorithm"]["advantage"]["lam"], stored["reference"]
     assert Everything.differences(stored, config) == []
-    assert Everything.differences(stored, config.with_values({"actor.lr": 0.5})) == ["config.actor.lr: 1e-06 -> 0.5"]
+    assert Everything.differences(stored, config.with_values({"actor.lr": 0.5})) == ["actor.lr: 1e-06 -> 0.5"]
 
 
 def test_what_an_older_release_stored_is_read_in_todays_keys() -> None:
@@ -100,7 +100,7 @@ def test_what_an_older_release_stored_is_read_in_todays_keys() -> None:
     config = parse_config({**MINIMAL, "algorithm": {"kl": {"in_loss": 0.1, "loss_estimator": "k2"}}}, "here")
     assert not [line for line in UPDATE_ACTOR.config.differences(stored, config) if ".kl." in line]
     changed = config.with_values({"algorithm.kl.loss_estimator": "k3"})
-    assert "config.algorithm.kl.loss_estimator: k2 -> k3" in UPDATE_ACTOR.config.differences(stored, changed)
+    assert "algorithm.kl.loss_estimator: k2 -> k3" in UPDATE_ACTOR.config.differences(stored, changed)
 
 
 def test_a_section_that_is_null_holds_its_defaults() -> None:
@@ -110,8 +110,8 @@ def test_a_section_that_is_null_holds_its_defaults() -> None:
     assert WarmUp.of(without).warmup_iterations is None
     assert WarmUp.differences(WarmUp.values(without), config) == []
     warm = config.with_values({"critic.warmup_iterations": 2})
-    assert WarmUp.differences(WarmUp.values(without), warm) == ["config.critic.warmup_iterations: 0 -> 2"]
-    assert WarmUp.differences(WarmUp.values(warm), without) == ["config.critic.warmup_iterations: 2 -> 0"]
+    assert WarmUp.differences(WarmUp.values(without), warm) == ["critic.warmup_iterations: 0 -> 2"]
+    assert WarmUp.differences(WarmUp.values(warm), without) == ["critic.warmup_iterations: 2 -> 0"]
 
 
 class Talk(StageConfig):
@@ -128,8 +128,8 @@ def test_a_group_whose_section_is_null_differs_from_any_other() -> None:
     config = parse_config(MINIMAL, "here")
     talking = config.as_committed({"rollout.environment": {"name": "calculator"}})
     assert Talks.of(config).talk is None
-    assert Talks.differences(Talks.values(config), talking) == ["config.rollout.environment: null -> set"]
-    assert Talks.differences(Talks.values(talking), config) == ["config.rollout.environment: set -> null"]
+    assert Talks.differences(Talks.values(config), talking) == ["rollout.environment: null -> set"]
+    assert Talks.differences(Talks.values(talking), config) == ["rollout.environment: set -> null"]
     assert Talks.differences(Talks.values(talking), talking) == []
     assert Talks.differences({}, config) == [], "an older release had no environments"
 

@@ -52,7 +52,7 @@ def test_builtin_and_users_rewards_are_found(package: Path) -> None:
         ("nonsense", "No module named 'rlhf.rewards.nonsense'; name a built-in"),
         ("", "name a built-in"),
         ("no.such.module:f", "No module named 'no'"),
-        ("a_users_reward:width", "has no attribute 'width'"),
+        ("a_users_reward:width", "a_users_reward has no width: name a function"),
         ("a_users_reward:LIMIT", "reward.function a_users_reward:LIMIT is not a function or a class"),
         (":f", "Empty module name"),
         (".relative:f", "relative"),

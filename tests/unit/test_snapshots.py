@@ -62,7 +62,7 @@ def test_every_is_exact(tmp_path: Path) -> None:
     ("checkpoint", "often"),
     [
         ({"every": 3}, "every 3 iterations"),
-        ({"max_share": 0.1}, "as often as 10 % of the time allows, and at least every 10 iterations"),
+        ({"max_share": 0.1}, "at least every 10 iterations, more often if they take no more than 10 % of the time"),
     ],
 )
 def test_a_run_says_how_large_snapshots_are_and_how_often_they_are_taken(

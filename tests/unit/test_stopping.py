@@ -18,7 +18,7 @@ def test_a_signal_may_come_while_what_it_reports_is_being_printed() -> None:
     def printed(event: Event) -> None:
         with printing:
             assert isinstance(event, Note)
-            assert event.text.startswith("stopping: finishing the current work")
+            assert event.text.startswith("stopping after the current work")
             noted.set()
 
     stopping = Stopping("`ratchet resume run`")
@@ -27,6 +27,6 @@ def test_a_signal_may_come_while_what_it_reports_is_being_printed() -> None:
             with printing:
                 signal.raise_signal(signal.SIGTERM)
                 assert not noted.is_set()
-            with pytest.raises(Stopped, match="stopped as asked; `ratchet resume run` continues"):
+            with pytest.raises(Stopped, match="stopped; `ratchet resume run` continues"):
                 stopping.check()
         assert noted.is_set(), "the message comes before the driver ends"

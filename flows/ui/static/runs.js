@@ -35,7 +35,7 @@ function state(view) {
 }
 
 /** Whether a run has an iteration that is still to be closed. */
-export const isOpen = view => view.state === "running" || view.state === "stopped";
+export const isOpen = view => ["not started", "running", "stopped", "failed"].includes(view.state);
 
 function stage({label, name, progress, seconds}) {
   const [done, total] = progress.split("/").map(Number);

@@ -50,13 +50,13 @@ def _is_alike(key: str, theirs: str, ours: Sequence[str], source: Source) -> boo
 
 def _explained(what: str, source: Source, row: Counterpart, key: str, value: Value) -> str:
     if not row.ours:
-        return f"{what.split()[0]} has no equal here ({row.note}): remove it"
+        return f"{what.split()[0]} has no counterpart here ({row.note}): remove it"
     if not row.is_direct:
         return f"{what}: it is {' and '.join(row.ours)} here{f' ({row.note})' if row.note else ''}"
     try:
         converted = row.convert(Settings({key: value}, source.defaults))
     except (NoEqual, UserError) as reason:
-        return f"{what}, and {value} has no equal here: {reason}"
+        return f"{what}, and {value} has no counterpart here: {reason}"
     pairs = (f"{ours}={yaml_text(new.value if isinstance(new, Assumed) else new)}" for ours, new in converted.items())
     written = " ".join(pairs)
     return f"{what}: write {written or row.ours[0]}" + (f" ({row.note})" if row.note else "")

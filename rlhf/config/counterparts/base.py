@@ -12,7 +12,7 @@ Value: TypeAlias = bool | int | float | str | Sequence["Value"] | Mapping[str, "
 
 
 class NoEqual(Exception):
-    """A setting has no equal here; the text says why, and what happens instead."""
+    """A setting has no counterpart here; the text says why, and what happens instead."""
 
 
 @dataclass(frozen=True)
@@ -97,11 +97,11 @@ class Counterpart:
     theirs: tuple[str, ...]
     """Keys of the other program; ``a.*`` stands for all keys in a section."""
     ours: tuple[str, ...]
-    """Our keys; empty if there is no equal."""
+    """Our keys; empty if there is no counterpart."""
     note: str
-    """How the two differ, or why there is no equal."""
+    """How the two differ, or why there is no counterpart."""
     convert: Conversion
-    """Converts the settings. Raises `NoEqual` for values without an equal."""
+    """Converts the settings. Raises `NoEqual` for values without a counterpart."""
     is_direct: bool = False
     """Whether our value depends on this setting only."""
 
@@ -117,7 +117,7 @@ def direct(theirs: str, ours: str, note: str = "", *, values: Mapping[str, Value
         theirs: the other program's key.
         ours: our key.
         note: how they differ.
-        values: our value for each text of theirs; others have no equal. By default the value stays as it is.
+        values: our value for each text of theirs; others have no counterpart. By default the value stays as it is.
 
     Returns:
         The row.
@@ -144,7 +144,7 @@ def computed(
 
 
 def without_equal(theirs: str | Iterable[str], why: str) -> Counterpart:
-    """A row of keys that have no equal here."""
+    """A row of keys that have no counterpart here."""
 
     def convert(settings: Settings) -> Converted:
         raise NoEqual(why)

@@ -1,0 +1,256 @@
+"""Reading a run in Python and on the command line: a small one that an earlier release stored, opened where it is."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from rich.console import Console
+from rich.text import Text
+
+import ratchet
+from flows.metrics import line
+from flows.views import lineage, runs
+from infra.execution.driver import Driver
+from infra.execution.heartbeat import beating
+from infra.execution.stopping import Stopped, Stopping
+from infra.listing import RunSummary
+from infra.runs import Run, no_run, open_run
+from infra.store.manifest import Fingerprint, Manifest
+from infra.store.records import ShardCommit, StageCommit
+from infra.store.run_store import RunStore
+from rlhf.config import stored_config
+from rlhf.errors import UserError, counted
+from rlhf.metrics import timer
+from rlhf.named import load_named
+from tasks.explain import Origin
+from tasks.finalize import iteration_metrics
+from tasks.generate import GENERATE
+from tasks.pipeline import STAGES, stage_called
+from tasks.reward_model import REWARD_MODEL
+from tasks.score import SCORE
+from tasks.validate import VALIDATE
+from tests.integration.test_cli import Ratchet
+
+ROOT = Path(__file__).parents[2]
+STORE = ROOT / "tests" / "data" / "stored" / "schema-3"
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    return open_run(f"file://{STORE}/run")
+
+
+def test_a_run_that_does_not_exist_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no run at file://.*/rum: is it run\?$"):
+        open_run(f"file://{STORE}/rum")
+    with pytest.raises(UserError, match=r"check the name, and the store file://.*schema-3 .*`ratchet ls`"):
+        open_run(f"file://{STORE}/countdown")
+    (tmp_path / "runs" / "countdown").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"no run at contdown: give its folder, such as file://\./runs/countdown$"):
+        open_run("contdown")
+    assert "check the name" in str(no_run("nowhere://store/run"))  # the store cannot be listed
+
+
+def test_a_run_tells_what_it_is(run: Run) -> None:
+    assert repr(run) == f"Run('file://{STORE}/run', 1 of 3 iterations)"
+
+
+def test_iterations_are_given_as_a_number_or_several(run: Run) -> None:
+    one = run.trajectories(iterations=1, columns=["score"])
+    assert one.equals(run.trajectories([1], ["score"]))
+    assert len(run.trajectories(range(2))) == len(run.trajectories())
+    for missing in (7, [0, 7], [-1]):
+        with pytest.raises(UserError, match=r"no iteration -?\d: the run has iterations 0 to 1 \(1 is open\)"):
+            run.trajectories(missing)
+
+
+def test_a_query_names_what_is_near(run: Run) -> None:
+    assert run.query("select count(*) as n from trajectories")["n"][0] == len(run.trajectories())
+    for sql, says in (
+        ("select scor from trajectories", 'Nearest columns: "score"'),
+        ("select score from trajectorie", 'Did you mean "trajectories"?'),
+        ("run", "write SQL, such as `select"),
+    ):
+        with pytest.raises(UserError) as refused:
+            run.query(sql)
+        assert says in str(refused.value)
+        assert "\n" not in str(refused.value)
+    with pytest.raises(UserError, match=r"'run' is a text, not a run: query\(open_run\(URL\), SQL\)"):
+        ratchet.query("run", "select 1")
+
+
+def test_the_module_lists_its_names() -> None:
+    assert dir(ratchet) == sorted([*ratchet.__all__, "__version__"])
+    command = [sys.executable, "-c", "import ratchet; print(ratchet.__version__)"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert printed.strip() == str(ratchet.__version__)
+    assert printed[0].isdigit()
+
+
+def test_numbers_have_their_nouns() -> None:
+    assert [counted(number, "iteration") for number in (0, 1, 2)] == ["0 iterations", "1 iteration", "2 iterations"]
+
+
+class Command:
+    """Runs a command on a copy of the stored run, in this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], folder: Path) -> None:
+        shutil.copytree(STORE, folder / "stored")
+        monkeypatch.chdir(folder / "stored")  # the run's config has relative paths
+        self.folder, self.ratchet = folder / "stored", Ratchet(monkeypatch, capfd)
+
+    def __call__(self, *arguments: object) -> str:
+        code, out, err = self.ratchet(*arguments, "--store", f"file://{self.folder}")
+        assert code == 0, err
+        return out
+
+    def error(self, *arguments: object) -> str:
+        code, _, err = self.ratchet(*arguments, "--store", f"file://{self.folder}")
+        assert code == 2
+        return err
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
+    return Command(monkeypatch, capfd, tmp_path)
+
+
+def test_explain_is_whole_in_a_pipe_and_read_by_programs(command: Command) -> None:
+    run = open_run(f"file://{command.folder}/run")
+    values = run.store.manifests(0)["update_actor"].config
+    tree = command("explain", "run", 1)
+    assert f"config.algorithm.loss = {values['algorithm.loss']}\n" in tree
+    document = json.loads(command("explain", "run", 1, "--format", "json"))
+    assert document["what"] == "actor after 1 iteration"
+    assert document["made_from"][0]["what"] == "iteration 0: update_actor"
+    assert f"config.algorithm.loss = {values['algorithm.loss']}" in document["made_from"][0]["details"]
+
+
+def test_explain_wraps_on_a_terminal() -> None:
+    origin = Origin("actor", ("x" * 50 + " " + "y" * 50,))
+    console = Console(file=io.StringIO(), force_terminal=True, width=40, soft_wrap=True)
+    lineage(console, origin, "tree")
+    shown = Text.from_ansi(console.file.getvalue()).plain  # type: ignore[attr-defined]
+    assert max(map(len, shown.splitlines())) <= 40
+    assert (shown.count("x"), shown.count("y")) == (50, 50)
+
+
+def test_the_list_of_commands_has_whole_sentences(command: Command) -> None:
+    _, out, _ = command.ratchet("--help")
+    assert "..." not in out.split("Commands:")[1]
+    assert "which engines and stores work on this machine" in " ".join(out.split())
+
+
+def test_plan_takes_a_run_and_says_in_words_what_changed(command: Command) -> None:
+    out = command("plan", "run", "reward.function=constant")
+    assert "reward.function: countdown -> constant" in out
+    assert "of the reward" not in out, "the name says it"
+    assert "`ratchet fork run --at 1:score --run NEW" in out
+    out = " ".join(command("plan", "run", "data.train=[held_out.parquet]").split())
+    assert "the prompts in data.train (held_out.parquet) changed" in out
+    assert not re.search("[0-9a-f]{16}", out)
+    assert "nothing that is committed would run again" in command("plan", "run")
+    assert "--run goes with a CONFIG.yaml" in command.error("plan", "run", "--run", "other")
+    assert "is it run?" in command.error("plan", "rum")
+
+
+def test_a_name_that_a_file_lacks_is_named_by_the_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def compute_score(): ...")
+    with pytest.raises(UserError, match=r"mine.py:compute: .*mine.py has no compute: name a function") as refused:
+        load_named(f"{tmp_path}/mine.py:compute", "reward.function", "rlhf.rewards", ["compute_score"], ["math"])
+    assert "mine_" not in str(refused.value), "the name of the module is of no use to people"
+
+
+def test_the_list_tells_runs_that_failed_from_those_that_never_started(command: Command) -> None:
+    command("fork", "run", "--at", "1", "--run", "child")
+    rows = {row["run"]: row for row in map(json.loads, command("ls", "--format", "json").splitlines())}
+    assert rows["child"]["state"] == "not started"
+    assert rows["child"]["problem"] == "a fork; `ratchet resume` starts it"
+    log = RunStore.at(f"file://{command.folder}/run").log
+    log.read()
+    ended = (
+        (UserError("reward.function mine:\nrow 3 is\x1b[2J wrong"), "failed"),
+        (Stopped.as_asked("the same command"), "stopped"),
+    )
+    for error, state in ended:
+        with pytest.raises(type(error)), beating(log, Stopping("")):
+            raise error
+        [row] = [row for row in map(json.loads, command("ls", "--format", "json").splitlines()) if row["run"] == "run"]
+        assert row["state"] == state
+        why = "reward.function mine: row 3 is\\x1b[2J wrong"
+        assert (f"run: failed: {why}" in command("ls")) == (state == "failed")
+        assert (f"no driver is at work; the last one failed: {why}" in command("status", "run")) == (state == "failed")
+
+
+def test_a_metric_with_a_long_name_pushes_no_column_off() -> None:
+    best = ("val-core/a_dataset_whose_name_is_long/reward/mean@16", 0.5)
+    console = Console(file=io.StringIO(), width=80, soft_wrap=True)
+    runs(console, [RunSummary("countdown", "", "ended early", 12, 100, best, 7300.0, 25_100_000)], "", "table")
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    for shown in ("countdown", "ended early", "12/100", "2 h", "25.1 MB"):
+        assert shown in text
+    cells = [line.split("│")[-2].strip() for line in text.splitlines() if "│" in line]
+    assert "".join(cells) == f"0.500{best[0]}"
+
+
+@pytest.mark.parametrize("stage", ["advantages", "adv"])
+def test_a_stage_is_known_by_each_of_its_names(command: Command, stage: str) -> None:
+    command("fork", "run", "--at", f"1:{stage}", "--run", "child")
+    shared = open_run(f"file://{command.folder}/child").state.stages
+    assert "score" in shared and "advantages" not in shared
+
+
+def test_the_names_of_stages_are_not_ambiguous() -> None:
+    for stage in STAGES:
+        for name in (stage.name, stage.label, timer(stage.name).removeprefix("timing_s/")):
+            assert stage_called(name) is stage
+
+
+def test_show_says_how_many_it_shows(command: Command) -> None:
+    assert "iteration 0: the first 3 of 8 trajectories" in command("show", "run", "--limit", 3)
+    assert "iteration 0: 8 trajectories" in command("show", "run")
+    half = "trajectory_id like '%s00'"
+    assert "iteration 0: the first 2 of 4 that match, of 8" in command("show", "run", "--limit", 2, "--where", half)
+    assert 'Nearest columns: "score"' in command.error("show", "run", "--where", "scor > 0")
+
+
+def test_status_explains_what_it_shows(command: Command) -> None:
+    assert "13/?" not in command("status", "run")
+    store = RunStore.at(f"file://{command.folder}/new")
+    claimed = open_run(f"file://{command.folder}/run").state.claim
+    assert claimed is not None
+    store.log.claim(claimed)
+    shard = store.write_shard(0, VALIDATE.name, 0, 0, pa.table({"trajectory_id": ["a"]}))
+    store.commit(ShardCommit(iteration=0, stage=VALIDATE.name, shard=0, data=shard, term=1, seconds=0.0))
+    assert "13/?: the number of shards depends on the prompts of validation.data" in command("status", "new")
+
+
+def test_a_pause_between_two_drivers_is_no_time_of_the_iteration(command: Command) -> None:
+    store, claimed = RunStore.at(f"file://{command.folder}/new"), open_run(f"file://{command.folder}/run").state.claim
+    assert claimed is not None
+    for term, began, stages in ((1, 100.0, (GENERATE, REWARD_MODEL)), (2, 90_000.0, (SCORE,))):
+        store.log.claim(claimed)
+        for stage in stages:
+            place, parts = {"iteration": 0, "stage": stage.name}, Fingerprint(parts={})
+            times = {"began": began, "ended": began + 10, "seconds": 9.0}
+            manifest = Manifest(**place, term=term, attempt=0, fingerprint=parts, config={}, metrics={}, **times)
+            commit = StageCommit(**place, manifest=store.write_manifest(manifest), fingerprint=parts.digest)
+            store.commit(commit)
+            began += 20
+    metrics = iteration_metrics(Driver(stored_config(claimed.config, "test"), store), 0)
+    assert metrics["perf/time_per_step"] == metrics["timing_s/step"] == 30.0 + 10.0
+    assert metrics["timing_s/stages"] == 27.0
+
+
+def test_nothing_is_shown_as_minus_zero() -> None:
+    assert line({"critic/vf_explained_var": -0.001}) == "critic/vf_explained_var 0.00"
+    assert line({"critic/vf_explained_var": -0.01}) == "critic/vf_explained_var -0.01"
