@@ -350,8 +350,9 @@ class RolloutConfig(Section):
         """Let the built-in program of verifiers or gymnasium run ``verifiers:NAME`` or ``gymnasium:ID``."""
         environment = tree.get("environment") if isinstance(tree, Mapping) else None
         section = {"name": environment} if isinstance(environment, str) else environment
-        name = section.get("name") if isinstance(section, Mapping) else None
-        package, colon, chosen = name.partition(":") if isinstance(name, str) else ("", "", "")
+        if not isinstance(section, Mapping) or not isinstance(name := section.get("name"), str):
+            return tree
+        package, colon, chosen = name.partition(":")
         if not colon or package not in PACKAGES or tree.get("agent"):
             return tree
         agent = {key: value for key, value in section.items() if key not in ("name", "options", "max_turns")}
