@@ -331,7 +331,7 @@ def test_the_tools_of_an_mcp_server(transport: str, over_http: str) -> None:
     ("functions", "mcp", "says"),
     [
         (["tests.tool_functions:untyped"], (), "tests.tool_functions:untyped: Argument text is missing a type hint"),
-        (["tests.tool_functions:missing"], (), "has no attribute 'missing'"),
+        (["tests.tool_functions:missing"], (), "has no missing: name a function"),
         (["weather"], (), "name it as package.module:function or file.py:function"),
         (["tests.tool_functions:weather"] * 2, (), "have several tools named weather: rename one"),
         ([], ("no-such-command-at-all",), "rollout.mcp no-such-command-at-all: "),
