@@ -202,7 +202,7 @@ def test_names_in_a_card_are_never_markup(exported: Callable[..., Path]) -> None
     shown = rendered.partition("<code>val-core/")[2].partition("</code>")[0]
     expected = HOSTILE.replace("\n", " ").replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     assert shown.startswith(expected.replace('"', "&quot;"))
-    assert rendered.count("<td>") == 6 * 2 + 1 * 3, "a bar in a name is no border of a cell"
+    assert rendered.count("<td>") == 7 * 2 + 1 * 3, "a bar in a name is no border of a cell"
 
 
 def test_a_critic_has_a_card_of_its_own(exported: Callable[..., Path]) -> None:

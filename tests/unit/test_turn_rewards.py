@@ -212,7 +212,7 @@ def test_an_estimator_of_turns_wants_turns(estimator: str) -> None:
         advantages(config, scored(config, **BY_OLDER_RELEASE), **values)
     other = config.with_values({"algorithm.advantage": "grpo"})
     assert advantages(other, scored(config, **BY_OLDER_RELEASE))["advantages"], "the fix works"
-    message = f"algorithm.advantage {estimator} is for turns, but there is no rollout.environment that takes turns"
+    message = f"algorithm.advantage {estimator} is for turns, but there is no rollout.environment or rollout.agent that"
     with pytest.raises(UserError, match=message):
         config_of(algorithm__advantage=estimator, rollout__environment=None, reward__function="countdown")
 
