@@ -184,7 +184,7 @@ def test_a_name_is_what_was_typed(ratchet: Ratchet, config_file: Path, tmp_path:
     elsewhere = f"file://{tmp_path}/elsewhere"
     code, out, err = ratchet("train", config_file, "train.iterations=1", "--run", "2026-11-24", "--store", elsewhere)
     assert code == 0, err
-    assert "run 2026-11-24 has its 1 iterations" in out
+    assert "run 2026-11-24 has its 1 iteration\n" in out
     assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["2026-11-24"]
 
 

@@ -72,7 +72,7 @@ TYPED = {
     'ratchet query RUN "select trajectory_id, rollout_error from trajectories where rollout_error is not null"': (
         'ratchet query guess "select trajectory_id, rollout_error from trajectories where rollout_error is not null"'
     ),
-    "ratchet plan RUN a.b=c": "ratchet plan killed algorithm.advantage.lam=0.9",
+    "ratchet plan RUN KEY=VALUE": "ratchet plan killed algorithm.advantage.lam=0.9",
     "ratchet report A B -o report.html": "ratchet report countdown other -o report.html",
     "ratchet rescore RUN --reward R --run NEW": "ratchet rescore killed --reward format --run rescored",
     "ratchet replay RUN --iteration K": "ratchet replay countdown --iteration 3",

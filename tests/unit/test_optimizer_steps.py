@@ -26,7 +26,8 @@ def schedule(masks: list[list[int]], iteration: int = 0, skipped: int = 0, **act
     config = parse_config(tree, "here")
     seen = UpdateActorConfig.of(config)
     call = Call(0, "update_actor", iteration, seen)
-    context = Context(call, TrajectoryBatch.of({"loss_mask": masks}), Engines(config, ()), Resources(config))
+    batch = TrajectoryBatch.of({"trajectory_id": [f"{row:06d}-00" for row in range(len(masks))], "loss_mask": masks})
+    context = Context(call, batch, Engines(config, ()), Resources(config))
     return optimizer_steps(context, seen.trainer, seen.seed, temperature=1.0, skipped=skipped)
 
 
