@@ -29,12 +29,6 @@ from rlhf.engines.hf_rollout import HFRollout
 from rlhf.environments.dialogues import Beginning, Dialogue
 from tests import tiny
 
-TEMPLATE = (
-    "{% if tools %}[{% for tool in tools %}{{ tool.function.name }}{% endfor %}]{% endif %}"
-    "{% for m in messages %}({{ m.role }}){{ m.content or '' }}"
-    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
-    "{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}{% if add_generation_prompt %}(assistant){% endif %}"
-)
 MORE: Any = {"role": "user", "content": "more"}
 Program = Callable[..., Any]
 Play = Callable[..., list[Dialogue]]
@@ -44,7 +38,7 @@ Play = Callable[..., list[Dialogue]]
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
     folder = tiny.model_folder(tmp_path_factory.mktemp("model"), letters=tiny.LETTERS + '{}[]":_')
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = tiny.CHAT_TEMPLATE
     return tokenizer
 
 
