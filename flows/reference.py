@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from flows.metrics import CATALOGUE
 from infra.workers.call_log import CALL_COLUMNS
 from rlhf.algorithms.advantages import Advantage
+from rlhf.algorithms.distillation import Distillation
 from rlhf.algorithms.kl import AdaptiveCoefficient, kl_divergence
 from rlhf.algorithms.masked import aggregate
 from rlhf.algorithms.policy_losses import PolicyLoss
@@ -135,6 +136,7 @@ def algorithms() -> str:
         ("Rollout correction: `algorithm.rollout_correction.rejection`", Rejection),
         ("Rollout correction: metrics `rollout_corr/*`", off_policy_metrics),
         ("Overlong penalty: `algorithm.overlong_penalty`", OverlongPenalty),
+        ("On-policy distillation: `algorithm.distillation`", Distillation),
         ("Dynamic sampling: `algorithm.dynamic_sampling`", DynamicSamplingConfig),
     ):
         parts.append(f"## {title}\n\n{markdown(described)}\n\n")
@@ -154,7 +156,9 @@ def _row(key: str, algorithm: type) -> str:
         "algorithm": {"loss": "gpg", "advantage": "grpo"},
     }
     environment = {"name": "calculator", "on_error": "fail"}
-    talks = {"rollout.environment": environment} if "turns" in algorithm.needs else {}  # type: ignore[attr-defined]
+    talks: dict[str, object] = {"rollout.environment": environment} if "turns" in algorithm.needs else {}  # type: ignore[attr-defined]
+    if _tag(algorithm) == "none":
+        talks |= {"algorithm.distillation": {}, "teacher": {"path": "teacher"}}
     config = parse_config(minimal, "reference").with_values({key: options, **talks})
     stages = ", ".join(f"`{stage}`" for stage in names_of(config) if stage not in ALWAYS)
     papers = ", ".join(

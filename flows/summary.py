@@ -66,7 +66,7 @@ def first_prompt(config: RunConfig) -> str:
 def _models(config: RunConfig) -> dict[str, ModelConfig]:
     models = {"actor": config.model}
     models |= {"critic": config.critic_model} if config.needs_critic else {}
-    models |= {"reference": config.reference_model} if config.needs_reference else {}
+    models |= config.frozen_models
     models |= {"ema": config.model} if "ema" in config.averages else {}
     return models if config.reward.model is None else {**models, "reward": config.reward.model}
 

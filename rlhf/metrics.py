@@ -49,13 +49,23 @@ TIMERS = {
     "greedy_baseline": "gen_max",
     "old_log_probs": "old_log_prob",
     "ref_log_probs": "ref",
+    "teacher_log_probs": "teacher",
     "advantages": "adv",
 }
 """verl's names of the stages in `timing_s/`. Stages that verl does not have, or names alike, keep their names."""
 
 STAGES = (
     *("validate", "generate", "reward_model", "score", "select", "greedy_baseline", "old_log_probs"),
-    *("ref_log_probs", "values", "advantages", "update_critic", "update_actor", "update_reference", "update_ema"),
+    *(
+        "ref_log_probs",
+        "teacher_log_probs",
+        "values",
+        "advantages",
+        "update_critic",
+        "update_actor",
+        "update_reference",
+        "update_ema",
+    ),
 )
 
 
@@ -120,6 +130,7 @@ METRICS = (
     Metric("perf/prompt_tokens", "advantages", "tokens of the prompts, once per trajectory", "tokens"),
     Metric("perf/response_tokens", "advantages", "tokens that the model wrote", "tokens"),
     Metric("actor/ref_kl", "advantages", "KL to the reference, mean over tokens", "nats per token", "a reference"),
+    Metric("actor/teacher_kl", "advantages", "KL to the teacher, mean over tokens", "nats per token", "a teacher"),
     Metric(
         "actor/reward_kl_penalty",
         "advantages",

@@ -14,7 +14,7 @@ import torch
 
 from infra.progress import note
 from infra.workers.calls import Context, ShardOutput, ShardSummary
-from rlhf.algorithms import Advantage, OverlongPenalty, RolloutCorrection
+from rlhf.algorithms import Advantage, Distillation, OverlongPenalty, RolloutCorrection
 from rlhf.algorithms.advantages import GDPO
 from rlhf.algorithms.kl import AdaptiveCoefficient, Controller, Estimator, kl_divergence
 from rlhf.algorithms.rollout_correction import off_policy_metrics
@@ -35,6 +35,7 @@ class AdvantagesConfig(StageConfig):
     kl_controller: Controller = key("algorithm.kl.controller")
     rollout_correction: RolloutCorrection | None = key("algorithm.rollout_correction")
     overlong_penalty: OverlongPenalty | None = key("algorithm.overlong_penalty")
+    distillation: Distillation | None = key("algorithm.distillation")
 
 
 def advantages(context: Context[AdvantagesConfig]) -> ShardOutput[ShardSummary]:
@@ -72,7 +73,7 @@ def advantages(context: Context[AdvantagesConfig]) -> ShardOutput[ShardSummary]:
     for name in ("values", "entropy"):
         if name in batch:
             inputs[name] = batch.padded(name).double()
-    if not teaches.any():
+    if not teaches.any() and config.distillation is None:
         note(f"iteration {context.iteration} has nothing to learn from: no update changes the weights")
     loss_mask = mask * teaches[:, None]
     needed = {name: inputs[name] for name in estimator.needs}
@@ -80,6 +81,13 @@ def advantages(context: Context[AdvantagesConfig]) -> ShardOutput[ShardSummary]:
         estimates, returns = _by_trajectory(estimator, token_rewards, loss_mask, needed, index, last)
     else:
         estimates, returns = estimator(token_rewards, loss_mask, **needed)
+
+    if config.distillation is not None:
+        old = batch.padded("old_log_probs" if "old_log_probs" in batch else "rollout_log_probs").double()
+        teacher = batch.padded("teacher_log_probs").double()
+        metrics["actor/teacher_kl"] = float(((old - teacher) * mask).sum() / mask.sum())
+        estimates = estimates + config.distillation(old, teacher, mask)
+        teaches, loss_mask = torch.ones_like(teaches), mask  # the teacher has something to say about every trajectory
 
     weights = None
     if "old_log_probs" in batch:
@@ -331,6 +339,7 @@ ADVANTAGES = RowsStage(
         "greedy_baseline": ("greedy_score", "greedy_tokens"),
         "old_log_probs": ("old_log_probs", "entropy"),
         "ref_log_probs": ("ref_log_probs",),
+        "teacher_log_probs": ("teacher_log_probs",),
         "values": ("values",),
     },
     writes=TRAJECTORY.of("advantages"),

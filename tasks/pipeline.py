@@ -22,6 +22,7 @@ from tasks.ref_log_probs import REF_LOG_PROBS
 from tasks.reward_model import REWARD_MODEL
 from tasks.score import SCORE
 from tasks.stage import AnyUpdateStage, Stage, UpdateStage
+from tasks.teacher_log_probs import TEACHER_LOG_PROBS
 from tasks.update_actor import UPDATE_ACTOR
 from tasks.update_critic import UPDATE_CRITIC
 from tasks.validate import VALIDATE
@@ -38,6 +39,7 @@ STAGES: tuple[Stage, ...] = (
     GREEDY_BASELINE,
     OLD_LOG_PROBS,
     REF_LOG_PROBS,
+    TEACHER_LOG_PROBS,
     VALUES,
     ADVANTAGES,
     UPDATE_CRITIC,

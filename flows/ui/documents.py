@@ -325,6 +325,8 @@ def quantities_of(row: Row) -> dict[str, np.ndarray[Any, Any]]:
     quantities = {"advantage": arrays["advantages"]} if "advantages" in arrays else {}
     if "ref_log_probs" in arrays:
         quantities["log-prob less the reference's"] = old - arrays["ref_log_probs"]
+    if "teacher_log_probs" in arrays:
+        quantities["log-prob less the teacher's"] = old - arrays["teacher_log_probs"]
     if "old_log_probs" in arrays:
         quantities["log-prob less the rollout's"] = old - arrays["rollout_log_probs"]
     if not arrays["response_mask"].all():

@@ -218,8 +218,7 @@ class Driver:
         models = {"actor": self.config.model}
         if self.config.needs_critic:
             models["critic"] = self.config.critic_model
-        if self.config.needs_reference:
-            models["reference"] = self.config.reference_model
+        models |= self.config.frozen_models
         if "ema" in self.config.averages:
             models["ema"] = self.config.model
         seed = self.config.run.seed
@@ -397,13 +396,14 @@ def _check_server(config: RunConfig) -> None:
 def _check_models(config: RunConfig) -> None:
     """Check the files of the models, their architectures, and that they can read the trajectories."""
     models = {"model": config.model, "critic.model": config.critic_model, "reference.model": config.reference_model}
-    judge = {"reward.model": config.reward.model} if config.reward.model is not None else {}
-    for key, model in (models | judge).items():
+    others = {"reward.model": config.reward.model, "teacher": config.teacher}
+    for key, model in (models | {key: model for key, model in others.items() if model is not None}).items():
         check_weights(model_folder(model, key), key)
         say_attention(model)
     check_all(
         partial(check_architecture, config.model, "model", is_critic=False),
         partial(_check_heads, config),
+        partial(_check_vocabulary, config),
         partial(check_lengths, config),
         *([partial(check_architecture, config.critic_model, "critic.model", is_critic=True)] * config.needs_critic),
     )
@@ -418,6 +418,18 @@ def _check_heads(config: RunConfig) -> None:
         )
 
 
+def _check_vocabulary(config: RunConfig) -> None:
+    """Check that the teacher reads the policy's tokens as what they are."""
+    if config.teacher is None:
+        return
+    own, other = (load_tokenizer(model).get_vocab() for model in (config.model, config.teacher))
+    if differs := next((token for token in own if other.get(token) != own[token]), None):
+        raise UserError(
+            f"teacher {config.teacher.path} has another vocabulary than {config.model.path}: the token {differs!r:.40} "
+            f"is {other.get(differs, 'none')} there, and {own[differs]} here: choose a teacher of the same family"
+        )
+
+
 def check_lengths(config: RunConfig) -> None:
     """Check that the models can read a longest prompt with its longest response.
 
@@ -427,7 +439,7 @@ def check_lengths(config: RunConfig) -> None:
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
     limits: dict[str, int] = {}
     used = [config.model, *([config.critic_model] * config.needs_critic)]
-    for model in [*used, *([config.reference_model] * config.needs_reference)]:
+    for model in [*used, *config.frozen_models.values()]:
         if (limit := longest_sequence(model)) is not None and limit < prompt + response:
             limits[model.path] = limit
     if limits:
@@ -527,7 +539,7 @@ def check_packages(config: RunConfig) -> None:
         UserError: a package is not installed.
     """
     trains = any(trainer.engine == "deepspeed" for trainer in config.trainers.values())
-    models = (config.model, config.critic_model, config.reference_model)
+    models = (config.model, config.critic_model, config.reference_model, *config.frozen_models.values())
     adapts = config.model.lora is not None or config.critic_model.lora is not None
     fuses = any(model.kernels == "liger" for model in models)
     for key, asked, package, extra in (

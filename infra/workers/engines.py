@@ -179,7 +179,7 @@ class Engines:
             chosen = config.critic_model
             skeleton = critic_skeleton(chosen, seed)
             return train_engine(config.critic, skeleton, "value", dtype=chosen.dtype, kernels=chosen.kernels)
-        chosen = config.reference_model if role == "reference" else config.model
+        chosen = config.model_of(role)
         # in float32 an average takes steps that are too small for bfloat16
         dtype = "float32" if role == "ema" else chosen.dtype
         trainable = role == "actor"

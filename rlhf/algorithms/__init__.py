@@ -6,9 +6,20 @@ the union at the end of its module; no other code branches on an algorithm's nam
 """
 
 from rlhf.algorithms.advantages import GAE, GRPO, Advantage
+from rlhf.algorithms.distillation import Distillation
 from rlhf.algorithms.kl import KLPenalty
 from rlhf.algorithms.policy_losses import PolicyLoss, PPOClip
 from rlhf.algorithms.reward_shaping import OverlongPenalty
 from rlhf.algorithms.rollout_correction import RolloutCorrection
 
-__all__ = ["GAE", "GRPO", "Advantage", "KLPenalty", "OverlongPenalty", "PPOClip", "PolicyLoss", "RolloutCorrection"]
+__all__ = [
+    "GAE",
+    "GRPO",
+    "Advantage",
+    "Distillation",
+    "KLPenalty",
+    "OverlongPenalty",
+    "PPOClip",
+    "PolicyLoss",
+    "RolloutCorrection",
+]

@@ -437,6 +437,51 @@ class ReinforcePlusPlusBaseline(GroupEstimator):
         return scores - groups.mean(scores)
 
 
+class RAFT(GroupEstimator):
+    r"""Reward-ranked fine-tuning (RAFT, arXiv 2304.06767), or best of n: learns only from the best answers to a prompt.
+
+    .. math:: A_i = 1 \text{ if } i \text{ is one of the } k \text{ best of its group, and } R_i \ge R_{min}
+
+    The other trajectories are left out of the losses. With one optimizer step per batch, this is supervised fine-tuning
+    on the best answers; with several, the ratio of `algorithm.loss` corrects for the steps before. With `min_score`,
+    prompts that nobody solved teach nothing, as in the variant of arXiv 2504.11343.
+    """
+
+    type: Literal["raft"] = "raft"
+    best: int = Field(1, gt=0, description="number of best answers to a prompt to learn from; of equal ones, the first")
+    min_score: float | None = Field(None, description="answers with a lower score are left out; null: none")
+
+    def teaches(self, scores: Scores, group_ids: Int[Tensor, " batch"]) -> Bool[Tensor, " batch"]:
+        """Find the best answers; see `AdvantageEstimator.teaches`."""
+        groups = Groups(group_ids)
+        chosen = groups.rank(scores) < self.best
+        if self.min_score is not None:
+            chosen &= scores >= self.min_score
+        return chosen & groups.differ(scores) if self.drop_zero_std_groups else chosen
+
+    def compare(self, scores: Scores, lengths: Scores, groups: Groups) -> Scores:
+        """1 for each trajectory that is learned from; see `GroupEstimator.compare`."""
+        return (lengths > 0).to(scores.dtype)
+
+
+class NoAdvantage(AdvantageEstimator):
+    """The reward teaches nothing: only `algorithm.distillation` does."""
+
+    type: Literal["none"] = "none"
+
+    def __call__(self, token_rewards: Tokens, mask: Tokens) -> tuple[Tokens, Tokens]:
+        """Compute no advantages.
+
+        Args:
+            token_rewards: reward of each token, float32, shape (batch, response).
+            mask: 1 for tokens that count in the loss, 0 for the rest, same shape.
+
+        Returns:
+            Advantages and returns: zeros, shape (batch, response).
+        """
+        return mask.new_zeros(mask.shape), mask.new_zeros(mask.shape)
+
+
 class EGPO(AdvantageEstimator):
     r"""Entropy-guided advantages (arXiv 2508.05118): uncertain answers are rewarded more when right and punished less
     when wrong.
@@ -608,6 +653,8 @@ Advantage = Annotated[
     | GDPO
     | EGPO
     | GiGPO
-    | TurnGAE,
+    | TurnGAE
+    | RAFT
+    | NoAdvantage,
     Field(discriminator="type"),
 ]

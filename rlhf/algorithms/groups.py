@@ -80,6 +80,24 @@ class Groups:
         """
         return -self.max(-x)
 
+    def rank(self, x: Float[Tensor, " batch"]) -> Int[Tensor, " batch"]:
+        """Number the trajectories of the group from the largest value to the smallest. Of equal values, the one that
+        comes first in the batch has the lower number.
+
+        Args:
+            x: one value per trajectory, shape (batch,).
+
+        Returns:
+            For each trajectory its number in its group, from 0, shape (batch,).
+        """
+        order = x.argsort(stable=True, descending=True)
+        order = order[self.index[order].argsort(stable=True)]
+        sizes = self.index.bincount()
+        firsts = (sizes.cumsum(0) - sizes)[self.index[order]]
+        ranks = self.index.new_empty(len(x))
+        ranks[order] = firsts.new_tensor(range(len(x))) - firsts
+        return ranks
+
     def differ(self, x: Float[Tensor, " batch"]) -> Bool[Tensor, " batch"]:
         """Tell whether the group has different values; comparing equal values teaches nothing.
 

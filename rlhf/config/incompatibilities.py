@@ -70,9 +70,9 @@ def incompatible(config: RunConfig) -> Iterator[str]:
             f"critic is null, but algorithm.advantage {config.algorithm.advantage.type} needs values: leave critic "
             "out to get the default one, or choose an advantage without a critic (grpo)"
         )
-    shared = {"reference": config.actor} if config.needs_reference else {}
+    shared = dict.fromkeys(config.frozen_models, config.actor)
     for role, trainer in (config.trainers | shared).items():
-        owner = "actor" if role == "reference" else role  # whose keys they are
+        owner = "actor" if role in shared else role  # whose keys they are
         pool = config.pool_of(role)
         workers = 1 if pool is None else config.pools[pool].workers
         for key, size in (("sequence", trainer.sequence_parallel), ("tensor", trainer.tensor_parallel)):
@@ -83,11 +83,11 @@ def incompatible(config: RunConfig) -> Iterator[str]:
                 )
         if trainer.tensor_parallel > 1:
             yield from _tensor_parallel_fits(config, owner, trainer)
-        model = {"critic": config.critic_model, "reference": config.reference_model}.get(role, config.model)
+        model = config.model_of(role)
         if model.kernels == "compile" and (trainer.engine == "deepspeed" or trainer.tensor_parallel > 1):
             conflict = f"{owner}.engine deepspeed" if trainer.engine == "deepspeed" else f"{owner}.tensor_parallel"
             own = {"critic": config.critic and config.critic.model, "reference": config.reference.model}.get(role)
-            key = "model" if own is None else f"{role}.model"
+            key = "teacher" if role == "teacher" else "model" if own is None else f"{role}.model"
             yield f"{key}.kernels compile does not work with {conflict}: set {key}.kernels to torch"
         if trainer.shard_size is not None:
             yield from _shard_size_fits(owner, role, trainer, workers)
@@ -122,11 +122,12 @@ def incompatible(config: RunConfig) -> Iterator[str]:
             f"critic.warmup_iterations is set, but algorithm.advantage {config.algorithm.advantage.type} has no "
             "critic: remove it, or choose an advantage with a critic (gae)"
         )
-    for model in (config.model, config.critic_model, config.reference_model):
+    for model in (config.model, config.critic_model, config.reference_model, *config.frozen_models.values()):
         if model.attention.startswith("flash") and model.dtype == "float32":
             yield f"model.attention {model.attention} computes in 16 bits: set model.dtype bfloat16, or use sdpa"
     if config.reference.model is not None and config.reference.model.lora is not None:
         yield "reference.model.lora is set, but the reference does not learn: remove it"
+    yield from _teacher_fits(config)
     yield from _averages_fit(config)
     if config.bypass and config.data.generations is not None and config.train.updates:
         yield (
@@ -142,6 +143,18 @@ def incompatible(config: RunConfig) -> Iterator[str]:
         if is_set and config.validation.data is None:
             off = 0 if key in ("validation.every", "checkpoint.keep.best") else "null"
             yield f"{key} is set without validation.data: name a prompt file, or set {key}={off}"
+
+
+def _teacher_fits(config: RunConfig) -> Iterator[str]:
+    distillation, teacher = config.algorithm.distillation, config.teacher
+    if distillation is not None and teacher is None:
+        yield "algorithm.distillation is set without a teacher: set teacher.path"
+    if teacher is not None and distillation is None:
+        yield "teacher is set, but nothing learns from it: set algorithm.distillation={}, or remove it"
+    if teacher is not None and teacher.lora is not None:
+        yield "teacher.lora is set, but the teacher does not learn: remove it"
+    if config.algorithm.advantage.type == "none" and distillation is None and config.train.updates:
+        yield "algorithm.advantage none leaves nothing to learn from: set algorithm.distillation, or another advantage"
 
 
 def _averages_fit(config: RunConfig) -> Iterator[str]:
@@ -170,7 +183,8 @@ def _averages_fit(config: RunConfig) -> Iterator[str]:
 
 def _environment_fits(config: RunConfig) -> Iterator[str]:
     rollout, reward = config.rollout, config.reward
-    if not reward.functions and reward.model is None and rollout.environment is None and rollout.agent is None:
+    is_scored = reward.functions or reward.model or rollout.environment or rollout.agent
+    if not is_scored and config.algorithm.advantage.type != "none":
         yield (
             "reward.function names no function: set a function, several with weights, a reward.model, a "
             "rollout.environment or a rollout.agent"

@@ -70,6 +70,9 @@ class RunConfig(Section):
     actor: ActorConfig = Field(ActorConfig(), description="how the actor is updated")
     critic: CriticConfig | None = Field(CriticConfig(), description="how the critic is updated; null: no critic")
     reference: ReferenceConfig = Field(ReferenceConfig(), description="reference model")
+    teacher: ModelConfig | None = Field(
+        None, description="model that algorithm.distillation learns from, with the actor's vocabulary; null: none"
+    )
     pools: Annotated[dict[str, PoolConfig], NULL_IS_OFF] = Field(
         {}, description="worker groups on Ray, by name; {}: everything runs in the driver's process"
     )
@@ -144,6 +147,7 @@ class RunConfig(Section):
         has = {
             "critic": self.needs_critic,
             "reference": self.needs_reference,
+            "teacher": "teacher" in self.frozen_models,
             "ema": "ema" in self.averages,
             "reward": self.reward.model is not None,
         }
@@ -178,9 +182,17 @@ class RunConfig(Section):
         """The reference, or the actor's model without adapters: LoRA adapters start at zero."""
         return self.reference.model or self.model.model_copy(update={"lora": None})
 
+    @property
+    def frozen_models(self) -> dict[str, ModelConfig]:
+        """The models that read the policy's trajectories and learn nothing, by role."""
+        models = {"reference": self.reference_model} if self.needs_reference else {}
+        if self.teacher is not None and self.algorithm.distillation is not None:
+            models["teacher"] = self.teacher
+        return models
+
     def model_of(self, role: str) -> ModelConfig:
-        """The model that a role of a snapshot began as."""
-        return {"critic": self.critic_model, "reference": self.reference_model}.get(role, self.model)
+        """The model that a role began as."""
+        return {"critic": self.critic_model, **self.frozen_models}.get(role, self.model)
 
     def pool_of(self, role: str) -> str | None:
         """Name of the pool that serves a role, or None for the driver's own process."""
@@ -223,7 +235,8 @@ class RunConfig(Section):
         """Names of the inputs that the algorithms need; they decide which stages an iteration has."""
         algorithm = self.algorithm
         names = {*algorithm.advantage.needs, *algorithm.kl.needs}
-        names |= set(algorithm.rollout_correction.needs) if algorithm.rollout_correction is not None else set()
+        for optional in (algorithm.rollout_correction, algorithm.distillation):
+            names |= set(optional.needs) if optional is not None else set()
         names |= set() if self.on_policy else set(algorithm.loss.needs)
         return frozenset(names)
 

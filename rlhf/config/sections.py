@@ -11,6 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from rlhf.algorithms import (
     GAE,
     Advantage,
+    Distillation,
     KLPenalty,
     OverlongPenalty,
     PolicyLoss,
@@ -559,6 +560,9 @@ class AlgorithmConfig(Section):
     advantage: Annotated[Advantage, _type_may_be_left_out("gae")] = Field(GAE(), description="advantage estimator")
     loss: Annotated[PolicyLoss, _type_may_be_left_out("ppo")] = Field(PPOClip(), description="policy loss")
     kl: Annotated[KLPenalty, NULL_IS_OFF] = Field(KLPenalty(), description="KL term against the reference")
+    distillation: Distillation | None = Field(
+        None, description="learn from the teacher's log-probs of what the policy wrote; null: off"
+    )
     entropy_coef: float = Field(0.0, description="weight of the entropy bonus in the actor's loss")
     rollout_correction: RolloutCorrection | None = Field(
         None,
@@ -789,4 +793,4 @@ class PoolConfig(Section):
 
 
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
-Role = Literal["actor", "critic", "reference", "reward", "rollout"]
+Role = Literal["actor", "critic", "reference", "teacher", "reward", "rollout"]

@@ -36,11 +36,13 @@ def resident(config: RunConfig, parameters: Mapping[str, int], ranks: int, *, id
             held["weights of the reward model"] = count * _width(config.reward.model)
         elif role == "ema":
             held["weights of the ema (host memory)"] = 4 * count
-        elif role == "reference":
-            if config.model.lora is None or config.reference.model is not None:  # otherwise it is the actor's base
+        elif role in ("reference", "teacher"):
+            is_base = role == "reference" and config.model.lora is not None and config.reference.model is None
+            if not is_base:  # of the actor's adapters, whose tensors it uses
                 is_sharded = trainer.engine == "fsdp" or (trainer.engine == "deepspeed" and trainer.zero_stage == 3)
                 share = count / ranks if is_sharded else count
-                held["weights of the reference"] = 0 if is_sharded and trainer.offload else share * _width(config.model)
+                width = _width(config.model_of(role))
+                held[f"weights of the {role}"] = 0 if is_sharded and trainer.offload else share * width
         else:
             model = config.critic_model if role == "critic" else config.model
             weights, moments = _of_trainer(trainer, model, count, ranks)
@@ -125,7 +127,7 @@ def check_config(config: RunConfig, roles: Iterable[str], total: float) -> None:
     """
     from rlhf.models import model_folder, parameter_count
 
-    models = {"actor": config.model, "critic": config.critic_model, "reference": config.reference_model}
+    models = {"actor": config.model, "critic": config.critic_model, **config.frozen_models}
     models |= {} if config.reward.model is None else {"reward": config.reward.model}
     counts = {role: parameter_count(model_folder(models[role])) for role in roles if role in models}
     pool = config.pool_of("rollout")

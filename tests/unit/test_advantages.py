@@ -18,6 +18,7 @@ from rlhf.algorithms.advantages import (
     GPG,
     GRPO,
     OPO,
+    RAFT,
     RLOO,
     Advantage,
     AdvantageEstimator,
@@ -25,6 +26,7 @@ from rlhf.algorithms.advantages import (
     GiGPO,
     GroupEstimator,
     GRPOPassK,
+    NoAdvantage,
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
     ReMax,
@@ -113,6 +115,7 @@ GROUPS = torch.tensor([8, 8, 8, 2, 2, 5])
         (RLOO(), [1 - 2.5, 3 - 1.5, 0, 0, 0, 0]),
         (OPO(), [1 - 11 / 6, 3 - 11 / 6, 2 - 11 / 6, 0, 0, 0]),
         (GPG(), [-1, 1, 0, 0, 0, 0]),  # no score is 0
+        (RAFT(), [1, 1, 1, 1, 1, 1]),  # of those that `teaches` leaves
         (GRPOPassK(), [0, 1 / (1 + 1e-6), 0, 0, 0, 0]),
         (GRPOPassK(norm_by_std=False), [0, 1, 0, 0, 0, 0]),
         (ReinforcePlusPlusBaseline(whiten=False), [-1, 1, 0, 0, 0, 0]),
@@ -125,6 +128,37 @@ def test_group_estimators_by_hand(estimator: GroupEstimator, expected: list[floa
     advantages, returns = estimator(rewards, mask, group_ids=GROUPS)
     torch.testing.assert_close(advantages, tensor(*expected)[:, None] * mask, rtol=1e-12, atol=1e-12)
     assert torch.equal(returns, advantages)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        (RAFT(), [0, 1, 0, 1, 0, 1]),  # the first of equal ones
+        (RAFT(best=2), [0, 1, 1, 1, 1, 1]),
+        (RAFT(min_score=4), [0, 0, 0, 1, 0, 1]),
+        (RAFT(drop_zero_std_groups=True), [0, 1, 0, 0, 0, 0]),
+    ],
+    ids=str,
+)
+def test_raft_learns_from_the_best_answers(estimator: RAFT, expected: list[int]) -> None:
+    assert estimator.teaches(tensor(*SCORES), GROUPS).int().tolist() == expected
+
+
+@properties
+@given(batches())
+def test_raft_learns_from_no_answer_that_is_worse_than_one_that_it_leaves_out(batch: Batch) -> None:
+    scores, groups = (batch["token_rewards"] * batch["mask"]).sum(-1), batch["group_ids"]
+    chosen = RAFT(best=2).teaches(scores, groups)
+    for group in groups.unique():
+        own = groups == group
+        assert int((chosen & own).sum()) == min(2, int(own.sum()))
+        left_out = scores[own & ~chosen]
+        assert not len(left_out) or scores[own & chosen].min() >= left_out.max()
+
+
+def test_no_advantage_is_zero() -> None:
+    advantages, returns = NoAdvantage()(tensor([1, 2], [3, 4]), tensor([1, 1], [1, 0]))
+    assert not advantages.any() and not returns.any()
 
 
 def test_gpg_scales_by_the_share_of_scores_that_are_zero() -> None:

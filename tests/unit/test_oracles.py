@@ -9,7 +9,7 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from rlhf.algorithms import Advantage, PolicyLoss
+from rlhf.algorithms import Advantage, Distillation, PolicyLoss
 from rlhf.algorithms.kl import AdaptiveCoefficient, Estimator, kl_divergence
 from rlhf.algorithms.masked import LossNormalizers
 from rlhf.algorithms.objectives import CriticObjective
@@ -112,6 +112,22 @@ def offpolicy_metrics(case: Case) -> dict[str, Tensor]:
     return off_policy_metrics(*log_probs_of(case))
 
 
+def distillation(case: Case) -> dict[str, Tensor]:
+    """TRL's GKD with the reverse KL (beta 1) is what the policy gradient does on average over the drawn token."""
+    assert case.name == "gkd" and case.params["beta"] == 1
+    temperature, mask = case.params["temperature"], case.inputs["response_mask"]
+    logits = case.inputs["student_logits"].clone().requires_grad_()
+    log_probs = (logits / temperature).log_softmax(-1)
+    teacher = (case.inputs["teacher_logits"] / temperature).log_softmax(-1)
+    drawn = log_probs.flatten(1)  # each token of the vocabulary at each place is one that may be drawn
+    every = mask.repeat_interleave(log_probs.shape[-1], 1)
+    advantages = Distillation()(drawn.detach(), teacher.flatten(1), every)
+    average = drawn.detach().exp() * advantages / mask.sum()
+    (gradient,) = torch.autograd.grad(-(average * drawn).sum(), logits)
+    divergence = drawn.detach().exp() * (drawn.detach() - teacher.flatten(1)) * every / mask.sum()
+    return {"loss": divergence.sum(), "grad": gradient}
+
+
 KINDS = {
     function.__name__: function
     for function in (
@@ -123,6 +139,7 @@ KINDS = {
         rollout_is,
         rollout_rs,
         offpolicy_metrics,
+        distillation,
     )
 }
 

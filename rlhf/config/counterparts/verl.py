@@ -679,7 +679,7 @@ COUNTERPARTS: tuple[Counterpart, ...] = (
     without_equal("trainer.*", "there is no such setting"),
     without_equal("ray_kwargs.*", "Ray is started outside; pools use it (docs/clusters.md)"),
     without_equal(("global_profiler.*", "transfer_queue.*", "skip.*"), "changes no result"),
-    without_equal("distillation.*", "there is no distillation"),
+    without_equal("distillation.*", "set teacher.path and algorithm.distillation"),
 )
 
 OLDER = {

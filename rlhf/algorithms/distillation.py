@@ -1,0 +1,44 @@
+"""On-policy distillation: what a teacher thinks of the tokens that the policy drew."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from jaxtyping import Float
+from pydantic import Field
+
+from rlhf.algorithms.base import Algorithm
+from rlhf.algorithms.tensor import Tensor
+
+Tokens = Float[Tensor, "batch response"]
+
+
+class Distillation(Algorithm):
+    r"""On-policy distillation (arXiv 2306.13649): each token's advantage moves the policy toward a teacher.
+
+    .. math::
+        A_t \mathrel{+}= c\,(d_t - \operatorname{mean}(d)), \qquad
+        d_t = \log\pi_T(y_t \mid x, y_{<t}) - \log\pi(y_t \mid x, y_{<t})
+
+    With tokens drawn from :math:`\pi`, the mean of d is minus the reverse KL divergence of the policy from the teacher,
+    and the policy gradient with it is the gradient of that divergence, token by token (a discount of 0): the on-policy
+    case of GKD with the reverse KL, estimated by the drawn token instead of the sum over the vocabulary. The mean over
+    the batch is a baseline: it changes the gradient's variance and not its expectation.
+    """
+
+    coef: float = Field(1.0, gt=0, description="weight of the teacher beside the advantages of the reward")
+    needs: ClassVar[tuple[str, ...]] = ("old_log_probs", "teacher_log_probs")
+
+    def __call__(self, log_probs: Tokens, teacher_log_probs: Tokens, mask: Tokens) -> Tokens:
+        """Compute what to add to the advantages.
+
+        Args:
+            log_probs: log-probs of the tokens under the policy that drew them, in nats, shape (batch, response).
+            teacher_log_probs: log-probs of the same tokens under the teacher, in nats, same shape.
+            mask: 1 for tokens that the policy wrote, 0 for the rest, same shape.
+
+        Returns:
+            One number per token, same shape, 0 where masked.
+        """
+        difference = (teacher_log_probs - log_probs).where(mask > 0, 0.0)
+        return self.coef * (difference - difference.sum() / mask.sum().clamp(min=1)) * mask
