@@ -361,6 +361,34 @@ def rescore(
 
 
 @app.command()
+def bisect(
+    name: Name,
+    reward: Annotated[
+        str,
+        typer.Option(help="the stricter reward: a built-in one, package.module:function or file.py:function"),
+    ],
+    overrides: Overrides = None,
+    store: Store = DEFAULT_STORE,
+    examples: Annotated[int, typer.Option(help="trajectories to show", min=0)] = 3,
+) -> None:
+    """Find the iteration in which the policy began to exploit its reward, by scoring committed generations again.
+
+    The stricter reward should be on the scale of the run's own. Nothing is generated or written, and only as many
+    iterations are scored as a binary search needs.
+    """
+    _quiet()
+    from flows import views
+    from flows.terminal import progress
+    from infra.runs import open_run
+    from tasks.bisect import bisect as search
+
+    run = open_run(_url(name, store))
+    with progress(console):
+        rescored, found = search(run, reward, overrides or [])
+    views.hack(console, run, rescored, found, reward, examples)
+
+
+@app.command()
 def plan(
     source: Annotated[
         str,

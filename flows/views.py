@@ -28,12 +28,15 @@ from rlhf.schema import TRAJECTORY
 from rlhf.validation import means, sums
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Hashable, Mapping, Sequence
+    from typing import Any
 
     import pandas as pd
 
+    from flows.ui.documents import Decode
     from infra.listing import RunSummary
     from infra.verify import Finding
+    from tasks.bisect import Hack, Rescored
     from tasks.explain import Origin
 
 
@@ -251,6 +254,53 @@ def plan(console: Console, run: Run, config: RunConfig, iteration: int | None, n
         console.print(
             f"no stage stays; to keep earlier iterations, fork: `ratchet fork {name} --at {chosen} --run NEW …`"
         )
+
+
+def hack(console: Console, run: Run, rescored: Sequence[Rescored], found: Hack | None, reward: str, limit: int) -> None:
+    """Print where a run's reward and a stricter one part, and the trajectories that show it."""
+    table = Table("it", "the run's reward", "stricter", "gap", "±", box=box.SIMPLE_HEAD)
+    for entry in rescored:
+        numbers = (entry.reward, entry.strict, entry.gap, entry.error)
+        table.add_row(str(entry.iteration), *(f"{number:z.3f}" for number in numbers))
+    console.print(table)
+    name, closed = run.store.url.rpartition("/")[2], run.state.iteration
+    again = f"{counted(len(rescored), 'iteration')} of {closed} scored again"
+    if found is None:
+        console.print(f"the rewards do not part: the gap grows by no more than its noise ({again})", highlight=False)
+        return
+    at = found.iteration
+    console.print(
+        f"the gap opens in the generations of iteration {at}, after the update of iteration {at - 1} ({again})",
+        highlight=False,
+    )
+    from flows.ui.documents import decoder
+
+    decode = decoder(run.config)
+    for row in found.examples.head(limit).to_dict("records"):
+        said = f"{row['trajectory_id']}: score {row['score']:.3f}, stricter {row['strict']:.3f}"
+        console.print(f"\n{said}, advantage {row['advantage']:+.3f}", highlight=False)
+        console.print(visible(str(row["prompt"])).strip(), style="dim", highlight=False)
+        console.print(_coloured(row, decode), highlight=False)
+    console.print(
+        f"\nIteration {at} has {len(found.examples)} such trajectories. This begins again just before, with the same "
+        f"generations:\n"
+        f"  ratchet fork {name} --at {at - 1}:score --run NEW reward.function={reward}",
+        highlight=False,
+    )
+
+
+def _coloured(row: Mapping[Hashable, Any], decode: Decode | None) -> Text:
+    """The tokens of a response: green if their advantage is positive, red if it is negative."""
+    if decode is None or "advantages" not in row:
+        return Text(visible(str(row["response"])))
+    from flows.ui.documents import token_texts
+
+    text = Text()
+    pieces = token_texts(tuple(int(token) for token in row["response_ids"]), decode)
+    for piece, advantage, learned in zip(pieces, row["advantages"], row["loss_mask"], strict=True):
+        style = "" if not learned or advantage == 0 else "green" if advantage > 0 else "red"
+        text.append(visible(piece), style=style)
+    return text
 
 
 def lineage(console: Console, origin: Origin, format: str) -> None:

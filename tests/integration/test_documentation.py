@@ -76,6 +76,7 @@ TYPED = {
     "ratchet plan RUN KEY=VALUE": "ratchet plan killed algorithm.advantage.lam=0.9",
     "ratchet report A B -o report.html": "ratchet report countdown other -o report.html",
     "ratchet rescore RUN --reward R --run NEW": "ratchet rescore killed --reward format --run rescored",
+    "ratchet bisect RUN --reward R": "ratchet bisect countdown --reward format",
     "ratchet replay RUN --iteration K": "ratchet replay countdown --iteration 3",
     "ratchet explain RUN K": "ratchet explain countdown 33",
     "ratchet export RUN DIR": "ratchet export countdown exported",
