@@ -98,6 +98,7 @@ METRICS = (
         "turns",
         "`rollout.environment`",
     ),
+    Metric("rollout/replayed", "generate", "trajectories that repeat earlier ones", "trajectories", "`data.replay`"),
     Metric("rollout/errors", "generate", "trajectories whose environment failed", "trajectories", _ERRORS),
     Metric("reward/mean", "score", "score of all responses, also of those left out, mean"),
     Metric("reward/errors", "score", "responses whose reward failed", "trajectories", _ERRORS),

@@ -107,6 +107,13 @@ TRAJECTORY = TrajectorySchema(
             "iterations",
         ),
         Column(
+            "replayed_from",
+            pa.string(),
+            "generate",
+            "run, iteration and id of the trajectory that this one repeats (data.replay)",
+            null="it was generated",
+        ),
+        Column(
             "token_versions",
             pa.list_(pa.int32()),
             "generate",

@@ -80,7 +80,7 @@ def call_of(
     journal = driver.store.journal(iteration, stage.name) if began is None else None
     config = stage.config.of(driver.config) if config is None else config
     cursor = state.cursor_before(iteration, driver.config.data.prompts_per_iteration)
-    draws = stage.draws if isinstance(stage, RowsStage) else None
+    draws, replays = (stage.draws, stage.replays) if isinstance(stage, RowsStage) else (None, None)
     return Call(
         term=driver.term,
         stage=stage.name,
@@ -94,6 +94,7 @@ def call_of(
         follows=followed(driver, stage, iteration) if isinstance(stage, UpdateStage) else {},
         cursor=cursor,
         drawn=None if draws is None else draws(driver, iteration, shard, config, cursor),
+        replayed={} if replays is None else replays(driver, iteration, shard, config),
         controllers=dict(state.controllers),
         journal=() if journal is None else journal.parts,
     )

@@ -12,6 +12,7 @@ from infra.store.records import Ahead, RunState, Skip, Weights
 from infra.workers.worker import WEIGHTS_OF
 from rlhf.config import RunConfig, stored_config
 from rlhf.errors import UserError, counted
+from tasks.experience import check_experience
 from tasks.generate import GenerateSummary
 from tasks.pipeline import STAGES, names_of, stage_named
 from tasks.stage import ROUNDING, Stage, UpdateStage
@@ -128,11 +129,13 @@ def _of_inputs(then: set[str], now: set[str]) -> list[str]:
 
 
 def check_open_iteration(driver: Driver) -> None:
-    """Check, before a claim, that the open iteration and those ahead of it are valid under the driver's config.
+    """Check, before a claim, that the open iteration and those ahead of it are valid under the driver's config, and that
+    the runs that it draws from can be drawn from.
 
     Raises:
         UserError: if config, data or code have changed in a way that invalidates a committed stage or shard.
     """
+    check_experience(driver)
     places: dict[int, RunState | Ahead] = {driver.state.iteration: driver.state, **driver.state.ahead}
     for iteration, place in places.items():
         _check_staleness(driver, iteration, place)

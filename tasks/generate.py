@@ -11,9 +11,9 @@ from typing import Any, Literal
 from pydantic import JsonValue
 
 from infra.execution.driver import Driver
-from infra.workers.calls import C, Call, Context, ShardOutput, ShardStart, ShardSummary
+from infra.workers.calls import C, Call, Context, Experience, ShardOutput, ShardStart, ShardSummary
 from rlhf.batch import TrajectoryBatch
-from rlhf.config import CurriculumConfig, DynamicSamplingConfig, RunConfig
+from rlhf.config import CurriculumConfig, DynamicSamplingConfig, ReplayConfig, RunConfig
 from rlhf.data.prompts import PromptDataset, encode
 from rlhf.engines.base import Request, Sampling
 from rlhf.engines.generation import Rules
@@ -23,6 +23,7 @@ from rlhf.environments.dialogues import Beginning, Dialogue
 from rlhf.schema import TRAJECTORY
 from rlhf.stage_config import StageConfig, key
 from tasks.curriculum import solve_rates
+from tasks.experience import draw_experience
 from tasks.score import ScoreSummary
 from tasks.stage import RowsStage, Until
 
@@ -83,6 +84,7 @@ class GenerateConfig(StageConfig):
     dynamic_sampling: DynamicSamplingConfig | None = key("algorithm.dynamic_sampling")
     weights: tuple[float, ...] | None = key("data.weights")
     curriculum: CurriculumConfig | None = key("data.curriculum")
+    replay: ReplayConfig | None = key("data.replay")
     # operational: the dataset's digest covers the content of the files, and the assigned weights cover `partial`
     train: tuple[str, ...] = key("data.train", operational=True)
     partial: bool = key("rollout.partial", operational=True)
@@ -97,6 +99,8 @@ class GenerateSummary(ShardSummary):
     """With an environment or an agent: how many conversations have a number of turns."""
     num_branches: dict[int, int] = {}
     """With an agent: how many trajectories have a number of branches."""
+    replayed: int = 0
+    """Number of trajectories that repeat earlier ones."""
 
 
 def shards_of(driver: Driver) -> int:
@@ -127,6 +131,8 @@ def generation_metrics(summaries: Sequence[GenerateSummary]) -> dict[str, float]
         metrics |= {"num_turns/min": float(min(turns)), "num_turns/max": float(max(turns)), "num_turns/mean": mean}
     if branches := [count for shard in summaries for count in Counter(shard.num_branches).elements()]:
         metrics["num_branches/mean"] = sum(branches) / len(branches)
+    replayed = sum(shard.replayed for shard in summaries)
+    metrics |= {"rollout/replayed": float(replayed)} if replayed else {}
     return metrics | ({"rollout/errors": float(errors)} if errors else {})
 
 
@@ -186,6 +192,22 @@ def draws(driver: Driver, iteration: int, shard: int, config: GenerateConfig, cu
     return tuple(drawn)
 
 
+def replays(driver: Driver, iteration: int, shard: int, config: GenerateConfig) -> Mapping[int, Experience]:
+    """Draw prompts of a shard with the answers that they got before; none without `data.replay`."""
+    if config.replay is None:
+        return {}
+    return draw_experience(
+        driver,
+        iteration,
+        _numbers(config, shard),
+        config.replay,
+        seed=config.seed,
+        prompts=config.prompts_per_iteration,
+        n=config.n,
+        limit=config.max_response_tokens,
+    )
+
+
 def prompts_of(context: Context[GenerateConfig]) -> Prompts:
     """The prompts of a shard of `generate`; the call has the position at which the iteration begins in the dataset."""
     config = context.config
@@ -205,8 +227,9 @@ def prompts_of(context: Context[GenerateConfig]) -> Prompts:
         ignore_eos=config.ignore_eos,
         stop=config.stop,
     )
-    rows = list(zip(numbers, drawn, strict=True))
-    return Prompts(dataset, rows, config.prompt, config.n, sampling, config.environment, config.agent)
+    rows = dict(zip(numbers, drawn, strict=True))
+    rows |= {number: dataset.index_of(experience.row) for number, experience in context.call.replayed.items()}
+    return Prompts(dataset, list(rows.items()), config.prompt, config.n, sampling, config.environment, config.agent)
 
 
 def begin(context: Context[GenerateConfig]) -> ShardStart:
@@ -224,9 +247,11 @@ def generate(context: Context[GenerateConfig]) -> ShardOutput[GenerateSummary]:
     """
     prompts = prompts_of(context)
     batch = trajectories(context, prompts)
-    talks, conversations = prompts.talks is not None, [part for all in context.dialogues for part in all.conversations]
+    generated = [dialogue for dialogue in context.dialogues if dialogue.replayed_from is None]
+    talks, conversations = prompts.talks is not None, [part for all in generated for part in all.conversations]
     summary = GenerateSummary(
-        tokens=int(batch.flat("response_mask").sum()),
+        tokens=sum(sum(dialogue.mask) for dialogue in conversations),
+        replayed=len(context.dialogues) - len(generated),
         oldest_version=min((version for dialogue in conversations for version in dialogue.versions), default=None),
         errors=sum(dialogue.error is not None for dialogue in context.dialogues),
         num_turns=Counter(dialogue.num_turns for dialogue in conversations) if talks else {},
@@ -251,10 +276,14 @@ def begin_trajectories(context: Context[C], prompts: Prompts) -> ShardStart:
         prompt = prompts.dataset[row]
         _, ids = _encoded(context, prompts, row)
         messages = prompt.after(prompts.config.system_prompt)
+        answers = context.replayed.get(number, ())
         for sample in range(prompts.n):
             request = Request(f"{_prompt_id(context, number)}-s{sample:02d}", tuple(ids))
             beginning = Beginning(messages, prompt.ground_truth, prompt.ground_truth_is_json, prompt.extra_info)
-            dialogues.append(Dialogue(request, beginning))
+            dialogue = Dialogue(request, beginning)
+            if answers:
+                _repeat(dialogue, answers[sample], context.call.replayed[number].source)
+            dialogues.append(dialogue)
     environment, agent = prompts.environment, prompts.agent
     if agent is not None:
         programs = context.resources.agents(
@@ -276,6 +305,25 @@ def begin_trajectories(context: Context[C], prompts: Prompts) -> ShardStart:
         on_error=environment.on_error,
     )
     return ShardStart(tuple(dialogues), Rules(prompts.sampling, calls, environment.max_turns))
+
+
+def _repeat(dialogue: Dialogue, row: Mapping[str, Any], source: str) -> None:
+    """Complete a trajectory with an earlier answer to its prompt, a row of `generate` without turns."""
+    ids = list(row["response_ids"])
+    versions = row["token_versions"] or [row["policy_version"]] * len(ids)
+    dialogue.restore(
+        {
+            "ids": ids,
+            "log_probs": list(row["rollout_log_probs"]),
+            "mask": list(row["response_mask"]),
+            "versions": list(versions),
+            "turn_starts": [0],
+            "turn_ends": [len(ids)],
+            "turn_rewards": [],
+            "finish_reason": row["finish_reason"],
+        }
+    )
+    dialogue.replayed_from = f"{source} {row['trajectory_id']}"
 
 
 def trajectories(context: Context[C], prompts: Prompts) -> TrajectoryBatch:
@@ -322,6 +370,7 @@ def trajectories(context: Context[C], prompts: Prompts) -> TrajectoryBatch:
                 "response_mask": dialogue.mask,
                 "finish_reason": trajectory.finish_reason,
                 "policy_version": dialogue.versions[0] if dialogue.versions else assigned.version,
+                "replayed_from": trajectory.replayed_from,
                 "token_versions": dialogue.versions if len(set(dialogue.versions)) > 1 else None,
                 "turns": dialogue.turns(tokenizer) if talks else None,
                 "rollout_error": trajectory.error,
@@ -390,6 +439,7 @@ GENERATE = RowsStage(
     metrics=generation_metrics,
     count=shards_of,
     draws=draws,
+    replays=replays,
     until=Until(
         applies=samples_dynamically,
         follow=("reward_model", "score"),

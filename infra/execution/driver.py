@@ -28,6 +28,7 @@ from infra.store.log import Corrupt
 from infra.store.object_store import StoreUnavailable
 from infra.store.records import Claim, RunState, Weights
 from infra.store.run_store import RunStore
+from infra.workers.calls import Experience
 from infra.workers.groups import WorkerGroups
 from infra.workers.ray_group import GroupLost
 from rlhf.agents import agent_digest, check_agent
@@ -159,6 +160,10 @@ class Driver:
         self.has_said_that_replays_differ = False
         self.solve_rates: dict[int, dict[int, float]] = {}
         """Solve rates of prompts, by closed iteration and row of the dataset, as far as they were read."""
+        self.experience: dict[tuple[str, int], list[Experience]] = {}
+        """Prompts that can be drawn with their answers, by run and closed iteration, as far as they were read."""
+        self.experience_runs: dict[str, RunStore] = {}
+        """The other runs of `data.replay`, as they were when they were read first."""
         self.stopping = Stopping(f"`ratchet resume {config.run.name}`")
 
     @property

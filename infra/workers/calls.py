@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -55,6 +55,19 @@ class ShardOutput(Generic[S]):
 
 
 @dataclass(frozen=True)
+class Experience:
+    """A prompt with the answers that it got before."""
+
+    row: int
+    """Its row in the files of the dataset."""
+    prompt_id: str
+    """Its id among the rows of `shard`."""
+    shard: ShardRef
+    source: str
+    """Run and iteration of its answers, for people."""
+
+
+@dataclass(frozen=True)
 class Call(Generic[C_co]):
     """One shard of a stage, or one update."""
 
@@ -73,6 +86,8 @@ class Call(Generic[C_co]):
     cursor: int = 0
     drawn: tuple[int, ...] | None = None
     """The prompts of the shard, as indices into the dataset; None: the worker draws them."""
+    replayed: Mapping[int, Experience] = field(default_factory=dict)
+    """Prompts of the shard that are drawn with their answers, by their number in the iteration."""
     controllers: Mapping[str, float] = field(default_factory=dict)
     journal: tuple[ShardRef, ...] = ()
     """What an earlier driver generated of the shards that are not complete."""
@@ -152,6 +167,8 @@ class Context(Generic[C]):
     batch: TrajectoryBatch
     engines: Engines
     resources: Resources
+    replayed: Mapping[int, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    """The answers of prompts that are drawn with them: the rows of `generate` by the prompt's number, by sample."""
     dialogues: Sequence[Dialogue] = ()
     """The complete trajectories of the shard, in the order of `RowsCall.begin`, for a stage that generates."""
 

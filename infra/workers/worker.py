@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from infra.progress import note
 from infra.store.answers import Answers
@@ -31,6 +32,7 @@ from infra.workers.calls import (
     C,
     Call,
     Context,
+    Experience,
     Pending,
     Rows,
     RowsCall,
@@ -370,7 +372,14 @@ class Worker:
         return self._updated[call.role]
 
     def _context(self, call: Call[C], batch: TrajectoryBatch) -> Context[C]:
-        return Context(call, batch, self.engines, self.resources)
+        replayed = {number: self._answers(experience) for number, experience in call.replayed.items()}
+        return Context(call, batch, self.engines, self.resources, replayed)
+
+    def _answers(self, experience: Experience) -> list[dict[str, Any]]:
+        """The rows of a prompt that is drawn with its answers, by sample."""
+        table = self.store.read_shard(experience.shard)
+        rows: list[dict[str, Any]] = table.filter(pc.field("prompt_id") == experience.prompt_id).to_pylist()
+        return sorted(rows, key=lambda row: int(row["sample"]))
 
     def has_weights(self, role: str, weights: Weights | None) -> bool:
         """Whether the role holds these weights."""

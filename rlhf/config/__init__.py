@@ -4,6 +4,7 @@ from rlhf.config.fitting import FitConfig, RewardTraining, SFTConfig
 from rlhf.config.reading import differences, keys, models_in, overridden, read_yaml, validated, yaml_text
 from rlhf.config.run import RunConfig, load_config, parse_config, stored_config
 from rlhf.config.sections import (
+    OWN,
     ActorConfig,
     CheckpointConfig,
     CurriculumConfig,
@@ -16,6 +17,7 @@ from rlhf.config.sections import (
     ModelConfig,
     PoolConfig,
     ReferenceConfig,
+    ReplayConfig,
     RewardConfig,
     RewardModelConfig,
     RunSection,
@@ -25,6 +27,7 @@ from rlhf.config.sections import (
 )
 
 __all__ = [
+    "OWN",
     "ActorConfig",
     "CheckpointConfig",
     "CurriculumConfig",
@@ -38,6 +41,7 @@ __all__ = [
     "ModelConfig",
     "PoolConfig",
     "ReferenceConfig",
+    "ReplayConfig",
     "RewardConfig",
     "RewardModelConfig",
     "RewardTraining",

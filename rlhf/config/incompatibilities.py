@@ -281,6 +281,7 @@ def _drawing_fits(config: RunConfig) -> Iterator[str]:
             "train.epochs is set, but algorithm.dynamic_sampling draws as many prompts as it needs: set "
             "train.iterations instead"
         )
+    yield from _replay_fits(config)
     if curriculum is None:
         return
     if config.rollout.n == 1:
@@ -296,6 +297,26 @@ def _drawing_fits(config: RunConfig) -> Iterator[str]:
         yield (
             "data.curriculum needs the smallest score of a solved answer, which this reward does not tell: set "
             "data.curriculum.solved_score"
+        )
+
+
+def _replay_fits(config: RunConfig) -> Iterator[str]:
+    if config.data.replay is None:
+        return
+    for key, conflict in (
+        ("data.generations", config.data.generations is not None),
+        ("algorithm.dynamic_sampling", config.algorithm.dynamic_sampling is not None),
+        (f"rollout.mode {config.rollout.mode}", config.rollout.mode != "sync"),
+        ("rollout.environment", config.rollout.environment is not None),
+        ("rollout.agent", config.rollout.agent is not None),
+        ("data.curriculum", config.data.curriculum is not None),
+    ):
+        if conflict:
+            yield f"data.replay does not work with {key}: remove one of them"
+    if config.bypass:
+        yield (
+            "data.replay draws answers of earlier policies, so the old log-probs must be recomputed: set "
+            "algorithm.rollout_correction.bypass: false"
         )
 
 

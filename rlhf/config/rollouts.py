@@ -9,7 +9,7 @@ from typing import Any
 def generates_stale(tree: Mapping[str, Any]) -> bool:
     """Tell whether a config lets trajectories be older than the weights that they train."""
     mode = _section(tree, "rollout").get("mode", "sync")
-    return bool(mode != "sync")
+    return bool(mode != "sync") or _section(tree, "data").get("replay") is not None
 
 
 def generates_with_other_rounding(tree: Mapping[str, Any]) -> bool:

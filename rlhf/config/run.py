@@ -221,7 +221,7 @@ class RunConfig(Section):
     def on_policy(self) -> bool:
         """Whether each iteration is one optimizer step on fresh trajectories, so that every ratio is 1."""
         one_step = self.actor.mini_batch_trajectories == self.trajectories_per_iteration
-        fresh = self.data.generations is None and self.rollout.mode == "sync"
+        fresh = self.data.generations is None and self.data.replay is None and self.rollout.mode == "sync"
         return self.actor.ppo_epochs == 1 and one_step and fresh
 
     @property

@@ -144,6 +144,26 @@ class CurriculumConfig(Section):
     )
 
 
+OWN = "self"
+"""Stands for the run itself among the runs of `data.replay`."""
+
+
+class ReplayConfig(Section):
+    """Learn from earlier trajectories, too: a share of the prompts keeps the answers that it got before."""
+
+    share: float = Field(
+        0.25, gt=0, le=1, description="share of an iteration's prompts that are drawn with their answers"
+    )
+    runs: OneOrMore[str] = Field(
+        (OWN,), min_length=1, description="runs to draw from, by URL; self: earlier iterations of this run"
+    )
+    window: int | None = Field(
+        8,
+        gt=0,
+        description="newest iterations of each run to draw from, before this one in the case of self; null: all",
+    )
+
+
 class DataConfig(Section):
     train: OneOrMore[str] = Field(
         min_length=1,
@@ -156,6 +176,9 @@ class DataConfig(Section):
     )
     curriculum: CurriculumConfig | None = Field(
         None, description="draw prompts that were always or never solved less often; null: off"
+    )
+    replay: ReplayConfig | None = Field(
+        None, description="draw some prompts together with the answers of earlier iterations or other runs; null: off"
     )
     prompts_per_iteration: int = Field(64, gt=0, description="prompts per iteration")
     max_prompt_tokens: int = Field(512, gt=0, description="longest prompt in tokens, including the chat template")

@@ -163,6 +163,17 @@ class PromptDataset:
         """
         return index if self._kept is None else self._kept[index]
 
+    def has_row(self, row: int) -> bool:
+        """Whether the dataset has the prompt of a row of the files."""
+        if self._kept is None:
+            return 0 <= row < len(self)
+        place = bisect_left(self._kept, row)
+        return place < len(self._kept) and self._kept[place] == row
+
+    def index_of(self, row: int) -> int:
+        """The index of the prompt of a row of the files, which the dataset has; see `row`."""
+        return row if self._kept is None else bisect_left(self._kept, row)
+
     @cached_property
     def digest(self) -> str:
         """sha256 over the digests of the files, in order."""

@@ -100,6 +100,8 @@ class Dialogue:
     """The conversations of an agent's trajectory, which itself has no tokens."""
     result: Result | None = None
     """What the agent's program returned."""
+    replayed_from: str | None = None
+    """The trajectory that this one repeats; None: it is generated."""
 
     @property
     def conversations(self) -> Sequence[Dialogue]:
