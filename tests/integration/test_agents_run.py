@@ -89,9 +89,8 @@ def test_branches_are_rows_of_one_trajectory(start: Any, workspace: Path, proces
             assert row["response_mask"].sum() == sum(call["end"] - call["start"] for call in row["calls"])
     learned = frame.groupby(["iteration", "prompt_id"])["score"].nunique() > 1
     assert learned.any(), "some groups teach something"
-    for place, differs in learned.items():
-        iteration, prompt = place
-        group = frame[(frame["iteration"] == iteration) & (frame["prompt_id"] == prompt)]
+    for place, group in frame.groupby(["iteration", "prompt_id"]):
+        differs = learned[place]
         scores = group[group["branch"] == 0]["score"]
         wanted = (group["score"] - scores.mean()) / (scores.std() + 1e-6) if differs else 0 * group["score"]
         got = [row["advantages"][row["response_mask"] == 1][0] for _, row in group.iterrows()]

@@ -22,14 +22,13 @@ from rlhf.engines.hf_rollout import HFRollout
 from rlhf.environments.dialogues import Beginning, Dialogue
 from rlhf.errors import UserError
 from tests import tiny
-from tests.unit.test_gateway import TEMPLATE
 
 
 @pytest.fixture(scope="module")
 def generator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Generator]:
     folder = tiny.model_folder(tmp_path_factory.mktemp("model"), letters=tiny.LETTERS + '{}[]":_')
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = tiny.CHAT_TEMPLATE
     engine = HFRollout(AutoModelForCausalLM.from_pretrained(folder), eos_token_ids=(1,), tokenizer=tokenizer)
     generator = Generator(engine, tokenizer, interruptible=False)
     generator.resume(0, engine)
