@@ -562,7 +562,7 @@ def serve(
     from infra.execution.stopping import on_signals
     from infra.runs import open_run
 
-    run = open_run(_url(name, store))
+    run = open_run(url_of(name, store))
     given = os.environ.get("RATCHET_API_KEY")
     key = given or f"sk-{secrets.token_urlsafe(24)}"
 
@@ -606,7 +606,7 @@ def ingest(
     from infra.runs import open_run
 
     files = (".parquet", ".json", ".jsonl", ".arrow")
-    logs = [source if source.endswith(files) else open_run(_url(source, store)) for source in sources]
+    logs = [source if source.endswith(files) else open_run(url_of(source, store)) for source in sources]
     ingested = read_logs(logs, ratings, min_score)
     make_folder(output)
     for name, table in (("prompts", ingested.prompts), ("trajectories", ingested.trajectories)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -9,10 +10,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from flows.cli_data import make_folder
 from flows.run_arguments import DEFAULT_STORE, Names, Store, url_of
 from flows.terminal import visible
 from rlhf.data.selection import Kind, Selection
-from rlhf.errors import counted
+from rlhf.errors import UserError, counted
 
 if TYPE_CHECKING:
     from infra.training_data import Dataset
@@ -62,6 +64,10 @@ def dataset(
     from infra.training_data import dataset as made_of
     from infra.training_data import write
 
+    if not output.endswith(".parquet"):
+        raise UserError(f"--output {output}: end the name with .parquet, by which readers know the format")
+    if "://" not in output:
+        make_folder(Path(output).parent)
     selection = Selection(kind, min_score, margin, similarity, decontaminate, balance)
     made = made_of([open_run(url_of(name, store)) for name in names], selection)
     write(made, output)
