@@ -201,15 +201,20 @@ def write(made: Dataset, output: str) -> None:
 
     Args:
         made: the dataset.
-        output: path or fsspec URL of the file, which is replaced.
+        output: path of the file, in a folder that exists, or fsspec URL. A file that is there is replaced.
 
     Raises:
-        UserError: the folder cannot be written.
+        UserError: the store refuses access, or fsspec does not know the protocol.
         StoreUnavailable: the store does not answer.
     """
-    url = output if "://" in output else f"file://{Path(output).resolve()}"
-    folder, _, name = url.rpartition("/")
-    ObjectStore(folder).put(name, parquet_bytes(made.table))
+    content = parquet_bytes(made.table)
+    if "://" in output:
+        folder, _, name = output.rpartition("/")
+        ObjectStore(folder).put(name, content)
+    else:
+        written = Path(output).with_name(f".{Path(output).name}")
+        written.write_bytes(content)
+        written.replace(output)
 
 
 def _origin(runs: Sequence[Run], run_names: Sequence[str], selection: Selection) -> bytes:

@@ -10,6 +10,7 @@ from itertools import combinations, count
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -504,10 +505,6 @@ def check_held_out(texts: list[str], validation: list[str], frame: pd.DataFrame)
 
 # Who can train on them.
 
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role[0] }} {{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}a {% endif %}"
-)
-
 
 @pytest.fixture(scope="module", params=["texts", "messages"])
 def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
@@ -519,15 +516,19 @@ def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     rendered: Any = str
     if request.param == "messages":
         tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-        tokenizer.chat_template = TEMPLATE
+        tokenizer.chat_template = tiny.CHAT_TEMPLATE
         tokenizer.save_pretrained(folder / "model")
-        rendered = "u {}<eos>a ".format
+
+        def rendered(question: str) -> str:
+            messages = [{"role": "user", "content": question}]
+            return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
     iteration = [group(question, 1.0, 0.0, 0.5, rendered=rendered(question)) for question in QUESTIONS]
     run = stored_run(iteration)
     for kind in Kind:
-        write(made(run, kind), str(folder / "out" / f"{kind}.parquet"))
+        write(made(run, kind), str(folder / f"{kind}.parquet"))
     return {"model": str(folder / "model"), "folder": str(folder)} | {
-        kind.value: str(folder / "out" / f"{kind}.parquet") for kind in Kind
+        kind.value: str(folder / f"{kind}.parquet") for kind in Kind
     }
 
 
@@ -620,14 +621,15 @@ def test_trainers_see_the_prompt_as_the_policy_did(files: dict[str, str]) -> Non
 
 def test_a_dataset_is_written_whole_with_its_origin(tmp_path: Path) -> None:
     run = stored_run([group("who is it?", 1.0, 0.0)])
-    paths = [tmp_path / "new" / name for name in ("one.parquet", "two.parquet")]
+    paths = [tmp_path / name for name in ("one.parquet", "two.parquet")]
     for path in paths:
         write(made(open_run(run.store.url), Kind.dpo), str(path))
     assert paths[0].read_bytes() == paths[1].read_bytes()
     origin = json.loads(pq.read_schema(paths[0]).metadata[METADATA])
     assert origin["selection"]["kind"] == "dpo"
-    write(made(run, Kind.dpo), f"file://{paths[0]}")
-    assert paths[0].read_bytes() == paths[1].read_bytes()
+    assert sorted(tmp_path.iterdir()) == paths, "nothing else is left there"
+    write(made(run, Kind.dpo), "memory://datasets/pairs.parquet")
+    assert fsspec.filesystem("memory").cat("/datasets/pairs.parquet") == paths[0].read_bytes()
 
 
 def test_a_run_that_an_earlier_release_stored() -> None:
