@@ -16,6 +16,8 @@ from rich.console import Console
 
 from flows.cli_convert import convert
 from flows.cli_data import data, make_folder, whole_short_help
+from flows.cli_dataset import dataset
+from flows.run_arguments import DEFAULT_STORE, Name, Names, Store, run_names, url_of
 from flows.temporary_server import TemporaryServer
 from flows.terminal import visible
 from rlhf.config import RewardTraining, RunConfig, SFTConfig, keys, load_config, overridden, validated
@@ -35,27 +37,12 @@ app = typer.Typer(
 )
 app.add_typer(data, name="data")
 app.command(context_settings={"ignore_unknown_options": True})(convert)  # those of the other program
+app.command()(dataset)
 
-DEFAULT_STORE = "file://./runs"
 console = Console(soft_wrap=True, markup=False)
 errors = Console(stderr=True, soft_wrap=True, markup=False)
 
 
-def run_names(context: typer.Context, incomplete: str) -> list[str]:
-    """Complete the name of a run in the store."""
-    from infra.runs import run_names as names_of
-
-    store = context.params.get("store") or os.environ.get("RATCHET_STORE", DEFAULT_STORE)
-    try:
-        return [name for name in names_of(store) if name.startswith(incomplete)]
-    except RatchetError:  # a shell shows no errors while it completes
-        return []
-
-
-Name = Annotated[
-    str, typer.Argument(metavar="RUN", help="a run's name in the store, or its full URL", autocompletion=run_names)
-]
-Store = Annotated[str, typer.Option(envvar="RATCHET_STORE", help="folder of runs, any fsspec URL")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="a.b=c", help="values of the config to change")]
 TakeOver = Annotated[
     bool, typer.Option("--take-over", help="continue even if another driver is alive, which is then shut out")
@@ -163,7 +150,7 @@ def resume(
     """Resume from the last committed stage, with the config of the last driver."""
     from infra.runs import open_run
 
-    url = _url(name, store)
+    url = url_of(name, store)
     parent, _, leaf = url.rpartition("/")  # where the run was opened, which may differ from its config
     _drive(open_run(url).config.with_values({"run.store": parent, "run.name": leaf}), take_over, accept_changes)
 
@@ -177,7 +164,7 @@ def stop(name: Name, store: Store = DEFAULT_STORE) -> None:
     from infra.runs import open_run
     from infra.workers.ray_group import end_idle
 
-    run = open_run(_url(name, store))
+    run = open_run(url_of(name, store))
     beat = heartbeat.is_alive(run.store.objects, lambda text: console.print(text))
     if beat is None:
         ended = not run.is_fit and end_idle(run.config, run.store.url)
@@ -210,7 +197,7 @@ def status(
     from flows import views
     from infra.runs import open_run
 
-    views.status(console, open_run(_url(name, store)), last)
+    views.status(console, open_run(url_of(name, store)), last)
 
 
 @app.command()
@@ -239,7 +226,7 @@ def show(
     from flows import views
     from infra.runs import open_run
 
-    views.show(console, open_run(_url(name, store)), iteration, where, columns, limit, format.value)
+    views.show(console, open_run(url_of(name, store)), iteration, where, columns, limit, format.value)
 
 
 @app.command()
@@ -266,7 +253,7 @@ def query(
     *names, sql = arguments
     if not names:
         raise UserError(f"query {sql!r}: name a run, then the SQL")
-    views.rows(console, ask([open_run(_url(name, store)) for name in names], sql), format.value)
+    views.rows(console, ask([open_run(url_of(name, store)) for name in names], sql), format.value)
 
 
 @app.command()
@@ -285,10 +272,7 @@ def ui(
 
 @app.command()
 def report(
-    names: Annotated[
-        list[str],
-        typer.Argument(metavar="RUN...", help="names in the store, or full URLs", autocompletion=run_names),
-    ],
+    names: Names,
     output: Annotated[Path, typer.Option("--output", "-o", help="the HTML file to write or replace")],
     store: Store = DEFAULT_STORE,
 ) -> None:
@@ -298,7 +282,7 @@ def report(
     from infra.runs import open_run
 
     with progress(console):
-        html.write([open_run(_url(name, store)) for name in names], output)
+        html.write([open_run(url_of(name, store)) for name in names], output)
     console.print(f"the report is in {output}")
 
 
@@ -321,7 +305,7 @@ def fork(
     from infra.runs import open_run
     from tasks.plan import fork_run
 
-    parent = open_run(_url(name, store))
+    parent = open_run(url_of(name, store))
     target_store = to_store or parent.store.url.rpartition("/")[0]
     config = parent.config.with_values({"run.name": run, "run.store": target_store}, overrides or [])
     iteration, _, stage = at.partition(":")
@@ -353,7 +337,7 @@ def rescore(
     from infra.execution.claims import run_url
     from infra.runs import open_run
 
-    source = _url(name, store)
+    source = url_of(name, store)
     config = rescoring_config(source, run, reward, learn, overrides or [])
     begin(config)
     _drive(config)
@@ -419,7 +403,7 @@ def plan(
             f"plan {source} --run {run}: --run goes with a CONFIG.yaml, and {source} names a run: leave it out"
         )
     else:
-        committed = open_run(_url(source, store or DEFAULT_STORE))
+        committed = open_run(url_of(source, store or DEFAULT_STORE))
         name, changed = source, committed.config.with_values({}, overrides or [])
     views.plan(console, committed, changed, iteration, name)
 
@@ -441,7 +425,7 @@ def explain(
     from infra.runs import open_run
     from tasks.explain import explain as lineage
 
-    views.lineage(console, lineage(open_run(_url(name, store)), checkpoint, role.value), format.value)
+    views.lineage(console, lineage(open_run(url_of(name, store)), checkpoint, role.value), format.value)
 
 
 @app.command()
@@ -457,7 +441,7 @@ def replay(
 
     differs = None
     with progress(console):
-        for replayed in recompute(open_run(_url(name, store)), iteration):
+        for replayed in recompute(open_run(url_of(name, store)), iteration):
             console.print(f"{replayed.stage}: {'the same' if replayed.same else replayed.difference}", highlight=False)
             differs = differs or (None if replayed.same else replayed.stage)
     if differs is not None:
@@ -479,7 +463,7 @@ def vacuum(
     from infra import vacuum as broom
     from infra.runs import open_run
 
-    run = open_run(_url(name, store))
+    run = open_run(url_of(name, store))
     doomed = broom.unreached(run.store) if dry_run else broom.vacuum(run.store, take_over)
     for key in doomed:
         console.print(key, highlight=False)
@@ -500,7 +484,7 @@ def verify(
     from infra.store.run_store import RunStore
     from infra.verify import verify as examine
 
-    run_store = RunStore.at(_url(name, store))
+    run_store = RunStore.at(url_of(name, store))
     with progress(console):
         findings = list(examine(run_store))
     repaired = [finding for finding in findings if repair and finding.repair is not None]
@@ -606,7 +590,7 @@ def serve(
     from infra.execution.stopping import on_signals
     from infra.runs import open_run
 
-    run = open_run(_url(name, store))
+    run = open_run(url_of(name, store))
     given = os.environ.get("RATCHET_API_KEY")
     key = given or f"sk-{secrets.token_urlsafe(24)}"
 
@@ -650,7 +634,7 @@ def ingest(
     from infra.runs import open_run
 
     files = (".parquet", ".json", ".jsonl", ".arrow")
-    logs = [source if source.endswith(files) else open_run(_url(source, store)) for source in sources]
+    logs = [source if source.endswith(files) else open_run(url_of(source, store)) for source in sources]
     ingested = read_logs(logs, ratings, min_score)
     make_folder(output)
     for name, table in (("prompts", ingested.prompts), ("trajectories", ingested.trajectories)):
@@ -680,7 +664,7 @@ def export(
     from flows.terminal import progress
     from infra.runs import open_run
 
-    run = open_run(_url(name, store))
+    run = open_run(url_of(name, store))
     with progress(console):
         version = _snapshot(run, iteration, best)
     run.exportable(version, role.value, adapter=adapter)
@@ -713,7 +697,7 @@ def push(
     from infra import hub
     from infra.runs import open_run
 
-    run = open_run(_url(name, store))
+    run = open_run(url_of(name, store))
     with progress(console):
         version = _snapshot(run, iteration, best)
         pushed = hub.push(run, repo, version, role.value, adapter=adapter, public=public)
@@ -945,14 +929,6 @@ def _wait_for(server: TemporaryServer | None) -> None:
         if not server.is_ready:
             console.print("starting Prefect (a temporary server on this machine; 5 to 40 s)")
         server.wait()
-
-
-def _url(name: str, store: str) -> str:
-    from infra.execution.claims import run_url
-
-    if "://" in name:
-        return name.rstrip("/")
-    return f"file://{Path(name).resolve()}" if Path(name).is_dir() and "/" in name else run_url(store, name)
 
 
 whole_short_help(app)  # once all commands are there

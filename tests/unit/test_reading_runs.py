@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 from rich.text import Text
@@ -221,6 +222,23 @@ def test_show_says_how_many_it_shows(command: Command) -> None:
     half = "trajectory_id like '%s00'"
     assert "iteration 0: the first 2 of 4 that match, of 8" in command("show", "run", "--limit", 2, "--where", half)
     assert 'Nearest columns: "score"' in command.error("show", "run", "--where", "scor > 0")
+
+
+def test_a_dataset_says_what_it_left_out(command: Command, tmp_path: Path) -> None:
+    path = tmp_path / "new" / "labelled.parquet"
+    out = command("dataset", "run", "--kind", "kto", "--min-score", 9, "--output", path)
+    table = pq.read_table(path)
+    assert f"{counted(len(table), 'row')} in {path}: countdown {len(table)}" in out
+    assert f"{len(open_run(f'file://{command.folder}/run').trajectories(0))}   trajectories" in out
+    assert table["label"].to_pylist() == [False] * len(table) != []
+    assert "--margin is the difference of a pair, and --kind kto makes none" in command.error(
+        "dataset", "run", "--kind", "kto", "--margin", 1, "-o", path
+    )
+    lacking = command.error("dataset", "run", "--kind", "sft", "--min-score", 9, "-o", tmp_path / "none.parquet")
+    assert "groups: no whole answer has the smallest score" in lacking or "every answer is cut off" in lacking
+    assert not (tmp_path / "none.parquet").exists()
+    for output, says in ((path / "in_a_file.parquet", "cannot write a folder at"), (tmp_path / "a", "with .parquet")):
+        assert says in command.error("dataset", "run", "--kind", "sft", "-o", output)
 
 
 def test_status_explains_what_it_shows(command: Command) -> None:

@@ -1,0 +1,55 @@
+"""Which training data is made of trajectories."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rlhf.errors import UserError
+
+
+class Kind(StrEnum):
+    sft = "sft"
+    dpo = "dpo"
+    kto = "kto"
+    reward_model = "reward-model"
+
+    @property
+    def is_of_pairs(self) -> bool:
+        """Whether a row has a preferred and a rejected answer."""
+        return self in (Kind.dpo, Kind.reward_model)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which rows are made of the trajectories."""
+
+    kind: Kind
+    min_score: float | None = None
+    """Smallest score of an answer that is to be learned: the best of its group, the preferred one of a pair, or one
+    that is labelled true. None: for sft and kto the score of a solved answer, if the run knows it; else there is no
+    limit, and labels compare with the mean of the group."""
+    margin: float | None = None
+    """Smallest difference of the scores of a pair. None: any."""
+    similarity: float = 0.9
+    """Jaccard index from which on two rows are near-duplicates. 1: only exact duplicates are left out."""
+    decontaminate: bool = True
+    """Whether rows that hold a validation prompt are left out."""
+    balance: bool = False
+    """Whether each data source has as many rows as the smallest."""
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            UserError: a value is out of range, or does not go with the kind.
+        """
+        if self.margin is not None and not self.kind.is_of_pairs:
+            raise UserError(
+                f"--margin is the difference of a pair, and --kind {self.kind} makes none: leave it out, or choose "
+                "dpo or reward-model"
+            )
+        if self.margin is not None and not self.margin > 0:
+            raise UserError(f"--margin {self.margin:g}: write a difference of scores above 0")
+        if not 0 < self.similarity <= 1:
+            raise UserError(f"--similarity {self.similarity:g}: write a number above 0 and up to 1")
