@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -100,7 +101,8 @@ class PairedScores:
             return np.resize([-np.inf, np.inf], RESAMPLES)
         drawn = _draws(count)
         differences: np.ndarray = (drawn @ (self.b - self.a)) / (drawn @ self.answers)
-        return self.difference + (differences - self.difference) * np.sqrt(count / (count - 1))
+        wider: np.ndarray = self.difference + (differences - self.difference) * np.sqrt(count / (count - 1))
+        return wider
 
 
 @lru_cache(maxsize=1)
@@ -391,19 +393,18 @@ def _flips(runs: tuple[Run, Run], kind: Kind, iteration: int, pairs: pd.DataFram
         answers = rows.drop_duplicates([*ANSWER], keep="last")[columns]
         pairs = pairs.merge(answers.rename(columns={"response": f"response{suffix}"}), on=[*ANSWER])
     flips = []
-    for prompt_id, answers in pairs.groupby("prompt_id"):
-        a, b = (
-            tuple(map(Answer, answers[f"response{suffix}"], answers[f"score{suffix}"].map(float)))
-            for suffix in ("_a", "_b")
-        )
-        does_a, does_b = (
-            sum(answer.score >= solved for answer in given) >= MAJORITY * len(given)
-            for given, solved in ((a, solved_a), (b, solved_b))
-        )
+    for prompt_id, answers in groupby(pairs.sort_values([*ANSWER]).itertuples(), lambda answer: answer.prompt_id):
+        rows = list(answers)
+        a = tuple(Answer(row.response_a, float(row.score_a)) for row in rows)
+        b = tuple(Answer(row.response_b, float(row.score_b)) for row in rows)
+        does_a, does_b = _solves(a, solved_a), _solves(b, solved_b)
         if does_a != does_b:
-            source, prompt = answers["data_source_a"].iloc[0], answers["prompt_a"].iloc[0]
-            flips.append(Flip(str(prompt_id), str(source), str(prompt), "A" if does_a else "B", a, b))
+            flips.append(Flip(prompt_id, rows[0].data_source_a, rows[0].prompt_a, "A" if does_a else "B", a, b))
     return tuple(flips)
+
+
+def _solves(answers: Sequence[Answer], solved: float) -> bool:
+    return sum(answer.score >= solved for answer in answers) >= MAJORITY * len(answers)
 
 
 def _nothing_pairs(runs: tuple[Run, Run], same_seed: bool, unpaired: dict[Kind, int]) -> UserError:
