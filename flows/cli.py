@@ -587,6 +587,91 @@ def evaluate(
 
 
 @app.command()
+def serve(
+    name: Name,
+    overrides: Overrides = None,
+    store: Store = DEFAULT_STORE,
+    iteration: Iteration = None,
+    best: Best = False,
+    host: Annotated[
+        str, typer.Option(help="address to listen on; others than loopback let the network call the model")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="port to listen on; 0: any free one", min=0, max=65535)] = 8000,
+) -> None:
+    """Serve the policy of a snapshot over an OpenAI-compatible endpoint, and store its answers, until Ctrl-C.
+
+    Clients send the key in the variable RATCHET_API_KEY; if it is not set, a new key is printed. `ratchet ingest RUN`
+    turns the stored answers into prompts and trajectories.
+    """
+    _quiet()
+    import secrets
+    import tempfile
+    from contextlib import suppress
+
+    from flows import views
+    from flows.terminal import progress
+    from infra.execution.stopping import on_signals
+    from infra.runs import open_run
+
+    run = open_run(_url(name, store))
+    given = os.environ.get("RATCHET_API_KEY")
+    key = given or f"sk-{secrets.token_urlsafe(24)}"
+
+    def listening(base_url: str) -> None:
+        shown = "$RATCHET_API_KEY" if given else key
+        console.print(f"{name} answers at {base_url} (model: policy, key: {shown}); Ctrl-C ends it", highlight=False)
+
+    def end(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with suppress(KeyboardInterrupt), on_signals(end), tempfile.TemporaryDirectory() as folder, progress(console):
+        version = _snapshot(run, iteration, best)
+        run.exportable(version)
+        config = views.exported_config(run, version, Path(folder), overrides or [])
+        from flows.serve import serve as answer_calls
+
+        answer_calls(run, config, version, host=host, port=port, key=key, listening=listening)
+
+
+@app.command()
+def ingest(
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN|FILE...",
+            help="runs that were served, and files of chats (JSON lines or Parquet)",
+            autocompletion=run_names,
+        ),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="folder for prompts.parquet and trajectories.parquet")],
+    ratings: Annotated[str | None, typer.Option(help="file with rows of id (of a completion) and score")] = None,
+    min_score: Annotated[
+        float | None, typer.Option(help="leave answers with a lower score, or none, out of the trajectories")
+    ] = None,
+    store: Store = DEFAULT_STORE,
+) -> None:
+    """Turn the answers of `ratchet serve`, and files of chats, into prompts for training and trajectories."""
+    import pyarrow.parquet as pq
+
+    from infra.ingest import ingest as read_logs
+    from infra.runs import open_run
+
+    files = (".parquet", ".json", ".jsonl", ".arrow")
+    logs = [source if source.endswith(files) else open_run(_url(source, store)) for source in sources]
+    ingested = read_logs(logs, ratings, min_score)
+    make_folder(output)
+    for name, table in (("prompts", ingested.prompts), ("trajectories", ingested.trajectories)):
+        written = output / f".{name}.parquet"
+        pq.write_table(table, written)
+        written.replace(output / f"{name}.parquet")  # a run that reads the folder meanwhile sees a whole file
+        console.print(f"{len(table)} {name} in {output / name}.parquet", highlight=False)
+    for reason, count in ingested.left_out.items():
+        console.print(f"{counted(count, 'answer')} left out: {reason}", highlight=False)
+    if ingested.unknown:
+        console.print(f"{counted(ingested.unknown, 'rating')} without an answer in these logs", highlight=False)
+
+
+@app.command()
 def export(
     name: Name,
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="the folder to write")],

@@ -10,6 +10,7 @@ import pyarrow as pa
 from pydantic import BaseModel
 
 from flows.metrics import CATALOGUE
+from infra.workers.call_log import CALL_COLUMNS
 from rlhf.algorithms.advantages import Advantage
 from rlhf.algorithms.kl import AdaptiveCoefficient, kl_divergence
 from rlhf.algorithms.masked import aggregate
@@ -299,6 +300,11 @@ def columns() -> str:
             )
             parts.append(f"| {' | '.join(cells)} |\n")
         parts.append("\n")
+    parts.append(
+        "## `served`\n\nThe answers of `ratchet serve` ([agents.md](agents.md#serving-a-policy)), a row each.\n\n"
+    )
+    parts.append("| column | type | meaning |\n|---|---|---|\n")
+    parts += [f"| `{name}` | {_type(kind)} | {meaning} |\n" for name, (kind, meaning) in CALL_COLUMNS.items()]
     return "".join(parts).rstrip() + "\n"
 
 

@@ -288,12 +288,18 @@ def evaluation_config(name: str, store: str, iteration: int | None, folder: Path
         return parse_config(tree, "evaluate"), 0
     run = open_run(name if "://" in name else run_url(store, name))
     version = run.newest_snapshot() if iteration is None else iteration
-    run.export(version, folder)
-    # reset keys that an evaluation does not use: an older run may have values that are not valid any more
+    return exported_config(run, version, folder), version
+
+
+def exported_config(run: Run, version: int, folder: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Export a snapshot to `folder`, and return the run's config with that model and with changes."""
+    # reset keys that only training uses: an older run may have values that are not valid any more
     changes: dict[str, object] = {"model.path": str(folder), "model.lora": None, "algorithm.kl": {}}
     if run.config.rollout.engine == "server":  # the server may not have the weights of this snapshot
         changes["rollout.engine"] = "hf"
-    return run.config.with_values(changes), version
+    config = run.config.with_values(changes, overrides)
+    run.export(version, folder)
+    return config
 
 
 def write(answers: pd.DataFrame, path: Path) -> None:

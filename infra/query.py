@@ -18,6 +18,7 @@ from infra.runs import OnDamage, Run, refuse, row_stages
 from infra.store.log import Corrupt
 from infra.store.records import RunState, ShardRef
 from infra.store.run_store import VALIDATE
+from infra.workers.call_log import CALLS
 from rlhf.errors import UserError
 from rlhf.schema import TRAJECTORY
 
@@ -36,7 +37,8 @@ def query(runs: Run | Sequence[Run], sql: str) -> pd.DataFrame:
 
     - one per stage, with its name, its own columns, `trajectory_id` and `iteration`; `validate` likewise;
     - `trajectories`: the stages joined, one row per trajectory, with NULL for stages that have not processed it yet;
-    - `metrics`: one row per closed iteration.
+    - `metrics`: one row per closed iteration;
+    - `served`: the answers of `ratchet serve`, if there are any.
 
     Args:
         runs: the run to query, or several.
@@ -166,6 +168,15 @@ def _register(
     if iterations is None:
         connection.register(f"{prefix}metrics", run.metrics(damaged=damaged))
         tables.append("metrics")
+        if keys := run.store.served_keys():
+            filesystem, paths = _located(run.store.url, keys)
+            files = ds.FileSystemDataset.from_paths(
+                paths, schema=CALLS, format=ds.ParquetFileFormat(), filesystem=filesystem
+            )
+            connection.register(f"{prefix}served_files", files)
+            once = "QUALIFY row_number() OVER (PARTITION BY call_id) = 1"  # a crash may leave an answer in two files
+            connection.execute(f'CREATE VIEW "{prefix}served" AS SELECT * FROM "{prefix}served_files" {once}')
+            tables.append("served")
     if TRAJECTORY.stages[0] in columns:
         connection.execute(_joined({stage: names for stage, names in columns.items() if stage != VALIDATE}, prefix))
         tables.append("trajectories")
@@ -223,9 +234,7 @@ def _dataset(run: Run, stage: str, files: Files) -> ds.Dataset:
         by_store[run.store.objects.of_run(ref.run).url].append((iteration, ref))
     parts: list[Any] = []
     for url, store_files in by_store.items():
-        fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
-        filesystem = PyFileSystem(_Opening(fs))
-        paths = [f"{root.rstrip('/')}/{ref.key}" for _, ref in store_files]
+        filesystem, paths = _located(url, [ref.key for _, ref in store_files])
         form = ds.ParquetFileFormat()
         names = ("trajectory_id", *TRAJECTORY.names(stage))
         is_declared = stage in TRAJECTORY.stages  # other stages have the schema of their newest file
@@ -240,6 +249,12 @@ def _dataset(run: Run, stage: str, files: Files) -> ds.Dataset:
             )
         )
     return parts[0] if len(parts) == 1 else ds.dataset(parts)
+
+
+def _located(url: str, keys: Sequence[str]) -> tuple[PyFileSystem, list[str]]:
+    """The filesystem and the paths of files in a run's folder."""
+    fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
+    return PyFileSystem(_Opening(fs)), [f"{root.rstrip('/')}/{key}" for key in keys]
 
 
 class _Opening(FSSpecHandler):  # type: ignore[misc]  # pyarrow has no types

@@ -251,6 +251,23 @@ class Run:
                 frames.append(frame.assign(iteration=iteration))
         return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
 
+    def served(self, damaged: OnDamage = refuse) -> pd.DataFrame:
+        """The answers of `ratchet serve`, which are no part of the run's history.
+
+        Args:
+            damaged: called with each error of a missing or damaged file.
+
+        Returns:
+            One row per answer; docs/columns.md describes the columns.
+
+        Raises:
+            Corrupt: a file is missing or damaged, unless `damaged` handles it.
+        """
+        from infra.served import served
+
+        frame: pd.DataFrame = served(self.store, damaged).to_pandas()
+        return frame
+
     def metrics(self, last: int | None = None, damaged: OnDamage = refuse) -> pd.DataFrame:
         """The metrics of closed iterations. Reads one index per iteration.
 

@@ -21,9 +21,9 @@ from infra.store.records import (
     StageCommit,
     named_here,
 )
-from infra.store.run_store import REPORT, RunStore, is_call_file
+from infra.store.run_store import REPORT, SERVED, RunStore, is_call_file
 
-KEPT = ("run.json", "log/", "forks/", ANSWERS, REPORT)
+KEPT = ("run.json", "log/", "forks/", ANSWERS, SERVED, REPORT)
 
 
 def vacuum(store: RunStore, take_over: bool = False) -> list[str]:

@@ -16,7 +16,7 @@ from infra.store import answers
 from infra.store.chain import AT_ONCE, Broken, Chain, last_slot
 from infra.store.log import TAIL, Corrupt
 from infra.store.records import ObjectRef
-from infra.store.run_store import RunStore
+from infra.store.run_store import RunStore, served_digest
 from infra.vacuum import KEPT, Reached
 
 RANGE = 2**24
@@ -74,6 +74,7 @@ def verify(store: RunStore) -> Iterator[Finding]:
         digests[ref.key] = ref.sha256
         with suppress(Corrupt):
             digests |= {file.key: file.sha256 for file in store.checkpoint(ref).files.values()}
+    digests |= {key: served_digest(key) for key in store.served_keys()}
     yield from _objects(store, digests)
     yield from _beside_the_log(store)
     yield from _answers(store, [key for key in keys if key.startswith(answers.FOLDER)])
@@ -111,6 +112,7 @@ def _means(key: str) -> str:
         "manifests": "this stage cannot be read, forked at or replayed; the run resumes if the iteration is closed",
         "index": "the iterations of its page cannot be read; resuming needs the newest index",
         "metrics": "the metrics of this iteration are lost; the run resumes",
+        "served": "answers of `ratchet serve` are lost; the run resumes",
         "checkpoints": "this snapshot cannot be loaded: resuming from it is refused",
     }.get(kind, "it is lost") + "; restore it from a backup"
 

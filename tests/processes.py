@@ -270,7 +270,8 @@ def _count(counts: Path) -> None:
         setattr(owner, name, wrapped)
 
     def place(trajectory_id: str) -> int:
-        return int(trajectory_id.split("-")[0].removeprefix("it"))
+        iteration = re.match(r"it(\d+)-", trajectory_id)
+        return 0 if iteration is None else int(iteration[1])  # those of `ratchet serve` have no iteration
 
     def of(stage: str, batch: Any) -> tuple[Any, ...]:
         if "trajectory_id" not in batch:  # a fit's

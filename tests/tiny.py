@@ -9,6 +9,13 @@ from rlhf.config import RunConfig, parse_config
 from rlhf.data import countdown
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789+-*/()=<>.,? "
+CHAT_TEMPLATE = (
+    "{% if tools %}[{% for tool in tools %}{{ tool.function.name }}{% endfor %}]{% endif %}"
+    "{% for m in messages %}({{ m.role }}){{ m.content or '' }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}{% if add_generation_prompt %}(assistant){% endif %}"
+)
+"""Messages, tools and calls of tools."""
 
 
 def model_folder(

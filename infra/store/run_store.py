@@ -51,6 +51,8 @@ VALIDATE = "validate"
 """The stage whose rows are not training trajectories."""
 UPDATE_ACTOR = "update_actor"
 """The stage that updates the policy."""
+SERVED = "served/"
+"""Folder of the answers of `ratchet serve`, which are no part of the run's history and need no record."""
 REPORT = "report.html"
 """An HTML page that users may write into the run's folder; not part of the run."""
 
@@ -160,6 +162,43 @@ class RunStore:
         """
         name = f"{next(_numbers):08d}{secrets.token_hex(4)}"  # other workers write beside this one
         self._write_table(f"{_calls_prefix(iteration, stage)}{name}.{term}-0.parquet", table)
+
+    def write_served(self, name: str, table: pa.Table) -> str:
+        """Write answers of `ratchet serve`. The key holds their digest, because no record does.
+
+        Args:
+            name: unique name of the file.
+            table: the answers.
+
+        Returns:
+            The key.
+
+        Raises:
+            StoreUnavailable: the store does not answer.
+        """
+        data = parquet_bytes(table)
+        key = f"{SERVED}{name}.{sha256_of(data)}.parquet"
+        self.objects.put(key, data)
+        return key
+
+    def served_keys(self) -> list[str]:
+        """The files of answers of `ratchet serve`, in order."""
+        return [key for key in self.objects.list(SERVED) if key.endswith(".parquet")]
+
+    def read_served(self, key: str) -> pa.Table:
+        """Read answers of `ratchet serve`.
+
+        Args:
+            key: a key of `served_keys`.
+
+        Raises:
+            Corrupt: the file is missing or damaged.
+        """
+        data = self.objects.get_if_there(key)
+        if data is None or sha256_of(data) != served_digest(key):
+            what = "is gone" if data is None else "is damaged"
+            raise Corrupt(f"{self.url}/{key} {what}: restore it from a backup, or delete it; its answers are lost")
+        return pq.read_table(io.BytesIO(data))
 
     def calls(self, iteration: int, stage: str) -> dict[int, list[str]]:
         """The files of answers that no journal names, in the order of their writing, by the term of their driver."""
@@ -686,6 +725,11 @@ def _calls_prefix(iteration: int, stage: str) -> str:
 def is_call_file(key: str) -> bool:
     """Whether a file has answers that programs of agents got, which no record names before a driver adopts it."""
     return key.startswith("journals/") and "/calls/" in key
+
+
+def served_digest(key: str) -> str:
+    """The sha256 of a file of answers of `ratchet serve`."""
+    return key.split(".")[-2]
 
 
 _numbers = itertools.count()

@@ -1,4 +1,4 @@
-"""Stores the answers that the programs of agents get, before they get them."""
+"""Stores the answers that callers of the endpoint get, before they get them."""
 
 from __future__ import annotations
 
@@ -11,20 +11,24 @@ import pyarrow as pa
 
 from rlhf.agents.sessions import Recorded
 
-CALLS = pa.schema(
-    {
-        "trajectory_id": pa.string(),
-        "digest": pa.string(),
-        "ids": pa.list_(pa.int32()),
-        "log_probs": pa.list_(pa.float32()),
-        "versions": pa.list_(pa.int32()),
-        "finish_reason": pa.string(),
-        "asked": pa.string(),
-        "started": pa.float64(),
-        "seconds": pa.float64(),
-    }
-)
-"""Columns of a file of answers; see `Recorded`."""
+CALL_COLUMNS: Mapping[str, tuple[pa.DataType, str]] = {
+    "trajectory_id": (pa.string(), "the trajectory, or of `ratchet serve` the conversation"),
+    "branch": (pa.string(), "the conversation within the trajectory: an edited history begins another one"),
+    "call_id": (pa.string(), "id of the completion, as the caller gets it; further choices end in -1, -2"),
+    "digest": (pa.string(), "sha256 of what was asked"),
+    "heard_ids": (pa.list_(pa.int32()), "tokens that the call added to its conversation, before the answer"),
+    "ids": (pa.list_(pa.int32()), "tokens of the answer"),
+    "log_probs": (pa.list_(pa.float32()), "log-prob of each of these, in nats"),
+    "versions": (pa.list_(pa.int32()), "number of iterations of the weights that drew each of these"),
+    "finish_reason": (pa.string(), "stop or length"),
+    "asked": (pa.string(), "what the call added, as JSON: {messages} or {prompt}, and perhaps {tools}"),
+    "answer": (pa.string(), "message of the assistant, as JSON"),
+    "started": (pa.float64(), "time of the call, in seconds since 1970"),
+    "seconds": (pa.float64(), "time until it was answered"),
+}
+"""Types and meanings of the columns of a file of answers; see `Recorded`."""
+CALLS = pa.schema([(name, kind) for name, (kind, _) in CALL_COLUMNS.items()])
+"""Columns of a file of answers."""
 
 
 class CallLog:

@@ -9,7 +9,8 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import uvicorn
 from pydantic import ValidationError
@@ -20,10 +21,13 @@ from starlette.routing import Route
 
 from rlhf.agents import KEY, protocol
 from rlhf.agents.protocol import MODEL, ChatParameters, CompletionParameters, error_body, event
-from rlhf.agents.sessions import Answer, Refused
+from rlhf.agents.sessions import Answer, Asked, Refused
+from rlhf.errors import UserError
 
 if TYPE_CHECKING:
-    from rlhf.agents.sessions import Session
+    from transformers import PreTrainedTokenizerBase
+
+    from rlhf.engines.base import Sampling
 
 LARGEST_BODY = 8 * 2**20
 """Bytes of a call; a body is read only if its key is right."""
@@ -32,42 +36,69 @@ ENDED = 10_000
 ANYWHERE = ("0.0.0.0", "::")
 
 
-class Gateway:
-    """The endpoint of one process. It starts with the first trajectory, on the generation's event loop."""
+class Caller(Protocol):
+    """Whoever has a key: the program of a trajectory, or the clients of a policy that is served."""
 
-    def __init__(self, host: str) -> None:
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Tokenizer of the policy."""
+
+    @property
+    def sampling(self) -> Sampling:
+        """How the policy draws."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether further calls are refused."""
+
+    def refuse(self, message: str, *, code: str, param: str) -> Refused:
+        """The error for a call that does not fit."""
+
+    def start(self, asked: Asked, on_text: Callable[[str], None] | None = None) -> asyncio.Task[Answer]:
+        """Start to answer a call; see `Session.start`."""
+
+
+class Gateway:
+    """The endpoint of one process. It starts with the first caller, on the generation's event loop."""
+
+    def __init__(self, host: str, port: int = 0) -> None:
         """Start nothing.
 
         Args:
             host: address to listen on.
+            port: port to listen on; 0: any free one.
         """
-        self._host = host
-        self._sessions: dict[str, Session] = {}
+        self._host, self._port = host, port
+        self._callers: dict[str, Caller] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self._base_url = ""
         self._starting = asyncio.Lock()
 
-    async def open(self, session: Session) -> tuple[str, str]:
-        """Answer calls of a trajectory.
+    async def open(self, caller: Caller, key: str | None = None) -> tuple[str, str]:
+        """Answer calls with a key.
 
         Args:
-            session: its conversations.
+            caller: who has the key.
+            key: the key; None: a new one.
 
         Returns:
-            The base URL of the endpoint, and the trajectory's key.
+            The base URL of the endpoint, and the key.
+
+        Raises:
+            UserError: the endpoint cannot listen on its address.
         """
         async with self._starting:
             if self._server is None:
                 await self._start()
-        key = f"sk-{secrets.token_urlsafe(24)}"
-        self._sessions[key] = session
+        key = key or f"sk-{secrets.token_urlsafe(24)}"
+        self._callers[key] = caller
         return self._base_url, key
 
     def close(self, key: str) -> None:
         """Refuse further calls with a key."""
-        if self._sessions.pop(key, None) is not None:
+        if self._callers.pop(key, None) is not None:
             self._ended[key] = None
             while len(self._ended) > ENDED:
                 self._ended.popitem(last=False)
@@ -90,7 +121,12 @@ class Gateway:
             ],
             exception_handlers={Refused: _refusal, 404: _not_found, 405: _not_found},
         )
-        listening = socket.create_server((self._host, 0), backlog=1024, family=_family(self._host))
+        try:
+            listening = socket.create_server((self._host, self._port), backlog=1024, family=_family(self._host))
+        except OSError as error:
+            raise UserError(
+                f"the endpoint cannot listen on {self._host}:{self._port}: {error.strerror}: choose another address"
+            ) from None
         server = uvicorn.Server(uvicorn.Config(app, log_level="critical", access_log=False, lifespan="off"))
         self._server, self._serving = server, asyncio.create_task(server.serve(sockets=[listening]))
         while not server.started:
@@ -98,18 +134,18 @@ class Gateway:
         host = socket.gethostbyname(socket.gethostname()) if self._host in ANYWHERE else self._host
         self._base_url = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}/v1"
 
-    def _session(self, request: Request) -> Session:
+    def _caller(self, request: Request) -> Caller:
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not key:
             raise Refused("there is no key: send Authorization: Bearer KEY", status=401, code="invalid_api_key")
         if key in self._ended:
             raise Refused("the trajectory of this key has ended", status=403, code="trajectory_ended")
-        if key not in self._sessions:
-            raise Refused("the key is of no running trajectory", status=401, code="invalid_api_key")
-        return self._sessions[key]
+        if key not in self._callers:
+            raise Refused("the key is not valid, or its trajectory has ended", status=401, code="invalid_api_key")
+        return self._callers[key]
 
     async def _models(self, request: Request) -> Response:
-        self._session(request)
+        self._caller(request)
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "ratchet"}
         if "model" not in request.path_params:
             return JSONResponse({"object": "list", "data": [model]})
@@ -117,21 +153,21 @@ class Gateway:
         return JSONResponse(model)
 
     async def _chat(self, request: Request) -> Response:
-        session = self._session(request)
-        parameters = await _read(request, ChatParameters, session)
+        caller = self._caller(request)
+        parameters = await _read(request, ChatParameters, caller)
         wants_log_probs = bool(parameters.logprobs)
         head = protocol.head(f"chatcmpl-{secrets.token_hex(12)}", int(time.time()), "chat.completion")
 
         def whole(answers: Sequence[Answer]) -> dict[str, Any]:
             choices = [
-                protocol.chat_choice(index, answer, wants_log_probs, session.tokenizer)
+                protocol.chat_choice(index, answer, wants_log_probs, caller.tokenizer)
                 for index, answer in enumerate(answers)
             ]
             return {**head, "choices": choices, "usage": protocol.usage(answers)}
 
-        asked, count = parameters.asked(), parameters.n or 1
+        asked = _choices(parameters.asked(head["id"]), parameters.n or 1)
         if not parameters.stream:
-            answers = await _answers(request, session, [asked] * count)
+            answers = await _answers(request, caller, asked)
             return JSONResponse(whole(answers))
         head = {**head, "object": "chat.completion.chunk"}
 
@@ -139,30 +175,30 @@ class Gateway:
             return {**head, "choices": [{"index": index, "delta": {"content": content}, "finish_reason": None}]}
 
         def last(index: int, answer: Answer, told: bool) -> list[dict[str, Any]]:
-            deltas = protocol.chat_deltas(answer, wants_log_probs, session.tokenizer, told)
+            deltas = protocol.chat_deltas(answer, wants_log_probs, caller.tokenizer, told)
             return [{**head, "choices": [{"index": index, **delta}]} for delta in deltas]
 
         def first(index: int) -> dict[str, Any]:
             delta = {"role": "assistant", "content": ""}
             return {**head, "choices": [{"index": index, "delta": delta, "finish_reason": None}]}
 
-        tells = not asked.tools  # what is a call, and what is content, is known at the end
-        stream = _Stream(session, [asked] * count, tells, first, text, last)
+        tells = not asked[0].tools  # what is a call, and what is content, is known at the end
+        stream = _Stream(caller, asked, tells, first, text, last)
         usage = {**head, "choices": []} if parameters.includes_usage else None
         return await stream.response(usage)
 
     async def _completions(self, request: Request) -> Response:
-        session = self._session(request)
-        parameters = await _read(request, CompletionParameters, session)
+        caller = self._caller(request)
+        parameters = await _read(request, CompletionParameters, caller)
         wants_log_probs = parameters.logprobs is not None
         head = protocol.head(f"cmpl-{secrets.token_hex(12)}", int(time.time()), "text_completion")
-        asked, count = parameters.asked(), parameters.n or 1
+        asked = _choices(parameters.asked(head["id"]), parameters.n or 1)
 
         def choice(index: int, answer: Answer) -> dict[str, Any]:
-            return protocol.completion_choice(index, answer, wants_log_probs, session.tokenizer)
+            return protocol.completion_choice(index, answer, wants_log_probs, caller.tokenizer)
 
         if not parameters.stream:
-            answers = await _answers(request, session, [asked] * count)
+            answers = await _answers(request, caller, asked)
             choices = [choice(index, answer) for index, answer in enumerate(answers)]
             return JSONResponse({**head, "choices": choices, "usage": protocol.usage(answers)})
 
@@ -172,11 +208,11 @@ class Gateway:
         def last(index: int, answer: Answer, told: bool) -> list[dict[str, Any]]:
             return [{**head, "choices": [{**choice(index, answer), "text": "" if told else answer.text}]}]
 
-        stream = _Stream(session, [asked] * count, True, None, text, last)
+        stream = _Stream(caller, asked, True, None, text, last)
         return await stream.response({**head, "choices": []} if parameters.includes_usage else None)
 
 
-async def _read(request: Request, kind: type[ChatParameters] | type[CompletionParameters], session: Session) -> Any:
+async def _read(request: Request, kind: type[ChatParameters] | type[CompletionParameters], caller: Caller) -> Any:
     """Read and check the parameters of a call."""
     body = bytearray()
     try:
@@ -191,7 +227,7 @@ async def _read(request: Request, kind: type[ChatParameters] | type[CompletionPa
     except ValidationError as error:
         raise protocol.explained(error) from None
     _check_model(parameters.model)
-    if (name := parameters.check(session.sampling)) is not None:
+    if (name := parameters.check(caller.sampling)) is not None:
         value = (parameters.model_extra or {})[name]
         known = name in (*protocol.SAMPLING, *protocol.NEUTRAL)
         reason = (
@@ -200,12 +236,18 @@ async def _read(request: Request, kind: type[ChatParameters] | type[CompletionPa
             if name in protocol.SAMPLING
             else "would change how tokens are drawn: leave it out"
         )
-        raise session.refuse(
+        raise caller.refuse(
             f"{name} {str(value)[:100]} {reason}" if known else f"unrecognized parameter {name[:100]}: leave it out",
             param=name[:100],
             code="unsupported_value" if known else "unknown_parameter",
         )
     return parameters
+
+
+def _choices(asked: Asked, count: int) -> list[Asked]:
+    """The calls that a call with several choices is."""
+    others = (replace(asked, call_id=f"{asked.call_id}-{number}") for number in range(1, count))
+    return [asked, *others]
 
 
 def _check_model(model: str) -> None:
@@ -218,9 +260,9 @@ def _check_model(model: str) -> None:
         )
 
 
-async def _answers(request: Request, session: Session, asked: Sequence[Any]) -> list[Answer]:
+async def _answers(request: Request, caller: Caller, asked: Sequence[Any]) -> list[Answer]:
     """Answer calls, unless the client goes away first, which forgets them."""
-    tasks = [session.start(call) for call in asked]
+    tasks = [caller.start(call) for call in asked]
     leaves = asyncio.create_task(_until_gone(request))
     try:
         pending: set[asyncio.Future[Any]] = {*tasks}
@@ -233,7 +275,7 @@ async def _answers(request: Request, session: Session, asked: Sequence[Any]) -> 
             raise Refused("the client is gone")
         return [task.result() for task in tasks]
     except BaseException as error:
-        raise _reason(error, session) from None
+        raise _reason(error, caller) from None
     finally:
         leaves.cancel()
         for task in tasks:
@@ -241,9 +283,9 @@ async def _answers(request: Request, session: Session, asked: Sequence[Any]) -> 
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _reason(error: BaseException, session: Session) -> BaseException:
+def _reason(error: BaseException, caller: Caller) -> BaseException:
     """What the client hears of an error."""
-    if isinstance(error, asyncio.CancelledError) and session.is_over:
+    if isinstance(error, asyncio.CancelledError) and caller.is_over:
         return Refused("the trajectory has ended", status=403, code="trajectory_ended")
     if isinstance(error, Exception) and not isinstance(error, Refused):
         return Refused("the policy cannot answer now", status=500, code="server_error")
@@ -260,7 +302,7 @@ class _Stream:
 
     def __init__(
         self,
-        session: Session,
+        caller: Caller,
         asked: Sequence[Any],
         tells: bool,
         first: Callable[[int], dict[str, Any]] | None,
@@ -269,20 +311,20 @@ class _Stream:
     ) -> None:
         """
         Args:
-            session: the trajectory.
+            caller: who calls.
             asked: the calls, one for each choice.
             tells: whether the text is sent while it grows.
             first: the event that begins a choice, by its index.
             text: the event for a text.
             last: the events that end a choice; the last argument tells whether the text was sent.
         """
-        self._session, self._first, self._text, self._last, self._tells = session, first, text, last, tells
+        self._caller, self._first, self._text, self._last, self._tells = caller, first, text, last, tells
         self._events: asyncio.Queue[tuple[int, str | asyncio.Task[Answer]]] = asyncio.Queue()
-        self._tasks = [self._begin(session, index, call) for index, call in enumerate(asked)]
+        self._tasks = [self._begin(caller, index, call) for index, call in enumerate(asked)]
 
-    def _begin(self, session: Session, index: int, asked: Any) -> asyncio.Task[Answer]:
+    def _begin(self, caller: Caller, index: int, asked: Any) -> asyncio.Task[Answer]:
         on_text = (lambda text: self._events.put_nowait((index, text))) if self._tells else None
-        task = session.start(asked, on_text)
+        task = caller.start(asked, on_text)
         task.add_done_callback(lambda done: self._events.put_nowait((index, done)))
         return task
 
@@ -297,7 +339,7 @@ class _Stream:
             first = await anext(events)
         except BaseException as error:
             self._forget()
-            raise _reason(error, self._session) from None
+            raise _reason(error, self._caller) from None
         return StreamingResponse(self._all(first, events), media_type="text/event-stream")
 
     def _forget(self) -> None:

@@ -128,7 +128,7 @@ class ChatParameters(Parameters):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
 
-    def asked(self) -> Asked:
+    def asked(self, call_id: str) -> Asked:
         """The call. `tool_choice` `required`, or a function, does not force the policy's tokens."""
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or []]
         conversation = Chat([message.model_dump(exclude_none=True) for message in self.messages], tools)
@@ -138,6 +138,7 @@ class ChatParameters(Parameters):
         limits = [limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None]
         return Asked(
             conversation,
+            call_id,
             max_tokens=min(limits, default=None),
             stop=self._stop,
             tools=() if self.tool_choice == "none" else names,
@@ -150,7 +151,7 @@ class CompletionParameters(Parameters):
     prompt: str | list[int] | list[str]
     logprobs: int | None = None
 
-    def asked(self) -> Asked:
+    def asked(self, call_id: str) -> Asked:
         """The call."""
         prompt: Any = self.prompt
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], str):
@@ -160,7 +161,8 @@ class CompletionParameters(Parameters):
         if not prompt:
             raise Refused("prompt is empty", param="prompt")
         conversation: Conversation = Completion(prompt)
-        return Asked(conversation, max_tokens=16 if self.max_tokens is None else self.max_tokens, stop=self._stop)
+        limit = 16 if self.max_tokens is None else self.max_tokens
+        return Asked(conversation, call_id, max_tokens=limit, stop=self._stop)
 
 
 def explained(error: ValidationError) -> Refused:

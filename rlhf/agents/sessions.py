@@ -30,18 +30,28 @@ class Recorded:
     """An answer that is stored: the program has it, or is about to get it."""
 
     trajectory_id: str
+    branch: str
+    """Name of the conversation: that of the trajectory, or one that ends with the number of a branch."""
+    call_id: str
+    """The id of the completion, which the program gets."""
     digest: str
-    """sha256 of what was asked; see `Session.answer`."""
+    """sha256 of what was asked."""
+    heard_ids: list[int]
+    """Tokens that the call added to the conversation, before the answer."""
     ids: list[int]
+    """Tokens of the answer."""
     log_probs: list[float]
     versions: list[int]
     finish_reason: str
     """stop, or length."""
     asked: str
-    """What the call added to its branch, as JSON."""
+    """What the call added to its branch, as JSON; see `Call.asked`."""
+    answer: str
+    """The message of the assistant, as JSON."""
     started: float
     """Time of the call, in seconds since 1970."""
     seconds: float
+    """Time until it was answered."""
 
 
 class Recorder(Protocol):
@@ -76,6 +86,8 @@ class Asked:
     """One call."""
 
     conversation: Conversation
+    call_id: str
+    """The id of the completion."""
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     tools: tuple[str, ...] = ()
@@ -135,6 +147,11 @@ class Session:
         for answer in self.recorded:
             self._known[answer.digest].append(answer)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call is in progress."""
+        return bool(self._tasks)
+
     def refuse(self, message: str, **details: Any) -> Refused:
         """The error for a call that does not fit the run, which its trajectory keeps."""
         self.error = self.error or message
@@ -191,6 +208,7 @@ class Session:
         self._calls += 1
         started, began = time.time(), time.perf_counter()
         try:
+            heard_ids = list(dialogue.request.prompt_ids if continuation is None else continuation.ids)
             if continuation is not None:
                 dialogue.heard(continuation.ids)
             start = len(dialogue.ids)
@@ -212,18 +230,22 @@ class Session:
             answer = self._read(dialogue, start, asked, reason, prompt_tokens, digest)
             news = asked.conversation.whole if continuation is None else continuation.news
             recorded = Recorded(
-                dialogue.request.trajectory_id,
-                digest,
-                list(answer.ids),
-                list(answer.log_probs),
-                dialogue.versions[start:],
-                reason,
-                json.dumps(news, ensure_ascii=False),
-                started,
-                time.perf_counter() - began,
+                trajectory_id=self.dialogue.request.trajectory_id,
+                branch=dialogue.request.trajectory_id,
+                call_id=asked.call_id,
+                digest=digest,
+                heard_ids=heard_ids,
+                ids=list(answer.ids),
+                log_probs=list(answer.log_probs),
+                versions=dialogue.versions[start:],
+                finish_reason=reason,
+                asked=json.dumps(news, ensure_ascii=False),
+                answer=json.dumps(answer.message, ensure_ascii=False),
+                started=started,
+                seconds=time.perf_counter() - began,
             )
             if self.recorder is not None and earlier is None:
-                await self.recorder.record(replace(recorded, trajectory_id=self.dialogue.request.trajectory_id))
+                await self.recorder.record(recorded)
         except BaseException:
             dialogue.take_back(before)
             branch.is_busy = False
@@ -237,7 +259,7 @@ class Session:
         dialogue.calls.append(
             Call(
                 asked=recorded.asked,
-                answer=json.dumps(answer.message, ensure_ascii=False),
+                answer=recorded.answer,
                 start=start,
                 end=len(dialogue.ids),
                 started=started,

@@ -14,10 +14,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from rlhf.agents.programs import AgentCalls
-from rlhf.agents.sessions import Recorded, Recorder
+from rlhf.agents.sessions import Generate, Recorded, Recorder
 from rlhf.engines import event_loop
 from rlhf.engines.base import Chunk, Request, RolloutEngine, Sampling, limit_of
 from rlhf.environments import EnvironmentFailed
@@ -34,6 +33,37 @@ TRIES = 3
 """How often a trajectory is started at most, with `rollout.environment.on_error: retry`."""
 
 
+class Callers(Protocol):
+    """What calls the policy: the programs of agents, or clients."""
+
+    @property
+    def on_error(self) -> OnError:
+        """What becomes of a trajectory whose program fails."""
+
+    async def run(
+        self,
+        dialogue: Dialogue,
+        tokenizer: PreTrainedTokenizerBase,
+        sampling: Sampling,
+        generate: Generate,
+        recorder: Recorder | None,
+        recorded: Sequence[Recorded],
+    ) -> None:
+        """Answer the calls of a trajectory to its end.
+
+        Args:
+            dialogue: the trajectory.
+            tokenizer: tokenizer of the policy.
+            sampling: how tokens are drawn.
+            generate: lets the policy write.
+            recorder: stores answers before the caller gets them; None: nobody does.
+            recorded: answers of an earlier process.
+
+        Raises:
+            EnvironmentFailed: the program failed.
+        """
+
+
 @dataclass(frozen=True)
 class Rules:
     """What the trajectories of a stage have in common."""
@@ -44,8 +74,8 @@ class Rules:
     """The environments that the policy talks to; None: it answers alone."""
     max_turns: int = 1
     """Largest number of turns of the policy."""
-    agents: AgentCalls | None = None
-    """The programs that call the policy; None: there are none."""
+    agents: Callers | None = None
+    """What calls the policy; None: nobody does."""
     recorder: Recorder | None = None
     """Stores the answers that programs get."""
     recorded: Mapping[str, Sequence[Recorded]] = field(default_factory=dict)
@@ -260,7 +290,7 @@ class Generator:
         async with self._idle:
             self._idle.notify_all()
 
-    async def _run_agent(self, running: _Running, rules: Rules, agents: AgentCalls) -> None:
+    async def _run_agent(self, running: _Running, rules: Rules, agents: Callers) -> None:
         """Run the program of a trajectory."""
 
         async def generate(dialogue: Dialogue, sampling: Sampling, on_tokens: Callable[[], None]) -> None:

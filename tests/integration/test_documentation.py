@@ -54,6 +54,7 @@ NOT_RUN = {
     "ratchet train run.yaml rollout.engine=server": "needs that server",
     "ratchet evaluate MODEL --data prompts.parquet --server": "needs that server",
     "ratchet push": "needs the hub: tests/integration/test_sharing.py",
+    "ratchet serve": "runs until Ctrl-C: tests/integration/test_serve_run.py",
     "ratchet doctor --engines": "starts every engine, Ray and vLLM",
     "ray start": "needs several machines",
     "RAY_ADDRESS": "needs that Ray cluster and a bucket",
@@ -78,6 +79,7 @@ TYPED = {
     "ratchet replay RUN --iteration K": "ratchet replay countdown --iteration 3",
     "ratchet explain RUN K": "ratchet explain countdown 33",
     "ratchet export RUN DIR": "ratchet export countdown exported",
+    "ratchet ingest RUN -o DIR": "ratchet ingest countdown -o ingested",
     "ratchet verify RUN": "ratchet verify countdown",
     "ratchet vacuum RUN": "ratchet vacuum countdown",
     "ratchet stop RUN": "ratchet stop countdown",
@@ -352,6 +354,9 @@ class Checkout:
         question = {"question": "1 + 1?", "answer": "2"}
         pd.DataFrame([question]).to_parquet("table.parquet")
         Path("math.jsonl").write_text(json.dumps({"problem": "1 + 1?", "answer": "2"}))
+        chat = [{"role": role, "content": "1 + 1"} for role in ("user", "assistant")]
+        Path("chats.jsonl").write_text(json.dumps({"id": "a", "messages": chat, "rating": 1}))
+        Path("ratings.jsonl").write_text(json.dumps({"id": "chatcmpl-1", "rating": True}))
         Path("trl.yaml").write_text("model_name_or_path: m\ndataset_name: p.parquet\nnum_generations: 8\n")
         Path("my_rewards.py").write_text(blocks(ROOT / "CONTRIBUTING.md", "python")[0])
 

@@ -29,12 +29,6 @@ from rlhf.engines.hf_rollout import HFRollout
 from rlhf.environments.dialogues import Beginning, Dialogue
 from tests import tiny
 
-TEMPLATE = (
-    "{% if tools %}[{% for tool in tools %}{{ tool.function.name }}{% endfor %}]{% endif %}"
-    "{% for m in messages %}({{ m.role }}){{ m.content or '' }}"
-    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
-    "{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}{% if add_generation_prompt %}(assistant){% endif %}"
-)
 MORE: Any = {"role": "user", "content": "more"}
 Program = Callable[..., Any]
 Play = Callable[..., list[Dialogue]]
@@ -44,7 +38,7 @@ Play = Callable[..., list[Dialogue]]
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
     folder = tiny.model_folder(tmp_path_factory.mktemp("model"), letters=tiny.LETTERS + '{}[]":_')
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = tiny.CHAT_TEMPLATE
     return tokenizer
 
 
@@ -502,6 +496,30 @@ def test_a_program_that_returns_forgets_its_calls(play: Play, kept: Kept) -> Non
     [dialogue] = play(program)
     assert dialogue.error is None and [len(branch.ids) for branch in dialogue.branches] == [3]
     assert len(kept.answers) == 1
+
+
+def test_slow_clients_keep_nobody_waiting(play: Play) -> None:
+    """One that never sends the rest of its body, and one that never reads its stream, while others are answered."""
+
+    def program(task: Any, base_url: str, api_key: str, model: str) -> float:
+        body = {"model": model, "messages": task["messages"], "max_tokens": 3}
+        parts = urlsplit(f"{base_url}/chat/completions")
+        stream = json.dumps({**body, "max_tokens": 200, "stream": True}).encode()
+        head = f"POST {parts.path} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {api_key}\r\n"
+        with (
+            socket.create_connection((parts.hostname, parts.port)) as sends_slowly,
+            socket.create_connection((parts.hostname, parts.port)) as reads_slowly,
+        ):
+            sends_slowly.sendall(f"{head}Content-Length: {len(stream)}\r\n\r\n".encode() + stream[:9])
+            reads_slowly.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+            reads_slowly.sendall(f"{head}Content-Length: {len(stream)}\r\n\r\n".encode() + stream)
+            for _ in range(3):
+                url = f"{base_url}/chat/completions"
+                assert post(url, json=body, headers=key_of(api_key)).status_code == 200
+        return 1.0
+
+    for dialogue in play(program, count=4):
+        assert dialogue.error is None and len(dialogue.branches) >= 3
 
 
 def test_many_trajectories_at_once(play: Play, kept: Kept) -> None:

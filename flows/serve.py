@@ -1,0 +1,79 @@
+"""Serves a snapshot over an OpenAI-compatible endpoint, and stores what it answers in the run's folder."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+from infra.progress import note
+from infra.runs import Run
+from infra.served import ServedLog
+from infra.workers.call_log import CallLog
+from infra.workers.engines import Engines
+from infra.workers.resources import Resources
+from rlhf.agents.gateway import Gateway
+from rlhf.agents.serving import Served
+from rlhf.config import RunConfig
+from rlhf.engines.base import Request, Sampling
+from rlhf.engines.generation import Generator, Rules
+from rlhf.environments.dialogues import Dialogue
+from rlhf.errors import EngineLost
+
+WAIT_S = 1.0
+"""Seconds after which the loss of the engine is noticed at most."""
+
+
+def serve(
+    run: Run,
+    config: RunConfig,
+    version: int,
+    *,
+    host: str,
+    port: int,
+    key: str,
+    listening: Callable[[str], None],
+) -> None:
+    """Answer calls until this is interrupted. An engine that is lost is started again, and calls continue.
+
+    Args:
+        run: the run, whose folder gets the answers.
+        config: the run's config, whose `model.path` is the folder of the snapshot.
+        version: number of iterations of the snapshot.
+        host: address to listen on.
+        port: port to listen on; 0: any free one.
+        key: the key of all clients.
+        listening: hears the base URL of the endpoint when it listens.
+
+    Raises:
+        UserError: the endpoint cannot listen on the address.
+    """
+    name = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(3)}"
+    engines, tokenizer = Engines(config, ["rollout"]), Resources(config).tokenizer
+    rollout, context = config.rollout, config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    sampling = Sampling(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        max_tokens=context,
+        stop=rollout.stop,
+        seed=config.run.seed,
+    )
+    clients = Served(name, Gateway(host, port), key, context=context, listening=listening)
+    rules = Rules(sampling, agents=clients, recorder=CallLog(ServedLog(run.store, name).write))
+    serving = Dialogue(Request(name, ()))
+    generator = Generator(engines.rollout(), tokenizer, interruptible=True)
+    generator.resume(version)
+    try:
+        generator.submit([(serving, rules)])
+        while True:
+            try:
+                generator.wait(WAIT_S)
+            except EngineLost as lost:
+                note(f"{lost}: it is started again, and calls continue")
+                engines.end_rollout()
+                generator.resume(version, engines.rollout())
+    finally:
+        generator.cancel([serving])
+        engines.end_rollout()

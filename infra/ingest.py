@@ -1,0 +1,191 @@
+"""Logs of chats as prompts and trajectories: the stored answers of `ratchet serve`, and files of conversations."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from infra.runs import Run
+from infra.served import served
+from rlhf.data.examples import answered
+from rlhf.data.files import read
+from rlhf.data.formats import Messages, with_system
+from rlhf.errors import UserError
+
+MESSAGES = pa.list_(pa.struct({"role": pa.string(), "content": pa.string()}))
+PROMPTS = pa.schema(
+    {
+        "data_source": pa.string(),
+        "prompt": MESSAGES,
+        "ability": pa.string(),
+        "reward_model": pa.struct({"style": pa.string(), "ground_truth": pa.string()}),
+        "extra_info": pa.struct({"id": pa.string(), "score": pa.float64()}),
+    }
+)
+"""Columns of the prompts, in verl's layout."""
+TRAJECTORIES = pa.schema(
+    {
+        "id": pa.string(),
+        "source": pa.string(),
+        "data_source": pa.string(),
+        "prompt": MESSAGES,
+        "response": pa.string(),
+        "score": pa.float64(),
+        "prompt_ids": pa.list_(pa.int32()),
+        "response_ids": pa.list_(pa.int32()),
+        "rollout_log_probs": pa.list_(pa.float32()),
+        "policy_version": pa.int32(),
+    }
+)
+"""Columns of the trajectories. Those of tokens are null if the log is a file of texts."""
+SCORES = ("score", "rating")
+"""Columns of a rating, in order of precedence."""
+
+
+@dataclass(frozen=True)
+class Ingested:
+    """What was read of logs."""
+
+    prompts: pa.Table
+    """The different prompts; columns `PROMPTS`."""
+    trajectories: pa.Table
+    """The answers; columns `TRAJECTORIES`."""
+    left_out: Mapping[str, int]
+    """Numbers of answers that were left out, by the reason."""
+    unknown: int
+    """Number of ratings whose id is of no answer."""
+
+
+def ingest(sources: Sequence[Run | str], ratings: str | None = None, min_score: float | None = None) -> Ingested:
+    """Read logs of chats.
+
+    Args:
+        sources: runs whose snapshots were served, and files of conversations: rows of `messages` or `conversations`
+            that end with an answer, or of `prompt` and `response`, perhaps with `id`, `score` or `rating`, and
+            `data_source`.
+        ratings: file with rows of `id`, the id of a completion, and `score` or `rating`; it may rate answers of runs
+            and of files.
+        min_score: leave answers with a lower score, or none, out of the trajectories.
+
+    Returns:
+        The prompts and the trajectories. Of a run, each answer is a trajectory; of a file, the last answer of each row.
+
+    Raises:
+        UserError: a row is malformed (the message names it).
+        Corrupt: answers of a run are missing or damaged.
+    """
+    rated = {} if ratings is None else _ratings(ratings)
+    prompts: dict[str, dict[str, Any]] = {}
+    trajectories: list[dict[str, Any]] = []
+    left_out: Counter[str] = Counter()
+    known = set[str]()
+    for source in sources:
+        for trajectory in _of_run(source, left_out) if isinstance(source, Run) else _of_file(source):
+            known.add(trajectory["id"])
+            trajectory["score"] = rated.get(trajectory["id"], trajectory["score"])
+            prompts.setdefault(
+                json.dumps(trajectory["prompt"]),
+                {
+                    "data_source": trajectory["data_source"],
+                    "prompt": trajectory["prompt"],
+                    "ability": "",
+                    "reward_model": {"style": "", "ground_truth": None},
+                    "extra_info": {"id": trajectory["id"], "score": trajectory["score"]},
+                },
+            )
+            if min_score is not None and (trajectory["score"] is None or trajectory["score"] < min_score):
+                left_out[f"no score of at least {min_score:g}"] += 1
+            else:
+                trajectories.append(trajectory)
+    return Ingested(
+        pa.Table.from_pylist(list(prompts.values()), PROMPTS),
+        pa.Table.from_pylist(trajectories, TRAJECTORIES),
+        left_out,
+        len(rated.keys() - known),
+    )
+
+
+def _of_run(run: Run, left_out: Counter[str]) -> Iterator[dict[str, Any]]:
+    """The answers to chats without tools, whose prompts a dataset can hold."""
+    name = run.store.url.rpartition("/")[2]
+    by_branch: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for call in served(run.store).to_pylist():
+        by_branch[call["branch"]].append(call)
+    for calls in by_branch.values():
+        messages: Messages = []
+        ids: list[int] = []
+        for call in calls:
+            asked, answer = json.loads(call["asked"]), json.loads(call["answer"])
+            messages = [*messages, *asked.get("messages", ())]
+            ids = [*ids, *call["heard_ids"]]
+            is_text = "messages" in asked and "tools" not in asked and all(map(_is_plain, (*messages, answer)))
+            if is_text:
+                yield {
+                    "id": call["call_id"],
+                    "source": run.store.url,
+                    "data_source": name,
+                    "prompt": messages,
+                    "response": answer["content"],
+                    "score": None,
+                    "prompt_ids": ids,
+                    "response_ids": call["ids"],
+                    "rollout_log_probs": call["log_probs"],
+                    "policy_version": call["versions"][0] if call["versions"] else None,
+                }
+            else:
+                left_out["tools, or /v1/completions"] += 1
+            messages, ids = [*messages, answer], [*ids, *call["ids"]]
+
+
+def _is_plain(message: Mapping[str, Any]) -> bool:
+    return not message.get("tool_calls") and message["role"] != "tool" and message.get("content") is not None
+
+
+def _of_file(url: str) -> Iterator[dict[str, Any]]:
+    """The last answer of each row of a file."""
+    for number, (where, row) in enumerate(read(url)):
+        column = next((name for name in ("messages", "conversations") if row.get(name) is not None), None)
+        if column is not None:
+            prompt, response = answered(row[column], where, column)
+            prompt = with_system(prompt, row) if column == "conversations" else prompt
+        else:
+            column = "response" if "response" in row or "completion" not in row else "completion"
+            if row.get("prompt") is None or row.get(column) is None:
+                raise UserError(
+                    f"{where}: chats are rows of messages or conversations that end with an answer, or of prompt and "
+                    f"response; there are {', '.join(row)}"
+                )
+            prompt, response = answered(row[column], where, column, row["prompt"])
+        yield {
+            "id": str(row.get("id") or f"{Path(url).stem}-{number:06d}"),
+            "source": url,
+            "data_source": str(row.get("data_source") or Path(url).stem),
+            "prompt": prompt,
+            "response": response,
+            "score": _score(row, where),
+        }
+
+
+def _ratings(url: str) -> dict[str, float]:
+    ratings: dict[str, float] = {}
+    for where, row in read(url):
+        score = _score(row, where)
+        if not isinstance(row.get("id"), str) or score is None:
+            raise UserError(f"{where}: ratings are rows of id and score (or rating); there are {', '.join(row)}")
+        ratings[row["id"]] = score
+    return ratings
+
+
+def _score(row: Mapping[str, Any], where: str) -> float | None:
+    column = next((name for name in SCORES if row.get(name) is not None), None)
+    if column is None:
+        return None
+    if not isinstance(row[column], int | float):
+        raise UserError(f"{where}: {column} is {row[column]!r:.60}: write a number, or true and false")
+    return float(row[column])

@@ -1,0 +1,154 @@
+"""A policy that is served to clients: which conversation each call continues, without a program that says so."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from rlhf.agents.gateway import Gateway
+from rlhf.agents.sessions import Answer, Asked, Generate, Limits, Recorded, Recorder, Refused, Session
+from rlhf.engines.base import Request, Sampling
+from rlhf.environments.calls import OnError
+from rlhf.environments.dialogues import Dialogue
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+KEPT_TOKENS = 2**21
+"""Tokens of the conversations that are remembered, about 300 MB. A call that continues an older one is answered, too;
+the conversation then begins with that call's messages."""
+MOST_CALLS = 2**20
+"""Largest number of calls in a conversation, which its tokens limit long before."""
+
+
+class Served:
+    """The conversations of all clients that have the key. Used on the generation's event loop only."""
+
+    on_error: OnError = "fail"
+
+    def __init__(
+        self, name: str, gateway: Gateway, key: str, *, context: int, listening: Callable[[str], None]
+    ) -> None:
+        """Serve nothing yet.
+
+        Args:
+            name: how names of conversations begin.
+            gateway: the endpoint.
+            key: the key of all clients.
+            context: largest number of tokens of a conversation.
+            listening: hears the base URL of the endpoint.
+        """
+        self._name, self._gateway, self._key, self._context = name, gateway, key, context
+        self._listening = listening
+        self._limits = Limits(context=context, response=context, calls=MOST_CALLS)
+        self._open: Callable[[str], Session] | None = None
+        self._sessions: OrderedDict[Session, _Size] = OrderedDict()
+        """The conversations, the one that was called last at the end."""
+        self._tokens = 0
+        """Their number of tokens."""
+        self._by_history: dict[str, Session] = {}
+        """The conversation that has a history, by the digest of its parts."""
+        self._number = 0
+        self.tokenizer: PreTrainedTokenizerBase
+        self.sampling: Sampling
+        self.is_over = False
+
+    async def run(
+        self,
+        dialogue: Dialogue,
+        tokenizer: PreTrainedTokenizerBase,
+        sampling: Sampling,
+        generate: Generate,
+        recorder: Recorder | None,
+        recorded: Sequence[Recorded],
+    ) -> None:
+        """Answer calls until this is cancelled; see `Callers.run`."""
+        self.tokenizer, self.sampling = tokenizer, sampling
+        self._open = lambda name: Session(
+            Dialogue(Request(name, ())), tokenizer, sampling, self._limits, generate, recorder, recorded
+        )
+        base_url, _ = await self._gateway.open(self, self._key)
+        self._listening(base_url)
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            self.is_over = True
+            self._gateway.close(self._key)
+            for session in list(self._sessions):
+                await session.close()
+            await self._gateway.stop()
+
+    def refuse(self, message: str, *, code: str, param: str) -> Refused:
+        """The error for a call that does not fit."""
+        return Refused(message, code=code, param=param)
+
+    def start(self, asked: Asked, on_text: Callable[[str], None] | None = None) -> asyncio.Task[Answer]:
+        """Start to answer a call, in the conversation that it continues; see `Session.start`."""
+        session = self._continued(asked)
+        if session is None:
+            assert self._open is not None, "the endpoint listens once this is running"
+            self._number += 1
+            session = self._open(f"{self._name}-{self._number:06d}")
+            self._sessions[session] = _Size()
+        self._sessions.move_to_end(session)
+        task = session.start(asked, on_text)
+        task.add_done_callback(lambda done: self._remember(session, asked, done))
+        return task
+
+    def _continued(self, asked: Asked) -> Session | None:
+        """The conversation that has most of a call's history, up to an answer; None: there is none."""
+        digests = _digests(asked.conversation.setting, asked.conversation.parts)
+        known = (self._by_history.get(digest) for digest in reversed(digests))
+        return next((session for session in known if session is not None), None)
+
+    def _remember(self, session: Session, asked: Asked, done: asyncio.Task[Answer]) -> None:
+        """Let later calls continue an answer, and forget the oldest conversations if there are too many."""
+        size = self._sessions[session]
+        if not done.cancelled() and done.exception() is None:
+            conversation = asked.conversation
+            history = [*conversation.parts, conversation.answer_part(done.result().message)]
+            digest = _digests(conversation.setting, history)[-1]
+            self._by_history[digest] = session
+            size.digests.append(digest)
+        self._tokens -= size.tokens
+        size.tokens = sum(
+            len(branch.dialogue.request.prompt_ids) + len(branch.dialogue.ids) for branch in session.branches.values()
+        )
+        self._tokens += size.tokens
+        if not session.branches:
+            self._forget(session)
+        while self._tokens > KEPT_TOKENS:
+            oldest = next((kept for kept in self._sessions if not kept.is_busy), None)
+            if oldest is None:
+                break
+            self._forget(oldest)
+
+    def _forget(self, session: Session) -> None:
+        size = self._sessions.pop(session)
+        self._tokens -= size.tokens
+        for digest in size.digests:
+            if self._by_history.get(digest) is session:
+                del self._by_history[digest]
+
+
+@dataclass
+class _Size:
+    """What a conversation takes of the memory."""
+
+    tokens: int = 0
+    digests: list[str] = field(default_factory=list)
+    """Keys of `Served._by_history`."""
+
+
+def _digests(setting: str, parts: Sequence[str]) -> list[str]:
+    """The digest of each beginning of a conversation."""
+    sha256 = hashlib.sha256(setting.encode())
+    digests = []
+    for part in parts:
+        sha256.update(hashlib.sha256(part.encode()).digest())
+        digests.append(sha256.copy().hexdigest())
+    return digests
