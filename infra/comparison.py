@@ -18,11 +18,11 @@ of freedom and scaled by :math:`\\sqrt w`.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -370,7 +370,7 @@ def _finite(end: float) -> float | None:
 
 def _beside(runs: tuple[Run, Run], iterations: Sequence[int]) -> tuple[Beside, ...]:
     """What the iterations measured on their training batches."""
-    found = []
+    entries = []
     for iteration in iterations:
         kl, length = [], []
         for run in runs:
@@ -378,8 +378,8 @@ def _beside(runs: tuple[Run, Run], iterations: Sequence[int]) -> tuple[Beside, .
             metrics = run.metrics_of(run.store.index_of(last)) if last >= 0 else {}
             kl.append(metrics.get("actor/ref_kl"))
             length.append(metrics.get("response_length/mean"))
-        found.append(Beside(iteration, (kl[0], kl[1]), (length[0], length[1])))
-    return tuple(found)
+        entries.append(Beside(iteration, (kl[0], kl[1]), (length[0], length[1])))
+    return tuple(entries)
 
 
 def _flips(runs: tuple[Run, Run], kind: Kind, iteration: int, pairs: pd.DataFrame) -> tuple[Flip, ...] | None:
@@ -392,14 +392,19 @@ def _flips(runs: tuple[Run, Run], kind: Kind, iteration: int, pairs: pd.DataFram
         rows = run.validation(iteration, columns) if kind == "validation" else run.trajectories(iteration, columns)
         answers = rows.drop_duplicates([*ANSWER], keep="last")[columns]
         pairs = pairs.merge(answers.rename(columns={"response": f"response{suffix}"}), on=[*ANSWER])
+    prompts: dict[str, tuple[str, str]] = {}
+    answers: dict[str, tuple[list[Answer], list[Answer]]] = defaultdict(lambda: ([], []))
+    names = ("prompt_id", "data_source_a", "prompt_a", "response_a", "score_a", "response_b", "score_b")
+    columns = (pairs[name].tolist() for name in names)
+    for prompt_id, source, prompt, response_a, score_a, response_b, score_b in zip(*columns, strict=True):
+        prompts[prompt_id] = source, prompt
+        answers[prompt_id][0].append(Answer(response_a, score_a))
+        answers[prompt_id][1].append(Answer(response_b, score_b))
     flips = []
-    for prompt_id, answers in groupby(pairs.sort_values([*ANSWER]).itertuples(), lambda answer: answer.prompt_id):
-        rows = list(answers)
-        a = tuple(Answer(row.response_a, float(row.score_a)) for row in rows)
-        b = tuple(Answer(row.response_b, float(row.score_b)) for row in rows)
+    for prompt_id, (a, b) in sorted(answers.items()):
         does_a, does_b = _solves(a, solved_a), _solves(b, solved_b)
         if does_a != does_b:
-            flips.append(Flip(prompt_id, rows[0].data_source_a, rows[0].prompt_a, "A" if does_a else "B", a, b))
+            flips.append(Flip(prompt_id, *prompts[prompt_id], "A" if does_a else "B", tuple(a), tuple(b)))
     return tuple(flips)
 
 

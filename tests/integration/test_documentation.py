@@ -74,8 +74,8 @@ TYPED = {
         'ratchet query guess "select trajectory_id, rollout_error from trajectories where rollout_error is not null"'
     ),
     "ratchet compare A B": "ratchet compare countdown other",
-    "ratchet fork countdown --at 3 --run slower actor.lr=1e-4": (
-        "ratchet fork countdown --at 3 --run slower actor.lr=1e-4 train.iterations=10"
+    "ratchet fork countdown --at 2 --run gentle actor.lr=5e-4": (
+        "ratchet fork countdown --at 2 --run gentle actor.lr=5e-4 train.iterations=10"
     ),
     "ratchet plan RUN KEY=VALUE": "ratchet plan killed algorithm.advantage.lam=0.9",
     "ratchet report A B -o report.html": "ratchet report countdown other -o report.html",
