@@ -388,10 +388,10 @@ def _flips(runs: tuple[Run, Run], kind: Kind, iteration: int, pairs: pd.DataFram
     if solved_a is None or solved_b is None:
         return None
     for run, suffix in zip(runs, ("_a", "_b"), strict=True):
-        columns = [*ANSWER, "response"]
-        rows = run.validation(iteration, columns) if kind == "validation" else run.trajectories(iteration, columns)
-        answers = rows.drop_duplicates([*ANSWER], keep="last")[columns]
-        pairs = pairs.merge(answers.rename(columns={"response": f"response{suffix}"}), on=[*ANSWER])
+        wanted = [*ANSWER, "response"]
+        rows = run.validation(iteration, wanted) if kind == "validation" else run.trajectories(iteration, wanted)
+        responses = rows.drop_duplicates([*ANSWER], keep="last")[wanted]
+        pairs = pairs.merge(responses.rename(columns={"response": f"response{suffix}"}), on=[*ANSWER])
     prompts: dict[str, tuple[str, str]] = {}
     answers: dict[str, tuple[list[Answer], list[Answer]]] = defaultdict(lambda: ([], []))
     names = ("prompt_id", "data_source_a", "prompt_a", "response_a", "score_a", "response_b", "score_b")
