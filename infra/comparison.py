@@ -247,8 +247,7 @@ def compare(a: Run, b: Run) -> Comparison:
     """
     runs = (a, b)
     configs = [run.config for run in runs]
-    ancestor = _parted(a, b)
-    fork = None if ancestor is None else ancestor[1]
+    fork = _parted(a, b)
     parted = 0 if fork is None else int(fork.partition(":")[0])
     unpaired: dict[Kind, int] = {"validation": 0, "train": 0}
     differences: list[Difference] = []
@@ -293,12 +292,12 @@ def compare(a: Run, b: Run) -> Comparison:
     )
 
 
-def _parted(a: Run, b: Run) -> tuple[str, str] | None:
-    """The run whose history both share, and where the first of them leaves it; None if they share none."""
+def _parted(a: Run, b: Run) -> str | None:
+    """Where the history that both share ends, such as ``7`` or ``7:score``; None if they share none."""
     ours, theirs = _history(a), _history(b)
     for url, left in ours.items():
         if url in theirs and (points := [at for at in (left, theirs[url]) if at is not None]):
-            return url, min(points, key=_place)
+            return min(points, key=_place)
     return None
 
 
