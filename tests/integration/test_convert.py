@@ -95,7 +95,7 @@ def test_the_command_prints_a_config_and_names_what_to_fix(tmp_path: Path, ratch
     assert [line.partition(": ")[2] for line in err.splitlines()] == [
         f"{path}: model is missing: set it",
         f"{path}: data.train is missing: set it",
-        "the config is converted, but does not work before these lines are fixed",
+        "the config is converted, but cannot be used until these lines are fixed",
     ]
     arguments = ("model_name_or_path=m", "--dataset_name", "p.parquet")
     code, out, err = ratchet("convert", path, "--from", "trl", *(f"--{arguments[0]}", *arguments[1:]))
