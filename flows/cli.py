@@ -23,7 +23,6 @@ from flows.terminal import visible
 from rlhf.config import RewardTraining, RunConfig, SFTConfig, keys, load_config, overridden, validated
 from rlhf.config.older import RenamedKey
 from rlhf.errors import RatchetError, UserError, counted
-from rlhf.rewards import solved_score
 
 if TYPE_CHECKING:
     from infra.runs import Run
@@ -67,6 +66,11 @@ class Format(StrEnum):
 
 class TreeFormat(StrEnum):
     tree = "tree"
+    json = "json"
+
+
+class DocumentFormat(StrEnum):
+    table = "table"
     json = "json"
 
 
@@ -257,6 +261,39 @@ def query(
 
 
 @app.command()
+def compare(
+    a: Annotated[
+        str,
+        typer.Argument(metavar="A", help="the run to compare with: a name or a full URL", autocompletion=run_names),
+    ],
+    b: Annotated[str, typer.Argument(metavar="B", help="the run that is compared", autocompletion=run_names)],
+    store: Store = DEFAULT_STORE,
+    at_least: Annotated[
+        float | None,
+        typer.Option(
+            metavar="X",
+            help="exit with 1 if B is worse than A + X with confidence (the whole interval is below X), else with 0",
+        ),
+    ] = None,
+    flips: Annotated[int, typer.Option(help="prompts to show that only one of the runs solves", min=0)] = 5,
+    format: Annotated[DocumentFormat, typer.Option(help="output format")] = DocumentFormat.table,
+) -> None:
+    """Compare the scores of two runs on the same prompts: B less A, with intervals, and a verdict.
+
+    The verdict is about the last validation of both. Its interval (95 %) holds the noise of the prompts and that of
+    training, as the validations before it show it.
+    """
+    from flows import comparing
+    from infra.comparison import compare as compared
+    from infra.runs import open_run
+
+    comparison = compared(open_run(url_of(a, store)), open_run(url_of(b, store)))
+    comparing.show(console, comparison, flips, at_least, format.value)
+    if at_least is not None and comparison.falls_short(at_least):
+        raise typer.Exit(1)
+
+
+@app.command()
 def ui(
     store: Store = DEFAULT_STORE,
     host: Annotated[
@@ -366,7 +403,7 @@ def bisect(
     from infra.runs import open_run
     from tasks.bisect import bisect as search
 
-    run = open_run(_url(name, store))
+    run = open_run(url_of(name, store))
     with progress(console):
         rescored, found = search(run, reward, overrides or [])
     views.hack(console, run, rescored, found, reward, examples)
@@ -558,9 +595,7 @@ def evaluate(
             answers = recorded(lambda: flow(config, version), lambda: flow.fn(config, version))
     if output is not None:
         views.write(answers, output)
-    alone = config.reward.model is None and config.rollout.environment is None and config.rollout.agent is None
-    solved = solved_score(config.validation.solved_score, config.reward.function, alone=alone)
-    console.print(views.solve_rates(answers, name, config.reward.on_error, solved))
+    console.print(views.solve_rates(answers, name, config.reward.on_error, config.solved_score))
 
 
 @app.command()

@@ -224,8 +224,14 @@ class Run:
 
         return query(self, sql)
 
-    def validation(self) -> pd.DataFrame:
-        """All committed validations.
+    def validation(
+        self, iterations: int | Iterable[int] | None = None, columns: Sequence[str] | None = None
+    ) -> pd.DataFrame:
+        """Committed validations.
+
+        Args:
+            iterations: one iteration or several; None for all.
+            columns: those to read; None for all.
 
         Returns:
             One row per trajectory; `iteration` is the iteration before which the validation ran. Empty if there are
@@ -236,9 +242,11 @@ class Run:
         """
         import pandas as pd
 
+        if iterations is None:
+            iterations = range(self.state.iteration + 1)
         frames = []
-        for iteration in range(self.state.iteration + 1):
-            frame = self._stage_frame(self.store.iteration_state(iteration), VALIDATE, None)
+        for iteration in [iterations] if isinstance(iterations, int) else iterations:
+            frame = self._stage_frame(self.store.iteration_state(iteration), VALIDATE, columns)
             if frame is not None:
                 frames.append(frame.assign(iteration=iteration))
         return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
@@ -525,7 +533,7 @@ class Run:
         order = [name for name in wanted if name in joined.columns]
         return joined[order].assign(iteration=state.iteration)[["iteration", *order]]
 
-    def _stage_frame(self, state: RunState, stage: str, columns: list[str] | None) -> pd.DataFrame | None:
+    def _stage_frame(self, state: RunState, stage: str, columns: Sequence[str] | None) -> pd.DataFrame | None:
         refs = self.store.shards_of(state, stage)
         if not refs:
             return None

@@ -62,7 +62,7 @@ from rlhf.models import (
     model_folder,
     tokenizer_digest,
 )
-from rlhf.rewards import COMPARING, auto, check_rewards, reward_digest, solved_score
+from rlhf.rewards import COMPARING, auto, check_rewards, reward_digest
 from rlhf.rewards.pool import try_rewards
 from rlhf.validation import reported
 
@@ -358,8 +358,7 @@ def _check_metric(config: RunConfig) -> None:
     validation = config.validation
     if validation.metric is None or validation.data is None:
         return
-    alone = config.reward.model is None and config.rollout.environment is None and config.rollout.agent is None
-    solves = solved_score(validation.solved_score, config.reward.function, alone=alone) is not None
+    solves = config.solved_score is not None
     sources = (prompt.data_source for prompt in PromptDataset((validation.data,)))
     names = [name for name in reported(sources, validation.n) if solves or "/acc/" not in name]
     if validation.metric not in names:

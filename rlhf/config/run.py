@@ -34,6 +34,7 @@ from rlhf.config.sections import (
     TrainerConfig,
     ValidationConfig,
 )
+from rlhf.rewards import solved_score
 
 ALLOW_INCOMPATIBLE = "anything fits"
 """Validation context in which incompatible combinations are accepted."""
@@ -261,6 +262,12 @@ class RunConfig(Section):
     @property
     def needs_greedy_scores(self) -> bool:
         return "greedy_scores" in self.needs
+
+    @property
+    def solved_score(self) -> float | None:
+        """The smallest score of a solved answer in a validation; None if the scores do not tell right from wrong."""
+        alone = self.reward.model is None and self.rollout.environment is None and self.rollout.agent is None
+        return solved_score(self.validation.solved_score, self.reward.function, alone=alone)
 
     @property
     def selects(self) -> bool:

@@ -74,10 +74,15 @@ TYPED = {
     'ratchet query RUN "select trajectory_id, rollout_error from trajectories where rollout_error is not null"': (
         'ratchet query guess "select trajectory_id, rollout_error from trajectories where rollout_error is not null"'
     ),
+    "ratchet compare A B": "ratchet compare countdown other",
+    "ratchet fork countdown --at 2 --run gentle actor.lr=5e-4": (
+        "ratchet fork countdown --at 2 --run gentle actor.lr=5e-4 train.iterations=10"
+    ),
     "ratchet plan RUN KEY=VALUE": "ratchet plan killed algorithm.advantage.lam=0.9",
     "ratchet report A B -o report.html": "ratchet report countdown other -o report.html",
     "ratchet rescore RUN --reward R --run NEW": "ratchet rescore killed --reward format --run rescored",
     "ratchet bisect RUN --reward R": "ratchet bisect countdown --reward format",
+    "ratchet bisect RUN --reward STRICT --examples 1": "ratchet bisect countdown --reward format --examples 1",
     "ratchet replay RUN --iteration K": "ratchet replay countdown --iteration 3",
     "ratchet explain RUN K": "ratchet explain countdown 33",
     "ratchet export RUN DIR": "ratchet export countdown exported",
@@ -92,7 +97,7 @@ TYPED = {
         "ratchet evaluate countdown validation.temperature=0 validation.data=data/judged/test.parquet"
     ),
 }
-"""What stands in for capital words."""
+"""What stands in for capital words, and for commands that take longer."""
 
 SIZES = {
     "data.prompts_per_iteration": 8,

@@ -1,0 +1,173 @@
+"""The output of `ratchet compare`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Literal
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from flows.terminal import visible
+from infra.comparison import Beside, Comparison, Difference, Flip, Kind
+from rlhf.errors import counted
+
+ROWS = 10
+"""The number of iterations of training that the table shows."""
+PART = 150
+"""Characters shown of each end of a long prompt or response."""
+PLACES: dict[Kind, str] = {"validation": "the validation before iteration", "train": "the training of iteration"}
+EACH: dict[Kind, str] = {"validation": "validations", "train": "iterations of training"}
+
+
+def show(
+    console: Console, comparison: Comparison, flips: int, at_least: float | None, format: Literal["table", "json"]
+) -> None:
+    """Print a comparison.
+
+    Args:
+        console: where.
+        comparison: what to print.
+        flips: the largest number of flipped prompts to show.
+        at_least: the margin whose outcome is printed as well; None: none.
+        format: tables, or one JSON document that holds everything.
+    """
+    if format == "json":
+        print(json.dumps(asdict(comparison), ensure_ascii=False))
+        return
+    console.print(visible(_what_they_share(comparison)), highlight=False)
+    beside = {entry.iteration: entry for entry in comparison.beside}
+    _table(console, "validation", comparison.differences, beside)
+    _table(console, "train", comparison.differences, beside)
+    _flipped(console, comparison, flips)
+    for line in (*_left_out(comparison), _verdict(comparison)):
+        console.print(line, highlight=False)
+    if at_least is not None:
+        outcome = "fails, the whole interval is below" if comparison.falls_short(at_least) else "holds"
+        interval = "" if comparison.falls_short(at_least) else ", the interval is not wholly below"
+        console.print(f"--at-least {at_least:g}: {outcome}{interval} {at_least:g}", highlight=False)
+
+
+def _what_they_share(comparison: Comparison) -> str:
+    a, b = (url.rpartition("/")[2] for url in (comparison.a, comparison.b))
+    at = comparison.fork
+    shared = "they share no history" if at is None else f"they share everything up to {at}"
+    seed = "and have the same seed" if comparison.same_seed else "and have other seeds"
+    differ = "; ".join(comparison.config) or "in nothing"
+    return f"A is {a}, B is {b}; {shared} {seed}\ntheir configs differ: {differ}"
+
+
+def _table(console: Console, kind: Kind, every_difference: Sequence[Difference], beside: dict[int, Beside]) -> None:
+    """The differences of one kind; the newest ones, if they are of training."""
+    differences = [difference for difference in every_difference if difference.kind == kind]
+    if not differences:
+        return
+    iterations = sorted({difference.iteration for difference in differences})
+    shown = iterations[-ROWS:] if kind == "train" else iterations
+    title = f"{'validation' if kind == 'validation' else 'training scores'}: B less A"
+    title += f" (the last {len(shown)} of {len(iterations)} iterations)" if len(shown) < len(iterations) else ""
+    has_kl = any(beside[iteration].kl != (None, None) for iteration in shown)
+    table = Table(title=title, box=box.SIMPLE_HEAD, collapse_padding=True)
+    for name in ("it", "data source", "prompts", "A", "B", "B less A", "95 % interval", "length", *["KL"] * has_kl):
+        table.add_column(name, justify="left" if name == "data source" else "right", overflow="fold")
+    for difference in differences:
+        if difference.iteration in shown:
+            at = beside[difference.iteration]
+            table.add_row(
+                str(difference.iteration),
+                visible(difference.data_source),
+                str(difference.prompts),
+                f"{difference.a:z.3f}",
+                f"{difference.b:z.3f}",
+                f"{difference.difference:+z.3f}",
+                _interval(difference.low, difference.high),
+                _both(at.length, ".1f"),
+                *([_both(at.kl, "z.4f")] if has_kl else []),
+            )
+    console.print(table)
+
+
+def _interval(low: float | None, high: float | None) -> str:
+    return "–" if low is None or high is None else f"{low:+z.3f} to {high:+z.3f}"
+
+
+def _both(values: tuple[float | None, float | None], number: str) -> str:
+    texts = ["–" if value is None else f"{value:{number}}" for value in values]
+    return "" if values == (None, None) else ", ".join(texts)
+
+
+def _flipped(console: Console, comparison: Comparison, limit: int) -> None:
+    where = f"{PLACES[comparison.kind]} {comparison.iteration}"
+    if comparison.flips is None:
+        console.print(
+            "no prompts are called solved: with this reward, validation.solved_score says from which score on",
+            highlight=False,
+        )
+        return
+    gained = sum(flip.solved_by == "B" for flip in comparison.flips)
+    console.print(
+        f"{where}: B solves {counted(gained, 'prompt')} that A does not, and A {len(comparison.flips) - gained} that B "
+        "does not",
+        highlight=False,
+    )
+    if not (shown := comparison.flips[:limit]):
+        return
+    few = f": the first {len(shown)} of {len(comparison.flips)}" if len(shown) < len(comparison.flips) else ""
+    table = Table(title=f"prompts that flipped{few}", show_lines=True)
+    for name in ("prompt_id", "prompt", "answer of A, and its score", "answer of B"):
+        table.add_column(name, overflow="fold")
+    for flip in shown:
+        answer = _telling(flip)
+        answers = (f"{_short(given[answer].response)}\n{given[answer].score:.4g}" for given in (flip.a, flip.b))
+        table.add_row(*map(visible, (flip.prompt_id, _short(flip.prompt), *answers)))
+    console.print(table)
+
+
+def _telling(flip: Flip) -> int:
+    """The pair of answers whose scores differ most in the direction of the flip."""
+    sign = 1 if flip.solved_by == "B" else -1
+    return max(range(len(flip.a)), key=lambda answer: sign * (flip.b[answer].score - flip.a[answer].score))
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 2 * PART else f"{text[:PART]} … {text[-PART:]}"
+
+
+def _left_out(comparison: Comparison) -> list[str]:
+    """What is not compared, a line each."""
+    lines = [
+        f"left out: {counted(number, 'answer')} in {EACH[kind]} without a counterpart in the other run"
+        for kind, number in comparison.unpaired.items()
+        if number
+    ]
+    if not comparison.same_seed:
+        lines.append("training scores are not compared: with another seed each run draws other prompts")
+    if comparison.kind == "train":
+        lines.append("the verdict is about training scores, since the runs have no validation in common")
+    if changed := [change for change in comparison.config if change.startswith("reward.")]:
+        lines.append(visible(f"the scores are of other rewards ({'; '.join(changed)}): mind what they mean"))
+    return lines
+
+
+def _verdict(comparison: Comparison) -> str:
+    where = f"{PLACES[comparison.kind]} {comparison.iteration}"
+    interval = (
+        f"95 % interval {_interval(comparison.low, comparison.high)}"
+        if comparison.low is not None
+        else "without an interval, since there is only one prompt"
+    )
+    held = (
+        f"the prompts' noise and that of training, as {counted(comparison.validations, EACH[comparison.kind][:-1])} "
+        "show it"
+    )
+    if comparison.kind == "train":
+        held = "the prompts' noise and that of training"
+    if comparison.validations == 1 and comparison.kind == "validation":
+        held = "the prompts' noise and, as one validation shows none, a guess of that of training: validate more often"
+    return (
+        f"{comparison.verdict}: {comparison.difference:+z.3f}, {interval}, in {where} over "
+        f"{counted(comparison.prompts, 'prompt')} (the interval holds {held})"
+    )
