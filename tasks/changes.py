@@ -129,11 +129,11 @@ def _of_inputs(then: set[str], now: set[str]) -> list[str]:
 
 
 def check_open_iteration(driver: Driver) -> None:
-    """Check, before a claim, that the open iteration and those ahead of it are valid under the driver's config, and that
-    the runs that it draws from can be drawn from.
+    """Check, before a claim, that the open iteration and those ahead of it are valid under the driver's config.
 
     Raises:
-        UserError: if config, data or code have changed in a way that invalidates a committed stage or shard.
+        UserError: if config, data or code have changed in a way that invalidates a committed stage or shard, or if the
+            runs of `data.replay` do not fit.
     """
     check_experience(driver)
     places: dict[int, RunState | Ahead] = {driver.state.iteration: driver.state, **driver.state.ahead}

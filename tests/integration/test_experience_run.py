@@ -114,10 +114,10 @@ def test_a_run_with_other_prompts_is_refused(workspace: Path, processes: Process
     other = tiny.prompt_file(processes.folder / "other.parquet", prompts=9)
     url = f"file://{processes.folder}/runs/first"
     config = config_of(workspace, processes.folder, "second", data__replay={"runs": url}, data__train=[str(other)])
-    with pytest.raises(UserError, match="drew from other prompts than data.train: choose a run with the same prompts"):
+    with pytest.raises(UserError, match=r"drew from other prompts than data.train: choose a run with the same prompts"):
         check_start(config, take_over=True, accept_changes=False, check=check_open_iteration)
     config = config.with_values({"data.replay.runs": [f"{url}s"]})
-    with pytest.raises(UserError, match="there is no run at .*firsts: is it first"):
+    with pytest.raises(UserError, match=r"there is no run at .*firsts: is it first"):
         check_start(config, take_over=True, accept_changes=False, check=check_open_iteration)
 
 
