@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -615,6 +615,8 @@ class Worker:
 
     def close(self) -> None:
         """End the rollout engine and the reward processes."""
+        if self._saving and self.store.log.is_deleted():  # the driver then deletes what was written
+            wait([saving.written for saving in self._saving.values()])
         self.rollouts.drop_all()
         self._end_rollout()
         self.resources.close()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 
 import pytest
 
-from infra.store.log import Fenced
+from infra.store.log import Fenced, RunLog
 from infra.store.object_store import ObjectStore
 from infra.store.records import Weights
 from infra.store.run_store import RunStore
@@ -142,3 +143,28 @@ def test_models_that_share_a_device_take_turns(tmp_path: Path, monkeypatch: pyte
                     assert [optimizer for model, optimizer in there.values() if model] == [learns]
                     own = engines.rollout() if owner == "rollout" else engines.model(owner)
                     assert on == {id(own)}, (role, changes)
+
+
+def test_a_worker_of_a_deleted_run_waits_for_what_it_still_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a file could appear after the driver has deleted what was written."""
+    asked, written = Event(), Event()
+
+    def write(self: RunStore, folder: str, files: object) -> dict[str, object]:
+        asked.wait()
+        written.set()
+        return {}
+
+    def is_deleted(self: RunLog, slot: int = 2) -> bool:
+        asked.set()
+        return True
+
+    monkeypatch.setattr(RunStore, "write_checkpoint_files", write)
+    monkeypatch.setattr(RunLog, "is_deleted", is_deleted)
+    tiny.workspace(tmp_path)
+    worker = Worker(tiny.config(tmp_path), RunStore(ObjectStore(f"file://{tmp_path}/runs")), ["actor"])
+    worker.load("actor", BEFORE, None)
+    worker.begin_save("actor")
+    worker.close()
+    assert written.is_set()
