@@ -80,6 +80,12 @@ class Api(StrEnum):
     tgi = "tgi"
 
 
+class Pruner(StrEnum):
+    halving = "halving"
+    median = "median"
+    none = "none"
+
+
 class Role(StrEnum):
     actor = "actor"
     critic = "critic"
@@ -351,6 +357,70 @@ def fork(
     fork_run(parent, config, int(iteration), stage or None)
     elsewhere = "" if target_store == DEFAULT_STORE else f" --store {target_store}"
     console.print(f"{run} shares {name} up to {at}; `ratchet resume {run}{elsewhere}` continues it")
+
+
+@app.command()
+def sweep(
+    name: Name,
+    at: Annotated[
+        str,
+        typer.Option(
+            metavar="K[:STAGE]",
+            help="where the arms begin: an iteration; its first stages are shared, as far as the settings allow",
+        ),
+    ],
+    vary: Annotated[
+        list[str], typer.Option(metavar="KEY=A,B,C", help="a key of the config and its values; repeatable")
+    ],
+    run: Annotated[str | None, typer.Option(help="the sweep's name; by default RUN-sweep")] = None,
+    iterations: Annotated[
+        int | None, typer.Option(help="iterations of an arm; by default the run's train.iterations", min=1)
+    ] = None,
+    metric: Annotated[
+        str | None, typer.Option(help="metric of the validation; by default validation.metric, or the first one")
+    ] = None,
+    trials: Annotated[
+        int | None, typer.Option(help="number of arms, drawn by Optuna's TPE; by default all combinations", min=1)
+    ] = None,
+    pruner: Annotated[
+        Pruner, typer.Option(help="what stops arms that fall behind: successive halving, the median, or nothing")
+    ] = Pruner.halving,
+    store: Store = DEFAULT_STORE,
+) -> None:
+    """Try several settings from one point of a run: forks that share everything before it, one after the other.
+
+    The same command continues a sweep that was killed.
+    """
+    from infra.runs import open_run
+
+    iteration, _, stage = at.partition(":")
+    if not iteration.isdigit():
+        raise UserError(f"--at {at}: write an iteration, such as 7, or an iteration and a stage, such as 7:score")
+    _quiet()
+    from flows import sweep as arms_of
+
+    parent = open_run(url_of(name, store))
+    tried = arms_of.Sweep(
+        parent=parent.store.url,
+        name=run or f"{parent.store.url.rpartition('/')[2]}-sweep",
+        iteration=int(iteration),
+        stage=stage or None,
+        vary=arms_of.parse_vary(vary),
+        iterations=parent.config.iterations if iterations is None else iterations,
+        metric=metric,
+        trials=trials,
+        pruner=pruner.value,
+    )
+    arms_of.begin(tried)
+    server = _starting()
+
+    def say(text: str) -> None:
+        console.print(visible(text), highlight=False)
+
+    arms = list(arms_of.run_arms(tried, lambda config: _train_to_the_end(config, server), say))
+    from flows import views
+
+    views.arms(console, arms, "" if tried.store == DEFAULT_STORE else f" --store {tried.store}")
 
 
 @app.command()
@@ -905,34 +975,14 @@ def _announce(config: RunConfig, accept_changes: bool) -> None:
 def _drive(config: RunConfig, take_over: bool = False, accept_changes: bool = False) -> None:
     server = _starting()
     from flows.terminal import progress
-    from infra.execution.driver import check_start, with_iterations
+    from infra.execution.claims import run_url
+    from infra.execution.driver import with_iterations
     from infra.execution.stopping import on_signals
+    from infra.runs import open_run
 
-    def stop(*_: object) -> None:
-        """Handle a signal before the driver starts or after it ends. An `Exception` would be lost while a package is
-        imported that catches it; `sys.stderr` refuses to print while it is interrupted."""
-        os.write(2, b"error: stopped: repeat the command to continue\n")
-        raise SystemExit(1)
-
-    with on_signals(stop), progress(console):
+    with on_signals(_stop_early), progress(console):
         config = with_iterations(config)
-    with on_signals(stop), progress(console, config.iterations):
-        from tasks.changes import check_open_iteration
-
-        check_start(config, take_over=take_over, accept_changes=accept_changes, check=check_open_iteration)
-        from flows.train import drive
-        from flows.train import train as flow
-        from infra.execution.claims import run_url
-        from infra.runs import open_run
-        from tasks.recording import recorded
-
-        _wait_for(server)
-        ended = recorded(
-            lambda: flow(config, take_over=take_over, accept_changes=accept_changes),
-            lambda: drive(config, take_over, accept_changes),
-        )
-        if ended is not None:  # a `Failed` state, if Prefect did not record the flow
-            ended.result()
+    _train_to_the_end(config, server, take_over, accept_changes)
     elsewhere = "" if config.run.store == DEFAULT_STORE else f" --store {config.run.store}"
     done = open_run(run_url(config.run.store, config.run.name)).state.iteration
     total = counted(config.iterations, "iteration")
@@ -942,6 +992,38 @@ def _drive(config: RunConfig, take_over: bool = False, accept_changes: bool = Fa
         f"  ratchet status {config.run.name}{elsewhere}    what each iteration did\n"
         f"  ratchet show {config.run.name}{elsewhere}      the trajectories"
     )
+
+
+def _stop_early(*_: object) -> None:
+    """Handle a signal before the driver starts or after it ends. An `Exception` would be lost while a package is
+    imported that catches it; `sys.stderr` refuses to print while it is interrupted."""
+    os.write(2, b"error: stopped: repeat the command to continue\n")
+    raise SystemExit(1)
+
+
+def _train_to_the_end(
+    config: RunConfig, server: TemporaryServer | None, take_over: bool = False, accept_changes: bool = False
+) -> None:
+    """Start or continue a run until it has all iterations."""
+    from flows.terminal import progress
+    from infra.execution.driver import check_start
+    from infra.execution.stopping import on_signals
+
+    with on_signals(_stop_early), progress(console, config.iterations):
+        from tasks.changes import check_open_iteration
+
+        check_start(config, take_over=take_over, accept_changes=accept_changes, check=check_open_iteration)
+        from flows.train import drive
+        from flows.train import train as flow
+        from tasks.recording import recorded
+
+        _wait_for(server)
+        ended = recorded(
+            lambda: flow(config, take_over=take_over, accept_changes=accept_changes),
+            lambda: drive(config, take_over, accept_changes),
+        )
+        if ended is not None:  # a `Failed` state, if Prefect did not record the flow
+            ended.result()
 
 
 def _quiet() -> None:

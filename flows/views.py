@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
+    from flows.sweep import Arm
     from flows.ui.documents import Decode
     from infra.listing import RunSummary
     from infra.verify import Finding
@@ -254,6 +255,24 @@ def plan(console: Console, run: Run, config: RunConfig, iteration: int | None, n
         console.print(
             f"no stage stays; to keep earlier iterations, fork: `ratchet fork {name} --at {chosen} --run NEW …`"
         )
+
+
+def arms(console: Console, tried: Sequence[Arm], elsewhere: str) -> None:
+    """Print what the arms of a sweep reached, and what they did not have to generate."""
+    from flows.sweep import table
+
+    cells = table(tried)
+    shown = Table(*cells[0], box=box.SIMPLE_HEAD)
+    for row in cells:
+        shown.add_row(*map(visible, row.values()))
+    console.print(shown)
+    runs = list(dict.fromkeys(arm.run for arm in tried))
+    shared = sum({arm.run: arm.tokens_shared for arm in tried}.values())
+    console.print(
+        f"{shared:,} tokens were not generated again; the best arm is {cells[0]['run']}\n"
+        f"  ratchet report {' '.join(runs)}{elsewhere} -o sweep.html    the curves of all arms",
+        highlight=False,
+    )
 
 
 def hack(console: Console, run: Run, rescored: Sequence[Rescored], found: Hack | None, reward: str, limit: int) -> None:

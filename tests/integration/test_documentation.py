@@ -81,6 +81,11 @@ TYPED = {
     "ratchet plan RUN KEY=VALUE": "ratchet plan killed algorithm.advantage.lam=0.9",
     "ratchet report A B -o report.html": "ratchet report countdown other -o report.html",
     "ratchet rescore RUN --reward R --run NEW": "ratchet rescore killed --reward format --run rescored",
+    "ratchet sweep RUN --at K --vary KEY=A,B,C": "ratchet sweep countdown --at 33 --vary actor.lr=1e-4,1e-5",
+    "ratchet sweep RUN --at K --vary actor.lr=1e-2,1e-3 --vary algorithm.advantage=grpo,rloo --iterations 9": (
+        "ratchet sweep countdown --at 33 --vary actor.lr=1e-2,1e-3 --vary algorithm.advantage=grpo,rloo "
+        "--iterations 9 --iterations 34 --run tried"
+    ),
     "ratchet bisect RUN --reward R": "ratchet bisect countdown --reward format",
     "ratchet bisect RUN --reward STRICT --examples 1": "ratchet bisect countdown --reward format --examples 1",
     "ratchet replay RUN --iteration K": "ratchet replay countdown --iteration 3",

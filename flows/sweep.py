@@ -1,0 +1,331 @@
+"""Tries several settings from one point of a run: forks that share everything before it.
+
+The arms run one after the other; Optuna chooses their settings and stops those that fall behind. A sweep has no state
+of its own: each arm is a run, and Optuna's choices depend only on the scores of the arms before. The same command
+therefore continues a sweep that was killed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from infra.execution.claims import run_url
+from infra.runs import Run, open_run
+from infra.store.log import Corrupt, RunLog
+from infra.store.object_store import ObjectStore
+from infra.store.records import StageCommit
+from rlhf.config import RunConfig
+from rlhf.errors import UserError, counted
+from tasks.pipeline import stage_called
+from tasks.plan import dependents, first_changed, fork_run, plan
+
+if TYPE_CHECKING:
+    import optuna
+
+Pruner = Literal["halving", "median", "none"]
+SPEC = "sweep.json"
+STUDY = "study.log"
+"""Optuna's study, in the format of its `JournalFileBackend`, for people who look at it with Optuna's tools."""
+REDUCTION = 3
+"""One of so many arms goes on from each rung, with so many times the iterations."""
+RUNGS = 2
+"""Number of comparisons on the way to all iterations."""
+SEED = 0
+
+
+class Sweep(BaseModel):
+    """What a sweep tries; stored in its folder."""
+
+    model_config = ConfigDict(frozen=True)
+
+    parent: str
+    """URL of the run."""
+    name: str
+    """Name of the sweep; arms are named after it."""
+    iteration: int
+    """Iteration of `parent` in which the arms begin."""
+    stage: str | None
+    """The first stage of that iteration that the arms compute themselves; None: the first that the settings change."""
+    vary: dict[str, tuple[str, ...]]
+    """Values in YAML, by key."""
+    iterations: int
+    """Number of iterations of an arm that is not stopped."""
+    metric: str | None
+    """Metric of the validation that compares arms; None: that of the config, or the first one."""
+    trials: int | None
+    """Number of arms, whose values Optuna draws; None: all combinations."""
+    pruner: Pruner
+
+    @property
+    def store(self) -> str:
+        """URL of the folder of runs."""
+        return self.parent.rpartition("/")[0]
+
+    @property
+    def rungs(self) -> tuple[int, ...]:
+        """Numbers of iterations after which an arm is compared with those before it; the last is the end."""
+        total = self.iterations - self.iteration
+        if self.pruner == "none":
+            return (self.iterations,)
+        steps = (max(1, total // REDUCTION**power) for power in range(RUNGS, 0, -1))
+        return tuple(sorted({self.iteration + step for step in steps} | {self.iterations}))
+
+
+@dataclass
+class Arm:
+    """One setting that was tried."""
+
+    run: str
+    """Name of its run."""
+    values: dict[str, str]
+    at: str
+    """Where its fork begins."""
+    scores: dict[int, float] = field(default_factory=dict)
+    """Score of the validation after a number of iterations."""
+    is_stopped: bool = False
+    """Whether it fell behind."""
+    tokens_shared: int = 0
+    """Tokens that the parent had generated, and this arm did not generate again."""
+
+    @property
+    def score(self) -> float:
+        """The newest score."""
+        return self.scores[max(self.scores)]
+
+
+def begin(sweep: Sweep) -> None:
+    """Store what the sweep tries, unless it is stored.
+
+    Raises:
+        UserError: another sweep has the name, or it does not fit the run.
+    """
+    if importlib.util.find_spec("optuna") is None:
+        raise UserError('a sweep needs the package optuna: pip install "ratchet-rlhf[sweep]"')
+    parent = open_run(sweep.parent)
+    if not 0 <= sweep.iteration <= parent.state.iteration:
+        raise UserError(f"--at {sweep.iteration}: the run has iterations 0 to {parent.state.iteration} (the open one)")
+    if sweep.iterations <= sweep.iteration:
+        raise UserError(f"--iterations {sweep.iterations}: the arms begin in iteration {sweep.iteration}: raise it")
+    if parent.config.validation.data is None:
+        raise UserError(f"{sweep.parent} has no validation.data, by which arms are compared: fork it with one first")
+    mistakes = []
+    for key, values in sweep.vary.items():
+        for value in values:
+            try:
+                parent.config.with_values({}, [f"{key}={value}"])
+            except UserError as error:
+                mistakes += str(error).splitlines()
+    if mistakes:
+        raise UserError("\n".join(dict.fromkeys(mistakes)))
+    objects = ObjectStore(run_url(sweep.store, sweep.name))
+    if RunLog(objects).read().slot >= 0:
+        raise UserError(f"there is a run {sweep.name}: choose another name (--run)")
+    try:
+        objects.create(SPEC, sweep.model_dump_json(indent=1).encode())
+    except FileExistsError:
+        stored = _stored(objects)
+        if stored != sweep:
+            changed = ", ".join(name for name in Sweep.model_fields if getattr(stored, name) != getattr(sweep, name))
+            raise UserError(
+                f"the sweep {sweep.name} exists with other settings ({changed}): repeat its command, or choose another "
+                "name (--run)"
+            ) from None
+
+
+def _stored(objects: ObjectStore) -> Sweep:
+    try:
+        return Sweep.model_validate_json(objects.get(SPEC))
+    except ValueError:
+        raise Corrupt(f"{objects.url}/{SPEC} is damaged: delete it, and repeat the command of the sweep") from None
+
+
+def run_arms(sweep: Sweep, train: Callable[[RunConfig], None], say: Callable[[str], None]) -> Iterator[Arm]:
+    """Run or continue the arms of a sweep that has begun.
+
+    Args:
+        sweep: What to try.
+        train: Runs or continues the run of a config to its end.
+        say: Hears what begins, and how it went.
+
+    Yields:
+        Each arm, when it has all iterations or was stopped.
+
+    Raises:
+        UserError: an arm's settings do not fit, or the metric does not exist.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        yield from _run_arms(sweep, train, say, Path(folder) / STUDY)
+
+
+def _run_arms(
+    sweep: Sweep, train: Callable[[RunConfig], None], say: Callable[[str], None], journal: Path
+) -> Iterator[Arm]:
+    import optuna
+    from optuna.storages.journal import JournalFileBackend
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    parent, known = open_run(sweep.parent), dict[tuple[str, ...], Arm]()
+    objects = ObjectStore(run_url(sweep.store, sweep.name))
+    study = optuna.create_study(
+        storage=optuna.storages.JournalStorage(JournalFileBackend(str(journal))),
+        study_name=sweep.name,
+        direction="maximize",
+        sampler=optuna.samplers.TPESampler(seed=SEED),
+        pruner=_pruner(sweep),
+    )
+    combinations = [dict(zip(sweep.vary, values, strict=True)) for values in product(*sweep.vary.values())]
+    if sweep.trials is None:
+        for values in combinations:
+            study.enqueue_trial(values)
+    total = len(combinations) if sweep.trials is None else sweep.trials
+    for number in range(total):
+        trial = study.ask()
+        values = {key: str(trial.suggest_categorical(key, choices)) for key, choices in sweep.vary.items()}
+        if (arm := known.get(tuple(values.values()))) is None:  # Optuna may draw values twice
+            arm = known[tuple(values.values())] = _arm(sweep, parent, f"{sweep.name}-{len(known):02d}", values)
+            settings = ", ".join(f"{key}={value}" for key, value in values.items())
+            say(f"arm {number + 1} of {total}: {settings}, in {arm.run}")
+        for rung in sweep.rungs:
+            if (score := _score(sweep, parent, arm.run, rung)) is None:
+                train(_config(sweep, parent, arm.run, values, rung))
+                score = _score(sweep, parent, arm.run, rung)
+            if score is None:
+                known_metrics = ", ".join(
+                    sorted(open_run(run_url(sweep.store, arm.run)).store.validation_metrics(rung))
+                )
+                raise UserError(f"--metric {sweep.metric}: no such metric of a validation; there are {known_metrics}")
+            arm.scores[rung] = score
+            trial.report(arm.scores[rung], rung - sweep.iteration)
+            arm.is_stopped = rung != sweep.rungs[-1] and trial.should_prune()
+            goes_on = "stops" if arm.is_stopped else "is done" if rung == sweep.rungs[-1] else "goes on"
+            say(f"{arm.run} after {counted(rung, 'iteration')}: {arm.scores[rung]:.4g}, {goes_on}")
+            if arm.is_stopped:
+                break
+        study.tell(trial, None if arm.is_stopped else arm.score, state=_state(arm))
+        objects.put(STUDY, journal.read_bytes())
+        yield arm
+
+
+def _state(arm: Arm) -> optuna.trial.TrialState:
+    import optuna
+
+    return optuna.trial.TrialState.PRUNED if arm.is_stopped else optuna.trial.TrialState.COMPLETE
+
+
+def _pruner(sweep: Sweep) -> optuna.pruners.BasePruner:
+    import optuna
+
+    match sweep.pruner:
+        case "halving":
+            first = sweep.rungs[0] - sweep.iteration
+            return optuna.pruners.SuccessiveHalvingPruner(min_resource=first, reduction_factor=REDUCTION)
+        case "median":
+            return optuna.pruners.MedianPruner(n_startup_trials=2)
+        case "none":
+            return optuna.pruners.NopPruner()
+
+
+def _config(sweep: Sweep, parent: Run, run: str, values: Mapping[str, str], iterations: int) -> RunConfig:
+    named = {"run.name": run, "run.store": sweep.store, "train.iterations": iterations}
+    return parent.config.with_values(named, [f"{key}={value}" for key, value in values.items()])
+
+
+def _arm(sweep: Sweep, parent: Run, run: str, values: dict[str, str]) -> Arm:
+    """An arm, whose run is made unless it exists."""
+    config = _config(sweep, parent, run, values, sweep.rungs[0])
+    iteration, stage = _point(sweep, parent, config)
+    if RunLog(ObjectStore(run_url(sweep.store, run))).read().slot < 0:
+        fork_run(parent, config, iteration, stage)
+    at = str(iteration) if stage is None else f"{iteration}:{stage}"
+    return Arm(run, values, at, tokens_shared=_tokens_before(parent, config, iteration, stage))
+
+
+def _point(sweep: Sweep, parent: Run, config: RunConfig) -> tuple[int, str | None]:
+    """Where an arm begins: as late as its settings allow, unless the sweep names a stage."""
+    if sweep.stage is not None:
+        return sweep.iteration, sweep.stage
+    committed = parent.store.iteration_state(sweep.iteration).stages
+    if "generate" not in committed:
+        return sweep.iteration, None
+    first = first_changed(plan(parent, config, sweep.iteration))
+    if first is None:  # nothing that the iteration computed depends on the settings
+        first = next(reversed([name for name in committed if isinstance(committed[name], StageCommit)]))
+    return sweep.iteration, first
+
+
+def _tokens_before(parent: Run, config: RunConfig, iteration: int, stage: str | None) -> int:
+    """Tokens that the parent generated before a point."""
+    name = "perf/generated_tokens"
+    tokens = sum(row.get(name, 0.0) for row in parent.metric_rows() if row["iteration"] < iteration)
+    if (
+        stage is not None
+        and (called := stage_called(stage)) is not None
+        and "generate" not in dependents(called.name, config)
+    ):
+        generated = parent.store.manifests(iteration).get("generate")
+        tokens += 0.0 if generated is None else generated.metrics.get(name, 0.0)
+    return int(tokens)
+
+
+def _score(sweep: Sweep, parent: Run, run: str, iterations: int) -> float | None:
+    """The score of the validation after a number of iterations; None if there is none, or not by that metric."""
+    store = open_run(run_url(sweep.store, run)).store
+    if store.state.iteration < iterations:
+        return None
+    return store.validation_scores({iterations}, sweep.metric or parent.config.validation.metric).get(iterations)
+
+
+def table(arms: Sequence[Arm]) -> list[dict[str, str]]:
+    """What each arm reached, the best first."""
+    return [
+        {
+            "run": arm.run,
+            **arm.values,
+            "begins at": arm.at,
+            "iterations": str(max(arm.scores)),
+            "score": f"{arm.score:.4g}",
+            "": "stopped" if arm.is_stopped else "",
+        }
+        for arm in sorted(arms, key=lambda arm: (not arm.is_stopped, arm.score), reverse=True)
+    ]
+
+
+def parse_vary(options: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Read ``key=a,b,c``.
+
+    Raises:
+        UserError: an option has another form, or a key twice.
+    """
+    vary: dict[str, tuple[str, ...]] = {}
+    for option in options:
+        key, equals, values = option.partition("=")
+        choices = tuple(value.strip() for value in _split(values))
+        if not equals or not key or not all(choices):
+            raise UserError(f"--vary {option}: write key=a,b,c, such as actor.lr=1e-5,1e-6")
+        if key in vary or len(set(choices)) < len(choices):
+            raise UserError(f"--vary {option}: {key if key in vary else 'a value'} is there twice")
+        vary[key] = choices
+    if prod(map(len, vary.values())) < 2:
+        raise UserError("--vary has one setting: give two values at least")
+    return vary
+
+
+def _split(values: str) -> list[str]:
+    """Split at commas outside brackets."""
+    parts, depth = [""], 0
+    for character in values:
+        depth += (character in "[{") - (character in "]}")
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
