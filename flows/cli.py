@@ -272,19 +272,19 @@ def compare(
         str,
         typer.Argument(metavar="A", help="the run to compare with: a name or a full URL", autocompletion=run_names),
     ],
-    b: Annotated[str, typer.Argument(metavar="B", help="the run that is compared", autocompletion=run_names)],
+    b: Annotated[str, typer.Argument(metavar="B", help="the run to judge against A", autocompletion=run_names)],
     store: Store = DEFAULT_STORE,
     at_least: Annotated[
         float | None,
         typer.Option(
             metavar="X",
-            help="exit with 1 if B is worse than A + X with confidence (the whole interval is below X), else with 0",
+            help="exit with 1 if the whole interval is below X (B is confidently worse than A + X), else with 0",
         ),
     ] = None,
-    flips: Annotated[int, typer.Option(help="prompts to show that only one of the runs solves", min=0)] = 5,
+    flips: Annotated[int, typer.Option(help="how many of the prompts that only one run solves to show", min=0)] = 5,
     format: Annotated[DocumentFormat, typer.Option(help="output format")] = DocumentFormat.table,
 ) -> None:
-    """Compare the scores of two runs on the same prompts: B less A, with intervals, and a verdict.
+    """Compare the scores of two runs on the same prompts: B minus A, with intervals, and a verdict.
 
     The verdict is about the last validation of both. Its interval (95 %) holds the noise of the prompts and that of
     training, as the validations before it show it.
@@ -460,12 +460,12 @@ def bisect(
     ],
     overrides: Overrides = None,
     store: Store = DEFAULT_STORE,
-    examples: Annotated[int, typer.Option(help="trajectories to show", min=0)] = 3,
+    examples: Annotated[int, typer.Option(help="how many trajectories to show", min=0)] = 3,
 ) -> None:
     """Find the iteration in which the policy began to exploit its reward, by scoring committed generations again.
 
-    The stricter reward should be on the scale of the run's own. Nothing is generated or written, and only as many
-    iterations are scored as a binary search needs.
+    The stricter reward should be on the scale of the run's own. Nothing is generated or written, and only the iterations
+    that a binary search needs are scored.
     """
     _quiet()
     from flows import views
@@ -676,7 +676,7 @@ def serve(
     iteration: Iteration = None,
     best: Best = False,
     host: Annotated[
-        str, typer.Option(help="address to listen on; others than loopback let the network call the model")
+        str, typer.Option(help="address to listen on; any other address than loopback lets the network call the model")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="port to listen on; 0: any free one", min=0, max=65535)] = 8000,
 ) -> None:
@@ -713,6 +713,7 @@ def serve(
         from flows.serve import serve as answer_calls
 
         answer_calls(run, config, version, host=host, port=port, key=key, listening=listening)
+    console.print(f"the answers are stored; `ratchet ingest {name} -o DIR` turns them into data", highlight=False)
 
 
 @app.command()
@@ -726,9 +727,9 @@ def ingest(
         ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="folder for prompts.parquet and trajectories.parquet")],
-    ratings: Annotated[str | None, typer.Option(help="file with rows of id (of a completion) and score")] = None,
+    ratings: Annotated[str | None, typer.Option(help="file of ratings: the id of a completion, and score")] = None,
     min_score: Annotated[
-        float | None, typer.Option(help="leave answers with a lower score, or none, out of the trajectories")
+        float | None, typer.Option(help="keep only answers rated at least this in the trajectories")
     ] = None,
     store: Store = DEFAULT_STORE,
 ) -> None:

@@ -45,13 +45,14 @@ def dataset(
         float | None, typer.Option(help="smallest difference of the scores of a pair; by default any")
     ] = None,
     similarity: Annotated[
-        float, typer.Option(help="rows are near-duplicates from this Jaccard index on; 1: only exact duplicates are")
+        float,
+        typer.Option(help="rows at least this similar (Jaccard index) count as near-duplicates; 1: only exact ones"),
     ] = Selection.similarity,
     decontaminate: Annotated[
         bool, typer.Option(help="leave out rows that hold a prompt of the runs' validations")
     ] = Selection.decontaminate,
     balance: Annotated[
-        bool, typer.Option("--balance", help="as many rows of each data source as the smallest has")
+        bool, typer.Option("--balance", help="cut every data source to the size of the smallest")
     ] = Selection.balance,
     store: Store = DEFAULT_STORE,
 ) -> None:

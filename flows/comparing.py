@@ -67,11 +67,11 @@ def _table(console: Console, kind: Kind, every_difference: Sequence[Difference],
         return
     iterations = sorted({difference.iteration for difference in differences})
     shown = iterations[-ROWS:] if kind == "train" else iterations
-    title = f"{'validation' if kind == 'validation' else 'training scores'}: B less A"
+    title = f"{'validation' if kind == 'validation' else 'training scores'}: B minus A"
     title += f" (the last {len(shown)} of {len(iterations)} iterations)" if len(shown) < len(iterations) else ""
     has_kl = any(beside[iteration].kl != (None, None) for iteration in shown)
     table = Table(title=title, box=box.SIMPLE_HEAD, collapse_padding=True)
-    for name in ("it", "data source", "prompts", "A", "B", "B less A", "95 % interval", "length", *["KL"] * has_kl):
+    for name in ("it", "data source", "prompts", "A", "B", "B minus A", "95 % interval", "length", *["KL"] * has_kl):
         table.add_column(name, justify="left" if name == "data source" else "right", overflow="fold")
     for difference in differences:
         if difference.iteration in shown:
@@ -103,7 +103,7 @@ def _flipped(console: Console, comparison: Comparison, limit: int) -> None:
     where = f"{PLACES[comparison.kind]} {comparison.iteration}"
     if comparison.flips is None:
         console.print(
-            "no prompts are called solved: with this reward, validation.solved_score says from which score on",
+            "flips are not shown: set validation.solved_score, since this reward does not say when a prompt is solved",
             highlight=False,
         )
         return
@@ -147,8 +147,10 @@ def _left_out(comparison: Comparison) -> list[str]:
         lines.append("training scores are not compared: with another seed each run draws other prompts")
     if comparison.kind == "train":
         lines.append("the verdict is about training scores, since the runs have no validation in common")
-    if changed := [change for change in comparison.config if change.startswith("reward.")]:
-        lines.append(visible(f"the scores are of other rewards ({'; '.join(changed)}): mind what they mean"))
+    if comparison.unpaired[comparison.kind] > comparison.answers:
+        lines.append("most answers are left out: the verdict is about the few that pair")
+    if comparison.rewards:
+        lines.append(visible(f"the scores are of other rewards ({'; '.join(comparison.rewards)}): mind what they mean"))
     return lines
 
 

@@ -1,7 +1,7 @@
 """Comparing two runs: which has the better scores, by how much, and whether that is more than noise.
 
 Scores are paired: both runs answer the same prompts, and runs of one seed draw with the same random numbers. A
-difference is the mean score of B less that of A, over the answers that both gave.
+difference is the mean score of B minus that of A, over the answers that both gave.
 
 Its interval (95 %) holds two kinds of noise. *Prompts*: a bootstrap draws the prompts again, each with all of its
 answers, since answers to one prompt are not independent. *Training*: two runs that differ only in their seed end in
@@ -47,7 +47,10 @@ interval."""
 ENDS = (0.025, 0.975)
 ALL = "all"
 """The data source of a difference over several data sources."""
-COLUMNS = ("trajectory_id", "prompt_id", "sample", "data_source", "prompt", "score", "reward_error", "rollout_error")
+COLUMNS = (
+    *("trajectory_id", "prompt_id", "sample", "data_source", "prompt", "ground_truth", "score", "reward_error"),
+    "rollout_error",
+)
 ANSWER = ("prompt_id", "sample")
 MAJORITY = 0.5
 """A prompt is solved if this share of its answers is."""
@@ -84,7 +87,7 @@ class PairedScores:
 
     @property
     def difference(self) -> float:
-        """The mean of B less that of A."""
+        """The mean of B minus that of A."""
         return float((self.b - self.a).sum() / self.answers.sum())
 
     def resampled(self) -> np.ndarray:
@@ -153,7 +156,7 @@ class Difference:
     """Mean score of A over these prompts."""
     b: float
     difference: float
-    """B less A."""
+    """B minus A."""
     low: float | None
     """Lower end of the interval; None if there is only one prompt."""
     high: float | None
@@ -209,6 +212,8 @@ class Comparison:
     """One for each iteration with a difference."""
     flips: tuple[Flip, ...] | None
     """Prompts that flipped in the iteration of the verdict; None if no score says whether an answer is right."""
+    rewards: tuple[str, ...]
+    """Those of the keys that change what a score means."""
     unpaired: dict[Kind, int]
     """Answers of both runs that are left out: the other run has none to the same prompt. Training scores are compared
     only if the seed is the same: otherwise each run draws other prompts."""
@@ -219,8 +224,10 @@ class Comparison:
     validations: int
     """The number of validations (or training iterations) since the runs parted that show the noise of training."""
     prompts: int
+    answers: int
+    """Answers that both runs gave, of which the verdict is."""
     difference: float
-    """B less A in that iteration, over all data sources."""
+    """B minus A in that iteration, over all data sources."""
     low: float | None
     """Ends of its interval, which also holds the noise of training; None if there is only one prompt."""
     high: float | None
@@ -254,10 +261,11 @@ def compare(a: Run, b: Run) -> Comparison:
     whole: dict[Kind, dict[int, PairedScores]] = {"validation": {}, "train": {}}
     last_pairs: dict[Kind, pd.DataFrame] = {}
     same_seed = configs[0].run.seed == configs[1].run.seed
+    talk = any(config.rollout.agent is not None for config in configs)
     kinds: tuple[Kind, ...] = ("validation", "train") if same_seed else ("validation",)
     for kind in kinds:
         for iteration, frames in _frames(runs, kind, parted):
-            pairs = _paired(*frames)
+            pairs = _paired(*frames, same_text=not talk)
             unpaired[kind] += sum(map(len, frames)) - 2 * len(pairs)
             if len(pairs):
                 differences += _differences(pairs, iteration, kind)
@@ -280,11 +288,13 @@ def compare(a: Run, b: Run) -> Comparison:
         differences=tuple(differences),
         beside=_beside(runs, sorted(compared)),
         flips=_flips(runs, kind, iteration, last_pairs[kind]),
+        rewards=tuple(config_differences(*(config.learned_from()["reward"] for config in configs))),
         unpaired=unpaired,
         kind=kind,
         iteration=iteration,
         validations=len(moved),
         prompts=len(scores.answers),
+        answers=int(scores.answers.sum()),
         difference=scores.difference,
         low=_finite(low),
         high=_finite(high),
@@ -325,11 +335,19 @@ def _frames(runs: tuple[Run, Run], kind: Kind, first: int) -> Iterator[tuple[int
     opened = min(run.state.iteration for run in runs)
     if kind == "train":
         for iteration in range(first, opened):
-            yield iteration, [_counting(run, run.trajectories(iteration, COLUMNS)) for run in runs]
+            yield iteration, [_fresh(run, iteration) for run in runs]
     else:
         for iteration in range(first, opened + 1):
             if all(isinstance(run.store.committed_stage(iteration, VALIDATE), StageCommit) for run in runs):
                 yield iteration, [_counting(run, run.validation(iteration, COLUMNS)) for run in runs]
+
+
+def _fresh(run: Run, iteration: int) -> pd.DataFrame:
+    """The training scores of an iteration, without those of earlier answers (`data.replay`)."""
+    if run.config.data.replay is None:
+        return _counting(run, run.trajectories(iteration, COLUMNS))
+    rows = run.trajectories(iteration, [*COLUMNS, "replayed_from"])
+    return _counting(run, rows[rows["replayed_from"].isna()])
 
 
 def _counting(run: Run, rows: pd.DataFrame) -> pd.DataFrame:
@@ -341,12 +359,18 @@ def _counting(run: Run, rows: pd.DataFrame) -> pd.DataFrame:
     return rows.drop_duplicates([*ANSWER], keep="last")  # an agent's trajectory has a row per branch
 
 
-def _paired(a: pd.DataFrame, b: pd.DataFrame) -> pd.DataFrame:
-    """The answers of both runs to the same prompts, a row each; columns of A and B end in _a and _b."""
+def _paired(a: pd.DataFrame, b: pd.DataFrame, *, same_text: bool) -> pd.DataFrame:
+    """The answers of both runs to the same prompts, a row each; columns of A and B end in _a and _b.
+
+    Without `same_text`, prompts are the same if their number, data source and ground truth are: the row of an agent has
+    the prompt of its last conversation, in which the policy may have written.
+    """
     if a.empty or b.empty:
         return a.iloc[:0]
     pairs = a.merge(b, on=[*ANSWER], suffixes=("_a", "_b"))
-    return pairs[pairs["prompt_a"] == pairs["prompt_b"]]
+    for name in ("data_source", "ground_truth", *(("prompt",) if same_text else ())):
+        pairs = pairs[pairs[f"{name}_a"].fillna("") == pairs[f"{name}_b"].fillna("")]
+    return pairs
 
 
 def _scores(pairs: pd.DataFrame) -> PairedScores:

@@ -16,7 +16,7 @@ from infra.served import served
 from rlhf.data.examples import answered
 from rlhf.data.files import read
 from rlhf.data.formats import Messages, with_system
-from rlhf.errors import UserError
+from rlhf.errors import UserError, counted
 
 MESSAGES = pa.list_(pa.struct({"role": pa.string(), "content": pa.string()}))
 PROMPTS = pa.schema(
@@ -77,7 +77,7 @@ def ingest(sources: Sequence[Run | str], ratings: str | None = None, min_score: 
         The prompts and the trajectories. Of a run, each answer is a trajectory; of a file, the last answer of each row.
 
     Raises:
-        UserError: a row is malformed (the message names it).
+        UserError: a row is malformed (the message names it), a run was never served, or nothing is left.
         Corrupt: answers of a run are missing or damaged.
     """
     rated = {} if ratings is None else _ratings(ratings)
@@ -99,10 +99,15 @@ def ingest(sources: Sequence[Run | str], ratings: str | None = None, min_score: 
                     "extra_info": {"id": trajectory["id"], "score": trajectory["score"]},
                 },
             )
+            if not trajectory.pop("is_whole", True):
+                continue
             if min_score is not None and (trajectory["score"] is None or trajectory["score"] < min_score):
                 left_out[f"no score of at least {min_score:g}"] += 1
             else:
                 trajectories.append(trajectory)
+    if not prompts:
+        reasons = "; ".join(f"{counted(count, 'answer')}: {reason}" for reason, count in left_out.items())
+        raise UserError(f"nothing is left of these logs{f' ({reasons})' if reasons else ''}")
     return Ingested(
         pa.Table.from_pylist(list(prompts.values()), PROMPTS),
         pa.Table.from_pylist(trajectories, TRAJECTORIES),
@@ -114,6 +119,8 @@ def ingest(sources: Sequence[Run | str], ratings: str | None = None, min_score: 
 def _of_run(run: Run, left_out: Counter[str]) -> Iterator[dict[str, Any]]:
     """The answers to chats without tools, whose prompts a dataset can hold."""
     name = run.store.url.rpartition("/")[2]
+    if not run.store.served_keys():
+        raise UserError(f"{name} was never served: `ratchet serve {name}` stores answers")
     by_branch: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for call in served(run.store).to_pylist():
         by_branch[call["branch"]].append(call)
@@ -126,7 +133,10 @@ def _of_run(run: Run, left_out: Counter[str]) -> Iterator[dict[str, Any]]:
             ids = [*ids, *call["heard_ids"]]
             is_text = "messages" in asked and "tools" not in asked and all(map(_is_plain, (*messages, answer)))
             if is_text:
+                if call["finish_reason"] == "length":  # who learns it would learn to stop there
+                    left_out["cut off at the token limit"] += 1
                 yield {
+                    "is_whole": call["finish_reason"] != "length",
                     "id": call["call_id"],
                     "source": run.store.url,
                     "data_source": name,

@@ -131,9 +131,21 @@ def _scored_again(driver: Driver, run: Run, iteration: int) -> pd.DataFrame:
         )
         rows = RowsCall(call, SCORE.compute, SCORE.writes, SCORE.begin)
         output, _ = on_worker(driver, call.needs, partial(driver.groups.of(None).call, Worker.computed, rows))
-        frames.append(output.batch.table.select(["trajectory_id", "score", "reward_error"]).to_pandas())
-    strict = pd.concat(frames, ignore_index=True).rename(columns={"score": "strict", "reward_error": "strict_error"})
-    committed = run.trajectories(iteration, ["trajectory_id", "prompt_id", "score", "reward_error", "rollout_error"])
+        scores = output.batch.table.select(["trajectory_id", "score", "reward_parts", "reward_error"])
+        frames.append(scores.to_pandas(maps_as_pydicts="strict"))
+    strict = pd.concat(frames, ignore_index=True)
+    # without what an environment or an agent's program gave, which both rewards have
+    strict["strict"] = [
+        parts.get("rule", score) for parts, score in zip(strict.reward_parts, strict.score, strict=True)
+    ]
+    strict = strict[["trajectory_id", "strict", "reward_error"]].rename(columns={"reward_error": "strict_error"})
+    columns = ["trajectory_id", "prompt_id", "score", "reward_error", "rollout_error"]
+    replays = run.config.data.replay is not None
+    committed = run.trajectories(iteration, [*columns, *(["replayed_from"] if replays else [])])
+    if replays:  # the policy of another iteration wrote these
+        committed = committed[committed["replayed_from"].isna()]
+    names = committed["trajectory_id"].str.partition("-b")[0]
+    committed = committed[~names.duplicated(keep="last")]  # the last branch of an agent's trajectory
     both = committed.merge(strict, on="trajectory_id")
     whole = both["reward_error"].isna() & both["strict_error"].isna() & both["rollout_error"].isna()
     if not whole.any():

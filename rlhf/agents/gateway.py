@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import socket
 import time
@@ -124,8 +125,9 @@ class Gateway:
         try:
             listening = socket.create_server((self._host, self._port), backlog=1024, family=_family(self._host))
         except OSError as error:
+            reason = os.strerror(error.errno) if error.errno else str(error)
             raise UserError(
-                f"the endpoint cannot listen on {self._host}:{self._port}: {error.strerror}: choose another address"
+                f"the endpoint cannot listen on {self._host}:{self._port}: {reason}: choose another port or address"
             ) from None
         server = uvicorn.Server(uvicorn.Config(app, log_level="critical", access_log=False, lifespan="off"))
         self._server, self._serving = server, asyncio.create_task(server.serve(sockets=[listening]))

@@ -163,6 +163,8 @@ def _result(returned: Any) -> Result:
 
 
 def _number(value: Any) -> float:
+    if isinstance(value, str):
+        raise TypeError(f"returned {value!r:.60}, a text: a reward is a number, a dictionary with one, or None")
     try:
         number = float(value)
     except (TypeError, ValueError):

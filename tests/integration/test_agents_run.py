@@ -16,10 +16,13 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from infra.comparison import compare
 from rlhf.config import RunConfig, load_config
+from tasks.bisect import bisect
 from tests import tiny
 from tests.history import History
 from tests.processes import Child, Fault, Processes
+from tests.rewards import letters
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MARK = -7.5
@@ -45,6 +48,13 @@ def start(workspace: Path, processes: Processes) -> Any:
         return config, processes.cli("train", path, faults=faults)
 
     return start
+
+
+def other_program(config: RunConfig) -> dict[str, Any]:
+    """Another diary, and answers that are worth something else."""
+    assert config.rollout.agent is not None
+    options = {"diary": f"{config.rollout.agent.options['diary']}-again"}
+    return {"name": "tests.agents:remembers", "options": options, "on_error": "fail"}
 
 
 def diary_of(config: RunConfig) -> list[tuple[Any, str]]:
@@ -102,6 +112,18 @@ def test_branches_are_rows_of_one_trajectory(start: Any, workspace: Path, proces
     assert metrics["reward/mean"].tolist() == pytest.approx(by_trajectory)
     assert len(history.run.validation()) == 3, "a row per answer"
     assert not list(Path(history.folder).glob("journals/*/calls/*/*")), "the rows have the answers"
+    rescored, hack = bisect(history.run, "tests.rewards:letters")
+    assert hack is None or hack.iteration == 1
+    last = frame.groupby(["iteration", "prompt_id", "sample"]).tail(1)
+    for entry in rescored:
+        own = last[last["iteration"] == entry.iteration]
+        assert entry.reward == pytest.approx(own["score"].mean()), "a trajectory counts once"
+        strict = [letters("", text, "") for text in own["response"]]
+        assert entry.strict == pytest.approx(np.mean(strict)), "without the reward that the program returned"
+    other, again = start("again", validation=held_out, rollout__agent=other_program(config), actor__lr=0.05)
+    assert again.wait() == 0, again.text
+    comparison = compare(history.run, History.of(other).run)
+    assert comparison.unpaired == {"validation": 0, "train": 0}, "however the last conversations begin"
     shown = processes.cli("show", "whole", "--store", config.run.store)
     assert shown.wait() == 0, shown.text
     assert "user: more" in shown.text and "policy: " in shown.text

@@ -20,6 +20,7 @@ from infra.store.manifest import Fingerprint, Manifest
 from infra.store.records import ShardCommit, StageCommit
 from infra.store.run_store import VALIDATE, RunStore
 from rlhf.errors import UserError
+from tests.padded import properties
 from tests.unit.test_reading_runs import STORE, Command, command  # noqa: F401  (a fixture)
 
 SCORES = st.lists(
@@ -32,6 +33,7 @@ def paired(rows: Sequence[tuple[str, float, float]]) -> PairedScores:
     return PairedScores.of(*zip(*rows, strict=True))
 
 
+@properties
 @given(SCORES, STEPS)
 def test_exchanging_the_runs_negates_the_difference(rows: list[tuple[str, float, float]], steps: Any) -> None:
     scores, swapped = paired(rows), paired([(prompt, b, a) for prompt, a, b in rows])
@@ -42,6 +44,7 @@ def test_exchanging_the_runs_negates_the_difference(rows: list[tuple[str, float,
     assert (swapped_low, swapped_high) == pytest.approx((-high, -low), abs=1e-9)
 
 
+@properties
 @given(SCORES)
 def test_the_same_scores_show_no_difference(rows: list[tuple[str, float, float]]) -> None:
     scores = paired([(prompt, a, a) for prompt, a, _ in rows])

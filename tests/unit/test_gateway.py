@@ -367,7 +367,7 @@ def test_programs_that_fail(play: Play) -> None:
 
     def strange(task: Any, base_url: str, api_key: str, model: str) -> str:
         client_of(base_url, api_key).chat.completions.create(model=model, messages=task["messages"], max_tokens=2)
-        return "well"
+        return "13"
 
     async def leaves(task: Any, base_url: str, api_key: str, model: str) -> None:
         raise SystemExit(3)
@@ -377,7 +377,7 @@ def test_programs_that_fail(play: Play) -> None:
 
     for program, said in (
         (raises, "raised KeyError: 'nothing here' at test_gateway.py"),
-        (strange, "returned 'well': a reward is a number"),
+        (strange, "returned '13', a text: a reward is a number"),
         (leaves, "raised SystemExit"),
         (silent, "returned without an answer of the policy"),
     ):

@@ -81,6 +81,10 @@ def ask(client: OpenAI, messages: list[Any], **options: Any) -> Any:
     return client.chat.completions.create(model="policy", messages=messages, **({"max_tokens": 6} | options))
 
 
+WHOLE: Any = {"stop": [*"abcdefghijklmnopqrstuvwxyz"], "max_tokens": 100}
+"""Options with which an answer ends by itself: every third token is a stop text."""
+
+
 def said(content: str | None, then: str = "more") -> list[Any]:
     return [{"role": "assistant", "content": content}, {"role": "user", "content": then}]
 
@@ -126,7 +130,8 @@ def test_conversations_of_many_clients_do_not_mix(client: OpenAI, store: RunStor
     for number, ids in enumerate(talks):
         rows = [by_call[call] for call in ids]
         assert len({row["branch"] for row in rows}) == 1, "a conversation goes on where it was"
-        assert f"I am {number}" in rows[0]["asked"] and "I am" not in rows[1]["asked"] + rows[2]["asked"]
+        assert json.loads(rows[0]["asked"])["messages"] == [{"role": "user", "content": f"I am {number}"}]
+        assert "I am" not in rows[1]["asked"] + rows[2]["asked"]
 
 
 def test_an_edited_history_and_further_choices_are_branches(client: OpenAI, store: RunStore) -> None:
@@ -187,7 +192,7 @@ def test_a_port_that_is_taken(generator: Generator, store: RunStore) -> None:
         clients = Served("server", Gateway("127.0.0.1", port), KEY, context=200, listening=lambda url: None)
         sampling = Sampling(temperature=1.0, top_p=1.0, max_tokens=200, seed=3)
         generator.submit([(Dialogue(Request("server", ())), Rules(sampling, agents=clients))])
-        with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1:{port}.*choose another"):
+        with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1:{port}.*choose another port"):
             generator.wait(600)
 
 
@@ -216,9 +221,10 @@ def test_logs_become_prompts_and_trajectories(
     client: OpenAI, store: RunStore, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     messages: list[Any] = [{"role": "user", "content": "hi"}]
-    first = ask(client, messages)
+    first = ask(client, messages, **WHOLE)
     messages += said(first.choices[0].message.content)
-    second = ask(client, messages)
+    second = ask(client, messages, **WHOLE)
+    ask(client, [{"role": "user", "content": "cut off"}], max_tokens=1, logprobs=True)
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     ask(client, [{"role": "user", "content": "a tool"}], tools=[tool])
     client.completions.create(model="policy", prompt="text", max_tokens=4)
@@ -254,18 +260,29 @@ def test_logs_become_prompts_and_trajectories(
     assert rows[1]["response_ids"] == stored[1]["ids"] and rows[1]["policy_version"] == 7
     assert rows[1]["rollout_log_probs"] == stored[1]["log_probs"]
     assert rows[2]["response_ids"] is None, "a text has no tokens yet"
-    assert ingested.left_out == {"tools, or /v1/completions": 2} and ingested.unknown == 1
+    assert ingested.left_out == {"tools, or /v1/completions": 2, "cut off at the token limit": 1}
+    assert ingested.unknown == 1
     liked = ingest([Run(store), str(chats)], str(ratings), min_score=0.5)
     assert [row["id"] for row in liked.trajectories.to_pylist()] == [second.id, "chats-000001"]
-    assert len(liked.prompts) == 4, "prompts need no rating"
+    assert len(liked.prompts) == 5, "prompts need no rating, and no whole answer"
     for name, table in (("prompts", ingested.prompts), ("trajectories", ingested.trajectories)):
         pq.write_table(table, tmp_path / f"{name}.parquet")
     dataset = PromptDataset([str(tmp_path / "prompts.parquet")])
-    assert [prompt.messages for prompt in dataset] == [row["prompt"] for row in rows]
+    cut_off = [{"role": "user", "content": "cut off"}]
+    assert [prompt.messages for prompt in dataset] == [
+        *(row["prompt"] for row in rows[:2]),
+        cut_off,
+        *(row["prompt"] for row in rows[2:]),
+    ]
     examples, left_out = supervised(
         str(tmp_path / "trajectories.parquet"), tokenizer, prompt="prompt", response="response", max_tokens=500
     )
     assert (len(examples), left_out) == (4, 0)
+
+
+def test_a_run_that_was_never_served(store: RunStore) -> None:
+    with pytest.raises(UserError, match="chat was never served: `ratchet serve chat` stores answers"):
+        ingest([Run(store)])
 
 
 @pytest.mark.parametrize(
