@@ -464,8 +464,8 @@ def bisect(
 ) -> None:
     """Find the iteration in which the policy began to exploit its reward, by scoring committed generations again.
 
-    The stricter reward should be on the scale of the run's own. Nothing is generated or written, and only the iterations
-    that a binary search needs are scored.
+    The stricter reward should be on the scale of the run's own. Nothing is generated or written, and only the
+    iterations that a binary search needs are scored.
     """
     _quiet()
     from flows import views

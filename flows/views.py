@@ -213,9 +213,9 @@ def compare_scores(console: Console, old: Run, new: Run) -> None:
     """Print the scores of two runs for the same trajectories, by iteration, and where the new ones are."""
     columns = ["trajectory_id", "score"]
     iterations = range(new.state.iteration)
-    before = old.trajectories(iterations, columns)
-    is_earlier_branch = before["trajectory_id"].str.partition("-b")[0].duplicated(keep="last")
-    both = before[~is_earlier_branch].merge(
+    scored = old.trajectories(iterations, columns)
+    is_earlier_branch = scored["trajectory_id"].str.partition("-b")[0].duplicated(keep="last")
+    both = scored[~is_earlier_branch].merge(
         new.trajectories(iterations, columns), on=["iteration", "trajectory_id"], suffixes=("_old", "_new")
     )
     table = Table("it", "trajectories", "old mean", "new mean", "changed", "correlation", box=box.SIMPLE_HEAD)
