@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from rlhf.agents import KEY, protocol
+from rlhf.agents import protocol
 from rlhf.agents.protocol import MODEL, ChatParameters, CompletionParameters, error_body, event
 from rlhf.agents.sessions import Answer, Asked, Refused
 from rlhf.errors import UserError
@@ -255,7 +255,7 @@ def _choices(asked: Asked, count: int) -> list[Asked]:
 def _check_model(model: str) -> None:
     if model != MODEL:
         raise Refused(
-            f"there is no model {model[:100]!r}: the endpoint serves {MODEL!r}, which the program gets as model",
+            f"there is no model {model[:100]!r}: use model={MODEL!r}",
             status=404,
             code="model_not_found",
             param="model",
@@ -390,7 +390,7 @@ async def _refusal(_: Request, error: Exception) -> Response:
 async def _not_found(request: Request, _: Exception) -> Response:
     refused = Refused(
         f"{request.method} {request.url.path[:100]} is not served: there are POST /v1/chat/completions, POST "
-        f"/v1/completions and GET /v1/models; see {KEY}",
+        "/v1/completions and GET /v1/models",
         status=404,
         code="not_found",
     )

@@ -34,7 +34,7 @@ def serving(processes: Processes, runs: Path, *faults: Fault) -> tuple[Child, Op
     while (printed := re.search(r"answers at (\S+) \(model: policy, key: (\S+)\)", child.text)) is None:
         assert child.process.is_alive() and time.monotonic() < deadline, child.text
         time.sleep(0.05)
-    return child, OpenAI(base_url=printed[1], api_key=printed[2], max_retries=0, timeout=None)
+    return child, OpenAI(base_url=printed[1], api_key=printed[2], max_retries=0, timeout=600)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -73,7 +73,7 @@ def client(generator: Generator, store: RunStore) -> Iterator[OpenAI]:
     rules = Rules(sampling, agents=clients, recorder=CallLog(ServedLog(store, "server").write))
     serving = Dialogue(Request("server", ()))
     generator.submit([(serving, rules)])
-    yield OpenAI(base_url=urls.get(timeout=600), api_key=KEY, max_retries=0, timeout=None)
+    yield OpenAI(base_url=urls.get(timeout=600), api_key=KEY, max_retries=0, timeout=600)
     generator.cancel([serving])
 
 
