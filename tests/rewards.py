@@ -15,11 +15,6 @@ def letters(data_source: str, solution_str: str, ground_truth: str, extra_info: 
     return sum("a" <= letter <= "m" for letter in solution_str) / max(len(solution_str), 1)
 
 
-def distinct_letters(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
-    """The share of the letters a to m, each of which counts once: a stricter `letters`."""
-    return len({letter for letter in solution_str if "a" <= letter <= "m"}) / max(len(solution_str), 1)
-
-
 def slow_letters(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
     """A reward that takes its time."""
     time.sleep(0.3)

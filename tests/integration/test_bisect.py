@@ -15,7 +15,7 @@ from tasks.bisect import bisect
 from tests import tiny
 from tests.integration.test_cli import Ratchet, ratchet  # noqa: F401  (a fixture)
 
-STRICT = "tests.rewards:distinct_letters"
+STRICT = "tests.strict_rewards:distinct_letters"
 
 
 @pytest.fixture(scope="module")
