@@ -21,12 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pyarrow as pa
 import pytest
 import typer
 import yaml
 from typer.core import TyperGroup
 
 from flows import cli
+from infra.served import ServedLog
+from infra.store.run_store import RunStore
+from infra.workers.call_log import CALLS
 from rlhf.config import RunConfig, keys, load_config, overridden, read_yaml
 from tests.integration.test_cli import Ratchet, ratchet  # noqa: F401  (a fixture)
 from tests.processes import Child, Fault, Processes
@@ -373,6 +377,8 @@ class Checkout:
         chat = [{"role": role, "content": "1 + 1"} for role in ("user", "assistant")]
         Path("chats.jsonl").write_text(json.dumps({"id": "a", "messages": chat, "rating": 1}))
         Path("ratings.jsonl").write_text(json.dumps({"id": "chatcmpl-1", "rating": True}))
+        if Path("runs/countdown/run.json").exists():
+            serve_once("runs/countdown")
         Path("trl.yaml").write_text("model_name_or_path: m\ndataset_name: p.parquet\nnum_generations: 8\n")
         Path("my_rewards.py").write_text(blocks(ROOT / "CONTRIBUTING.md", "python")[0])
 
@@ -393,6 +399,22 @@ class Checkout:
                 assert code == 0, f"{line}\n{out}\n{err}"
             case _:
                 raise AssertionError(f"this test neither runs it nor says in NOT_RUN why not: {line}")
+
+
+def serve_once(folder: str) -> None:
+    """Store an answer, as `ratchet serve` does."""
+    question = {"messages": [{"role": "user", "content": "1 + 1?"}]}
+    row = dict.fromkeys(CALLS.names, "") | {
+        "branch": "a",
+        "call_id": "chatcmpl-1",
+        **dict.fromkeys(("heard_ids", "ids", "versions"), [1]),
+        "log_probs": [0.0],
+        "finish_reason": "stop",
+        "asked": json.dumps(question),
+        "answer": json.dumps({"role": "assistant", "content": "2"}),
+        **dict.fromkeys(("started", "seconds"), 0.0),
+    }
+    ServedLog(RunStore.at(Path(folder).absolute().as_uri()), "server").write(pa.Table.from_pylist([row], CALLS))
 
 
 def shrink(path: str, *changes: str) -> None:
