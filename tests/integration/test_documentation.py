@@ -377,8 +377,6 @@ class Checkout:
         chat = [{"role": role, "content": "1 + 1"} for role in ("user", "assistant")]
         Path("chats.jsonl").write_text(json.dumps({"id": "a", "messages": chat, "rating": 1}))
         Path("ratings.jsonl").write_text(json.dumps({"id": "chatcmpl-1", "rating": True}))
-        if Path("runs/countdown/run.json").exists():
-            serve_once("runs/countdown")
         Path("trl.yaml").write_text("model_name_or_path: m\ndataset_name: p.parquet\nnum_generations: 8\n")
         Path("my_rewards.py").write_text(blocks(ROOT / "CONTRIBUTING.md", "python")[0])
 
@@ -395,6 +393,8 @@ class Checkout:
                 self.monkeypatch.setattr("sys.argv", [script, *arguments])
                 runpy.run_path(script, run_name="__main__")
             case ["ratchet", *arguments]:
+                if arguments[0] == "ingest":  # `ratchet serve`, which a page shows before, runs until Ctrl-C
+                    serve_once("runs/countdown")
                 code, out, err = self.ratchet(*arguments)
                 assert code == 0, f"{line}\n{out}\n{err}"
             case _:
@@ -407,7 +407,7 @@ def serve_once(folder: str) -> None:
     row = dict.fromkeys(CALLS.names, "") | {
         "branch": "a",
         "call_id": "chatcmpl-1",
-        **dict.fromkeys(("heard_ids", "ids", "versions"), [1]),
+        **{name: [1] for name in ("heard_ids", "ids", "versions")},
         "log_probs": [0.0],
         "finish_reason": "stop",
         "asked": json.dumps(question),
