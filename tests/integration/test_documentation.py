@@ -59,6 +59,7 @@ NOT_RUN = {
     "ratchet evaluate MODEL --data prompts.parquet --server": "needs that server",
     "ratchet push": "needs the hub: tests/integration/test_sharing.py",
     "ratchet serve": "runs until Ctrl-C: tests/integration/test_serve_run.py",
+    "ratchet sweep RUN --at K --vary actor.lr=1e-2,1e-3": "needs a run with groups: tests/integration/test_sweep.py",
     "ratchet doctor --engines": "starts every engine, Ray and vLLM",
     "ray start": "needs several machines",
     "RAY_ADDRESS": "needs that Ray cluster and a bucket",
@@ -86,10 +87,6 @@ TYPED = {
     "ratchet report A B -o report.html": "ratchet report countdown other -o report.html",
     "ratchet rescore RUN --reward R --run NEW": "ratchet rescore killed --reward format --run rescored",
     "ratchet sweep RUN --at K --vary KEY=A,B,C": "ratchet sweep countdown --at 33 --vary actor.lr=1e-4,1e-5",
-    "ratchet sweep RUN --at K --vary actor.lr=1e-2,1e-3 --vary algorithm.advantage=grpo,rloo --iterations 9": (
-        "ratchet sweep countdown --at 33 --vary actor.lr=1e-2,1e-3 --vary algorithm.advantage=grpo,rloo "
-        "--iterations 9 --iterations 34 --run tried"
-    ),
     "ratchet bisect RUN --reward R": "ratchet bisect countdown --reward format",
     "ratchet bisect RUN --reward STRICT --examples 1": "ratchet bisect countdown --reward format --examples 1",
     "ratchet replay RUN --iteration K": "ratchet replay countdown --iteration 3",
