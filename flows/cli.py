@@ -351,10 +351,7 @@ def fork(
     parent = open_run(url_of(name, store))
     target_store = to_store or parent.store.url.rpartition("/")[0]
     config = parent.config.with_values({"run.name": run, "run.store": target_store}, overrides or [])
-    iteration, _, stage = at.partition(":")
-    if not iteration.isdigit():
-        raise UserError(f"--at {at}: write an iteration, such as 7, or an iteration and a stage, such as 7:score")
-    fork_run(parent, config, int(iteration), stage or None)
+    fork_run(parent, config, *_place(at))
     elsewhere = "" if target_store == DEFAULT_STORE else f" --store {target_store}"
     console.print(f"{run} shares {name} up to {at}; `ratchet resume {run}{elsewhere}` continues it")
 
@@ -393,9 +390,7 @@ def sweep(
     """
     from infra.runs import open_run
 
-    iteration, _, stage = at.partition(":")
-    if not iteration.isdigit():
-        raise UserError(f"--at {at}: write an iteration, such as 7, or an iteration and a stage, such as 7:score")
+    iteration, stage = _place(at)
     _quiet()
     from flows import sweep as arms_of
 
@@ -403,8 +398,8 @@ def sweep(
     tried = arms_of.Sweep(
         parent=parent.store.url,
         name=run or f"{parent.store.url.rpartition('/')[2]}-sweep",
-        iteration=int(iteration),
-        stage=stage or None,
+        iteration=iteration,
+        stage=stage,
         vary=arms_of.parse_vary(vary),
         iterations=parent.config.iterations if iterations is None else iterations,
         metric=metric,
@@ -421,6 +416,14 @@ def sweep(
     from flows import views
 
     views.arms(console, arms, "" if tried.store == DEFAULT_STORE else f" --store {tried.store}")
+
+
+def _place(at: str) -> tuple[int, str | None]:
+    """The iteration and the stage that ``--at`` names."""
+    iteration, _, stage = at.partition(":")
+    if not iteration.isdigit():
+        raise UserError(f"--at {at}: write an iteration, such as 7, or an iteration and a stage, such as 7:score")
+    return int(iteration), stage or None
 
 
 @app.command()
@@ -734,9 +737,8 @@ def ingest(
     store: Store = DEFAULT_STORE,
 ) -> None:
     """Turn the answers of `ratchet serve`, and files of chats, into prompts for training and trajectories."""
-    import pyarrow.parquet as pq
-
     from infra.ingest import ingest as read_logs
+    from infra.parquet_file import write_parquet
     from infra.runs import open_run
 
     files = (".parquet", ".json", ".jsonl", ".arrow")
@@ -744,9 +746,7 @@ def ingest(
     ingested = read_logs(logs, ratings, min_score)
     make_folder(output)
     for name, table in (("prompts", ingested.prompts), ("trajectories", ingested.trajectories)):
-        written = output / f".{name}.parquet"
-        pq.write_table(table, written)
-        written.replace(output / f"{name}.parquet")  # a run that reads the folder meanwhile sees a whole file
+        write_parquet(table, str(output / f"{name}.parquet"))
         console.print(f"{len(table)} {name} in {output / name}.parquet", highlight=False)
     for reason, count in ingested.left_out.items():
         console.print(f"{counted(count, 'answer')} left out: {reason}", highlight=False)

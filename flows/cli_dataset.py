@@ -61,9 +61,9 @@ def dataset(
     A group is the answers to one prompt in one iteration. Only closed iterations are read, and answers that were cut
     off at the token limit are never learned. Each row names its run, iteration and trajectory.
     """
+    from infra.parquet_file import write_parquet
     from infra.runs import open_run
     from infra.training_data import dataset as made_of
-    from infra.training_data import write
 
     if not output.endswith(".parquet"):
         raise UserError(f"--output {output}: end the name with .parquet, by which readers know the format")
@@ -71,7 +71,7 @@ def dataset(
         make_folder(Path(output).parent)
     selection = Selection(kind, min_score, margin, similarity, decontaminate, balance)
     made = made_of([open_run(url_of(name, store)) for name in names], selection)
-    write(made, output)
+    write_parquet(made.table, output)
     _show(made, output)
 
 

@@ -157,7 +157,7 @@ def _row(key: str, algorithm: type) -> str:
     }
     environment = {"name": "calculator", "on_error": "fail"}
     talks: dict[str, object] = {"rollout.environment": environment} if "turns" in algorithm.needs else {}  # type: ignore[attr-defined]
-    if _tag(algorithm) == "none":
+    if not getattr(algorithm, "learns_from_reward", True):
         talks |= {"algorithm.distillation": {}, "teacher": {"path": "teacher"}}
     config = parse_config(minimal, "reference").with_values({key: options, **talks})
     stages = ", ".join(f"`{stage}`" for stage in names_of(config) if stage not in ALWAYS)

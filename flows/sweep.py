@@ -40,6 +40,7 @@ REDUCTION = 3
 RUNGS = 2
 """Number of comparisons on the way to all iterations."""
 SEED = 0
+TOKENS = "perf/generated_tokens"
 
 
 class Sweep(BaseModel):
@@ -174,6 +175,7 @@ def _run_arms(
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     parent, known = open_run(sweep.parent), dict[tuple[str, ...], Arm]()
+    tokens = sum(int(row.get(TOKENS, 0)) for row in parent.metric_rows() if row["iteration"] < sweep.iteration)
     objects = ObjectStore(run_url(sweep.store, sweep.name))
     study = optuna.create_study(
         storage=optuna.storages.JournalStorage(JournalFileBackend(str(journal))),
@@ -191,7 +193,7 @@ def _run_arms(
         trial = study.ask()
         values = {key: str(trial.suggest_categorical(key, choices)) for key, choices in sweep.vary.items()}
         if (arm := known.get(tuple(values.values()))) is None:  # Optuna may draw values twice
-            arm = known[tuple(values.values())] = _arm(sweep, parent, f"{sweep.name}-{len(known):02d}", values)
+            arm = known[tuple(values.values())] = _arm(sweep, parent, f"{sweep.name}-{len(known):02d}", values, tokens)
             settings = ", ".join(f"{key}={value}" for key, value in values.items())
             say(f"arm {number + 1} of {total}: {settings}, in {arm.run}")
         for rung in sweep.rungs:
@@ -239,14 +241,22 @@ def _config(sweep: Sweep, parent: Run, run: str, values: Mapping[str, str], iter
     return parent.config.with_values(named, [f"{key}={value}" for key, value in values.items()])
 
 
-def _arm(sweep: Sweep, parent: Run, run: str, values: dict[str, str]) -> Arm:
-    """An arm, whose run is made unless it exists."""
+def _arm(sweep: Sweep, parent: Run, run: str, values: dict[str, str], tokens: int) -> Arm:
+    """An arm, whose run is made unless it exists.
+
+    Args:
+        sweep: What is tried.
+        parent: The run that it begins from.
+        run: Name of the arm's run.
+        values: Its settings.
+        tokens: Tokens that the parent had generated before the iteration in which arms begin.
+    """
     config = _config(sweep, parent, run, values, sweep.rungs[0])
     iteration, stage = _point(sweep, parent, config)
     if RunLog(ObjectStore(run_url(sweep.store, run))).read().slot < 0:
         fork_run(parent, config, iteration, stage)
     at = str(iteration) if stage is None else f"{iteration}:{stage}"
-    return Arm(run, values, at, tokens_shared=_tokens_before(parent, config, iteration, stage))
+    return Arm(run, values, at, tokens_shared=tokens + _tokens_of(parent, config, iteration, stage))
 
 
 def _point(sweep: Sweep, parent: Run, config: RunConfig) -> tuple[int, str | None]:
@@ -262,18 +272,13 @@ def _point(sweep: Sweep, parent: Run, config: RunConfig) -> tuple[int, str | Non
     return sweep.iteration, first
 
 
-def _tokens_before(parent: Run, config: RunConfig, iteration: int, stage: str | None) -> int:
-    """Tokens that the parent generated before a point."""
-    name = "perf/generated_tokens"
-    tokens = sum(row.get(name, 0.0) for row in parent.metric_rows() if row["iteration"] < iteration)
-    if (
-        stage is not None
-        and (called := stage_called(stage)) is not None
-        and "generate" not in dependents(called.name, config)
-    ):
-        generated = parent.store.manifests(iteration).get("generate")
-        tokens += 0.0 if generated is None else generated.metrics.get(name, 0.0)
-    return int(tokens)
+def _tokens_of(parent: Run, config: RunConfig, iteration: int, stage: str | None) -> int:
+    """Tokens that the parent generated in the iteration in which an arm begins, if the arm shares them."""
+    called = None if stage is None else stage_called(stage)
+    if called is None or "generate" in dependents(called.name, config):
+        return 0
+    generated = parent.store.manifests(iteration).get("generate")
+    return 0 if generated is None else int(generated.metrics.get(TOKENS, 0))
 
 
 def _score(sweep: Sweep, parent: Run, run: str, iterations: int) -> float | None:

@@ -19,7 +19,7 @@ from flows.terminal import visible
 from infra.execution import heartbeat
 from infra.execution.claims import run_url
 from infra.query import answer, isolated, reason
-from infra.runs import Run, open_run
+from infra.runs import Run, open_run, own_answers
 from infra.store.run_store import VALIDATE
 from rlhf.agents.transcripts import transcript
 from rlhf.config import RunConfig, parse_config
@@ -213,9 +213,7 @@ def compare_scores(console: Console, old: Run, new: Run) -> None:
     """Print the scores of two runs for the same trajectories, by iteration, and where the new ones are."""
     columns = ["trajectory_id", "score"]
     iterations = range(new.state.iteration)
-    scored = old.trajectories(iterations, columns)
-    is_earlier_branch = scored["trajectory_id"].str.partition("-b")[0].duplicated(keep="last")
-    both = scored[~is_earlier_branch].merge(
+    both = own_answers(old.trajectories(iterations, columns)).merge(
         new.trajectories(iterations, columns), on=["iteration", "trajectory_id"], suffixes=("_old", "_new")
     )
     table = Table("it", "trajectories", "old mean", "new mean", "changed", "correlation", box=box.SIMPLE_HEAD)

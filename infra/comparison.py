@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from infra.runs import Run
+from infra.runs import Run, own_answers
 from infra.store.log import Corrupt, RunLog
 from infra.store.records import Fork, StageCommit
 from infra.store.run_store import VALIDATE
@@ -335,28 +335,18 @@ def _frames(runs: tuple[Run, Run], kind: Kind, first: int) -> Iterator[tuple[int
     opened = min(run.state.iteration for run in runs)
     if kind == "train":
         for iteration in range(first, opened):
-            yield iteration, [_fresh(run, iteration) for run in runs]
+            yield iteration, [_counting(run, run.trajectories(iteration, [*COLUMNS, "replayed_from"])) for run in runs]
     else:
         for iteration in range(first, opened + 1):
             if all(isinstance(run.store.committed_stage(iteration, VALIDATE), StageCommit) for run in runs):
                 yield iteration, [_counting(run, run.validation(iteration, COLUMNS)) for run in runs]
 
 
-def _fresh(run: Run, iteration: int) -> pd.DataFrame:
-    """The training scores of an iteration, without those of earlier answers (`data.replay`)."""
-    if run.config.data.replay is None:
-        return _counting(run, run.trajectories(iteration, COLUMNS))
-    rows = run.trajectories(iteration, [*COLUMNS, "replayed_from"])
-    return _counting(run, rows[rows["replayed_from"].isna()])
-
-
 def _counting(run: Run, rows: pd.DataFrame) -> pd.DataFrame:
     """One row per answer, without those that count in no metric: their environment failed, or their reward did and
     `reward.on_error` is drop."""
-    rows = rows[rows["rollout_error"].isna()]
-    if run.config.reward.on_error == "drop":
-        rows = rows[rows["reward_error"].isna()]
-    return rows.drop_duplicates([*ANSWER], keep="last")  # an agent's trajectory has a row per branch
+    rows = own_answers(rows[rows["rollout_error"].isna()])
+    return rows[rows["reward_error"].isna()] if run.config.reward.on_error == "drop" else rows
 
 
 def _paired(a: pd.DataFrame, b: pd.DataFrame, *, same_text: bool) -> pd.DataFrame:

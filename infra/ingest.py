@@ -13,12 +13,12 @@ import pyarrow as pa
 
 from infra.runs import Run
 from infra.served import served
-from rlhf.data.examples import answered
+from rlhf.data.datasets import MESSAGES
+from rlhf.data.examples import example_of
 from rlhf.data.files import read
-from rlhf.data.formats import Messages, with_system
+from rlhf.data.formats import Messages
 from rlhf.errors import UserError, counted
 
-MESSAGES = pa.list_(pa.struct({"role": pa.string(), "content": pa.string()}))
 PROMPTS = pa.schema(
     {
         "data_source": pa.string(),
@@ -160,18 +160,12 @@ def _is_plain(message: Mapping[str, Any]) -> bool:
 def _of_file(url: str) -> Iterator[dict[str, Any]]:
     """The last answer of each row of a file."""
     for number, (where, row) in enumerate(read(url)):
-        column = next((name for name in ("messages", "conversations") if row.get(name) is not None), None)
-        if column is not None:
-            prompt, response = answered(row[column], where, column)
-            prompt = with_system(prompt, row) if column == "conversations" else prompt
-        else:
-            column = "response" if "response" in row or "completion" not in row else "completion"
-            if row.get("prompt") is None or row.get(column) is None:
-                raise UserError(
-                    f"{where}: chats are rows of messages or conversations that end with an answer, or of prompt and "
-                    f"response; there are {', '.join(row)}"
-                )
-            prompt, response = answered(row[column], where, column, row["prompt"])
+        if (example := example_of(row, where)) is None:
+            raise UserError(
+                f"{where}: chats are rows of messages or conversations that end with an answer, or of prompt and "
+                f"response; there are {', '.join(row)}"
+            )
+        prompt, response = example
         yield {
             "id": str(row.get("id") or f"{Path(url).stem}-{number:06d}"),
             "source": url,

@@ -23,7 +23,7 @@ from infra.store.run_store import UPDATE_ACTOR, VALIDATE, RunStore
 from rlhf.config import RunConfig, RunSection, stored_config
 from rlhf.errors import RatchetError, UserError, counted
 from rlhf.metrics import current
-from rlhf.schema import TRAJECTORY
+from rlhf.schema import TRAJECTORY, trajectory_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -92,6 +92,20 @@ def run_names(store_url: str) -> list[str]:
         return []
     folders = (entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory")
     return sorted(name for name in folders if not name.startswith("."))
+
+
+def own_answers(rows: pd.DataFrame) -> pd.DataFrame:
+    """One row for each trajectory that the policy of its iteration wrote.
+
+    Args:
+        rows: trajectories with `trajectory_id`, and with `replayed_from` if the run replays any (`data.replay`).
+
+    Returns:
+        The rows without repeated trajectories and, of an agent's trajectory, only that of its last branch.
+    """
+    if "replayed_from" in rows:
+        rows = rows[rows["replayed_from"].isna()]
+    return rows[~rows["trajectory_id"].map(trajectory_of).duplicated(keep="last")]
 
 
 def row_stages(state: RunState) -> list[str]:

@@ -11,7 +11,6 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,13 +18,13 @@ import pyarrow as pa
 
 from infra.query import names
 from infra.runs import Run
-from infra.store.object_store import ObjectStore
-from infra.store.run_store import VALIDATE, parquet_bytes
+from infra.store.run_store import VALIDATE
 from rlhf import seeding
+from rlhf.data.datasets import MESSAGES
 from rlhf.data.overlap import HeldOut, near_duplicates
 from rlhf.data.selection import Kind, Selection
 from rlhf.errors import UserError
-from rlhf.rewards import solved_score
+from rlhf.schema import trajectory_of
 
 COLUMNS = (
     "trajectory_id",
@@ -196,27 +195,6 @@ def _in_order(left_out: LeftOut) -> dict[Reason, int]:
     return {reason: left_out[reason] for reason in Reason if left_out[reason]}
 
 
-def write(made: Dataset, output: str) -> None:
-    """Write a dataset as a Parquet file, which appears whole or not at all.
-
-    Args:
-        made: the dataset.
-        output: path of the file, in a folder that exists, or fsspec URL. A file that is there is replaced.
-
-    Raises:
-        UserError: the store refuses access, or fsspec does not know the protocol.
-        StoreUnavailable: the store does not answer.
-    """
-    content = parquet_bytes(made.table)
-    if "://" in output:
-        folder, _, name = output.rpartition("/")
-        ObjectStore(folder).put(name, content)
-    else:
-        written = Path(output).with_name(f".{Path(output).name}")
-        written.write_bytes(content)
-        written.replace(output)
-
-
 def _origin(runs: Sequence[Run], run_names: Sequence[str], selection: Selection) -> bytes:
     """What the dataset was made from: the selection, and of each run its URL, the last record of its log, the number of
     its iterations and its smallest score."""
@@ -240,9 +218,7 @@ def _min_score(run: Run, selection: Selection) -> float | None:
     alone, the score of a solved one, if the run knows it."""
     if selection.min_score is not None or selection.kind.is_of_pairs:
         return selection.min_score
-    config = run.config
-    alone = config.reward.model is None and config.rollout.environment is None and config.rollout.agent is None
-    return solved_score(config.validation.solved_score, config.reward.function, alone=alone)
+    return run.config.solved_score
 
 
 def _groups(
@@ -251,7 +227,7 @@ def _groups(
     """The answers to each prompt of an iteration, in order."""
     last_branches: dict[str, Mapping[Hashable, Any]] = {}
     for trajectory in trajectories:
-        name = trajectory["trajectory_id"].partition("-b")[0]
+        name = trajectory_of(trajectory["trajectory_id"])
         left_out[Reason.BRANCH] += name in last_branches
         last_branches[name] = trajectory
     groups: dict[tuple[str, Question], list[Answer]] = defaultdict(list)
@@ -391,13 +367,11 @@ def _balanced(rows: Sequence[Row], left_out: LeftOut) -> list[Row]:
 
 # The columns.
 
-_MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
-
 
 def _table(rows: Sequence[Row], kind: Kind) -> pa.Table:
     """The rows as columns. Prompts and answers are texts if no policy had a chat template, else messages."""
     as_text = all(row.question.is_text for row in rows)
-    form = pa.string() if as_text else _MESSAGES
+    form = pa.string() if as_text else MESSAGES
 
     def prompt(row: Row) -> str | list[dict[str, str]]:
         if as_text:

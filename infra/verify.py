@@ -16,7 +16,7 @@ from infra.store import answers
 from infra.store.chain import AT_ONCE, Broken, Chain, last_slot
 from infra.store.log import TAIL, Corrupt
 from infra.store.records import ObjectRef
-from infra.store.run_store import RunStore, served_digest
+from infra.store.run_store import RunStore, is_served, served_digest
 from infra.vacuum import KEPT, Reached
 
 RANGE = 2**24
@@ -74,7 +74,7 @@ def verify(store: RunStore) -> Iterator[Finding]:
         digests[ref.key] = ref.sha256
         with suppress(Corrupt):
             digests |= {file.key: file.sha256 for file in store.checkpoint(ref).files.values()}
-    digests |= {key: served_digest(key) for key in store.served_keys()}
+    digests |= {key: served_digest(key) for key in keys if is_served(key)}
     yield from _objects(store, digests)
     yield from _beside_the_log(store)
     yield from _answers(store, [key for key in keys if key.startswith(answers.FOLDER)])

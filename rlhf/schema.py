@@ -12,6 +12,16 @@ _TOKENS = pa.list_(pa.int32())
 _FLOATS = pa.list_(pa.float32())
 
 
+def branch_id(trajectory_id: str, number: int) -> str:
+    """The id of a row: that of its trajectory, with the number of the branch if it is a further one of an agent's."""
+    return f"{trajectory_id}-b{number:02d}" if number else trajectory_id
+
+
+def trajectory_of(row_id: str) -> str:
+    """The trajectory that a row is of; see `branch_id`."""
+    return row_id.partition("-b")[0]
+
+
 @dataclass(frozen=True)
 class Column:
     """A column of the trajectories. Its Arrow type is the same in all stages and releases."""

@@ -17,7 +17,7 @@ from infra.execution.driver import Driver
 from infra.execution.executors import StageHandle
 from infra.forks import state_before
 from infra.progress import StepProgress, report
-from infra.runs import Run
+from infra.runs import Run, own_answers
 from infra.workers.calls import RowsCall
 from infra.workers.worker import Worker
 from rlhf.errors import RatchetError, UserError
@@ -25,6 +25,15 @@ from rlhf.rewards import check_rewards
 from tasks.calling import call_of, on_worker
 from tasks.score import SCORE
 
+COLUMNS = (
+    "trajectory_id",
+    "prompt_id",
+    "replayed_from",
+    "rollout_error",
+    "environment_reward",
+    "score",
+    "reward_error",
+)
 SHARE = 0.1
 """The gap has begun to open when it has grown by this share of all that it grows."""
 CERTAIN = 3.0
@@ -131,22 +140,11 @@ def _scored_again(driver: Driver, run: Run, iteration: int) -> pd.DataFrame:
         )
         rows = RowsCall(call, SCORE.compute, SCORE.writes, SCORE.begin)
         output, _ = on_worker(driver, call.needs, partial(driver.groups.of(None).call, Worker.computed, rows))
-        scores = output.batch.table.select(["trajectory_id", "score", "reward_parts", "reward_error"])
-        frames.append(scores.to_pandas(maps_as_pydicts="strict"))
-    strict = pd.concat(frames, ignore_index=True)
-    # without what an environment or an agent's program gave, which both rewards have
-    strict["strict"] = [
-        parts.get("rule", score) for parts, score in zip(strict.reward_parts, strict.score, strict=True)
-    ]
-    strict = strict[["trajectory_id", "strict", "reward_error"]].rename(columns={"reward_error": "strict_error"})
-    columns = ["trajectory_id", "prompt_id", "score", "reward_error", "rollout_error"]
-    replays = run.config.data.replay is not None
-    committed = run.trajectories(iteration, [*columns, *(["replayed_from"] if replays else [])])
-    if replays:  # the policy of another iteration wrote these
-        committed = committed[committed["replayed_from"].isna()]
-    names = committed["trajectory_id"].str.partition("-b")[0]
-    committed = committed[~names.duplicated(keep="last")]  # the last branch of an agent's trajectory
-    both = committed.merge(strict, on="trajectory_id")
+        frames.append(output.batch.table.select(["trajectory_id", "score", "reward_error"]).to_pandas())
+    strict = pd.concat(frames, ignore_index=True).rename(columns={"score": "strict", "reward_error": "strict_error"})
+    both = own_answers(run.trajectories(iteration, COLUMNS)).merge(strict, on="trajectory_id")
+    if "environment_reward" in both:  # what an environment or an agent's program gave is in both scores
+        both["strict"] -= both["environment_reward"].astype(float).fillna(0.0)
     whole = both["reward_error"].isna() & both["strict_error"].isna() & both["rollout_error"].isna()
     if not whole.any():
         raise RatchetError(f"no trajectory of iteration {iteration} has both scores")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from rlhf.batch import TrajectoryBatch
+from rlhf.schema import trajectory_of
 
 
 def trajectory_index(batch: TrajectoryBatch) -> np.ndarray:
@@ -21,7 +22,7 @@ def trajectory_index(batch: TrajectoryBatch) -> np.ndarray:
         For each row the number of its trajectory, in order of first appearance, shape (batch,).
     """
     numbers: dict[str, int] = {}
-    names = (name.partition("-b")[0] for name in batch.list("trajectory_id"))
+    names = map(trajectory_of, batch.list("trajectory_id"))
     return np.array([numbers.setdefault(name, len(numbers)) for name in names], dtype=np.int64)
 
 

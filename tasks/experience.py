@@ -39,9 +39,9 @@ def check_experience(driver: Driver) -> None:
     replay = driver.config.data.replay
     for url in replay.runs if replay is not None else ():
         if url != OWN:
-            run = open_run(url)
-            if (last := run.state.iteration - 1) >= 0:
-                _check_dataset(driver, url, run.store.manifests(last).get("generate"))
+            store = _store_of(driver, url)
+            if (last := store.state.iteration - 1) >= 0:
+                _check_dataset(driver, url, store.manifests(last).get("generate"))
 
 
 def draw_experience(
@@ -75,12 +75,19 @@ def draw_experience(
     return {number: experience for number, experience in drawn if number in numbers}
 
 
+def _store_of(driver: Driver, url: str) -> RunStore:
+    """Another run, as it was when the driver read it first."""
+    if url not in driver.experience_runs:
+        driver.experience_runs[url] = open_run(url).store
+    return driver.experience_runs[url]
+
+
 def _of_run(driver: Driver, url: str, iteration: int, replay: ReplayConfig, n: int, limit: int) -> list[Experience]:
     """The prompts of a run that can be drawn with their answers, in order."""
     if url == OWN:
         store, end = driver.store, iteration
     else:
-        store = driver.experience_runs.setdefault(url, open_run(url).store)
+        store = _store_of(driver, url)
         end = store.state.iteration
     first = 0 if replay.window is None else max(0, end - replay.window)
     groups: list[Experience] = []

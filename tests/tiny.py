@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf.config import RunConfig, parse_config
 from rlhf.data import countdown
+
+if TYPE_CHECKING:
+    from rlhf.engines.generation import Generator
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789+-*/()=<>.,? "
 CHAT_TEMPLATE = (
@@ -59,6 +64,24 @@ def model_folder(
         )
         LlamaForCausalLM(config).save_pretrained(folder)
     return folder
+
+
+@contextmanager
+def chat_generator(folder: Path, *, version: int = 0, interruptible: bool = False) -> Iterator[Generator]:
+    """The generator of a new model in `folder`, whose tokenizer has `CHAT_TEMPLATE`."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from rlhf.engines.generation import Generator
+    from rlhf.engines.hf_rollout import HFRollout
+
+    model_folder(folder, letters=LETTERS + '{}[]":_')
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    engine = HFRollout(AutoModelForCausalLM.from_pretrained(folder), eos_token_ids=(1,), tokenizer=tokenizer)
+    generator = Generator(engine, tokenizer, interruptible=interruptible)
+    generator.resume(version, engine)
+    yield generator
+    engine.close()
 
 
 def moe_folder(folder: Path, kind: str, *, scale: float = 10, **changes: Any) -> Path:

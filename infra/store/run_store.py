@@ -183,7 +183,7 @@ class RunStore:
 
     def served_keys(self) -> list[str]:
         """The files of answers of `ratchet serve`, in order."""
-        return [key for key in self.objects.list(SERVED) if key.endswith(".parquet")]
+        return [key for key in self.objects.list(SERVED) if is_served(key)]
 
     def read_served(self, key: str) -> pa.Table:
         """Read answers of `ratchet serve`.
@@ -725,6 +725,11 @@ def _calls_prefix(iteration: int, stage: str) -> str:
 def is_call_file(key: str) -> bool:
     """Whether a file has answers that programs of agents got, which no record names before a driver adopts it."""
     return key.startswith("journals/") and "/calls/" in key
+
+
+def is_served(key: str) -> bool:
+    """Whether a file has answers of `ratchet serve`."""
+    return key.startswith(SERVED) and key.endswith(".parquet")
 
 
 def served_digest(key: str) -> str:

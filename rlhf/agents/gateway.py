@@ -26,9 +26,7 @@ from rlhf.agents.sessions import Answer, Asked, Refused
 from rlhf.errors import UserError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from rlhf.engines.base import Sampling
+    from rlhf.agents.sessions import Policy
 
 LARGEST_BODY = 8 * 2**20
 """Bytes of a call; a body is read only if its key is right."""
@@ -41,12 +39,8 @@ class Caller(Protocol):
     """Whoever has a key: the program of a trajectory, or the clients of a policy that is served."""
 
     @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Tokenizer of the policy."""
-
-    @property
-    def sampling(self) -> Sampling:
-        """How the policy draws."""
+    def policy(self) -> Policy:
+        """The policy that answers."""
 
     @property
     def is_over(self) -> bool:
@@ -162,7 +156,7 @@ class Gateway:
 
         def whole(answers: Sequence[Answer]) -> dict[str, Any]:
             choices = [
-                protocol.chat_choice(index, answer, wants_log_probs, caller.tokenizer)
+                protocol.chat_choice(index, answer, wants_log_probs, caller.policy.tokenizer)
                 for index, answer in enumerate(answers)
             ]
             return {**head, "choices": choices, "usage": protocol.usage(answers)}
@@ -177,7 +171,7 @@ class Gateway:
             return {**head, "choices": [{"index": index, "delta": {"content": content}, "finish_reason": None}]}
 
         def last(index: int, answer: Answer, told: bool) -> list[dict[str, Any]]:
-            deltas = protocol.chat_deltas(answer, wants_log_probs, caller.tokenizer, told)
+            deltas = protocol.chat_deltas(answer, wants_log_probs, caller.policy.tokenizer, told)
             return [{**head, "choices": [{"index": index, **delta}]} for delta in deltas]
 
         def first(index: int) -> dict[str, Any]:
@@ -197,7 +191,7 @@ class Gateway:
         asked = _choices(parameters.asked(head["id"]), parameters.n or 1)
 
         def choice(index: int, answer: Answer) -> dict[str, Any]:
-            return protocol.completion_choice(index, answer, wants_log_probs, caller.tokenizer)
+            return protocol.completion_choice(index, answer, wants_log_probs, caller.policy.tokenizer)
 
         if not parameters.stream:
             answers = await _answers(request, caller, asked)
@@ -229,7 +223,7 @@ async def _read(request: Request, kind: type[ChatParameters] | type[CompletionPa
     except ValidationError as error:
         raise protocol.explained(error) from None
     _check_model(parameters.model)
-    if (name := parameters.check(caller.sampling)) is not None:
+    if (name := parameters.check(caller.policy.sampling)) is not None:
         value = (parameters.model_extra or {})[name]
         known = name in (*protocol.SAMPLING, *protocol.NEUTRAL)
         reason = (

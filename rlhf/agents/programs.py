@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, Any, Literal
 from rlhf.agents import KEY, AgentFailed, Program
 from rlhf.agents.gateway import Gateway
 from rlhf.agents.protocol import MODEL
-from rlhf.agents.sessions import Generate, Limits, Recorded, Recorder, Session
+from rlhf.agents.sessions import Limits, Policy, Recorded, Session
 from rlhf.data.prompts import structures
 from rlhf.engines import event_loop
-from rlhf.engines.base import Sampling
 from rlhf.environments.calls import Raised, in_thread
 from rlhf.environments.dialogues import Dialogue, Result
 from rlhf.errors import raised
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
 
 OnError = Literal["retry", "drop", "fail"]
 LOOP = "agents"
@@ -59,23 +58,12 @@ class AgentCalls:
         self._context, self._max_calls, self._timeout_s = context, max_calls, timeout_s
         self._must_reward = must_reward
 
-    async def run(
-        self,
-        dialogue: Dialogue,
-        tokenizer: PreTrainedTokenizerBase,
-        sampling: Sampling,
-        generate: Generate,
-        recorder: Recorder | None,
-        recorded: Sequence[Recorded],
-    ) -> None:
+    async def run(self, dialogue: Dialogue, policy: Policy, recorded: Sequence[Recorded]) -> None:
         """Run the program of a trajectory to its end, which gives the trajectory its branches.
 
         Args:
             dialogue: the trajectory.
-            tokenizer: tokenizer of the policy.
-            sampling: how tokens are drawn.
-            generate: lets the policy write.
-            recorder: stores answers before the program gets them.
+            policy: what it calls.
             recorded: answers of an earlier process.
 
         Raises:
@@ -83,8 +71,8 @@ class AgentCalls:
         """
         loop, name = asyncio.get_running_loop(), dialogue.request.trajectory_id
         fatal: asyncio.Future[None] = loop.create_future()
-        limits = Limits(self._context, sampling.max_tokens, self._max_calls)
-        session = Session(dialogue, tokenizer, sampling, limits, generate, recorder, recorded, fatal=fatal)
+        limits = Limits(self._context, policy.sampling.max_tokens, self._max_calls)
+        session = Session(dialogue, policy, limits, recorded, fatal=fatal)
         base_url, key = await self._gateway.open(session)
         running = asyncio.ensure_future(self._returned(dialogue, base_url, key))
         try:

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rlhf.agents.gateway import Gateway
-from rlhf.agents.sessions import Answer, Asked, Generate, Limits, Recorded, Recorder, Refused, Session
-from rlhf.engines.base import Request, Sampling
+from rlhf.agents.sessions import Answer, Asked, Limits, Policy, Recorded, Refused, Session
+from rlhf.engines.base import Request
 from rlhf.environments.calls import OnError
 from rlhf.environments.dialogues import Dialogue
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
 
 KEPT_TOKENS = 2**21
 """Tokens of the conversations that are remembered, about 300 MB. A call that continues an older one is answered, too;
@@ -45,7 +45,6 @@ class Served:
         self._name, self._gateway, self._key, self._context = name, gateway, key, context
         self._listening = listening
         self._limits = Limits(context=context, response=context, calls=MOST_CALLS)
-        self._open: Callable[[str], Session] | None = None
         self._sessions: OrderedDict[Session, _Size] = OrderedDict()
         """The conversations, the one that was called last at the end."""
         self._tokens = 0
@@ -53,24 +52,12 @@ class Served:
         self._by_history: dict[str, Session] = {}
         """The conversation that has a history, by the digest of its parts."""
         self._number = 0
-        self.tokenizer: PreTrainedTokenizerBase
-        self.sampling: Sampling
+        self.policy: Policy
         self.is_over = False
 
-    async def run(
-        self,
-        dialogue: Dialogue,
-        tokenizer: PreTrainedTokenizerBase,
-        sampling: Sampling,
-        generate: Generate,
-        recorder: Recorder | None,
-        recorded: Sequence[Recorded],
-    ) -> None:
+    async def run(self, dialogue: Dialogue, policy: Policy, recorded: Sequence[Recorded]) -> None:
         """Answer calls until this is cancelled; see `Callers.run`."""
-        self.tokenizer, self.sampling = tokenizer, sampling
-        self._open = lambda name: Session(
-            Dialogue(Request(name, ())), tokenizer, sampling, self._limits, generate, recorder, recorded
-        )
+        self.policy = policy
         base_url, _ = await self._gateway.open(self, self._key)
         self._listening(base_url)
         try:
@@ -90,9 +77,9 @@ class Served:
         """Start to answer a call, in the conversation that it continues; see `Session.start`."""
         session = self._continued(asked)
         if session is None:
-            assert self._open is not None, "the endpoint listens once this is running"
             self._number += 1
-            session = self._open(f"{self._name}-{self._number:06d}")
+            name = f"{self._name}-{self._number:06d}"
+            session = Session(Dialogue(Request(name, ())), self.policy, self._limits, recorded=())
             self._sessions[session] = _Size()
         self._sessions.move_to_end(session)
         task = session.start(asked, on_text)

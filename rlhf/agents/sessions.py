@@ -17,6 +17,7 @@ from rlhf.data.prompts import BYTES_A_TOKEN
 from rlhf.engines.base import Chunk, Sampling
 from rlhf.environments.dialogues import Call, Dialogue
 from rlhf.environments.tools import MalformedCall, ToolCall, tool_calls
+from rlhf.schema import branch_id
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -116,17 +117,26 @@ Generate = Callable[[Dialogue, Sampling, Callable[[], None]], Awaitable[None]]
 """Lets the policy write the next turn of a dialogue; the last argument is called whenever there are new tokens."""
 
 
+@dataclass(frozen=True)
+class Policy:
+    """The policy behind the endpoint."""
+
+    tokenizer: PreTrainedTokenizerBase
+    sampling: Sampling
+    """How tokens are drawn."""
+    generate: Generate
+    recorder: Recorder | None
+    """Stores answers before the caller gets them; None: nobody does."""
+
+
 @dataclass(eq=False)
 class Session:
     """One trajectory's conversations with the policy. Used on the generation's event loop only."""
 
     dialogue: Dialogue
     """The trajectory; it has branches when the program has returned."""
-    tokenizer: PreTrainedTokenizerBase
-    sampling: Sampling
+    policy: Policy
     limits: Limits
-    generate: Generate
-    recorder: Recorder | None
     recorded: Iterable[Recorded]
     """Answers of an earlier process, which are given again to the same questions."""
     on_idle: Callable[[bool], None] = lambda idle: None
@@ -218,12 +228,12 @@ class Session:
             known = self._known.get(digest)
             earlier = known.popleft() if known else None
             if earlier is not None:
-                dialogue.next_request(self.sampling)  # begins the turn
+                dialogue.next_request(self.policy.sampling)  # begins the turn
                 _append(dialogue, earlier)
             else:
-                sampling = replace(self.sampling, stop=(*self.sampling.stop, *asked.stop))
+                sampling = replace(self.policy.sampling, stop=(*self.policy.sampling.stop, *asked.stop))
                 growing = _GrowingText(partial(self._text, stop=sampling.stop), dialogue, on_text, sampling.stop)
-                await self.generate(dialogue, sampling, growing.tell)
+                await self.policy.generate(dialogue, sampling, growing.tell)
             reason = dialogue.finish_reason or "stop"
             dialogue.finish_reason = ""
             dialogue.turn_rewards.append(0.0)
@@ -244,8 +254,8 @@ class Session:
                 started=started,
                 seconds=time.perf_counter() - began,
             )
-            if self.recorder is not None and earlier is None:
-                await self.recorder.record(recorded)
+            if self.policy.recorder is not None and earlier is None:
+                await self.policy.recorder.record(recorded)
         except BaseException:
             dialogue.take_back(before)
             branch.is_busy = False
@@ -288,18 +298,18 @@ class Session:
         """The branch that a conversation continues, or a new one, which may begin with the tokens of another."""
         best: tuple[Branch, Continuation] | None = None
         for branch in self.branches.values():
-            continuation = conversation.continues(branch, self.tokenizer)
+            continuation = conversation.continues(branch, self.policy.tokenizer)
             if continuation is not None and (best is None or _fit(branch, continuation) > _fit(*best)):
                 best = branch, continuation
         if best is not None and _extends(*best):
             return best
         number = next(n for n in range(len(self.branches) + 1) if n not in self.branches)
         if best is None:
-            ids = conversation.ids(self.tokenizer)
+            ids = conversation.ids(self.policy.tokenizer)
         else:  # the answers that both have are learned from in the other branch
             dialogue, answers = best[0].dialogue, best[1].answers
             ids = [*dialogue.request.prompt_ids, *dialogue.ids[: dialogue.turn_ends[answers - 1]], *best[1].ids]
-        name = self.dialogue.request.trajectory_id + (f"-b{number:02d}" if number else "")
+        name = branch_id(self.dialogue.request.trajectory_id, number)
         request = replace(self.dialogue.request, trajectory_id=name, prompt_ids=tuple(ids))
         branch = Branch(number, Dialogue(request), conversation.setting)
         self.branches[number] = branch
@@ -319,7 +329,7 @@ class Session:
         return hashlib.sha256(json.dumps(whole).encode()).hexdigest()
 
     def _text(self, ids: Sequence[int], stop: Sequence[str]) -> str:
-        text = str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+        text = str(self.policy.tokenizer.decode(list(ids), skip_special_tokens=True))
         ends = [at for ending in stop if (at := text.rfind(ending)) >= 0]
         return text[: min(ends)] if ends else text
 
@@ -328,10 +338,10 @@ class Session:
     ) -> Answer:
         """Read the answer that begins at `start`: its text, and the calls of tools in it."""
         ids = dialogue.ids[start:]
-        text = self._text(ids, (*self.sampling.stop, *asked.stop))
+        text = self._text(ids, (*self.policy.sampling.stop, *asked.stop))
         calls: list[ToolCall] = []
         if asked.tools:
-            raw = str(self.tokenizer.decode(ids))
+            raw = str(self.policy.tokenizer.decode(ids))
             try:
                 calls = tool_calls(raw, asked.tools)
             except MalformedCall:  # the program reads what the policy wrote

@@ -43,6 +43,8 @@ class AdvantageEstimator(Algorithm):
     It returns advantages and returns, float32, shape (batch, response), 0 where masked.
     """
 
+    learns_from_reward: ClassVar[bool] = True
+    """Whether the reward changes anything."""
     whiten: bool = Field(False, description="shift and scale advantages to mean 0, variance 1 over the batch's tokens")
     clip_rewards: float | None = Field(
         None, gt=0, description="scores and their parts are clamped to ± this value first; null: no limit"
@@ -468,6 +470,7 @@ class NoAdvantage(AdvantageEstimator):
     """The reward teaches nothing: only `algorithm.distillation` does."""
 
     type: Literal["none"] = "none"
+    learns_from_reward: ClassVar[bool] = False
 
     def __call__(self, token_rewards: Tokens, mask: Tokens) -> tuple[Tokens, Tokens]:
         """Compute no advantages.

@@ -153,8 +153,12 @@ def _teacher_fits(config: RunConfig) -> Iterator[str]:
         yield "teacher is set, but nothing learns from it: set algorithm.distillation={}, or remove it"
     if teacher is not None and teacher.lora is not None:
         yield "teacher.lora is set, but the teacher does not learn: remove it"
-    if config.algorithm.advantage.type == "none" and distillation is None and config.train.updates:
-        yield "algorithm.advantage none leaves nothing to learn from: set algorithm.distillation, or another advantage"
+    advantage = config.algorithm.advantage
+    if not advantage.learns_from_reward and distillation is None and config.train.updates:
+        yield (
+            f"algorithm.advantage {advantage.type} leaves nothing to learn from: set algorithm.distillation, or "
+            "another advantage"
+        )
 
 
 def _averages_fit(config: RunConfig) -> Iterator[str]:
@@ -184,7 +188,7 @@ def _averages_fit(config: RunConfig) -> Iterator[str]:
 def _environment_fits(config: RunConfig) -> Iterator[str]:
     rollout, reward = config.rollout, config.reward
     is_scored = reward.functions or reward.model or rollout.environment or rollout.agent
-    if not is_scored and config.algorithm.advantage.type != "none":
+    if not is_scored and config.algorithm.advantage.learns_from_reward:
         yield (
             "reward.function names no function: set a function, several with weights, a reward.model, a "
             "rollout.environment or a rollout.agent"

@@ -11,10 +11,12 @@ import pyarrow as pa
 from rlhf.errors import UserError
 from rlhf.rewards.math import boxed
 
+MESSAGES = pa.list_(pa.struct({"role": pa.string(), "content": pa.string()}))
+"""Type of a column of messages."""
 SCHEMA = pa.schema(
     {
         "data_source": pa.string(),
-        "prompt": pa.list_(pa.struct({"role": pa.string(), "content": pa.string()})),
+        "prompt": MESSAGES,
         "ability": pa.string(),
         "reward_model": pa.struct({"style": pa.string(), "ground_truth": pa.string()}),
         "extra_info": pa.struct({"split": pa.string(), "index": pa.int64(), "answer": pa.string()}),

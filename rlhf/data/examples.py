@@ -38,19 +38,13 @@ def supervised(
     examples, end = 0, end_of_turn(tokenizer)
     for where, row in read(url):
         examples += 1
-        column = response if response in row or "completion" not in row else "completion"
-        conversation = "messages" if "messages" in row else "conversations"
-        if prompt in row and column in row:
-            messages, answer = answered(row[column], where, column, row[prompt])
-        elif conversation in row:
-            messages, answer = answered(row[conversation], where, conversation)
-            messages = with_system(messages, row) if conversation == "conversations" else messages
-        else:
+        if (example := example_of(row, where, prompt=prompt, response=response)) is None:
             raise UserError(
-                f"{where} has no {prompt if prompt not in row else column}: supervised examples are rows of {prompt} "
+                f"{where} has no {prompt if prompt not in row else response}: supervised examples are rows of {prompt} "
                 f"and {response}, or of messages or conversations; there are {', '.join(row)} (set other names in "
                 "prompt_column and response_column)"
             )
+        messages, answer = example
         question = Prompt("", messages, ground_truth=None, ground_truth_is_json=False, extra_info="{}", where=where)
         prompt_ids = tokens(question, tokenizer, system_prompt=None)[1]
         response_ids = [*tokenizer(answer, add_special_tokens=False)["input_ids"], *end]
@@ -63,6 +57,34 @@ def supervised(
     masks = [[1] * len(response_ids) for response_ids in responses]
     columns = {"prompt_ids": prompts, "response_ids": responses, "loss_mask": masks}
     return TrajectoryBatch.of(columns), examples - len(prompts)
+
+
+def example_of(
+    row: Mapping[str, Any], where: str, *, prompt: str = "prompt", response: str = "response"
+) -> tuple[Messages, str] | None:
+    """Find the prompt and the response of a row.
+
+    Args:
+        row: a row with a prompt and a response, or with `messages` (or ShareGPT's `conversations`) that end with the
+            response.
+        where: file and row, for errors.
+        prompt: name of the prompt column.
+        response: name of the response column; `completion` is accepted in its place.
+
+    Returns:
+        The messages before the response, and the text of the response; None if the row has other columns.
+
+    Raises:
+        UserError: a column has another form; see `answered`.
+    """
+    column = response if row.get(response) is not None else "completion"
+    if row.get(prompt) is not None and row.get(column) is not None:
+        return answered(row[column], where, column, row[prompt])
+    conversation = "messages" if row.get("messages") is not None else "conversations"
+    if row.get(conversation) is None:
+        return None
+    messages, answer = answered(row[conversation], where, conversation)
+    return (with_system(messages, row) if conversation == "conversations" else messages), answer
 
 
 def preferences(

@@ -16,7 +16,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
-from rlhf.agents.sessions import Generate, Recorded, Recorder
+from rlhf.agents.sessions import Policy, Recorded, Recorder
 from rlhf.engines import event_loop
 from rlhf.engines.base import Chunk, Request, RolloutEngine, Sampling, limit_of
 from rlhf.environments import EnvironmentFailed
@@ -40,23 +40,12 @@ class Callers(Protocol):
     def on_error(self) -> OnError:
         """What becomes of a trajectory whose program fails."""
 
-    async def run(
-        self,
-        dialogue: Dialogue,
-        tokenizer: PreTrainedTokenizerBase,
-        sampling: Sampling,
-        generate: Generate,
-        recorder: Recorder | None,
-        recorded: Sequence[Recorded],
-    ) -> None:
+    async def run(self, dialogue: Dialogue, policy: Policy, recorded: Sequence[Recorded]) -> None:
         """Answer the calls of a trajectory to its end.
 
         Args:
             dialogue: the trajectory.
-            tokenizer: tokenizer of the policy.
-            sampling: how tokens are drawn.
-            generate: lets the policy write.
-            recorder: stores answers before the caller gets them; None: nobody does.
+            policy: what answers.
             recorded: answers of an earlier process.
 
         Raises:
@@ -297,7 +286,8 @@ class Generator:
             await self._policy_turn(running, dialogue, sampling, is_alone=False, on_tokens=on_tokens)
 
         recorded = rules.recorded.get(running.dialogue.request.trajectory_id, ())
-        await agents.run(running.dialogue, self.tokenizer, rules.sampling, generate, rules.recorder, recorded)
+        policy = Policy(self.tokenizer, rules.sampling, generate, rules.recorder)
+        await agents.run(running.dialogue, policy, recorded)
 
     async def _take_turn(self, running: _Running, rules: Rules) -> None:
         """A turn of the policy, and the environment's answer to it."""

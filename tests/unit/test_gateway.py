@@ -18,14 +18,13 @@ import openai
 import pytest
 import requests
 from openai import AsyncOpenAI, OpenAI
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from rlhf.agents.gateway import LARGEST_BODY, Gateway
 from rlhf.agents.programs import AgentCalls
 from rlhf.agents.sessions import Recorded
 from rlhf.engines.base import Request, Sampling
 from rlhf.engines.generation import Generator, Rules
-from rlhf.engines.hf_rollout import HFRollout
 from rlhf.environments.dialogues import Beginning, Dialogue
 from tests import tiny
 
@@ -35,21 +34,14 @@ Play = Callable[..., list[Dialogue]]
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
-    folder = tiny.model_folder(tmp_path_factory.mktemp("model"), letters=tiny.LETTERS + '{}[]":_')
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = tiny.CHAT_TEMPLATE
-    return tokenizer
+def generator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Generator]:
+    with tiny.chat_generator(tmp_path_factory.mktemp("model"), version=7) as generator:
+        yield generator
 
 
 @pytest.fixture(scope="module")
-def generator(tokenizer: PreTrainedTokenizerBase) -> Iterator[Generator]:
-    model = AutoModelForCausalLM.from_pretrained(tokenizer.name_or_path)
-    engine = HFRollout(model, eos_token_ids=(1,), tokenizer=tokenizer)
-    generator = Generator(engine, tokenizer, interruptible=False)
-    generator.resume(7, engine)
-    yield generator
-    engine.close()
+def tokenizer(generator: Generator) -> PreTrainedTokenizerBase:
+    return generator.tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf.agents import agent_digest, check_agent, load_agent
 from rlhf.agents.gateway import Gateway
@@ -18,7 +17,6 @@ from rlhf.agents.programs import AgentCalls
 from rlhf.data.prompts import PromptDataset
 from rlhf.engines.base import Request, Sampling
 from rlhf.engines.generation import Generator, Rules
-from rlhf.engines.hf_rollout import HFRollout
 from rlhf.environments.dialogues import Beginning, Dialogue
 from rlhf.errors import UserError
 from tests import tiny
@@ -26,14 +24,8 @@ from tests import tiny
 
 @pytest.fixture(scope="module")
 def generator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Generator]:
-    folder = tiny.model_folder(tmp_path_factory.mktemp("model"), letters=tiny.LETTERS + '{}[]":_')
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = tiny.CHAT_TEMPLATE
-    engine = HFRollout(AutoModelForCausalLM.from_pretrained(folder), eos_token_ids=(1,), tokenizer=tokenizer)
-    generator = Generator(engine, tokenizer, interruptible=False)
-    generator.resume(0, engine)
-    yield generator
-    engine.close()
+    with tiny.chat_generator(tmp_path_factory.mktemp("model")) as generator:
+        yield generator
 
 
 def played(generator: Generator, name: str, beginning: Beginning, **options: Any) -> Dialogue:

@@ -15,7 +15,7 @@ import openai
 import pyarrow.parquet as pq
 import pytest
 from openai import OpenAI
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from infra import served as log
 from infra.ingest import ingest
@@ -32,7 +32,6 @@ from rlhf.data.examples import supervised
 from rlhf.data.prompts import PromptDataset
 from rlhf.engines.base import Request, Sampling
 from rlhf.engines.generation import Generator, Rules
-from rlhf.engines.hf_rollout import HFRollout
 from rlhf.environments.dialogues import Dialogue
 from rlhf.errors import UserError
 from tests import tiny
@@ -41,22 +40,14 @@ KEY = "sk-of-all-clients"
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
-    folder = tiny.model_folder(tmp_path_factory.mktemp("model"), letters=tiny.LETTERS + '{}[]":_')
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = tiny.CHAT_TEMPLATE
-    return tokenizer
+def generator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Generator]:
+    with tiny.chat_generator(tmp_path_factory.mktemp("model"), version=7, interruptible=True) as generator:
+        yield generator
 
 
 @pytest.fixture(scope="module")
-def generator(tokenizer: PreTrainedTokenizerBase) -> Iterator[Generator]:
-    engine = HFRollout(
-        AutoModelForCausalLM.from_pretrained(tokenizer.name_or_path), eos_token_ids=(1,), tokenizer=tokenizer
-    )
-    generator = Generator(engine, tokenizer, interruptible=True)
-    generator.resume(7, engine)
-    yield generator
-    engine.close()
+def tokenizer(generator: Generator) -> PreTrainedTokenizerBase:
+    return generator.tokenizer
 
 
 @pytest.fixture

@@ -18,11 +18,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from infra.parquet_file import write_parquet
 from infra.runs import Run, open_run
 from infra.store.manifest import Fingerprint, Manifest
 from infra.store.records import ShardCommit, StageCommit
 from infra.store.run_store import RunStore
-from infra.training_data import METADATA, Dataset, Reason, dataset, write
+from infra.training_data import METADATA, Dataset, Reason, dataset
 from rlhf.config import RewardTraining, SFTConfig
 from rlhf.data.overlap import near_duplicates
 from rlhf.data.selection import Kind, Selection
@@ -527,7 +528,7 @@ def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     iteration = [group(question, 1.0, 0.0, 0.5, rendered=rendered(question)) for question in QUESTIONS]
     run = stored_run(iteration)
     for kind in Kind:
-        write(made(run, kind), str(folder / f"{kind}.parquet"))
+        write_parquet(made(run, kind).table, str(folder / f"{kind}.parquet"))
     return {"model": str(folder / "model"), "folder": str(folder)} | {
         kind.value: str(folder / f"{kind}.parquet") for kind in Kind
     }
@@ -624,12 +625,12 @@ def test_a_dataset_is_written_whole_with_its_origin(tmp_path: Path) -> None:
     run = stored_run([group("who is it?", 1.0, 0.0)])
     paths = [tmp_path / name for name in ("one.parquet", "two.parquet")]
     for path in paths:
-        write(made(open_run(run.store.url), Kind.dpo), str(path))
+        write_parquet(made(open_run(run.store.url), Kind.dpo).table, str(path))
     assert paths[0].read_bytes() == paths[1].read_bytes()
     origin = json.loads(pq.read_schema(paths[0]).metadata[METADATA])
     assert origin["selection"]["kind"] == "dpo"
     assert sorted(tmp_path.iterdir()) == paths, "nothing else is left there"
-    write(made(run, Kind.dpo), "memory://datasets/pairs.parquet")
+    write_parquet(made(run, Kind.dpo).table, "memory://datasets/pairs.parquet")
     assert fsspec.filesystem("memory").cat("/datasets/pairs.parquet") == paths[0].read_bytes()
 
 
