@@ -10,8 +10,8 @@ import copy
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from rlhf.algorithms.objectives import Objective
 
 Dtype = Literal["float32", "bfloat16"]
+LossOf = Callable[[int, "dict[str, Tensor]"], "Tensor"]
+"""Computes the loss of a micro-batch, of which the number and the outputs are given."""
 WORTH_SHARING = 0.95
 """Prompts are shared if the size of the micro-batches is then at most this share of their size with padding."""
 KEYS_PER_TOKEN = 8
@@ -56,6 +58,9 @@ class ModelEngine(ABC):
     The optimizer's weights and state, which are saved, are float32; with bfloat16 the model computes with rounded
     weights, which are all that a model has that is not trained.
     """
+
+    outputs_type: ClassVar[type[TokenOutputs]] = TokenOutputs
+    """What computes outputs from the model."""
 
     def __init__(
         self,
@@ -100,7 +105,7 @@ class ModelEngine(ABC):
         """The tensors in a checkpoint, by parameter or buffer; see `hub_layout`."""
         team = Team.of(sequence_parallel) if sequence_parallel > 1 else None
         varlen = prefix_sharing.has_kernel(model, ranks.device(), getattr(torch, dtype))
-        self.module = TokenOutputs(
+        self.module = self.outputs_type(
             model, head, team=team, packing=bool(packing), share_prompts=share_prompts, varlen=varlen
         )
         self.module.use(kernels)
@@ -258,9 +263,9 @@ class ModelEngine(ABC):
         lengths = batch.lengths("response_ids")
         starts = np.concatenate([[0], np.cumsum(lengths)])
         flat = {name: np.zeros(starts[-1], dtype=np.float32) for name in names}
-        for rows, micro in self._micro_batches(batch, micro_batch_tokens):
-            with torch.no_grad():
-                values_by_name = self._forward(micro, names, temperature)
+        micro_batches = list(self._micro_batches(batch, micro_batch_tokens))
+        computed = self._outputs([micro for _, micro in micro_batches], names, temperature)
+        for (rows, _), values_by_name in zip(micro_batches, computed, strict=True):
             where = np.concatenate([np.arange(starts[row], starts[row + 1]) for row in rows] or [np.arange(0)])
             for name in names:
                 flat[name][where] = values_by_name[name].cpu().numpy()[: len(where)] if self.counts else 0
@@ -294,9 +299,10 @@ class ModelEngine(ABC):
         router = self.module.router_loss
         tokens = int((mini_batch.lengths("prompt_ids") + np.maximum(mini_batch.lengths("response_ids") - 1, 0)).sum())
         sums: dict[str, Tensor] = {}
-        for number, (rows, micro) in enumerate(micro_batches, 1):
+
+        def loss_of(number: int, outputs: dict[str, Tensor]) -> Tensor:
+            rows, micro = micro_batches[number]
             part = {name: column[micro.rows, : micro.horizon] for name, column in columns.items()}
-            outputs = self._forward(micro, objective.outputs, plan.temperature, with_router=router is not None)
             balance = outputs.pop(ROUTER_LOSS, None)
             loss, metrics = objective(
                 {name: micro.padded(values) for name, values in outputs.items()}, part, normalizers
@@ -304,15 +310,57 @@ class ModelEngine(ABC):
             if router is not None and balance is not None:
                 balance = balance * (int(micro.copies.sum()) / tokens)
                 loss, metrics = loss + router.coefficient * balance, {**metrics, f"actor/{ROUTER_LOSS}": balance}
-            self._backward(loss if len(rows) else 0 * loss, last=number == len(micro_batches))
             for name, value in metrics.items():
                 sums.setdefault(name, torch.zeros((), device=self.device)).add_(
                     value.detach() if len(rows) and self.counts else 0
                 )
+            return loss if len(rows) else 0 * loss
+
+        self._accumulate(
+            [micro for _, micro in micro_batches],
+            objective.outputs,
+            plan.temperature,
+            loss_of,
+            with_router=router is not None,
+        )
         norm = self._step(plan)
         self.steps += 1
         prefix = {"policy": "actor", "value": "critic", "reward": "reward"}[self.head]
-        return {name: ranks.summed(value).item() for name, value in sums.items()} | {f"{prefix}/grad_norm": norm}
+        return self._summed(sums) | {f"{prefix}/grad_norm": norm}
+
+    def _accumulate(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        names: tuple[str, ...],
+        temperature: float,
+        loss_of: LossOf,
+        *,
+        with_router: bool,
+    ) -> None:
+        """Compute the gradient of a mini-batch.
+
+        Args:
+            micro_batches: this rank's share of it.
+            names: outputs of the model that the loss is computed from.
+            temperature: divisor of the logits.
+            loss_of: computes the loss of each micro-batch.
+            with_router: whether the loss needs the router's auxiliary loss.
+        """
+        for number, micro in enumerate(micro_batches):
+            outputs = self._forward(micro, names, temperature, with_router=with_router)
+            self._backward(loss_of(number, outputs), last=number == len(micro_batches) - 1)
+
+    def _outputs(
+        self, micro_batches: Sequence[MicroBatch], names: tuple[str, ...], temperature: float
+    ) -> Iterator[dict[str, Tensor]]:
+        """Yield the outputs of micro-batches, without gradients."""
+        for micro in micro_batches:
+            with torch.no_grad():
+                yield self._forward(micro, names, temperature)
+
+    def _summed(self, sums: dict[str, Tensor]) -> dict[str, float]:
+        """Sum metrics over the ranks."""
+        return {name: ranks.summed(value).item() for name, value in sums.items()}
 
     def _whole(
         self,
@@ -325,9 +373,8 @@ class ModelEngine(ABC):
         local_rows = sum(len(rows) for rows, _ in micro_batches) if self.counts else 0
         total_rows = int(ranks.summed(torch.tensor(local_rows, device=self.device)))
         whole = {name: torch.zeros((total_rows, normalizers.horizon), device=self.device) for name in objective.outputs}
-        for rows, micro in micro_batches:
-            with torch.no_grad():
-                outputs = self._forward(micro, objective.outputs, plan.temperature)
+        computed = self._outputs([micro for _, micro in micro_batches], objective.outputs, plan.temperature)
+        for (rows, micro), outputs in zip(micro_batches, computed, strict=True):
             for name, values in outputs.items():
                 whole[name][rows, : micro.horizon] = micro.padded(values)[: len(rows)] if self.counts else 0
         return {name: ranks.summed(values) for name, values in whole.items()}
@@ -383,6 +430,11 @@ class ModelEngine(ABC):
         if ranks.count() == 1:
             return values
         return ranks.summed(torch.from_numpy(values).to(self.device)).cpu().numpy()
+
+    @property
+    def output_layer(self) -> torch.nn.Module:
+        """The module that computes logits."""
+        return self.model.get_output_embeddings()  # type: ignore[no-any-return, operator]
 
     # State as whole, logical tensors, whatever the layout. Each tensor has an owner rank, which writes it.
 

@@ -43,6 +43,15 @@ class Skeleton:
         """Wrap a model that has its weights already; a skeleton stays as it is."""
         return model if isinstance(model, Skeleton) else cls(model, {})
 
+    def emptied(self) -> Skeleton:
+        """The same model without memory for its parameters; weights that it has already stay in host memory, as their
+        own sources."""
+        if self.sources:
+            return self
+        held: dict[str, Stored] = {name: Held(parameter.detach()) for name, parameter in self.model.named_parameters()}
+        _replace(self.model, lambda old: old.detach().to("meta"))
+        return Skeleton(self.model, held)
+
     def load(self) -> PreTrainedModel:
         """Read all weights into host memory; returns the model, which is complete."""
         if self.sources:

@@ -19,6 +19,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -65,7 +67,11 @@ def kind(request: pytest.FixtureRequest, policy_folder: Path, critic_folder: Pat
     return kind_of(engine, head, policy_folder, critic_folder)
 
 
-@pytest.fixture(params=[(engine, mixture) for engine in ENGINES for mixture in ("qwen3_moe", "mixtral")], ids="-".join)
+SPLIT = [name for name in ENGINES if name != "megatron"]
+"""Engines that split sequences and train mixtures of experts."""
+
+
+@pytest.fixture(params=[(engine, mixture) for engine in SPLIT for mixture in ("qwen3_moe", "mixtral")], ids="-".join)
 def mixture(request: pytest.FixtureRequest, mixtures: dict[str, Path]) -> Kind:
     engine, name = request.param
     return kind_of(engine, "policy", mixtures[name], mixtures[name])
@@ -174,7 +180,7 @@ BALANCED: dict[str, Any] = {"output_router_logits": True, "router_aux_loss_coef"
 @pytest.mark.parametrize(
     ("engine", "options"),
     [
-        *((engine, {}) for engine in ENGINES),
+        *((engine, {}) for engine in SPLIT),
         ("torch", {"sequence_parallel": 2, "packing": True}),
         ("fsdp", {"sequence_parallel": 2, "gradient_checkpointing": True}),
         ("zero3", {"gradient_checkpointing": True}),
@@ -345,9 +351,19 @@ def test_nan_in_one_rank_is_refused_by_all(
 
 
 @pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("head", ["policy", "value"])
+@pytest.mark.parametrize("engine", SPLIT)
 def test_two_processes_share_each_sequence(
-    kind: Kind, one: TrainEngine, batch: TrajectoryBatch, ranks: Ranks, packing: bool
+    engine: str,
+    head: Head,
+    policy_folder: Path,
+    critic_folder: Path,
+    batch: TrajectoryBatch,
+    ranks: Ranks,
+    packing: bool,
 ) -> None:
+    kind = kind_of(engine, head, policy_folder, critic_folder)
+    one = ENGINES["torch"](kind.folder, kind.head)
     told = ranks(run, kind, batch, {"sequence_parallel": 2, "packing": packing})
     assert told[0]["outputs"] == told[1]["outputs"]
     assert told[0]["metrics"] == told[1]["metrics"]
@@ -372,6 +388,14 @@ def odd_folder(name: str, folder: Path, vocabulary: int = 78) -> Path:
     }
     if name == "qwen3":
         model: PreTrainedModel = Qwen3ForCausalLM(Qwen3Config(**shape, head_dim=16))
+    elif name == "qwen2":
+        model = Qwen2ForCausalLM(Qwen2Config(**shape))
+        with torch.no_grad():
+            for parameter_name, parameter in model.named_parameters():
+                if parameter_name.endswith("bias"):
+                    parameter.normal_()
+    elif name == "tied":
+        model = LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=True))
     else:
         biases = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
         model = LlamaForCausalLM(LlamaConfig(**shape, **biases))
@@ -516,6 +540,62 @@ def test_two_processes_share_each_matrix(
     assert ranks(run, kind, batch, {"tensor_parallel": 2, **options}, files)[1]["began"] == loaded.digest()
 
 
+MEGATRON: list[dict[str, Any]] = [
+    {"tensor_parallel": 2},
+    {"pipeline_parallel": 2},
+    {"tensor_parallel": 2, "distributed_optimizer": False},
+    {"distributed_optimizer": False},
+    {"pipeline_parallel": 2, "gradient_checkpointing": True},
+]
+
+
+@pytest.mark.parametrize("head", ["policy", "value"])
+@pytest.mark.parametrize("options", MEGATRON, ids=str)
+def test_two_processes_compute_a_model_by_megatron(
+    head: Head,
+    options: dict[str, Any],
+    policy_folder: Path,
+    critic_folder: Path,
+    batch: TrajectoryBatch,
+    ranks: Ranks,
+) -> None:
+    kind = kind_of("megatron", head, policy_folder, critic_folder)
+    assert_split_as_one(kind, options, batch, ranks)
+
+
+@pytest.mark.parametrize("options", MEGATRON[:2], ids=str)
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "tied"])
+def test_megatron_computes_other_models(
+    name: str, options: dict[str, Any], batch: TrajectoryBatch, ranks: Ranks, tmp_path: Path
+) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        folder = odd_folder(name, tmp_path)
+    assert_split_as_one(kind_of("megatron", "policy", folder, folder), options, batch, ranks)
+
+
+def assert_split_as_one(kind: Kind, options: dict[str, Any], batch: TrajectoryBatch, ranks: Ranks) -> None:
+    """Two processes that share a model do what plain PyTorch does, and go on from what it stored, and it from theirs."""
+    one = ENGINES["torch"](kind.folder, kind.head)
+    told = ranks(run, kind, batch, options)
+    assert told[0]["began"] == told[1]["began"] == one.digest()
+    assert told[0]["outputs"] == told[1]["outputs"]
+    assert told[0]["metrics"] == told[1]["metrics"]
+    assert_close(told[0]["outputs"], infer(one, kind, batch))
+    assert told[0]["metrics"] == pytest.approx(one.update(batch, kind.objective, DEALT), rel=2e-3, abs=1e-4)
+    files = together(told)
+    loaded = ENGINES["torch"](kind.folder, kind.head)
+    loaded.load_state(StoredState.of(files))
+    assert loaded.digest() == told[0]["digest"] == told[1]["digest"]
+    assert_same_update(loaded, one)
+    again = ranks(run, kind, batch, options, files)
+    assert again[1]["began"] == loaded.digest()
+    loaded.update(batch, kind.objective, DEALT)
+    after = ENGINES["torch"](kind.folder, kind.head)
+    after.load_state(StoredState.of(together(again)))
+    assert_same_update(after, loaded)
+
+
 def run_in_pieces(kind: Kind, batch: TrajectoryBatch, options: dict[str, Any]) -> dict[str, Any]:
     """Logits of two tokens at once: ranks have other numbers of pieces."""
     from rlhf.engines import token_outputs
@@ -589,7 +669,7 @@ def test_bfloat16_by_two_processes(engine: str, policy_folder: Path, batch: Traj
     assert_close_in_bfloat16(kind_of(engine, "policy", policy_folder, policy_folder), batch, ranks)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", SPLIT)
 def test_experts_in_bfloat16(engine: str, mixtures: dict[str, Path], batch: TrajectoryBatch, ranks: Ranks) -> None:
     folder = mixtures["qwen3_moe"]
     assert_close_in_bfloat16(kind_of(engine, "policy", folder, folder), batch, ranks)

@@ -43,6 +43,7 @@ from rlhf.engines.torch_engine import TorchEngine
 from rlhf.errors import NotFinite
 from rlhf.models import actor_skeleton, critic_skeleton, load_actor, load_critic
 from rlhf.models.skeleton import Skeleton
+from tests import megatron_on_cpu
 
 Head = Literal["policy", "value"]
 LOAD = {"policy": load_actor, "value": load_critic}
@@ -70,6 +71,13 @@ def deepspeed_engine(
     return DeepSpeedEngine(skeleton(folder, head, lora, options), head, stage=stage, **options)
 
 
+def megatron_engine(folder: Path, head: Head, lora: LoRAConfig | None = None, **options: Any) -> TrainEngine:
+    megatron_on_cpu.install()
+    from rlhf.engines.megatron_engine import MegatronEngine
+
+    return MegatronEngine(skeleton(folder, head, lora, options), head, **options)
+
+
 ENGINES: dict[str, Callable[..., TrainEngine]] = {
     "torch": torch_engine,
     "fsdp": fsdp_engine,
@@ -77,6 +85,7 @@ ENGINES: dict[str, Callable[..., TrainEngine]] = {
     "zero1": partial(deepspeed_engine, stage=1),
     "zero2": partial(deepspeed_engine, stage=2),
     "zero3": partial(deepspeed_engine, stage=3),
+    "megatron": megatron_engine,
 }
 
 
@@ -415,9 +424,9 @@ def test_logits_are_made_in_pieces(
     whole, pieces = kind.build(), kind.build()
     expected = infer(whole, kind, batch)
     whole.update(batch, kind.objective, PLAN)
-    head = pieces.model.get_output_embeddings()  # type: ignore[attr-defined]
+    assert isinstance(pieces, ModelEngine)
     seen: list[int] = []
-    head.register_forward_hook(lambda module, inputs, logits: seen.append(logits.numel() // logits.shape[-1]))
+    pieces.output_layer.register_forward_hook(lambda module, inputs, logits: seen.append(len(inputs[0])))
     monkeypatch.setattr(token_outputs, "LOGITS_BYTES", 3 * 4 * pieces.model.config.vocab_size)  # type: ignore[attr-defined]
     assert_close(infer(pieces, kind, batch), expected)
     pieces.update(batch, kind.objective, PLAN)

@@ -1,0 +1,247 @@
+"""Where the weights of a model lie in Megatron: a table of names and shapes, which reads both ways.
+
+Megatron keeps the projections of attention in one matrix, in the order of the groups of heads (the queries of a group,
+its key, its value), and those of an MLP's gate in another. Tensor parallelism cuts matrices by rows or by columns, and
+pipeline parallelism gives each rank some of the layers. Here every element of a rank's parameters is traced to a tensor
+on the hub, so that weights, moments and digests are those of whole tensors, in any layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from rlhf.engines.parts import Part
+from rlhf.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedConfig
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Shapes of whole tensors, by their names on the hub."""
+Cut = Literal["whole", "rows", "columns", "gate", "groups"]
+"""How ranks share a matrix: each has all of it, some rows, or some columns. `gate`: rows of two matrices, one after the
+other. `groups`: rows of three, those of a group of heads together."""
+
+LAYER = "model.layers.{}."
+LOCAL_LAYER = "decoder.layers.{}."
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+
+FIRST: tuple[tuple[Cut, str, tuple[str, ...]], ...] = (("rows", "embedding.word_embeddings.weight", (EMBEDDING,)),)
+"""The parameters of the first stage that are in no layer: how they are cut, their name in Megatron, and the tensors on
+the hub that they consist of."""
+LAST: tuple[tuple[Cut, str, tuple[str, ...]], ...] = (
+    ("whole", "decoder.final_layernorm.weight", ("model.norm.weight",)),
+    ("rows", "output_layer.weight", (HEAD,)),
+    ("whole", "output_layer.weight", ("score.weight",)),
+    ("whole", "output_layer.bias", ("score.bias",)),
+)
+"""Those of the last stage."""
+LAYERS: tuple[tuple[Cut, str, tuple[str, ...]], ...] = (
+    ("whole", "input_layernorm.weight", ("input_layernorm.weight",)),
+    (
+        "groups",
+        "self_attention.linear_qkv.weight",
+        ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+    ),
+    (
+        "groups",
+        "self_attention.linear_qkv.bias",
+        ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+    ),
+    ("whole", "self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",)),
+    ("whole", "self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",)),
+    ("columns", "self_attention.linear_proj.weight", ("self_attn.o_proj.weight",)),
+    ("whole", "pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",)),
+    ("gate", "mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
+    ("columns", "mlp.linear_fc2.weight", ("mlp.down_proj.weight",)),
+)
+"""Those of each layer, without the names of the layers."""
+FUSED_NORMS = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+"""Other names of norms that TransformerEngine computes together with the product that follows."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's place in a model that is split."""
+
+    tensor: int = 0
+    """Number among the ranks that share each matrix."""
+    tensors: int = 1
+    stage: int = 0
+    """Number among the ranks that share the layers."""
+    stages: int = 1
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether the rank has the embedding."""
+        return self.stage == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether the rank has the head."""
+        return self.stage == self.stages - 1
+
+
+@dataclass(frozen=True)
+class Block:
+    """A rectangle of a tensor on the hub, whose elements are contiguous in a rank's flattened parameter."""
+
+    hub: str
+    """The tensor's name."""
+    whole: tuple[int, ...]
+    """The tensor's shape."""
+    offsets: tuple[int, ...]
+    """Index of the block's first element in the tensor."""
+    shape: tuple[int, ...]
+    start: int
+    """Position of the block's first element in the flattened parameter."""
+    is_first: bool
+    """Whether this is the first of the ranks of a copy of the model that hold these elements."""
+
+    @property
+    def end(self) -> int:
+        """The position after its last element."""
+        return self.start + prod(self.shape)
+
+
+def local_layout(
+    config: PreTrainedConfig, shapes: Shapes, place: Place, *, fused_norms: bool = False
+) -> dict[str, tuple[Block, ...]]:
+    """Describe what a rank's parameters consist of.
+
+    Args:
+        config: the model's config; `refusal` must be None.
+        shapes: shapes of all tensors of the model, by their names on the hub; a tied head is left out.
+        place: the rank's place.
+        fused_norms: whether norms have the names that TransformerEngine gives them.
+
+    Returns:
+        The blocks of each parameter by its name in Megatron, in order: together they are the flattened parameter.
+
+    Raises:
+        UserError: the model has a tensor that Megatron has no place for.
+    """
+    known: set[str] = set()
+    layout: dict[str, tuple[Block, ...]] = {}
+    per_stage = config.num_hidden_layers // place.stages
+    rows: list[tuple[bool, Cut, str, tuple[str, ...]]] = []
+    rows += [(place.is_first_stage, *row) for row in FIRST]
+    for layer in range(config.num_hidden_layers):
+        stage, number = divmod(layer, per_stage)
+        for cut, name, hub in LAYERS:
+            local = LOCAL_LAYER.format(number) + (FUSED_NORMS.get(name, name) if fused_norms else name)
+            rows.append((stage == place.stage, cut, local, tuple(LAYER.format(layer) + part for part in hub)))
+    rows += [(place.is_last_stage, *row) for row in LAST]
+    for is_mine, cut, name, hub in rows:
+        if shapes.keys() >= set(hub):
+            known.update(hub)
+            if is_mine:
+                layout[name] = _blocks(config, shapes, place, cut, hub)
+    if HEAD not in shapes and "score.weight" not in shapes and place.is_last_stage and not place.is_first_stage:
+        layout["output_layer.weight"] = _blocks(config, shapes, place, "rows", (EMBEDDING,), is_copy=True)
+    if unknown := sorted(shapes.keys() - known):
+        raise UserError(f"engine megatron: it has no place for the model's {unknown[0]}: use engine fsdp")
+    return layout
+
+
+def _blocks(
+    config: PreTrainedConfig, shapes: Shapes, place: Place, cut: Cut, hub: Sequence[str], *, is_copy: bool = False
+) -> tuple[Block, ...]:
+    blocks: list[Block] = []
+
+    def add(name: str, dim: int, first: int, size: int) -> None:
+        whole = shapes[name]
+        offsets, shape = [0] * len(whole), list(whole)
+        offsets[dim], shape[dim] = first, size
+        start = blocks[-1].end if blocks else 0
+        is_first = not is_copy and (cut != "whole" or place.tensor == 0)
+        blocks.append(Block(name, whole, tuple(offsets), tuple(shape), start, is_first))
+
+    if cut == "groups":
+        groups = config.num_key_value_heads
+        mine = groups // place.tensors
+        for group in range(place.tensor * mine, (place.tensor + 1) * mine):
+            for name in hub:
+                size = shapes[name][0] // groups
+                add(name, 0, group * size, size)
+        return tuple(blocks)
+    for name in hub:
+        dim = 1 if cut == "columns" else 0
+        size = shapes[name][dim] // (1 if cut == "whole" else place.tensors)
+        add(name, dim, 0 if cut == "whole" else place.tensor * size, size)
+    return tuple(blocks)
+
+
+def parts_between(values: Tensor, first: int, blocks: Sequence[Block]) -> Iterator[tuple[Block, Part]]:
+    """Yield the positions of some elements of a flattened parameter in their tensors on the hub.
+
+    Args:
+        values: contiguous elements of the flattened parameter, shape (elements,); the parts share their memory.
+        first: position of the first of them in the parameter.
+        blocks: what the parameter consists of, or some of it.
+
+    Yields:
+        The block, and the elements that lie in it; several parts if whole rows of the block do not.
+    """
+    last = first + len(values)
+    for block in blocks:
+        begin, end = max(first, block.start), min(last, block.end)
+        if begin >= end:
+            continue
+        held = values[begin - first : end - first]
+        begin, end = begin - block.start, end - block.start  # within the block
+        width, row = prod(block.shape[1:]), prod(block.whole[1:])
+        corner = sum(
+            offset * prod(block.whole[dim + 1 :]) for dim, offset in enumerate(block.offsets)
+        )
+        if width == row:
+            yield block, Part.flat(held, corner + begin)
+            continue
+        cuts = sorted({begin, min(end, -(-begin // width) * width), max(begin, end // width * width), end})
+        done = 0
+        for start, stop in zip(cuts, cuts[1:], strict=False):
+            length = min(width, stop - start)
+            count = (stop - start) // length
+            numbers = torch.arange(start // width, start // width + count)
+            part = Part(held[done : done + stop - start].view(count, length), corner + numbers * row + start % width)
+            done += stop - start
+            yield block, part
+
+
+def refusal(config: PreTrainedConfig, place: Place) -> str | None:
+    """Say why a model cannot be trained by Megatron in a layout; None: it can.
+
+    Args:
+        config: the model's config.
+        place: its `tensors` and `stages` are what is checked.
+    """
+    if config.model_type not in ("llama", "qwen2", "qwen3"):
+        return f"{config.model_type} is not supported yet by engine megatron (llama, qwen2 and qwen3 are)"
+    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
+        if getattr(config, key) % place.tensors:
+            return (
+                f"tensor_parallel is {place.tensors}, which does not divide the model's {key} {getattr(config, key)}"
+            )
+    if config.num_hidden_layers % place.stages:
+        return (
+            f"pipeline_parallel is {place.stages}, which does not divide the model's num_hidden_layers "
+            f"{config.num_hidden_layers}"
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type", "default") not in ("default", "linear", "llama3"):
+        return f"rope_type {rope['rope_type']} is not supported yet by engine megatron: use engine fsdp"
+    if set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
+        return "sliding attention is not supported yet by engine megatron: use engine fsdp"
+    if config.hidden_act != "silu":
+        return f"hidden_act {config.hidden_act} is not supported yet by engine megatron: use engine fsdp"
+    return None
