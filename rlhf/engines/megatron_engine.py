@@ -139,9 +139,6 @@ class MegatronEngine(ModelEngine):
         if head == "policy" and place.is_last_stage and place.tensors > 1:
             share = config.vocab_size // place.tensors
             self.module.vocabulary = VocabularyShare(self.groups.tensors, share * place.tensor, place.tensors)
-        self.optimizer = None
-        if self.trainable:
-            self._build_optimizer(distributed_optimizer, computes)
         local = dict(self.decoder.named_parameters())
         shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
         blocks_of = local_layout(config, shapes, place, fused_norms=megatron_model.has_transformer_engine())
@@ -150,8 +147,13 @@ class MegatronEngine(ModelEngine):
         """Where the elements of each tensor lie that this rank has."""
         for name, blocks in blocks_of.items():
             assert blocks[-1].end == local[name].numel(), f"{name} has another size"
+            # Megatron sets it where it also initializes; gradients of what is not split are counted once in the norm
+            local[name].tensor_model_parallel = blocks[0].shape != blocks[0].whole  # type: ignore[attr-defined]
             for block in blocks:
                 self._places[block.hub].append((local[name], block))
+        self.optimizer = None
+        if self.trainable:
+            self._build_optimizer(distributed_optimizer, computes)
         self._read()
 
     def _build_optimizer(self, distributed: bool, computes: torch.dtype) -> None:

@@ -89,6 +89,7 @@ def decoder(
         tensor_model_parallel_size=place.tensors,
         pipeline_model_parallel_size=place.stages,
         variable_seq_lengths=place.stages > 1,  # micro-batches differ in their size
+        moe_token_dispatcher_type="alltoall",  # not used, but the default contradicts the line above
         calculate_per_token_loss=True,  # gradients are sums over ranks: losses are normalized already
         pipeline_dtype=dtype,
         params_dtype=dtype,
