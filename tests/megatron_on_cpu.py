@@ -4,40 +4,79 @@ takes the answers to nothing but PyTorch's own functions. No process outside the
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 CPU = torch.device("cpu")
 FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange")
 """Functions that Megatron calls with `device="cuda"`."""
 
 
-@functools.cache
 def install() -> None:
-    """Replace what asks for a GPU. Everything else computes as before."""
-    cuda: Any = torch.cuda
-    cuda.current_device = lambda: CPU
-    cuda.synchronize = lambda device=None: None
-    cuda.set_device = lambda device: None
-    cuda.current_stream = lambda device=None: torch.Stream(device="cpu")
-    cuda.manual_seed = lambda seed: torch.manual_seed(seed)
-    cuda.get_rng_state = lambda device=None: torch.get_rng_state()
-    cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
-    for name in FACTORIES:
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
-    tensor: Any = torch.Tensor
-    tensor.cuda = lambda self, *args, **kwargs: self
-    name_of_type = tensor.type
-    # its optimizers take no tensors but "torch.cuda.FloatTensor" and the like
-    tensor.type = lambda self, *args, **kwargs: (
-        name_of_type(self, *args, **kwargs) if args or kwargs else name_of_type(self).replace("torch.", "torch.cuda.", 1)
-    )
-    from megatron.core.tensor_parallel import random
+    """Replace what asks for a GPU, for good; everything else computes as before."""
+    if torch.cuda.current_device.__module__ != __name__:
+        _replace(torch.cuda, _of_cuda())
+        _replace(torch, _factories())
+        _replace(torch.Tensor, _of_tensors())
+        from megatron.core.tensor_parallel import random
 
-    random._get_cuda_rng_state = lambda device=None, clone=False, graph_safe=False: torch.get_rng_state()
-    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+        random._get_cuda_rng_state = lambda device=None, clone=False, graph_safe=False: torch.get_rng_state()
+        random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """Replace it for a while."""
+    before = [
+        (owner, {name: getattr(owner, name) for name in names})
+        for owner, names in ((torch.cuda, _of_cuda()), (torch, _factories()), (torch.Tensor, _of_tensors()))
+    ]
+    install()
+    try:
+        yield
+    finally:
+        for owner, functions in before:
+            _replace(owner, functions)
+
+
+def _replace(owner: Any, functions: dict[str, Callable[..., Any]]) -> None:
+    for name, function in functions.items():
+        setattr(owner, name, function)
+
+
+def _of_cuda() -> dict[str, Callable[..., Any]]:
+    # each name has a function of its own, because dynamo's tables are by function
+    return {
+        "current_device": lambda: CPU,
+        "synchronize": lambda device=None: None,
+        "set_device": lambda device: None,
+        "current_stream": lambda device=None: torch.Stream(device="cpu"),
+        "manual_seed": lambda seed: torch.manual_seed(seed),
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+    }
+
+
+def _factories() -> dict[str, Callable[..., Any]]:
+    _device_constructors()  # it remembers PyTorch's own functions, not these
+    return {name: _on_cpu(getattr(torch, name)) for name in FACTORIES}
+
+
+def _of_tensors() -> dict[str, Callable[..., Any]]:
+    name_of_type: Any = torch.Tensor.type
+    return {
+        "cuda": lambda self, *args, **kwargs: self,
+        # Megatron's optimizers take no tensors but "torch.cuda.FloatTensor" and the like
+        "type": lambda self, *args, **kwargs: (
+            name_of_type(self, *args, **kwargs)
+            if args or kwargs
+            else name_of_type(self).replace("torch.", "torch.cuda.", 1)
+        ),
+    }
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -25,6 +25,7 @@ PACKAGES = (
     "torch",
     "transformers",
     "deepspeed",
+    "megatron-core",
     "peft",
     "ray",
     "prefect",

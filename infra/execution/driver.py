@@ -60,6 +60,7 @@ from rlhf.models import (
     load_tokenizer,
     longest_sequence,
     model_folder,
+    text_config,
     tokenizer_digest,
 )
 from rlhf.rewards import COMPARING, auto, check_rewards, reward_digest
@@ -407,6 +408,7 @@ def _check_models(config: RunConfig) -> None:
     check_all(
         partial(check_architecture, config.model, "model", is_critic=False),
         partial(_check_heads, config),
+        *(partial(_check_megatron, config, role) for role in (*config.trainers, *config.frozen_models)),
         partial(_check_vocabulary, config),
         partial(check_lengths, config),
         *([partial(check_architecture, config.critic_model, "critic.model", is_critic=True)] * config.needs_critic),
@@ -420,6 +422,18 @@ def _check_heads(config: RunConfig) -> None:
             f"rollout.vllm.tensor_parallel is {devices}, which does not divide the model's {heads} attention heads: "
             "change it"
         )
+
+
+def _check_megatron(config: RunConfig, role: str) -> None:
+    """Check that Megatron can split a model as the trainer whose engine it has says."""
+    from rlhf.models.megatron_layout import Place, refusal
+
+    owner = "critic" if role == "critic" else "actor"
+    trainer = config.trainers[owner]
+    if trainer.engine == "megatron":
+        place = Place(tensors=trainer.tensor_parallel, stages=trainer.pipeline_parallel)
+        if reason := refusal(text_config(config.model_of(role)), place):
+            raise UserError(f"{owner}.engine megatron, {role}: {reason}")
 
 
 def _check_vocabulary(config: RunConfig) -> None:
@@ -542,12 +556,13 @@ def check_packages(config: RunConfig) -> None:
     Raises:
         UserError: a package is not installed.
     """
-    trains = any(trainer.engine == "deepspeed" for trainer in config.trainers.values())
+    engines = {trainer.engine for trainer in config.trainers.values()}
     models = (config.model, config.critic_model, config.reference_model, *config.frozen_models.values())
     adapts = config.model.lora is not None or config.critic_model.lora is not None
     fuses = any(model.kernels == "liger" for model in models)
     for key, asked, package, extra in (
-        ("engine: deepspeed", trains, "deepspeed", "deepspeed"),
+        ("engine: deepspeed", "deepspeed" in engines, "deepspeed", "deepspeed"),
+        ("engine: megatron", "megatron" in engines, "megatron.core", "megatron"),
         ("pools", bool(config.pools), "ray", "ray"),
         ("model.lora", adapts, "peft", "lora"),
         ("model.kernels: liger", fuses, "liger_kernel", "liger"),
@@ -555,12 +570,19 @@ def check_packages(config: RunConfig) -> None:
         ("tracking", bool(config.tracking), "accelerate", "tracking"),
         *((f"tracking: {name}", True, name, "tracking" if name == "tensorboard" else name) for name in config.tracking),
     ):
-        if asked and importlib.util.find_spec(package) is None:
+        if asked and not _is_installed(package):
             raise UserError(f'{key} needs the package {package}: pip install "ratchet-rlhf[{extra}]"')
     if fuses and not _has_gpus(config):
         raise UserError(
             "model.kernels is liger, which needs GPUs, but the trainers have none: set it to torch or compile"
         )
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # of its parent
+        return False
 
 
 def _has_gpus(config: RunConfig) -> bool:

@@ -75,16 +75,22 @@ def incompatible(config: RunConfig) -> Iterator[str]:
         owner = "actor" if role in shared else role  # whose keys they are
         pool = config.pool_of(role)
         workers = 1 if pool is None else config.pools[pool].workers
-        for key, size in (("sequence", trainer.sequence_parallel), ("tensor", trainer.tensor_parallel)):
+        by_pipeline = trainer.pipeline_parallel > 1 and trainer.engine == "megatron"
+        for key, size in (
+            ("sequence_parallel", trainer.sequence_parallel),
+            ("tensor_parallel", trainer.tensor_parallel),
+            *([("tensor_parallel x pipeline_parallel", trainer.tensor_parallel * trainer.pipeline_parallel)] * by_pipeline),
+        ):
             if workers % size:
                 yield (
-                    f"{owner}.{key}_parallel is {size}, which does not divide the number of processes that hold "
+                    f"{owner}.{key} is {size}, which does not divide the number of processes that hold "
                     f"the {role} ({workers}): change one of them"
                 )
         if trainer.tensor_parallel > 1:
             yield from _tensor_parallel_fits(config, owner, trainer)
         model = config.model_of(role)
-        if model.kernels == "compile" and (trainer.engine == "deepspeed" or trainer.tensor_parallel > 1):
+        yield from _megatron_fits(owner, trainer, model)
+        if model.kernels == "compile" and trainer.engine != "megatron" and (trainer.engine == "deepspeed" or trainer.tensor_parallel > 1):
             conflict = f"{owner}.engine deepspeed" if trainer.engine == "deepspeed" else f"{owner}.tensor_parallel"
             own = {"critic": config.critic and config.critic.model, "reference": config.reference.model}.get(role)
             key = "teacher" if role == "teacher" else "model" if own is None else f"{role}.model"
@@ -327,12 +333,34 @@ def _replay_fits(config: RunConfig) -> Iterator[str]:
 def _tensor_parallel_fits(config: RunConfig, role: str, trainer: TrainerConfig) -> Iterator[str]:
     model = config.critic_model if role == "critic" else config.model
     for key, conflict in (
-        (f"{role}.engine {trainer.engine}", trainer.engine != "fsdp"),
+        (f"{role}.engine {trainer.engine}", trainer.engine not in ("fsdp", "megatron")),
         (f"{role}.sequence_parallel", trainer.sequence_parallel > 1),
         ("model.lora", model.lora is not None),
     ):
         if conflict:
-            yield f"{role}.tensor_parallel requires {role}.engine fsdp and does not work with {key}"
+            yield f"{role}.tensor_parallel requires {role}.engine fsdp or megatron and does not work with {key}"
+
+
+def _megatron_fits(owner: str, trainer: TrainerConfig, model: ModelConfig) -> Iterator[str]:
+    """Refuse what engine megatron cannot do, and its options with other engines."""
+    if trainer.engine != "megatron":
+        for key, is_set in (
+            ("pipeline_parallel", trainer.pipeline_parallel > 1),
+            ("distributed_optimizer", not trainer.distributed_optimizer),
+        ):
+            if is_set:
+                yield f"{owner}.{key} requires {owner}.engine megatron, not {trainer.engine}: remove it"
+        return
+    for key, is_set in (
+        ("model.lora", model.lora is not None),
+        (f"model.kernels {model.kernels}", model.kernels != "torch"),
+        (f"model.attention {model.attention}", model.attention != "sdpa"),
+        (f"{owner}.sequence_parallel", trainer.sequence_parallel > 1),
+        (f"{owner}.packing true", trainer.packing is True),
+        (f"{owner}.offload", trainer.offload),
+    ):
+        if is_set:
+            yield f"{key} is not supported yet by engine megatron: remove it, or set {owner}.engine to fsdp"
 
 
 def _shard_size_fits(owner: str, role: str, trainer: TrainerConfig, workers: int) -> Iterator[str]:

@@ -618,9 +618,10 @@ class LRScheduleConfig(Section):
 class TrainerConfig(Section):
     """How a model is updated. Sizes are totals over all devices unless they say otherwise."""
 
-    engine: Literal["torch", "fsdp", "deepspeed"] = Field(
+    engine: Literal["torch", "fsdp", "deepspeed", "megatron"] = Field(
         "torch",
-        description="training engine: torch (every process holds the whole model), fsdp (FSDP2) or deepspeed (ZeRO)",
+        description="training engine: torch (every process holds the whole model), fsdp (FSDP2), deepspeed (ZeRO) or "
+        "megatron (Megatron-Core, on GPUs)",
     )
     zero_stage: Literal[0, 1, 2, 3] = Field(
         2,
@@ -660,7 +661,14 @@ class TrainerConfig(Section):
         1, gt=0, description="processes that split each sequence between them (Ulysses), for long sequences"
     )
     tensor_parallel: int = Field(
-        1, gt=0, description="fsdp: processes that split each layer's matrices between them, for large models"
+        1, gt=0, description="fsdp, megatron: processes that split each layer's matrices between them, for large models"
+    )
+    pipeline_parallel: int = Field(
+        1, gt=0, description="megatron: groups of such processes that split the layers between them"
+    )
+    distributed_optimizer: bool = Field(
+        True,
+        description="megatron: copies of the model shard the optimizer's weights and state; false: each has all of it",
     )
     shard_size: int | None = Field(
         None,

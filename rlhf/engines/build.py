@@ -68,6 +68,17 @@ def train_engine(
             reshard_after_forward=trainer.reshard_after_forward,
             **options,
         )
+    if trainer.engine == "megatron":
+        from rlhf.engines.megatron_engine import MegatronEngine
+
+        return MegatronEngine(
+            model,
+            head,
+            tensor_parallel=trainer.tensor_parallel,
+            pipeline_parallel=trainer.pipeline_parallel,
+            distributed_optimizer=trainer.distributed_optimizer,
+            **options,
+        )
     if trainer.engine == "deepspeed":
         from rlhf.engines.deepspeed_engine import DeepSpeedEngine
 

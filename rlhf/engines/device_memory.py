@@ -40,7 +40,7 @@ def resident(config: RunConfig, parameters: Mapping[str, int], ranks: int, *, id
             is_base = role == "reference" and config.model.lora is not None and config.reference.model is None
             if not is_base:  # of the actor's adapters, whose tensors it uses
                 is_sharded = trainer.engine == "fsdp" or (trainer.engine == "deepspeed" and trainer.zero_stage == 3)
-                share = count / ranks if is_sharded else count
+                share = count / ranks if is_sharded else count / _teams(trainer)
                 width = _width(config.model_of(role))
                 held[f"weights of the {role}"] = 0 if is_sharded and trainer.offload else share * width
         else:
@@ -66,7 +66,7 @@ def gradients(config: RunConfig, parameters: Mapping[str, int], ranks: int) -> d
         model = config.critic_model if role == "critic" else config.model
         if role in parameters and model.lora is None:
             is_sharded = trainer.engine == "fsdp" or (trainer.engine == "deepspeed" and trainer.zero_stage >= 2)
-            held[f"gradients of the {role}"] = 4 * parameters[role] / (ranks if is_sharded else 1)
+            held[f"gradients of the {role}"] = 4 * parameters[role] / (ranks if is_sharded else _teams(trainer))
     return held
 
 
@@ -74,6 +74,11 @@ def _of_trainer(trainer: TrainerConfig, model: ModelConfig, count: int, ranks: i
     """Bytes of weights and of optimizer state that a rank of a trainer holds; adapters do not count."""
     learns = 0 if model.lora is not None else count
     moments = 4 * len(trainer.optimizer.state) * learns
+    if trainer.engine == "megatron":
+        rounded = 4 * learns if model.dtype == "bfloat16" else 0  # the optimizer's own weights
+        return _width(model) * count / _teams(trainer), (rounded + moments) / (
+            ranks if trainer.distributed_optimizer else _teams(trainer)
+        )
     if trainer.engine == "torch" and model.dtype == "bfloat16":  # rounded weights, and those of the optimizer
         return 2 * count, 4 * learns + moments
     if trainer.engine == "torch" or (trainer.engine == "deepspeed" and trainer.zero_stage == 0):
@@ -84,6 +89,11 @@ def _of_trainer(trainer: TrainerConfig, model: ModelConfig, count: int, ranks: i
     if trainer.offload:
         return (0 if trainer.zero_stage == 3 else model_copy), 0
     return model_copy, (4 * learns + moments) / ranks  # its float32 weights belong to the optimizer
+
+
+def _teams(trainer: TrainerConfig) -> int:
+    """The number of processes that Megatron splits a model over; 1 for other engines."""
+    return trainer.tensor_parallel * trainer.pipeline_parallel if trainer.engine == "megatron" else 1
 
 
 def _width(model: ModelConfig) -> int:

@@ -116,12 +116,18 @@ def parameter_count(folder: Path) -> int:
     return count
 
 
-def attention_heads(model: ModelConfig) -> int:
-    """The number of a model's attention heads."""
+def text_config(model: ModelConfig) -> PreTrainedConfig:
+    """The config of a model's decoder."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model_folder(model), trust_remote_code=model.trust_remote_code)
-    heads: int = config.get_text_config().num_attention_heads
+    text: PreTrainedConfig = config.get_text_config()
+    return text
+
+
+def attention_heads(model: ModelConfig) -> int:
+    """The number of a model's attention heads."""
+    heads: int = text_config(model).num_attention_heads
     return heads
 
 

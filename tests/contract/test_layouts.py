@@ -264,7 +264,7 @@ def test_two_processes_go_on_where_one_stopped(
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_rank_may_have_nothing_to_do(engine: str, policy_folder: Path, batch: TrajectoryBatch, ranks: Ranks) -> None:
     kind = kind_of(engine, "policy", policy_folder, policy_folder)
-    alone = kind.build()
+    alone = ENGINES["torch"](kind.folder, kind.head)
     for found in ranks(run_few, kind, batch):
         for rows, outputs in zip(([3], [0, 3, 5]), found, strict=True):
             assert_close(outputs, infer(alone, kind, batch.take(rows)))

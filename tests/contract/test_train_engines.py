@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -72,7 +73,8 @@ def deepspeed_engine(
 
 
 def megatron_engine(folder: Path, head: Head, lora: LoRAConfig | None = None, **options: Any) -> TrainEngine:
-    megatron_on_cpu.install()
+    if ranks.count() > 1:  # a process of tests.ranks; here the fixture does it, because other tests follow
+        megatron_on_cpu.install()
     from rlhf.engines.megatron_engine import MegatronEngine
 
     return MegatronEngine(skeleton(folder, head, lora, options), head, **options)
@@ -87,6 +89,12 @@ ENGINES: dict[str, Callable[..., TrainEngine]] = {
     "zero3": partial(deepspeed_engine, stage=3),
     "megatron": megatron_engine,
 }
+
+
+@pytest.fixture(autouse=True)
+def _megatron_on_cpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    with megatron_on_cpu.installed() if "megatron" in request.node.name else nullcontext():
+        yield
 
 
 @dataclass(frozen=True)

@@ -84,8 +84,16 @@ def test_the_minimal_config_is_the_documented_default(file: Path) -> None:
         ("pools={all: {workers: 3}}; actor.sequence_parallel=2", "actor.sequence_parallel is 2, which does not divide the number of processes that hold the actor (3)"),  # noqa: E501
         ("actor.engine=fsdp; actor.offload_when_idle=true; actor.offload=true", "actor.offload already keeps the state in host memory, so actor.offload_when_idle does nothing: set only one of them"),  # noqa: E501
         ("critic.engine=deepspeed; critic.zero_stage=3; critic.offload_when_idle=true", "critic.offload_when_idle does not work with critic.zero_stage 3"),  # noqa: E501
-        ("pools={all: {workers: 2}}; actor.tensor_parallel=2", "actor.tensor_parallel requires actor.engine fsdp and does not work with actor.engine torch"),  # noqa: E501
-        ("pools={all: {workers: 2}}; model.lora={}; actor={engine: fsdp, tensor_parallel: 2}", "actor.tensor_parallel requires actor.engine fsdp and does not work with model.lora"),  # noqa: E501
+        ("pools={all: {workers: 2}}; actor.tensor_parallel=2", "actor.tensor_parallel requires actor.engine fsdp or megatron and does not work with actor.engine torch"),  # noqa: E501
+        ("pools={all: {workers: 2}}; model.lora={}; actor={engine: fsdp, tensor_parallel: 2}", "actor.tensor_parallel requires actor.engine fsdp or megatron and does not work with model.lora"),  # noqa: E501
+        ("actor.pipeline_parallel=2", "actor.pipeline_parallel requires actor.engine megatron, not torch: remove it"),
+        ("actor.distributed_optimizer=false", "actor.distributed_optimizer requires actor.engine megatron, not torch"),
+        ("pools={all: {workers: 6}}; actor={engine: megatron, tensor_parallel: 2, pipeline_parallel: 2}", "actor.tensor_parallel x pipeline_parallel is 4, which does not divide the number of processes that hold the actor (6)"),  # noqa: E501
+        ("model.lora={}; actor.engine=megatron", "model.lora is not supported yet by engine megatron: remove it, or set actor.engine to fsdp"),  # noqa: E501
+        ("model.kernels=compile; actor.engine=megatron", "model.kernels compile is not supported yet by engine megatron"),
+        ("actor={engine: megatron, packing: true}", "actor.packing true is not supported yet by engine megatron"),
+        ("actor={engine: megatron, offload: true}", "actor.offload is not supported yet by engine megatron"),
+        ("pools={all: {workers: 2}}; critic={engine: megatron, sequence_parallel: 2}", "critic.sequence_parallel is not supported yet by engine megatron"),  # noqa: E501
         ("pools={a: {workers: 2}, b: {}}; placement={actor: a, critic: a, rollout: a, reference: b}; actor.sequence_parallel=2; algorithm.kl.in_reward=0.1", "actor.sequence_parallel is 2, which does not divide the number of processes that hold the reference (1)"),  # noqa: E501
         ("pools={all: {workers: 2}}; actor.shard_size=2", "actor.shard_size requires actor.engine fsdp, not torch: remove it"),  # noqa: E501
         ("model.kernels=compile; actor.engine=deepspeed", "model.kernels compile does not work with actor.engine deepspeed: set model.kernels to torch"),  # noqa: E501

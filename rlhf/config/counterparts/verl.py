@@ -281,6 +281,8 @@ def _strategy(keys: Iterable[str], role: str) -> Conversion:
         strategy = next((str(settings[key]) for key in keys if settings.has(key)), "fsdp")
         if strategy in ("fsdp", "fsdp2"):
             return {f"{role}.engine": "fsdp"}
+        if strategy == "megatron":
+            return {f"{role}.engine": "megatron"}
         return {f"{role}.engine": Assumed("fsdp", f"there is no {strategy}: docs/clusters.md describes large models")}
 
     return convert
@@ -369,9 +371,17 @@ def _trainer(role: str, section: str, engine: str, model: str) -> tuple[Counterp
         direct(f"{engine}.reshard_after_forward", f"{role}.reshard_after_forward"),
         direct(f"{section}.ulysses_sequence_parallel_size", f"{role}.sequence_parallel"),
         direct(f"{section}.megatron.tensor_model_parallel_size", f"{role}.tensor_parallel"),
+        direct(f"{section}.megatron.pipeline_model_parallel_size", f"{role}.pipeline_parallel"),
+        direct(f"{section}.megatron.use_distributed_optimizer", f"{role}.distributed_optimizer"),
         without_equal(
-            f"{section}.megatron.*", f"there is no Megatron: {role}.engine fsdp splits layers by {role}.tensor_parallel"
+            (
+                f"{section}.megatron.context_parallel_size",
+                f"{section}.megatron.expert_model_parallel_size",
+                f"{section}.megatron.virtual_pipeline_model_parallel_size",
+            ),
+            "not supported yet by engine megatron",
         ),
+        without_equal(f"{section}.megatron.*", f"{role}.engine megatron chooses it"),
         without_equal(
             (f"{model}.use_remove_padding",), f"{role}.packing null concatenates sequences where that saves time"
         ),

@@ -1,0 +1,156 @@
+"""Every element of a model has one place in Megatron, in every layout; see also tests/contract/test_layouts.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import (
+    AutoConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from rlhf.engines.stored_state import Held
+from rlhf.errors import UserError
+from rlhf.models.megatron_layout import Place, local_layout, parts_between, refusal
+from tests.ranks import in_another_process
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+def saved(name: str, folder: Path) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
+    """A model, and its tensors as `save_pretrained` wrote them."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model: PreTrainedModel = {
+            "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, rope_parameters=LLAMA3)),
+            "tied": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)),
+            "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE)),
+            "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=16)),
+        }[name]()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 1:  # norms and biases, which begin as ones and zeros
+                    parameter.add_(torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return model, load_file(folder / "model.safetensors")
+
+
+def places(tensors: int, stages: int) -> Iterator[Place]:
+    return (Place(tensor, tensors, stage, stages) for tensor in range(tensors) for stage in range(stages))
+
+
+@pytest.mark.parametrize(("tensors", "stages"), [(1, 1), (2, 1), (4, 2), (1, 4)])
+@pytest.mark.parametrize("name", ["llama", "tied", "qwen2", "qwen3"])
+def test_all_ranks_together_hold_each_element_once(name: str, tensors: int, stages: int, tmp_path: Path) -> None:
+    """Cut at any element, as the distributed optimizer cuts: what was read is written back."""
+    model, stored = saved(name, tmp_path)
+    shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
+    written = {name: torch.full((tensor.numel(),), torch.nan) for name, tensor in stored.items()}
+    for place in places(tensors, stages):
+        for blocks in local_layout(model.config, shapes, place).values():
+            local = torch.full((blocks[-1].end,), torch.nan)
+            cuts = sorted({0, len(local) // 3, len(local) // 2 + 1, len(local)})
+            for first, last in zip(cuts, cuts[1:], strict=False):
+                for block, part in parts_between(local[first:last], first, blocks):
+                    part.fill(Held(stored[block.hub]))
+                    if block.is_first:
+                        at = part.starts[:, None] + torch.arange(part.values.shape[1])
+                        assert written[block.hub][at].isnan().all(), "two ranks tell of the same element"
+                        written[block.hub][at] = part.values
+            assert not local.isnan().any(), "every element of a parameter is read"
+    for name, tensor in stored.items():
+        assert torch.equal(written[name].view(tensor.shape), tensor)
+
+
+def logits_of(folder: Path, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Size]]:
+    """Logits of Megatron's own model, whose parameters were read from the files by the table."""
+    from tests import megatron_on_cpu
+
+    megatron_on_cpu.install()
+    from rlhf.engines.megatron_groups import Groups
+    from rlhf.models.megatron_model import decoder
+
+    Groups.of(1, 1)
+    model: Any = {"llama": LlamaForCausalLM, "qwen2": Qwen2ForCausalLM, "qwen3": Qwen3ForCausalLM}[
+        AutoConfig.from_pretrained(folder).model_type
+    ].from_pretrained(folder, dtype=torch.float32)
+    stored = load_file(folder / "model.safetensors")
+    built = decoder(model, "policy", Place(), torch.float32, torch.device("cpu"), recompute=False).eval()
+    shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
+    local = dict(built.named_parameters())
+    layout = local_layout(model.config, shapes, Place())
+    assert layout.keys() == local.keys()
+    with torch.no_grad():
+        for name, blocks in layout.items():
+            for block, part in parts_between(local[name].data.view(-1), 0, blocks):
+                part.fill(Held(stored[block.hub]))
+        logits = built.logits(built(ids, None, None).transpose(0, 1).flatten(0, 1))
+    return logits.view(*ids.shape, -1).clone(), {name: parameter.shape for name, parameter in local.items()}
+
+
+@pytest.mark.parametrize("name", ["llama", "tied", "qwen2", "qwen3"])
+def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """In float32: some hundred roundings of 6e-8 on values up to ten, as in tests/contract."""
+    model, _ = saved(name, tmp_path)
+    ids = torch.randint(0, 48, (3, 40), generator=torch.Generator().manual_seed(2))
+    logits, shapes = in_another_process(logits_of, tmp_path, ids)
+    with torch.no_grad():
+        torch.testing.assert_close(logits, model(ids).logits, rtol=0, atol=1e-4)
+    whole = local_layout(model.config, {n: tuple(p.shape) for n, p in model.named_parameters()}, Place())
+    assert {n: prod(shape) for n, shape in shapes.items()} == {n: blocks[-1].end for n, blocks in whole.items()}
+
+
+def test_a_tensor_without_a_place_is_refused(tmp_path: Path) -> None:
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE, attention_bias=True))
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    with pytest.raises(UserError, match=r"no place for the model's model.layers.0.self_attn.o_proj.bias: use engine"):
+        local_layout(model.config, shapes, Place())
+
+
+@pytest.mark.parametrize(
+    ("changes", "place", "reason"),
+    [
+        ({}, Place(tensors=8), "tensor_parallel is 8, which does not divide the model's num_key_value_heads 4"),
+        ({"vocab_size": 49}, Place(tensors=2), "which does not divide the model's vocab_size 49"),
+        ({}, Place(stages=3), "pipeline_parallel is 3, which does not divide the model's num_hidden_layers 4"),
+        ({"hidden_act": "gelu"}, Place(), "hidden_act gelu is not supported yet by engine megatron"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, Place(), "rope_type yarn is not"),
+        ({"model_type": "qwen3_moe"}, Place(), "qwen3_moe is not supported yet by engine megatron"),
+    ],
+)
+def test_what_megatron_cannot_do_is_refused(changes: dict[str, Any], place: Place, reason: str) -> None:
+    config = LlamaConfig(**SHAPE | changes)
+    if "model_type" in changes:
+        config.model_type = changes["model_type"]
+    found = refusal(config, place)
+    assert found is not None and reason in found
+    assert refusal(LlamaConfig(**SHAPE), Place(tensors=4, stages=2)) is None
