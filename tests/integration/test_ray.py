@@ -41,12 +41,18 @@ def ray_cluster() -> Iterator[str]:
     """The address of a Ray of two nodes, one CPU each; it outlives every driver."""
     from ray.cluster_utils import Cluster
 
+    here = Path(__file__).parents[1]
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(here / "on_cpu"), str(here.parent), before]))
     options: dict[str, Any] = {"num_cpus": 1, "num_gpus": 0, "object_store_memory": 100 * 2**20}
     system = {"memory_monitor_refresh_ms": 0}  # the tests beside these may need the memory: Ray kills no worker for it
     head = {**options, "include_dashboard": False, "_system_config": system}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     cluster.add_node(**options)
     os.environ["RAY_ADDRESS"] = cluster.address
+    os.environ.pop("PYTHONPATH")
+    if before is not None:
+        os.environ["PYTHONPATH"] = before
     yield cluster.address
     del os.environ["RAY_ADDRESS"]
     cluster.shutdown()
@@ -161,6 +167,28 @@ def test_drivers_and_workers_that_are_killed_leave_no_trace(runs: Runs) -> None:
     history = runs.finish(config)
     assert history.results == expected.results
     assert history.state.term == 2, "the first driver came through; the second found the run done"
+
+
+def test_two_workers_that_share_matrices_by_megatron_are_killed_and_go_on(runs: Runs) -> None:
+    """And before them, the same run by FSDP: both compute what the other does, up to rounding."""
+    grpo: dict[str, Any] = {
+        "algorithm__advantage": "grpo",
+        "actor__engine": "megatron",
+        "actor__tensor_parallel": 2,
+        "algorithm__kl__in_reward": None,
+        "algorithm__kl__in_loss": 0.1,
+        "train__iterations": 2,
+    }
+    expected = runs.finish(runs.config("split", **grpo))
+    assert gap(expected) < 1e-4, "the rollout's copy is the actor as it is"
+    config = runs.config("split-killed", **grpo)
+    child = runs.train(config, Fault("put", "manifests/iteration=000001/generate", "before", delay_s=10.0))
+    until(lambda: "waiting at" in child.text)
+    for process in computing():
+        process.kill()
+    assert child.wait() == 0, child.text
+    assert child.text.count("starting pool train") == 2
+    assert runs.finish(config).results == expected.results
 
 
 def test_a_rollout_in_a_pool_of_its_own_gets_the_newest_weights_from_the_actor(runs: Runs, tmp_path: Path) -> None:
