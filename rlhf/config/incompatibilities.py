@@ -79,7 +79,10 @@ def incompatible(config: RunConfig) -> Iterator[str]:
         for key, size in (
             ("sequence_parallel", trainer.sequence_parallel),
             ("tensor_parallel", trainer.tensor_parallel),
-            *([("tensor_parallel x pipeline_parallel", trainer.tensor_parallel * trainer.pipeline_parallel)] * by_pipeline),
+            *(
+                [("tensor_parallel x pipeline_parallel", trainer.tensor_parallel * trainer.pipeline_parallel)]
+                * by_pipeline
+            ),
         ):
             if workers % size:
                 yield (
@@ -90,7 +93,11 @@ def incompatible(config: RunConfig) -> Iterator[str]:
             yield from _tensor_parallel_fits(config, owner, trainer)
         model = config.model_of(role)
         yield from _megatron_fits(owner, trainer, model)
-        if model.kernels == "compile" and trainer.engine != "megatron" and (trainer.engine == "deepspeed" or trainer.tensor_parallel > 1):
+        if (
+            model.kernels == "compile"
+            and trainer.engine != "megatron"
+            and (trainer.engine == "deepspeed" or trainer.tensor_parallel > 1)
+        ):
             conflict = f"{owner}.engine deepspeed" if trainer.engine == "deepspeed" else f"{owner}.tensor_parallel"
             own = {"critic": config.critic and config.critic.model, "reference": config.reference.model}.get(role)
             key = "teacher" if role == "teacher" else "model" if own is None else f"{role}.model"

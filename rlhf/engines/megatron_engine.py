@@ -312,7 +312,8 @@ class MegatronEngine(ModelEngine):
                 values, first = self._held(kind, parameter)
                 if not self._is_sharded:  # copies tell of a share each
                     first, last = (
-                        len(values) * number // self.groups.copies for number in (self.groups.copy, self.groups.copy + 1)
+                        len(values) * number // self.groups.copies
+                        for number in (self.groups.copy, self.groups.copy + 1)
                     )
                     values = values[first:last]
                 for _, part in parts_between(values, first, [block]):
@@ -426,4 +427,3 @@ class MegatronEngine(ModelEngine):
 
 def _no_loss(_: Tensor) -> None:
     raise AssertionError("only the last stage has a loss")
-

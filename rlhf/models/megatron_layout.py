@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, Literal
 
@@ -201,15 +202,13 @@ def parts_between(values: Tensor, first: int, blocks: Sequence[Block]) -> Iterat
         held = values[begin - first : end - first]
         begin, end = begin - block.start, end - block.start  # within the block
         width, row = prod(block.shape[1:]), prod(block.whole[1:])
-        corner = sum(
-            offset * prod(block.whole[dim + 1 :]) for dim, offset in enumerate(block.offsets)
-        )
+        corner = sum(offset * prod(block.whole[dim + 1 :]) for dim, offset in enumerate(block.offsets))
         if width == row:
             yield block, Part.flat(held, corner + begin)
             continue
         cuts = sorted({begin, min(end, -(-begin // width) * width), max(begin, end // width * width), end})
         done = 0
-        for start, stop in zip(cuts, cuts[1:], strict=False):
+        for start, stop in pairwise(cuts):
             length = min(width, stop - start)
             count = (stop - start) // length
             numbers = torch.arange(start // width, start // width + count)
@@ -229,9 +228,7 @@ def refusal(config: PreTrainedConfig, place: Place) -> str | None:
         return f"{config.model_type} is not supported yet by engine megatron (llama, qwen2 and qwen3 are)"
     for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
         if getattr(config, key) % place.tensors:
-            return (
-                f"tensor_parallel is {place.tensors}, which does not divide the model's {key} {getattr(config, key)}"
-            )
+            return f"tensor_parallel is {place.tensors}, which does not divide the model's {key} {getattr(config, key)}"
     if config.num_hidden_layers % place.stages:
         return (
             f"pipeline_parallel is {place.stages}, which does not divide the model's num_hidden_layers "

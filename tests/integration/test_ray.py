@@ -170,7 +170,7 @@ def test_drivers_and_workers_that_are_killed_leave_no_trace(runs: Runs) -> None:
 
 
 def test_two_workers_that_share_matrices_by_megatron_are_killed_and_go_on(runs: Runs) -> None:
-    """And before them, the same run by FSDP: both compute what the other does, up to rounding."""
+    """They compute what two do that live."""
     grpo: dict[str, Any] = {
         "algorithm__advantage": "grpo",
         "actor__engine": "megatron",

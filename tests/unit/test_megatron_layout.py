@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,7 @@ def test_all_ranks_together_hold_each_element_once(name: str, tensors: int, stag
         for blocks in local_layout(model.config, shapes, place).values():
             local = torch.full((blocks[-1].end,), torch.nan)
             cuts = sorted({0, len(local) // 3, len(local) // 2 + 1, len(local)})
-            for first, last in zip(cuts, cuts[1:], strict=False):
+            for first, last in pairwise(cuts):
                 for block, part in parts_between(local[first:last], first, blocks):
                     part.fill(Held(stored[block.hub]))
                     if block.is_first:
@@ -143,7 +144,11 @@ def test_a_tensor_without_a_place_is_refused(tmp_path: Path) -> None:
         ({"vocab_size": 49}, Place(tensors=2), "which does not divide the model's vocab_size 49"),
         ({}, Place(stages=3), "pipeline_parallel is 3, which does not divide the model's num_hidden_layers 4"),
         ({"hidden_act": "gelu"}, Place(), "hidden_act gelu is not supported yet by engine megatron"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, Place(), "rope_type yarn is not"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}},
+            Place(),
+            "rope_type yarn is not",
+        ),
         ({"model_type": "qwen3_moe"}, Place(), "qwen3_moe is not supported yet by engine megatron"),
     ],
 )
