@@ -10,7 +10,7 @@ from rlhf.rewards import solved_score
 
 if TYPE_CHECKING:
     from rlhf.config.run import RunConfig
-    from rlhf.config.sections import TrainerConfig
+    from rlhf.config.sections import ModelConfig, TrainerConfig
 
 
 def _roles_are_placed(config: RunConfig) -> Iterator[str]:

@@ -575,7 +575,7 @@ def test_megatron_computes_other_models(
 
 
 def assert_split_as_one(kind: Kind, options: dict[str, Any], batch: TrajectoryBatch, ranks: Ranks) -> None:
-    """Two processes that share a model do what plain PyTorch does, and go on from what it stored, and it from theirs."""
+    """Two processes that share a model do what plain PyTorch does, and each goes on from what the other stored."""
     one = ENGINES["torch"](kind.folder, kind.head)
     told = ranks(run, kind, batch, options)
     assert told[0]["began"] == told[1]["began"] == one.digest()

@@ -90,7 +90,7 @@ def test_the_minimal_config_is_the_documented_default(file: Path) -> None:
         ("actor.distributed_optimizer=false", "actor.distributed_optimizer requires actor.engine megatron, not torch"),
         ("pools={all: {workers: 6}}; actor={engine: megatron, tensor_parallel: 2, pipeline_parallel: 2}", "actor.tensor_parallel x pipeline_parallel is 4, which does not divide the number of processes that hold the actor (6)"),  # noqa: E501
         ("model.lora={}; actor.engine=megatron", "model.lora is not supported yet by engine megatron: remove it, or set actor.engine to fsdp"),  # noqa: E501
-        ("model.kernels=compile; actor.engine=megatron", "model.kernels compile is not supported yet by engine megatron"),
+        ("model.kernels=compile; actor.engine=megatron", "model.kernels compile is not supported yet by engine megatron"),  # noqa: E501
         ("actor={engine: megatron, packing: true}", "actor.packing true is not supported yet by engine megatron"),
         ("actor={engine: megatron, offload: true}", "actor.offload is not supported yet by engine megatron"),
         ("pools={all: {workers: 2}}; critic={engine: megatron, sequence_parallel: 2}", "critic.sequence_parallel is not supported yet by engine megatron"),  # noqa: E501
