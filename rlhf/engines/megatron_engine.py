@@ -148,7 +148,7 @@ class MegatronEngine(ModelEngine):
         for name, blocks in blocks_of.items():
             assert blocks[-1].end == local[name].numel(), f"{name} has another size"
             # Megatron sets it where it also initializes; gradients of what is not split are counted once in the norm
-            local[name].tensor_model_parallel = blocks[0].shape != blocks[0].whole  # type: ignore[attr-defined]
+            local[name].tensor_model_parallel = blocks[0].shape != blocks[0].whole
             for block in blocks:
                 self._places[block.hub].append((local[name], block))
         self.optimizer = None

@@ -434,7 +434,7 @@ class ModelEngine(ABC):
     @property
     def output_layer(self) -> torch.nn.Module:
         """The module that computes logits."""
-        return self.model.get_output_embeddings()  # type: ignore[no-any-return, operator]
+        return self.model.get_output_embeddings()  # type: ignore[no-any-return]
 
     # State as whole, logical tensors, whatever the layout. Each tensor has an owner rank, which writes it.
 

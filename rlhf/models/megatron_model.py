@@ -121,4 +121,5 @@ def decoder(
     built.rotary_pos_emb.inv_freq = rotary.inv_freq.detach().to(device, torch.float32, copy=True)
     if head != "policy" and place.is_last_stage:
         built.output_layer = torch.nn.Linear(hf.hidden_size, 1, bias="score.bias" in names)
-    return built.to(device, dtype)
+    placed: Decoder = built.to(device, dtype)
+    return placed
