@@ -1,0 +1,187 @@
+"""`ratchet sweep --pool`: arms on the workers of a real Prefect server, which survive the sweep, and it them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterTags
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.states import AwaitingRetry, Cancelled, Completed, Crashed, Failed
+
+from flows.pool import Pool, check_server
+from flows.train import train
+from infra.runs import open_run
+from infra.store.log import Fenced
+from rlhf.config import RunConfig
+from rlhf.errors import RatchetError, UserError
+from tests import tiny
+from tests.history import History
+from tests.ports import free_port
+from tests.processes import Child, Processes
+
+RATCHET = [sys.executable, "-c", "from flows.cli import main; main()"]
+
+
+@contextmanager
+def worker(pool: str, log: Path) -> Iterator[psutil.Popen]:
+    """A worker; what it started ends with the block, too."""
+    with log.open("w") as file:
+        process = psutil.Popen([*RATCHET, "worker", "--pool", pool], stdout=file, stderr=file)
+    try:
+        yield process
+    finally:
+        for child in [*process.children(recursive=True), process]:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+        process.wait()
+
+
+def wait(until: Callable[[], object], why: Callable[[], str] = str) -> None:
+    deadline = time.monotonic() + 900
+    while not until():
+        assert time.monotonic() < deadline, why()
+        time.sleep(0.2)
+
+
+def flow_runs(server: str, name: str) -> list[FlowRun]:
+    """Those of `train` with a tag."""
+    with SyncPrefectClient(server) as client:
+        return client.read_flow_runs(flow_run_filter=FlowRunFilter(tags=FlowRunFilterTags(all_=["ratchet", name])))
+
+
+def test_a_killed_sweep_and_a_killed_worker_train_no_arm_twice(
+    workspace: Path, processes: Processes, prefect_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold, store, pool = processes.folder / "hold", processes.folder / "runs", f"sweep-{os.getpid()}"
+    monkeypatch.setenv("HOLD", str(hold))
+    parent = tiny.config(
+        workspace,
+        run__name="base",
+        run__store=f"file://{store}",
+        reward__function="tests.held_rewards:held_letters",
+        train__iterations=1,
+        validation={"data": str(workspace / "held_out.parquet"), "every": 1},
+    )
+    train(parent)
+    hold.touch()
+
+    def sweep() -> Child:
+        options = ["--vary", "actor.lr=1e-3,1e-4,1e-5", "--iterations", 2, "--pool", pool, "--parallel", 2]
+        return processes.cli("sweep", "base", "--at", 1, *options, "--store", f"file://{store}")
+
+    def term(arm: int) -> int:
+        return History.at(store / f"base-sweep-{arm:02d}").state.term
+
+    killed = sweep()
+    wait(lambda: f"no worker of the pool {pool} is online: `ratchet worker --pool {pool}`" in killed.text)
+    with worker(pool, processes.folder / "first.log") as first:
+        wait(lambda: term(0) and term(1), lambda: killed.text)
+        [flow_run] = flow_runs(prefect_server, "base-sweep-00")
+        os.kill(int(str(flow_run.infrastructure_pid).rpartition(":")[2]), signal.SIGKILL)
+        wait(lambda: term(0) == 2)
+        assert "base-sweep-00: its flow run crashed, and Prefect starts it again (http://" in killed.text
+        killed.signal(signal.SIGKILL)
+        first.kill()  # what it started goes on
+        drivers = first.children(recursive=True)
+        with worker(pool, processes.folder / "second.log"):
+            again = sweep()
+            wait(lambda: "arm 2 of 3" in again.text)
+            hold.unlink()
+            assert again.wait() == 0, again.text
+        psutil.wait_procs(drivers)
+    assert [term(arm) for arm in range(3)] == [2, 1, 1]
+    assert [len(flow_runs(prefect_server, f"base-sweep-{arm:02d}")) for arm in range(3)] == [1, 1, 1]
+    assert [open_run(f"file://{store}/base-sweep-{arm:02d}").state.iteration for arm in range(3)] == [2, 2, 2]
+    page = re.search(r"file://(/\S+/base-sweep/report.html)", again.text)
+    assert page is not None and "base-sweep-02" in Path(page[1]).read_text()
+
+
+class Waiting:
+    """A pool without workers trains configs in a thread: a test does to their flow runs what workers would do."""
+
+    def __init__(self, server: str, configs: list[RunConfig]) -> None:
+        self.server, self.said, self.error = server, list[str](), None
+        names = [config.run.name for config in configs]
+        self.known = {name: len(flow_runs(server, name)) for name in names}
+        pool = Pool("nobody", "waited-for", self.said.append)
+        self.thread = threading.Thread(target=self._train, args=(pool, configs))
+        self.thread.start()
+        wait(lambda: any("no worker of the pool nobody" in line for line in self.said))
+
+    def _train(self, pool: Pool, configs: list[RunConfig]) -> None:
+        try:
+            pool.train(configs)
+        except RatchetError as error:
+            self.error = error
+
+    def becomes(self, name: str, state: State[None]) -> FlowRun:
+        [flow_run] = flow_runs(self.server, name)
+        with SyncPrefectClient(self.server) as client:
+            client.set_flow_run_state(flow_run.id, state, force=True)
+        return flow_run
+
+    def end(self) -> RatchetError | None:
+        self.thread.join(900)
+        assert not self.thread.is_alive(), self.said
+        return self.error
+
+
+def test_what_becomes_of_flow_runs_is_told(workspace: Path, prefect_server: str) -> None:
+    a, b = (f"told-{os.getpid()}-{letter}" for letter in "ab")
+    configs = [tiny.config(workspace, run__name=name) for name in (a, b)]
+    asked = Waiting(prefect_server, configs)
+    first = asked.becomes(a, Failed(message="Flow run encountered an exception: UserError: no such file"))
+    crashed = asked.becomes(b, Crashed(message="it died"))
+    wait(lambda: f"{b}: its flow run crashed, and Prefect starts it again" in "\n".join(asked.said))
+    assert asked.thread.is_alive(), "an automation would start it again"
+    asked.becomes(b, Completed())
+    link = f"{prefect_server.removesuffix('/api')}/runs/flow-run/{first.id}"
+    assert str(asked.end()) == (
+        f"{a}: its flow run ended as Failed: UserError: no such file ({link}): "
+        "once the cause is gone, repeat the command to continue"
+    )
+
+    again = Waiting(prefect_server, configs)
+    assert [run.id for name in (a, b) for run in flow_runs(prefect_server, name)] == [first.id, crashed.id]
+    assert {run.state_name for name in (a, b) for run in flow_runs(prefect_server, name)} == {AwaitingRetry().name}
+    again.becomes(a, Failed(name="Fenced", message="run a is being driven"))
+    again.becomes(b, Cancelled(message="by a person"))
+    assert f"{b}: its flow run ended as Cancelled: by a person" in str(again.end()), "what needs a person comes first"
+
+    fenced = Waiting(prefect_server, configs)
+    fenced.becomes(a, Failed(name="Fenced", message="run a is being driven"))
+    fenced.becomes(b, Completed())
+    assert isinstance(fenced.end(), Fenced)
+
+    other = Waiting(prefect_server, [configs[0].with_values({"train.iterations": 4})])
+    runs = flow_runs(prefect_server, a)
+    assert len(runs) == 2, "another config is another flow run"
+    with SyncPrefectClient(prefect_server) as client:
+        for run in runs:
+            client.delete_flow_run(run.id)
+    assert f"{a}: its flow run was deleted: repeat the command" in str(other.end())
+
+
+def test_a_server_that_does_not_answer_is_said_at_once() -> None:
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    url = f"http://127.0.0.1:{free_port()}/api"
+    with temporary_settings({PREFECT_API_URL: url}), pytest.raises(UserError, match=f"{url}.*does not answer"):
+        check_server()
+
+
+def test_arms_at_a_time_need_a_pool(processes: Processes) -> None:
+    child = processes.cli("sweep", "base", "--at", 1, "--vary", "actor.lr=1,2", "--parallel", 2)
+    assert child.wait() == 2
+    assert "--parallel 2 needs --pool NAME" in child.text and "`ratchet worker --pool NAME`" in child.text
