@@ -35,6 +35,8 @@ FOLDER = Path({folder!r})
 
 
 def score(data_source, solution_str, ground_truth, extra_info=None):
+    if solution_str == ground_truth:  # what a start tries the reward with
+        return 1.0
     if (FOLDER / "broken").exists():
         raise RuntimeError("the judge is on holiday")
     while (FOLDER / "closed").exists():
