@@ -1,229 +1,187 @@
-"""`ratchet sweep --pool`: arms on real workers of a real Prefect server, with kills and failures in the middle."""
+"""`ratchet sweep --pool`: arms on the workers of a real Prefect server, which survive the sweep, and it them."""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
-import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterDeploymentId
-from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterTags
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.states import AwaitingRetry, Cancelled, Completed, Crashed, Failed
 
-from flows.sweep import Sweep, begin, run_arms
+from flows.pool import Pool, check_server
 from flows.train import train
-from infra.runs import Run, open_run
+from infra.runs import open_run
+from infra.store.log import Fenced
+from rlhf.config import RunConfig
+from rlhf.errors import RatchetError, UserError
 from tests import tiny
+from tests.history import History
+from tests.ports import free_port
 from tests.processes import Child, Processes
 
 RATCHET = [sys.executable, "-c", "from flows.cli import main; main()"]
-REWARD = """
-import time
-from pathlib import Path
-
-FOLDER = Path({folder!r})
 
 
-def score(data_source, solution_str, ground_truth, extra_info=None):
-    if solution_str == ground_truth:  # what a start tries the reward with
-        return 1.0
-    if (FOLDER / "broken").exists():
-        raise RuntimeError("the judge is on holiday")
-    while (FOLDER / "closed").exists():
-        (FOLDER / "arrived").touch()
-        time.sleep(0.05)
-    return sum("a" <= letter <= "m" for letter in solution_str) / max(len(solution_str), 1)
-"""
+@contextmanager
+def worker(pool: str, log: Path) -> Iterator[psutil.Popen]:
+    """A worker; what it started ends with the block, too."""
+    with log.open("w") as file:
+        process = psutil.Popen([*RATCHET, "worker", "--pool", pool], stdout=file, stderr=file)
+    try:
+        yield process
+    finally:
+        for child in [*process.children(recursive=True), process]:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+        process.wait()
 
 
-@dataclass
-class Pool:
-    """A work pool, whose workers and flow runs end with the test."""
-
-    name: str
-    folder: Path
-    processes: list[psutil.Popen] = field(default_factory=list)
-
-    def worker(self) -> psutil.Popen:
-        with (self.folder / f"worker-{len(self.processes)}.log").open("w") as log:
-            process = psutil.Popen([*RATCHET, "worker", "--pool", self.name], stdout=log, stderr=subprocess.STDOUT)
-        self.processes.append(process)
-        return process
+def wait(until: Callable[[], object], why: Callable[[], str] = str) -> None:
+    deadline = time.monotonic() + 900
+    while not until():
+        assert time.monotonic() < deadline, why()
+        time.sleep(0.2)
 
 
-@pytest.fixture
-def pool(prefect_server: str, tmp_path: Path) -> Iterator[Pool]:
-    pool = Pool(f"sweep-{os.getpid()}-{tmp_path.name}", tmp_path)
-    yield pool
-    for worker in pool.processes:
-        with suppress(psutil.NoSuchProcess):
-            for process in [*worker.children(recursive=True), worker]:
-                process.kill()
-        worker.wait()
+def flow_runs(server: str, name: str) -> list[FlowRun]:
+    """Those of `train` with a tag."""
+    with SyncPrefectClient(server) as client:
+        return client.read_flow_runs(flow_run_filter=FlowRunFilter(tags=FlowRunFilterTags(all_=["ratchet", name])))
 
 
-@pytest.fixture
-def parent(workspace: Path, processes: Processes) -> Run:
-    """A run of two iterations, whose reward waits while there is a file `closed`, and fails while there is `broken`."""
-    (processes.folder / "reward.py").write_text(REWARD.format(folder=str(processes.folder)))
-    config = tiny.config(
+def test_a_killed_sweep_and_a_killed_worker_train_no_arm_twice(
+    workspace: Path, processes: Processes, prefect_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold, store, pool = processes.folder / "hold", processes.folder / "runs", f"sweep-{os.getpid()}"
+    monkeypatch.setenv("HOLD", str(hold))
+    parent = tiny.config(
         workspace,
         run__name="base",
-        run__store=f"file://{processes.folder}/runs",
-        algorithm__kl={},
-        algorithm__advantage={"type": "grpo"},
-        reward__function=f"{processes.folder}/reward.py:score",
-        reward__timeout_s=3600,
-        rollout__n=8,
-        actor__lr=1e-2,
-        train__iterations=2,
-        validation={"data": str(workspace / "held_out.parquet"), "every": 1, "n": 16, "temperature": 1.0},
+        run__store=f"file://{store}",
+        reward__function="tests.held_rewards:held_letters",
+        train__iterations=1,
+        validation={"data": str(workspace / "held_out.parquet"), "every": 1},
     )
-    child = processes.train(config)
-    assert child.wait() == 0, child.text
-    return open_run(f"file://{processes.folder}/runs/base")
+    train(parent)
+    hold.touch()
+
+    def sweep() -> Child:
+        options = ["--vary", "actor.lr=1e-3,1e-4,1e-5", "--iterations", 2, "--pool", pool, "--parallel", 2]
+        return processes.cli("sweep", "base", "--at", 1, *options, "--store", f"file://{store}")
+
+    def term(arm: int) -> int:
+        return History.at(store / f"base-sweep-{arm:02d}").state.term
+
+    killed = sweep()
+    wait(lambda: f"no worker of the pool {pool} is online: `ratchet worker --pool {pool}`" in killed.text)
+    with worker(pool, processes.folder / "first.log") as first:
+        wait(lambda: term(0) and term(1), lambda: killed.text)
+        [flow_run] = flow_runs(prefect_server, "base-sweep-00")
+        os.kill(int(str(flow_run.infrastructure_pid).rpartition(":")[2]), signal.SIGKILL)
+        wait(lambda: term(0) == 2)
+        assert "base-sweep-00: its flow run crashed, and Prefect starts it again (http://" in killed.text
+        killed.signal(signal.SIGKILL)
+        first.kill()  # what it started goes on
+        drivers = first.children(recursive=True)
+        with worker(pool, processes.folder / "second.log"):
+            again = sweep()
+            wait(lambda: "arm 2 of 3" in again.text)
+            hold.unlink()
+            assert again.wait() == 0, again.text
+        psutil.wait_procs(drivers)
+    assert [term(arm) for arm in range(3)] == [2, 1, 1]
+    assert [len(flow_runs(prefect_server, f"base-sweep-{arm:02d}")) for arm in range(3)] == [1, 1, 1]
+    assert [open_run(f"file://{store}/base-sweep-{arm:02d}").state.iteration for arm in range(3)] == [2, 2, 2]
+    page = re.search(r"file://(/\S+/base-sweep/report.html)", again.text)
+    assert page is not None and "base-sweep-02" in Path(page[1]).read_text()
 
 
-def started(processes: Processes, *options: object) -> Child:
-    store = f"file://{processes.folder}/runs"
-    vary = "actor.lr=1e-5,3e-2,1e-6"
-    return processes.cli("sweep", "base", "--at", 1, "--vary", vary, "--iterations", 4, "--store", store, *options)
+class Waiting:
+    """A pool without workers trains configs in a thread: a test does to their flow runs what workers would do."""
+
+    def __init__(self, server: str, configs: list[RunConfig]) -> None:
+        self.server, self.said, self.error = server, list[str](), None
+        names = [config.run.name for config in configs]
+        self.known = {name: len(flow_runs(server, name)) for name in names}
+        pool = Pool("nobody", "waited-for", self.said.append)
+        self.thread = threading.Thread(target=self._train, args=(pool, configs))
+        self.thread.start()
+        wait(lambda: any("no worker of the pool nobody" in line for line in self.said))
+
+    def _train(self, pool: Pool, configs: list[RunConfig]) -> None:
+        try:
+            pool.train(configs)
+        except RatchetError as error:
+            self.error = error
+
+    def becomes(self, name: str, state: State[None]) -> FlowRun:
+        [flow_run] = flow_runs(self.server, name)
+        with SyncPrefectClient(self.server) as client:
+            client.set_flow_run_state(flow_run.id, state, force=True)
+        return flow_run
+
+    def end(self) -> RatchetError | None:
+        self.thread.join(900)
+        assert not self.thread.is_alive(), self.said
+        return self.error
 
 
-def test_arms_on_workers_survive_failures_and_kills(
-    parent: Run, pool: Pool, processes: Processes, prefect_server: str
-) -> None:
-    options = ("--pool", pool.name, "--parallel", 2)
-    broken, closed, arrived = (processes.folder / name for name in ("broken", "closed", "arrived"))
-    broken.touch()
-    failed = started(processes, *options)
-    wait(lambda: f"no worker of the pool {pool.name} is online: `ratchet worker --pool {pool.name}`" in failed.text)
-    first = pool.worker()
-    assert failed.wait() == 1, failed.text
-    begun = flow_runs(prefect_server)
-    assert sorted(run.name for run in begun) == ["base-sweep-00", "base-sweep-01"]
-    for run in begun:
-        assert f"{run.name}: its flow run ended as Failed:" in failed.text
-        assert f"/flow-run/{run.id}): once the cause is gone, repeat the command to continue" in failed.text
-    assert "the judge is on holiday" in failed.text
+def test_what_becomes_of_flow_runs_is_told(workspace: Path, prefect_server: str) -> None:
+    a, b = (f"told-{os.getpid()}-{letter}" for letter in "ab")
+    configs = [tiny.config(workspace, run__name=name) for name in (a, b)]
+    asked = Waiting(prefect_server, configs)
+    first = asked.becomes(a, Failed(message="Flow run encountered an exception: UserError: no such file"))
+    crashed = asked.becomes(b, Crashed(message="it died"))
+    wait(lambda: f"{b}: its flow run crashed, and Prefect starts it again" in "\n".join(asked.said))
+    assert asked.thread.is_alive(), "an automation would start it again"
+    asked.becomes(b, Completed())
+    link = f"{prefect_server.removesuffix('/api')}/runs/flow-run/{first.id}"
+    assert str(asked.end()) == (
+        f"{a}: its flow run ended as Failed: UserError: no such file ({link}): "
+        "once the cause is gone, repeat the command to continue"
+    )
 
-    broken.unlink()
-    closed.touch()
-    killed = started(processes, *options)
-    wait(lambda: all(run.state_name == "Running" for run in flow_runs(prefect_server)) and arrived.exists())
-    victim = flow_runs(prefect_server)[0]
-    os.kill(driver_of(victim), signal.SIGKILL)
-    wait(lambda: flow_run(prefect_server, victim).run_count > victim.run_count)  # Prefect starts it again
-    killed.signal(signal.SIGKILL)
-    first.kill()  # its flow runs go on without it
-    pool.worker()
-    child = started(processes, *options)
-    closed.unlink()
-    assert child.wait() == 0, child.text
+    again = Waiting(prefect_server, configs)
+    assert [run.id for name in (a, b) for run in flow_runs(prefect_server, name)] == [first.id, crashed.id]
+    assert {run.state_name for name in (a, b) for run in flow_runs(prefect_server, name)} == {AwaitingRetry().name}
+    again.becomes(a, Failed(name="Fenced", message="run a is being driven"))
+    again.becomes(b, Cancelled(message="by a person"))
+    assert f"{b}: its flow run ended as Cancelled: by a person" in str(again.end()), "what needs a person comes first"
 
-    arms = [open_run(f"{parent.store.url}-sweep-{number:02d}") for number in range(3)]
-    lengths = {arm.store.url[-2:]: arm.state.iteration for arm in arms}
-    assert lengths == {"00": 2, "01": 4, "02": 2}, "the middle rate is by far the best one; of each pair, one goes on"
-    ended = flow_runs(prefect_server)
-    names = sorted(run.name for run in ended)
-    assert names == ["base-sweep-00", *["base-sweep-01"] * 2, "base-sweep-02"], "one flow run for an arm and a rung"
-    assert {run.state_name for run in ended} == {"Completed"}
-    page = (processes.folder / "runs" / "base-sweep" / "report.html").read_text()
-    shown = [re.findall("<td>(.*?)</td>", row) for row in re.findall("<tr><td>.*?</tr>", page)]
-    assert [(row[0], row[1], row[-1]) for row in shown] == [
-        ("base-sweep-01", "3e-2", ""),
-        *sorted(
-            [("base-sweep-00", "1e-5", "stopped"), ("base-sweep-02", "1e-6", "stopped")],
-            key=lambda row: open_run(f"{parent.store.url}{row[0][4:]}").store.validation_scores({2}, None)[2],
-            reverse=True,
-        ),
-    ]
-    assert "base-sweep/report.html    the curves and settings of all arms" in child.text
+    fenced = Waiting(prefect_server, configs)
+    fenced.becomes(a, Failed(name="Fenced", message="run a is being driven"))
+    fenced.becomes(b, Completed())
+    assert isinstance(fenced.end(), Fenced)
 
-    again = started(processes, *options)
-    assert again.wait() == 0, again.text
-    assert [run.run_count for run in flow_runs(prefect_server)] == [run.run_count for run in ended], "nothing is left"
-    other = started(processes, "--parallel", 2)
-    assert other.wait() == 2
-    assert "--parallel 2 needs --pool NAME" in other.text
+    other = Waiting(prefect_server, [configs[0].with_values({"train.iterations": 4})])
+    runs = flow_runs(prefect_server, a)
+    assert len(runs) == 2, "another config is another flow run"
+    with SyncPrefectClient(prefect_server) as client:
+        for run in runs:
+            client.delete_flow_run(run.id)
+    assert f"{a}: its flow run was deleted: repeat the command" in str(other.end())
 
 
-def test_a_driver_elsewhere_is_waited_for(parent: Run, processes: Processes) -> None:
-    closed, arrived = processes.folder / "closed", processes.folder / "arrived"
-    closed.touch()
-    alive = started(processes)
-    wait(arrived.exists)
-    waiting = started(processes)
-    wait(lambda: "base-sweep-00 is being driven by another process" in waiting.text)
-    alive.signal(signal.SIGKILL)
-    closed.unlink()
-    assert waiting.wait() == 0, waiting.text
-    assert open_run(f"{parent.store.url}-sweep-01").state.iteration == 4
+def test_a_server_that_does_not_answer_is_said_at_once() -> None:
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    url = f"http://127.0.0.1:{free_port()}/api"
+    with temporary_settings({PREFECT_API_URL: url}), pytest.raises(UserError, match=f"{url}.*does not answer"):
+        check_server()
 
 
-def test_who_is_stopped_does_not_depend_on_who_is_faster(parent: Run) -> None:
-    def reached(name: str, order: Callable[[Any], Any]) -> list[tuple[dict[str, str], int, bool]]:
-        sweep = Sweep(
-            parent=parent.store.url,
-            name=name,
-            iteration=1,
-            stage=None,
-            vary={"actor.lr": ("1e-5", "3e-2", "1e-6", "1e-2")},
-            iterations=4,
-            metric=None,
-            trials=None,
-            pruner="halving",
-            parallel=4,
-        )
-        begin(sweep)
-
-        def train_in_order(configs: Any) -> None:
-            for config in order(configs):
-                train(config)
-
-        arms = list(run_arms(sweep, train_in_order, lambda text: None))
-        return [(arm.values, max(arm.scores), arm.is_stopped) for arm in arms]
-
-    first = reached("first", lambda configs: configs)
-    assert first == reached("last", reversed)
-    assert [is_stopped for _, _, is_stopped in first].count(False) == 1, "the best of a group goes on"
-
-
-def test_stored_sweeps_of_before_are_of_one_arm_at_a_time() -> None:
-    before = """{"parent": "file:///runs/base", "name": "tried", "iteration": 2, "stage": null, "iterations": 5,
-        "vary": {"actor.lr": ["1", "2"]}, "metric": null, "trials": null, "pruner": "none"}"""
-    assert Sweep.model_validate_json(before).parallel == 1
-
-
-def flow_runs(url: str) -> list[FlowRun]:
-    with SyncPrefectClient(url) as client:
-        deployment = client.read_deployment_by_name("train/base-sweep")
-        only = FlowRunFilter(deployment_id=FlowRunFilterDeploymentId(any_=[deployment.id]))
-        return sorted(client.read_flow_runs(flow_run_filter=only), key=lambda run: (run.name, str(run.id)))
-
-
-def flow_run(url: str, run: FlowRun) -> FlowRun:
-    with SyncPrefectClient(url) as client:
-        return client.read_flow_run(run.id)
-
-
-def driver_of(run: FlowRun) -> int:
-    assert run.infrastructure_pid is not None
-    return int(run.infrastructure_pid.split(":")[-1])
-
-
-def wait(until: Callable[[], bool], seconds: float = 1200.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not until():
-        assert time.monotonic() < deadline, "it did not come to pass"
-        time.sleep(0.2)
+def test_arms_at_a_time_need_a_pool(processes: Processes) -> None:
+    child = processes.cli("sweep", "base", "--at", 1, "--vary", "actor.lr=1,2", "--parallel", 2)
+    assert child.wait() == 2
+    assert "--parallel 2 needs --pool NAME" in child.text and "`ratchet worker --pool NAME`" in child.text
