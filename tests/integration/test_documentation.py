@@ -48,6 +48,7 @@ NOT_RUN = {
     "python benchmarks/gpu.py": "the same",
     "prefect deployment": "needs a Prefect server with a worker: tests/integration/test_deploy.py",
     "prefect server": "the same",
+    "prefect worker": "the same",
     "PREFECT_UI_API_URL": "the same",
     "export PREFECT_API_URL": "the same",
     "ratchet deploy": "the same",
