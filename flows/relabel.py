@@ -288,18 +288,18 @@ async def _judged(pairs: Sequence[Mapping[str, Any]], asked: JudgeConfig, object
     )
     preferred: dict[str, Preferred] = {}
 
-    async def compare(pair: Mapping[str, Any]) -> None:
-        group = [
+    async def ask(pair: Mapping[str, Any]) -> None:
+        first, second = (
             Trajectory(
                 pair["data_source"], pair[f"answer_{side}"], None, {}, pair["messages"], [], _metadata(pair, side)
             )
             for side in ("a", "b")
-        ]
-        share, _ = await judge.compute_scores(group, chat, "pairwise", asked.rubric)
+        )
+        share = await judge.compare(first, second, chat, asked.rubric)
         preferred[pair["pair_id"]] = "tie" if share == 0.5 else "a" if share > 0.5 else "b"
         report(StepProgress(what="pairs judged", done=len(preferred), total=len(pairs)))
 
-    results = await asyncio.gather(*map(compare, pairs), return_exceptions=True)  # so that all answers are kept
+    results = await asyncio.gather(*map(ask, pairs), return_exceptions=True)  # so that all answers are kept
     for failure in results:
         if failure is not None:
             raise UserError(f"{failure}: fix it and repeat the command, which asks only what is missing") from failure
