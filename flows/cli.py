@@ -505,10 +505,17 @@ def relabel(
     from flows import relabel as rounds
 
     parent = open_run(url_of(name, store))
-    relabelled = rounds.Relabel(parent=parent.store.url, name=run, pairs=pairs, window=window, held_out=held_out)
-    folder = str(output or Path(f"{run}-model"))
+    relabelled = rounds.Relabel(
+        parent=parent.store.url,
+        name=run,
+        pairs=pairs,
+        window=window,
+        held_out=held_out,
+        also=tuple(also or ()),
+        output=str((output or Path(f"{run}-model")).resolve()),
+    )
     chosen = rounds.begin(relabelled)
-    config = rounds.refit_config(relabelled, folder, overrides or [])
+    config = rounds.refit_config(relabelled, overrides or [])
     from flows.terminal import progress
 
     with progress(console):
@@ -522,11 +529,13 @@ def relabel(
             highlight=False,
         )
         return
-    learned, compared = rounds.split(relabelled, chosen, known, also or [])
+    divided = rounds.split(relabelled, chosen, known)
     ties = sum(preferred == "tie" for preferred in known.preferred.values())
+    more = f" and {divided.also} of --also" if relabelled.also else ""
+    left_out = f" ({divided.left_out} of --also left out: their prompts are held out)" if divided.left_out else ""
     console.print(
-        f"{counted(len(known.preferred), 'label')}, {counted(ties, 'tie')}: {learned} pairs to learn from, "
-        f"{compared} held out",
+        f"{counted(len(known.preferred), 'label')}, {counted(ties, 'tie')}, {known.skipped} without a label: "
+        f"{divided.learned} pairs{more} to learn from, {divided.held_out} held out{left_out}",
         highlight=False,
     )
     verdict = rounds.judge_new_model(relabelled, config, _fit(config))
@@ -540,7 +549,7 @@ def relabel(
             f"the new reward model is worse than the old one, so {name} is not forked: label more pairs under another "
             "name (--run), or change the settings of the fit"
         )
-    _train_to_the_end(rounds.fork_config(relabelled, folder, iterations), _starting())
+    _train_to_the_end(rounds.fork_config(relabelled, iterations), _starting())
 
 
 def _place(at: str) -> tuple[int, str | None]:

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
-import signal
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from contextvars import copy_context
 from pathlib import Path
 
-import psutil
 import pytest
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterTags
@@ -21,31 +16,12 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.states import AwaitingRetry, Cancelled, Completed, Crashed, Failed
 
 from flows.pool import Pool, check_server
-from flows.train import train
-from infra.runs import open_run
 from infra.store.log import Fenced
 from rlhf.config import RunConfig
 from rlhf.errors import RatchetError, UserError
 from tests import tiny
-from tests.history import History
 from tests.ports import free_port
-from tests.processes import Child, Processes
-
-RATCHET = [sys.executable, "-c", "from flows.cli import main; main()"]
-
-
-@contextmanager
-def worker(pool: str, log: Path) -> Iterator[psutil.Popen]:
-    """A worker; what it started ends with the block, too."""
-    with log.open("w") as file:
-        process = psutil.Popen([*RATCHET, "worker", "--pool", pool], stdout=file, stderr=file)
-    try:
-        yield process
-    finally:
-        for child in [*process.children(recursive=True), process]:
-            with suppress(psutil.NoSuchProcess):
-                child.kill()
-        process.wait()
+from tests.processes import Processes
 
 
 def wait(until: Callable[[], object], why: Callable[[], str] = str) -> None:
@@ -59,53 +35,6 @@ def flow_runs(server: str, name: str) -> list[FlowRun]:
     """Those of `train` with a tag."""
     with SyncPrefectClient(server) as client:
         return client.read_flow_runs(flow_run_filter=FlowRunFilter(tags=FlowRunFilterTags(all_=["ratchet", name])))
-
-
-def test_a_killed_sweep_and_a_killed_worker_train_no_arm_twice(
-    workspace: Path, processes: Processes, prefect_server: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hold, store, pool = processes.folder / "hold", processes.folder / "runs", f"sweep-{os.getpid()}"
-    monkeypatch.setenv("HOLD", str(hold))
-    parent = tiny.config(
-        workspace,
-        run__name="base",
-        run__store=f"file://{store}",
-        reward__function="tests.held_rewards:held_letters",
-        train__iterations=1,
-        validation={"data": str(workspace / "held_out.parquet"), "every": 1},
-    )
-    train(parent)
-    hold.touch()
-
-    def sweep() -> Child:
-        options = ["--vary", "actor.lr=1e-3,1e-4,1e-5", "--iterations", 2, "--pool", pool, "--parallel", 2]
-        return processes.cli("sweep", "base", "--at", 1, *options, "--store", f"file://{store}")
-
-    def term(arm: int) -> int:
-        return History.at(store / f"base-sweep-{arm:02d}").state.term
-
-    killed = sweep()
-    wait(lambda: f"no worker of the pool {pool} is online: `ratchet worker --pool {pool}`" in killed.text)
-    with worker(pool, processes.folder / "first.log") as first:
-        wait(lambda: term(0) and term(1), lambda: killed.text)
-        [flow_run] = flow_runs(prefect_server, "base-sweep-00")
-        os.kill(int(str(flow_run.infrastructure_pid).rpartition(":")[2]), signal.SIGKILL)
-        wait(lambda: term(0) == 2)
-        assert "base-sweep-00: its flow run crashed, and Prefect starts it again (http://" in killed.text
-        killed.signal(signal.SIGKILL)
-        first.kill()  # what it started goes on
-        drivers = first.children(recursive=True)
-        with worker(pool, processes.folder / "second.log"):
-            again = sweep()
-            wait(lambda: "arm 2 of 3" in again.text)
-            hold.unlink()
-            assert again.wait() == 0, again.text
-        psutil.wait_procs(drivers)
-    assert [term(arm) for arm in range(3)] == [2, 1, 1]
-    assert [len(flow_runs(prefect_server, f"base-sweep-{arm:02d}")) for arm in range(3)] == [1, 1, 1]
-    assert [open_run(f"file://{store}/base-sweep-{arm:02d}").state.iteration for arm in range(3)] == [2, 2, 2]
-    page = re.search(r"file://(/\S+/base-sweep/report.html)", again.text)
-    assert page is not None and "base-sweep-02" in Path(page[1]).read_text()
 
 
 class Waiting:
