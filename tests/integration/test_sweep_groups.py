@@ -125,7 +125,7 @@ def test_arms_on_workers_survive_failures_and_kills(
     os.kill(driver_of(victim), signal.SIGKILL)
     wait(lambda: flow_run(prefect_server, victim).run_count > victim.run_count)  # Prefect starts it again
     killed.signal(signal.SIGKILL)
-    first.kill()  # its flow runs go on without it
+    first.kill()  # its flow runs continue without it
     pool.worker()
     child = started(processes, *options)
     closed.unlink()

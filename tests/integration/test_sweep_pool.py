@@ -1,4 +1,4 @@
-"""`ratchet sweep --pool`: arms on the workers of a real Prefect server, which survive the sweep, and it them."""
+"""`ratchet sweep --pool`: what a sweep says of its flow runs on a real Prefect server."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Waiting:
         self.known = {name: len(flow_runs(server, name)) for name in names}
         pool = Pool("nobody", "waited-for", self.said.append)
         settings = copy_context()  # which name the server
-        self.thread = threading.Thread(target=settings.run, args=(self._train, pool, configs))
+        self.thread = threading.Thread(target=settings.run, args=(self._train, pool, configs), daemon=True)
         self.thread.start()
         wait(lambda: any("no worker of the pool nobody" in line for line in self.said))
 
