@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +16,20 @@ FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange")
 """Functions that Megatron calls with `device="cuda"`."""
 
 
+class _Stream:
+    """A stream and its events: on the CPU all is done when a call returns."""
+
+    def record_event(self) -> _Stream:
+        return self
+
+    def synchronize(self) -> None: ...
+
+    def wait_stream(self, other: _Stream) -> None: ...
+
+
+STREAM = _Stream()
+
+
 def install() -> None:
     """Replace what asks for a GPU, for good; everything else computes as before."""
     if torch.cuda.current_device.__module__ != __name__:
@@ -23,9 +37,16 @@ def install() -> None:
         _replace(torch, _factories())
         _replace(torch.Tensor, _of_tensors())
         from megatron.core.tensor_parallel import random
+        from megatron.core.transformer.moe import token_dispatcher
 
+        token_dispatcher.maybe_move_tensor_to_cpu = _on_the_host
         random._get_cuda_rng_state = lambda device=None, clone=False, graph_safe=False: torch.get_rng_state()
         random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+
+
+def _on_the_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Megatron makes arrays of tensors on a GPU alone, but gives them to functions that take nothing else."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 @contextmanager
@@ -54,7 +75,9 @@ def _of_cuda() -> dict[str, Callable[..., Any]]:
         "current_device": lambda: CPU,
         "synchronize": lambda device=None: None,
         "set_device": lambda device: None,
-        "current_stream": lambda device=None: torch.Stream(device="cpu"),
+        "current_stream": lambda device=None: STREAM,
+        "stream": lambda stream: nullcontext(),
+        "Stream": lambda: STREAM,
         "manual_seed": lambda seed: torch.manual_seed(seed),
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
@@ -81,7 +104,7 @@ def _of_tensors() -> dict[str, Callable[..., Any]]:
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(factory)
-    def call(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+    def call(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
         is_gpu = device is not None and torch.device(device).type == "cuda"
         return factory(*args, device=CPU if is_gpu else device, **kwargs)
 

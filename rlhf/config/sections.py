@@ -697,6 +697,12 @@ class TrainerConfig(Section):
     pipeline_parallel: int = Field(
         1, gt=0, description="megatron: groups of such processes that split the layers between them"
     )
+    context_parallel: int = Field(
+        1, gt=0, description="megatron: processes that split each sequence between them, for long sequences"
+    )
+    expert_parallel: int = Field(
+        1, gt=0, description="megatron: processes that split the experts of each layer of a mixture between them"
+    )
     distributed_optimizer: bool = Field(
         True,
         description="megatron: copies of the model shard the optimizer's weights and state; false: each has all of it",

@@ -70,12 +70,17 @@ def train_engine(
         )
     if trainer.engine == "megatron":
         from rlhf.engines.megatron_engine import MegatronEngine
+        from rlhf.engines.megatron_groups import Layout
 
         return MegatronEngine(
             model,
             head,
-            tensor_parallel=trainer.tensor_parallel,
-            pipeline_parallel=trainer.pipeline_parallel,
+            layout=Layout(
+                tensor=trainer.tensor_parallel,
+                pipeline=trainer.pipeline_parallel,
+                context=trainer.context_parallel,
+                expert=trainer.expert_parallel,
+            ),
             distributed_optimizer=trainer.distributed_optimizer,
             **options,
         )

@@ -28,7 +28,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from rlhf.batch import TrajectoryBatch
 from rlhf.engines import checkpointing, ranks
 from rlhf.engines.base import OptimizerPlan
-from rlhf.engines.megatron_groups import Groups
+from rlhf.engines.megatron_groups import Groups, Layout
 from rlhf.engines.micro_batches import MicroBatch
 from rlhf.engines.model_engine import LossOf, ModelEngine, not_finite
 from rlhf.engines.parts import Part
@@ -51,18 +51,17 @@ class MegatronOutputs(TokenOutputs):
 
     decoder: megatron_model.Decoder
 
-    def hidden(self, input_ids: Tensor) -> Tensor:
-        """Compute hidden states, shape (time, sequences, width); another stage's are the decoder's input tensor."""
-        return self.decoder(input_ids, None, None)  # type: ignore[no-any-return]
-
     def of_hidden(
-        self, hidden: Tensor, at: Tensor, targets: Tensor, temperature: float, outputs: tuple[str, ...]
+        self, hidden: Tensor, time: int, at: Tensor, targets: Tensor, temperature: float, outputs: tuple[str, ...]
     ) -> dict[str, Tensor]:
-        """Compute outputs from the hidden states of the last stage; see `forward`."""
-        chosen = hidden.transpose(0, 1).flatten(0, 1).index_select(0, at)
+        """Compute outputs from the hidden states of the last stage; `time`: length of the sequences; see `forward`."""
+        chosen = self.decoder.chosen(hidden, time, at)
         if self.head == "policy":
-            return self._of_policy(chosen, targets, temperature, outputs)
-        return {"values" if self.head == "value" else "scores": self.decoder.output_layer(chosen)[:, 0].float()}
+            computed = self._of_policy(chosen, self.decoder.own(targets), temperature, outputs)
+        else:
+            values = self.decoder.output_layer(chosen)[:, 0].float()
+            computed = {"values" if self.head == "value" else "scores": values}
+        return {name: self.decoder.gathered(values, len(at)) for name, values in computed.items()}
 
     def _of_tokens(
         self,
@@ -76,7 +75,8 @@ class MegatronOutputs(TokenOutputs):
         **attend: Any,
     ) -> dict[str, Tensor]:
         assert position_ids is None and copies is None and not attend, "sequences are padded on the right"
-        return self.of_hidden(self.hidden(input_ids), at, targets, temperature, outputs)
+        hidden = self.decoder.hidden(input_ids)
+        return self.of_hidden(hidden, input_ids.shape[1], at, targets, temperature, outputs)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return self.decoder.logits(hidden) if hasattr(self, "decoder") else super()._logits(hidden)
@@ -93,8 +93,7 @@ class MegatronEngine(ModelEngine):
         model: PreTrainedModel | Skeleton,
         head: Head,
         *,
-        tensor_parallel: int = 1,
-        pipeline_parallel: int = 1,
+        layout: Layout = Layout(),  # noqa: B008  (it is frozen)
         distributed_optimizer: bool = True,
         **options: Any,
     ) -> None:
@@ -103,8 +102,7 @@ class MegatronEngine(ModelEngine):
         Args:
             model: the model with float32 weights, or its skeleton.
             head: outputs of the model.
-            tensor_parallel: number of adjacent ranks that split each matrix.
-            pipeline_parallel: number of groups of them that split the layers.
+            layout: numbers of ranks that share matrices, layers, sequences and experts.
             distributed_optimizer: whether copies of the model shard the optimizer's weights and state.
             options: see `ModelEngine`.
 
@@ -116,16 +114,15 @@ class MegatronEngine(ModelEngine):
         except (AssertionError, RuntimeError):
             raise UserError("engine megatron needs a GPU, and there is none: use engine fsdp, which does not") from None
         kept = checkpointing.chosen(options.get("gradient_checkpointing", False), ranks.device())
-        unsharded = tensor_parallel * pipeline_parallel
         options |= {"packing": False, "share_prompts": False}
         skeleton = Skeleton.of(model)
         config = skeleton.model.config.get_text_config()
-        self.groups = Groups.of(tensor_parallel, pipeline_parallel)
+        self.groups = Groups.of(layout)
         place = self.groups.place
         if reason := refusal(config, place):
             raise UserError(reason)
-        super().__init__(skeleton.emptied(), head, tensor_parallel=unsharded, **options)
-        self.counts = place.is_last_stage and place.tensor == 0
+        super().__init__(skeleton.emptied(), head, **options)
+        self.share, self.counts = self.groups.share, self.groups.counts
         self.groups.enter()
         computes = torch.bfloat16 if self.dtype == "bfloat16" else torch.float32
         self.parameters = self._parameters()
@@ -141,7 +138,7 @@ class MegatronEngine(ModelEngine):
             self.module.vocabulary = VocabularyShare(self.groups.tensors, share * place.tensor, place.tensors)
         local = dict(self.decoder.named_parameters())
         shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
-        blocks_of = local_layout(config, shapes, place, fused_norms=megatron_model.has_transformer_engine())
+        blocks_of = local_layout(config, shapes, place, fused=megatron_model.has_transformer_engine())
         assert local.keys() == blocks_of.keys(), f"of other parameters: {sorted(local.keys() ^ blocks_of.keys())}"
         self._places: dict[str, list[tuple[torch.nn.Parameter, Block]]] = {name: [] for name in self.parameters}
         """Where the elements of each tensor lie that this rank has."""
@@ -176,8 +173,7 @@ class MegatronEngine(ModelEngine):
             [self.replica],
             use_gloo_process_groups=False,
         )
-        [self.stepper] = chained.chained_optimizers
-        self.optimizer = self.stepper.optimizer
+        self.stepper = chained
         self._free_gradients()
 
     # Computing.
@@ -230,9 +226,8 @@ class MegatronEngine(ModelEngine):
         *,
         with_router: bool,
     ) -> None:
-        for buffer in self.replica.buffers:
-            gradient = buffer.grad_data
-            gradient.untyped_storage().resize_(gradient.numel() * gradient.itemsize)
+        for gradients in self._gradients():
+            gradients.untyped_storage().resize_(gradients.numel() * gradients.itemsize)
         self.replica.zero_grad_buffer()
         if self.groups.place.stages == 1:
             super()._accumulate(micro_batches, names, temperature, loss_of, with_router=with_router)
@@ -259,12 +254,12 @@ class MegatronEngine(ModelEngine):
             number = next(numbers)
             micro = micro_batches[number]
             input_ids, at, targets = (tensor.to(self.device) for tensor in (micro.input_ids, micro.at, micro.targets))
-            hidden = self.module.hidden(input_ids)
+            hidden = self.decoder.hidden(input_ids)
             if not self.groups.place.is_last_stage:
                 return hidden, _no_loss
 
             def loss(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-                outputs = self.module.of_hidden(hidden, at, targets, temperature, names)
+                outputs = self.module.of_hidden(hidden, input_ids.shape[1], at, targets, temperature, names)
                 return loss_of(number, outputs), torch.ones((), dtype=torch.int), {}
 
             return hidden, loss
@@ -288,8 +283,8 @@ class MegatronEngine(ModelEngine):
         return super()._summed(sums)
 
     def _step(self, plan: OptimizerPlan) -> float:
-        assert self.optimizer is not None
-        plan.optimizer.set(self.optimizer, plan.lr)
+        for part in self.stepper.chained_optimizers:
+            plan.optimizer.set(part.optimizer, plan.lr)
         self.stepper.config.clip_grad = plan.grad_clip or math.inf
         _, norm, _ = self.stepper.step()
         self.stepper.zero_grad()
@@ -300,8 +295,13 @@ class MegatronEngine(ModelEngine):
 
     def _free_gradients(self) -> None:
         self.stepper.zero_grad()
-        for buffer in self.replica.buffers:
-            buffer.grad_data.untyped_storage().resize_(0)
+        for gradients in self._gradients():
+            gradients.untyped_storage().resize_(0)
+
+    def _gradients(self) -> Iterator[Tensor]:
+        """Yield the buffers of gradients."""
+        for buffer in (*self.replica.buffers, *self.replica.expert_parallel_buffers):
+            yield buffer.grad_data
 
     # State.
 
@@ -311,10 +311,9 @@ class MegatronEngine(ModelEngine):
             if block.is_first:
                 values, first = self._held(kind, parameter)
                 if not self._is_sharded:  # copies tell of a share each
-                    first, last = (
-                        len(values) * number // self.groups.copies
-                        for number in (self.groups.copy, self.groups.copy + 1)
-                    )
+                    copies = self.groups.copies_of_experts if _is_of_expert(parameter) else self.groups.copies
+                    number, count = copies.rank(), copies.size()
+                    first, last = len(values) * number // count, len(values) * (number + 1) // count
                     values = values[first:last]
                 for _, part in parts_between(values, first, [block]):
                     yield Part(part.values.float(), part.starts)
@@ -322,7 +321,7 @@ class MegatronEngine(ModelEngine):
     @property
     def _is_sharded(self) -> bool:
         """Whether copies of the model shard the optimizer's weights and state."""
-        return self.trainable and isinstance(self.stepper, DistributedOptimizer)
+        return self.trainable and isinstance(self.stepper.chained_optimizers[0], DistributedOptimizer)
 
     def _held(self, kind: str, parameter: torch.nn.Parameter) -> tuple[Tensor, int]:
         """What this rank holds of a parameter's optimizer weights or state, flat, and where that begins in it."""
@@ -332,8 +331,7 @@ class MegatronEngine(ModelEngine):
         if kind == "model":
             held: Tensor = main.data
         else:
-            assert self.optimizer is not None
-            state = self.optimizer.state.get(main, {}).get(kind)
+            state = self._optimizer_of(parameter).state.get(main, {}).get(kind)
             held = torch.zeros_like(main) if state is None else state
         return self.optimizer_buffers.readable(self.weights_buffers.readable(held)).view(-1), first
 
@@ -344,11 +342,20 @@ class MegatronEngine(ModelEngine):
             return parameter, 0
         if not self._is_sharded:
             return getattr(parameter, "main_param", parameter), 0
-        if parameter not in self.stepper.model_param_group_index_map:
+        stepper = self._stepper_of(parameter)
+        if parameter not in stepper.model_param_group_index_map:
             return None, 0
-        group, number = self.stepper.model_param_group_index_map[parameter]
-        shard = self.stepper.optimizer.param_groups[group]["params"][number]
-        return shard, self.stepper._get_model_param_range_map(parameter)["param"].start
+        group, number = stepper.model_param_group_index_map[parameter]
+        shard = stepper.optimizer.param_groups[group]["params"][number]
+        return shard, stepper._get_model_param_range_map(parameter)["param"].start
+
+    def _stepper_of(self, parameter: torch.nn.Parameter) -> Any:
+        """The optimizer of Megatron that changes a parameter: the second if there is one, for those of experts."""
+        return self.stepper.chained_optimizers[-1 if _is_of_expert(parameter) else 0]
+
+    def _optimizer_of(self, parameter: torch.nn.Parameter) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = self._stepper_of(parameter).optimizer
+        return optimizer
 
     def get(self, kind: str, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """Gather a parameter or its optimizer state; see `ModelEngine.get`."""
@@ -398,23 +405,23 @@ class MegatronEngine(ModelEngine):
 
     def _make_state(self) -> None:
         """Create the optimizer state, which Megatron does in its first step."""
-        assert self.optimizer is not None
-        for group in self.optimizer.param_groups:
-            if not isinstance(self.optimizer, torch.optim.Optimizer) or "step" in group:
-                group["step"] = self.steps  # of the fused optimizers of TransformerEngine and Apex
-            for main in group["params"]:
-                state = self.optimizer.state[main]
-                for kind in self.optimizer_type.state:
-                    if kind not in state:
-                        state[kind] = torch.zeros_like(main)
-                if isinstance(self.optimizer, torch.optim.AdamW):
-                    state["step"] = torch.tensor(float(self.steps))
+        for part in self.stepper.chained_optimizers:
+            for group in part.optimizer.param_groups:
+                if not isinstance(part.optimizer, torch.optim.Optimizer) or "step" in group:
+                    group["step"] = self.steps  # of the fused optimizers of TransformerEngine and Apex
+                for main in group["params"]:
+                    state = part.optimizer.state[main]
+                    for kind in self.optimizer_type.state:
+                        if kind not in state:
+                            state[kind] = torch.zeros_like(main)
+                    if isinstance(part.optimizer, torch.optim.AdamW):
+                        state["step"] = torch.tensor(float(self.steps))
 
     def _reset_optimizer(self) -> None:
         if self.trainable:
-            assert self.optimizer is not None
             self._free_gradients()
-            self.optimizer.state.clear()
+            for part in self.stepper.chained_optimizers:
+                part.optimizer.state.clear()
 
     def _optimizer_tensors(self) -> Iterator[Tensor]:
         if self.trainable and self.dtype == "bfloat16":  # its float32 weights; in float32 they are the model's
@@ -422,7 +429,14 @@ class MegatronEngine(ModelEngine):
                 main, _ = self._main(parameter)
                 if main is not None:
                     yield main.data
-        yield from super()._optimizer_tensors()
+        for part in self.stepper.chained_optimizers if self.trainable else ():
+            for state in part.optimizer.state.values():
+                yield from state.values()
+
+
+def _is_of_expert(parameter: torch.nn.Parameter) -> bool:
+    """Whether a parameter belongs to an expert, as Megatron marks it."""
+    return not getattr(parameter, "allreduce", True)
 
 
 def _no_loss(_: Tensor) -> None:

@@ -7,6 +7,7 @@ so the globals are exchanged when another model computes.
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -17,8 +18,20 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_par
 from rlhf.engines import ranks
 from rlhf.models.megatron_layout import Place
 
-ORDER = "tp-cp-ep-pp-dp"
-"""Adjacent ranks share matrices, then layers; ranks that are further apart have other trajectories."""
+
+@dataclass(frozen=True)
+class Layout:
+    """Numbers of ranks that share a model."""
+
+    tensor: int = 1
+    """Those that share each matrix."""
+    pipeline: int = 1
+    """Those that share the layers."""
+    context: int = 1
+    """Those that share each sequence."""
+    expert: int = 1
+    """Those that share the experts of each layer; they may also share matrices or sequences, or have trajectories of
+    their own."""
 
 
 def _globals() -> dict[str, Any]:
@@ -26,32 +39,35 @@ def _globals() -> dict[str, Any]:
 
 
 class Groups:
-    """The groups of a layout."""
+    """The groups of a layout.
 
-    _built: ClassVar[dict[tuple[dist.ProcessGroup, int, int], Groups]] = {}
+    Adjacent ranks share matrices, then sequences; ranks that are far apart share layers. A layout of the attention's
+    ranks and one of the experts' ranks lie over each other, in which each expert is whole.
+    """
+
+    _built: ClassVar[dict[tuple[dist.ProcessGroup, Layout], Groups]] = {}
     _empty: ClassVar[dict[str, Any]] = copy.deepcopy(_globals())
 
     @classmethod
-    def of(cls, tensors: int, stages: int) -> Groups:
-        """Build the groups, or return those of an earlier model of this layout; all ranks must make the same call.
-
-        Args:
-            tensors: number of ranks that share each matrix.
-            stages: number of ranks that share the layers.
-        """
+    def of(cls, layout: Layout) -> Groups:
+        """Build the groups, or return those of an earlier model of this layout; all ranks must make the same call."""
         ranks.initialized()
         world = dist.group.WORLD
         assert world is not None
-        key = (world, tensors, stages)
-        if key not in cls._built:
-            cls._built[key] = cls(tensors, stages)
-        return cls._built[key]
+        if (world, layout) not in cls._built:
+            cls._built[world, layout] = cls(layout)
+        return cls._built[world, layout]
 
-    def __init__(self, tensors: int, stages: int) -> None:
+    def __init__(self, layout: Layout) -> None:
         """Build the groups; use `of`."""
         vars(parallel_state).update(copy.deepcopy(self._empty))
         parallel_state.initialize_model_parallel(
-            tensors, stages, order=ORDER, create_gloo_process_groups=False, distributed_timeout_minutes=30
+            tensor_model_parallel_size=layout.tensor,
+            context_parallel_size=layout.context,
+            pipeline_model_parallel_size=layout.pipeline,
+            expert_model_parallel_size=layout.expert,
+            expert_tensor_parallel_size=1,
+            create_gloo_process_groups=False,
         )
         if not get_cuda_rng_tracker().is_initialized():
             # of a generator that is never used, because nothing in the models is random
@@ -59,16 +75,25 @@ class Groups:
                 model_parallel_cuda_manual_seed(0)
         self._held = _globals()
         self.place = Place(
-            parallel_state.get_tensor_model_parallel_rank(),
-            tensors,
-            parallel_state.get_pipeline_model_parallel_rank(),
-            stages,
+            tensor=parallel_state.get_tensor_model_parallel_rank(),
+            tensors=layout.tensor,
+            stage=parallel_state.get_pipeline_model_parallel_rank(),
+            stages=layout.pipeline,
+            expert=parallel_state.get_expert_model_parallel_rank(),
+            experts=layout.expert,
+            context=parallel_state.get_context_parallel_rank(),
+            contexts=layout.context,
         )
-        self.copy = parallel_state.get_data_parallel_rank()
-        """Number of this rank's copy of the model."""
-        self.copies: int = parallel_state.get_data_parallel_world_size()
         self.tensors: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()
         """The ranks that share matrices with this one."""
+        self.contexts: dist.ProcessGroup = parallel_state.get_context_parallel_group()
+        """The ranks that share sequences with this one."""
+        self.share = ranks.Share(parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size())
+        self.counts = self.place.is_last_stage and self.place.tensor == self.place.context == 0
+        """Whether this rank is the first of those that have the results of its trajectories."""
+        self.copies: dist.ProcessGroup = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        """The ranks that have the same parameters as this one, except the experts'."""
+        self.copies_of_experts: dist.ProcessGroup = parallel_state.get_expert_data_parallel_group()
 
     def enter(self) -> None:
         """Make Megatron use these groups."""

@@ -113,9 +113,10 @@ class ModelEngine(ABC):
         """The model inside `module`; in engines that shard it, its tensors are not whole."""
         self.head, self.dtype, self.trainable = head, dtype, trainable
         self.packing = self.module.varlen if packing is None else packing
-        self.sharing = sequence_parallel * tensor_parallel
-        """Number of adjacent ranks that compute the same trajectories; only the first contributes results."""
-        self.counts = ranks.rank() % self.sharing == 0
+        sharing = sequence_parallel * tensor_parallel
+        self.share = ranks.Share.of(sharing)
+        self.counts = ranks.rank() % sharing == 0
+        """Whether this rank contributes the results of its part: one does, of those that compute the same part."""
         self.device = ranks.device()
         self.weights_buffers, self.optimizer_buffers = HostBuffers(self.device), HostBuffers(self.device)
         self.optimizer_type = type(optimizer)
@@ -395,7 +396,7 @@ class ModelEngine(ABC):
         if self.module.shares_prompts and together == 1:
             prompt_of = prompt_numbers(batch)
             read = responses + prompts // KEYS_PER_TOKEN  # attention copies a prompt's keys for each response
-            shared = by_prompt(prompt_of, prompts, read, budget, ranks.count() // self.sharing)
+            shared = by_prompt(prompt_of, prompts, read, budget, self.share.shares)
             padded = sum(len(rows) * sizes[rows].max() for rows in by_token_budget(sizes, budget))
             repeats = len(np.unique(prompt_of)) < len(batch)
             if self.module.varlen:  # then packing needs no shared prompts
@@ -406,7 +407,7 @@ class ModelEngine(ABC):
                 is_shared = may_share and (self.packing or shared[1].sum() <= WORTH_SHARING * padded)
             if is_shared:
                 layout, (groups, sizes) = "shared", shared
-        for chosen in ranks.pieces(sizes, budget, packed=layout != "padded", sharing=self.sharing):
+        for chosen in ranks.pieces(sizes, budget, packed=layout != "padded", share=self.share):
             rows = np.concatenate([groups[number] for number in chosen]) if len(chosen) else np.arange(0)
             chosen_rows = rows if len(rows) else groups[0]
             yield rows, MicroBatch.of(batch, chosen_rows, layout, varlen=self.module.varlen)

@@ -6,6 +6,7 @@ called, so that this module is cheap to import.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -93,16 +94,32 @@ def gathered(value: Any) -> list[Any]:
     return values
 
 
-def pieces(lengths: np.ndarray, budget: int, *, packed: bool = False, sharing: int = 1) -> list[np.ndarray]:
-    """Split a batch over the ranks, and this rank's share into pieces within a token budget; see `deal`.
+@dataclass(frozen=True)
+class Share:
+    """The part of a batch that a rank computes; ranks that compute it together have the same."""
+
+    number: int
+    """Number of the part, from 0."""
+    shares: int
+    """Number of parts."""
+
+    @classmethod
+    def of(cls, sharing: int) -> Share:
+        """Return this rank's part if so many adjacent ranks have the same."""
+        return cls(rank() // sharing, count() // sharing)
+
+
+def pieces(lengths: np.ndarray, budget: int, *, packed: bool = False, share: Share | None = None) -> list[np.ndarray]:
+    """Split a batch into parts, and this rank's part into pieces within a token budget; see `deal`.
 
     Args:
         lengths: length of each row in tokens, shape (rows,).
         budget: maximum size of a piece in tokens.
         packed: whether padding does not count towards the budget.
-        sharing: number of adjacent ranks that get the same rows.
+        share: this rank's part; None: each rank has one.
 
     Returns:
         Row numbers of each piece of this rank.
     """
-    return deal(lengths, budget, count() // sharing, packed=packed)[rank() // sharing]
+    share = Share.of(1) if share is None else share
+    return deal(lengths, budget, share.shares, packed=packed)[share.number]

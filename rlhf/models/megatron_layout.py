@@ -1,9 +1,10 @@
 """Where the weights of a model lie in Megatron: a table of names and shapes, which reads both ways.
 
 Megatron keeps the projections of attention in one matrix, in the order of the groups of heads (the queries of a group,
-its key, its value), and those of an MLP's gate in another. Tensor parallelism cuts matrices by rows or by columns, and
-pipeline parallelism gives each rank some of the layers. Here every element of a rank's parameters is traced to a tensor
-on the hub, so that weights, moments and digests are those of whole tensors, in any layout.
+its key, its value), and those of an MLP's gate in another. Tensor parallelism cuts matrices by rows or by columns,
+pipeline parallelism gives each rank some of the layers, and expert parallelism some of the experts. Here every element
+of a rank's parameters is traced to a parameter in transformers, so that weights, moments and digests are those of whole
+tensors, in any layout; `hub_layout` knows their names in files.
 """
 
 from __future__ import annotations
@@ -24,19 +25,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""Shapes of whole tensors, by their names on the hub."""
-Cut = Literal["whole", "rows", "columns", "gate", "groups"]
+"""Shapes of whole tensors, by their names in transformers."""
+Cut = Literal["whole", "rows", "columns", "gate", "groups", "experts"]
 """How ranks share a matrix: each has all of it, some rows, or some columns. `gate`: rows of two matrices, one after the
-other. `groups`: rows of three, those of a group of heads together."""
+other. `groups`: rows of three, those of a group of heads together. `experts`: some of the matrices that a tensor
+consists of, each of which is a parameter in Megatron."""
 
+MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 LAYER = "model.layers.{}."
 LOCAL_LAYER = "decoder.layers.{}."
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 
 FIRST: tuple[tuple[Cut, str, tuple[str, ...]], ...] = (("rows", "embedding.word_embeddings.weight", (EMBEDDING,)),)
-"""The parameters of the first stage that are in no layer: how they are cut, their name in Megatron, and the tensors on
-the hub that they consist of."""
+"""The parameters of the first stage that are in no layer: how they are cut, their name in Megatron, and the parameters
+in transformers that they consist of."""
 LAST: tuple[tuple[Cut, str, tuple[str, ...]], ...] = (
     ("whole", "decoder.final_layernorm.weight", ("model.norm.weight",)),
     ("rows", "output_layer.weight", (HEAD,)),
@@ -62,13 +65,18 @@ LAYERS: tuple[tuple[Cut, str, tuple[str, ...]], ...] = (
     ("whole", "pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",)),
     ("gate", "mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
     ("columns", "mlp.linear_fc2.weight", ("mlp.down_proj.weight",)),
+    ("whole", "mlp.router.weight", ("mlp.gate.weight",)),
+    ("experts", "mlp.experts.local_experts.{}.linear_fc1.weight", ("mlp.experts.gate_up_proj",)),
+    ("experts", "mlp.experts.local_experts.{}.linear_fc2.weight", ("mlp.experts.down_proj",)),
 )
-"""Those of each layer, without the names of the layers."""
-FUSED_NORMS = {
+"""Those of each layer, without the names of the layers; a layer has an MLP or experts."""
+FUSED = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+    "mlp.experts.local_experts.{}.linear_fc1.weight": "mlp.experts.linear_fc1.weight{}",
+    "mlp.experts.local_experts.{}.linear_fc2.weight": "mlp.experts.linear_fc2.weight{}",
 }
-"""Other names of norms that TransformerEngine computes together with the product that follows."""
+"""Other names of what TransformerEngine computes together: a norm with the product that follows, and all experts."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +89,12 @@ class Place:
     stage: int = 0
     """Number among the ranks that share the layers."""
     stages: int = 1
+    expert: int = 0
+    """Number among the ranks that share the experts of each layer."""
+    experts: int = 1
+    context: int = 0
+    """Number among the ranks that share each sequence."""
+    contexts: int = 1
 
     @property
     def is_first_stage(self) -> bool:
@@ -95,7 +109,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Block:
-    """A rectangle of a tensor on the hub, whose elements are contiguous in a rank's flattened parameter."""
+    """A rectangle of a tensor of transformers, whose elements are contiguous in a rank's flattened parameter."""
 
     hub: str
     """The tensor's name."""
@@ -116,15 +130,15 @@ class Block:
 
 
 def local_layout(
-    config: PreTrainedConfig, shapes: Shapes, place: Place, *, fused_norms: bool = False
+    config: PreTrainedConfig, shapes: Shapes, place: Place, *, fused: bool = False
 ) -> dict[str, tuple[Block, ...]]:
     """Describe what a rank's parameters consist of.
 
     Args:
         config: the model's config; `refusal` must be None.
-        shapes: shapes of all tensors of the model, by their names on the hub; a tied head is left out.
+        shapes: shapes of all parameters of the model, by their names in transformers; a tied head is left out.
         place: the rank's place.
-        fused_norms: whether norms have the names that TransformerEngine gives them.
+        fused: whether parameters have the names that TransformerEngine gives them.
 
     Returns:
         The blocks of each parameter by its name in Megatron, in order: together they are the flattened parameter.
@@ -139,14 +153,22 @@ def local_layout(
     rows += [(place.is_first_stage, *row) for row in FIRST]
     for layer in range(config.num_hidden_layers):
         stage, number = divmod(layer, per_stage)
+        has_experts = LAYER.format(layer) + "mlp.gate.weight" in shapes
         for cut, name, hub in LAYERS:
-            local = LOCAL_LAYER.format(number) + (FUSED_NORMS.get(name, name) if fused_norms else name)
+            is_fused = fused and not (has_experts and name == "pre_mlp_layernorm.weight")  # no product follows it
+            local = LOCAL_LAYER.format(number) + (FUSED.get(name, name) if is_fused else name)
             rows.append((stage == place.stage, cut, local, tuple(LAYER.format(layer) + part for part in hub)))
     rows += [(place.is_last_stage, *row) for row in LAST]
     for is_mine, cut, name, hub in rows:
         if shapes.keys() >= set(hub):
             known.update(hub)
-            if is_mine:
+            if is_mine and cut == "experts":
+                count, *shape = shapes[hub[0]]
+                for number in range(count // place.experts):
+                    offset = place.expert * (count // place.experts) + number
+                    block = Block(hub[0], (count, *shape), (offset, 0, 0), (1, *shape), 0, is_first=True)
+                    layout[name.format(number)] = (block,)
+            elif is_mine:
                 layout[name] = _blocks(config, shapes, place, cut, hub)
     if HEAD not in shapes and "score.weight" not in shapes and place.is_last_stage and not place.is_first_stage:
         layout["output_layer.weight"] = _blocks(config, shapes, place, "rows", (EMBEDDING,), is_copy=True)
@@ -222,10 +244,19 @@ def refusal(config: PreTrainedConfig, place: Place) -> str | None:
 
     Args:
         config: the model's config.
-        place: its `tensors` and `stages` are what is checked.
+        place: its `tensors`, `stages` and `experts` are what is checked.
     """
-    if config.model_type not in ("llama", "qwen2", "qwen3"):
-        return f"{config.model_type} is not supported yet by engine megatron (llama, qwen2 and qwen3 are)"
+    if config.model_type not in MODEL_TYPES:
+        return f"{config.model_type} is not supported yet by engine megatron ({', '.join(MODEL_TYPES)} are)"
+    experts = getattr(config, "num_experts", None)
+    if place.experts > 1 and experts is None:
+        return f"expert_parallel is {place.experts}, but {config.model_type} has no experts: remove it"
+    if experts is not None and experts % place.experts:
+        return f"expert_parallel is {place.experts}, which does not divide the model's num_experts {experts}"
+    if place.stages > 1 and (getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1):
+        return "layers with and without experts are not supported yet by engine megatron with pipeline_parallel"
+    if getattr(config, "output_router_logits", False):
+        return "the router's auxiliary loss (output_router_logits) is not supported yet by engine megatron"
     for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
         if getattr(config, key) % place.tensors:
             return f"tensor_parallel is {place.tensors}, which does not divide the model's {key} {getattr(config, key)}"

@@ -6,18 +6,20 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
+from torch.nn.functional import linear, pad, scaled_dot_product_attention, silu
+
+from rlhf.models.megatron_layout import Place
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
-
-    from rlhf.models.megatron_layout import Place
 
 
 def has_transformer_engine() -> bool:
@@ -25,12 +27,148 @@ def has_transformer_engine() -> bool:
     return torch.cuda.is_available() and find_spec("transformer_engine") is not None
 
 
+class Norm(torch.nn.RMSNorm):
+    """The norm where TransformerEngine is not installed; Megatron's own does not share sequences."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__(hidden_size, eps)
+        self.weight.sequence_parallel = config.sequence_parallel  # ranks add up its gradients, each of its own tokens
+
+
+class Attention(torch.nn.Module):
+    """Causal attention where TransformerEngine is not installed, by PyTorch's kernels, which keep no scores.
+
+    Ranks that share sequences gather the keys and values of the others (arXiv 2407.21783, section 3.3.2).
+    """
+
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
+        super().__init__()
+        assert softmax_scale is None, "it is that of the head's size"
+        self.contexts = config.context_parallel_size
+        self.group = parallel_state.get_context_parallel_group()
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Attend.
+
+        Args:
+            query: shape (time, sequences, heads, size), of this rank's tokens.
+            key: shape (time, sequences, groups of heads, size).
+            value: same shape as `key`.
+
+        Returns:
+            Shape (time, sequences, heads * size).
+        """
+        mask = None
+        if self.contexts > 1:
+            key, value = (
+                gather_from_sequence_parallel_region(of.contiguous(), group=self.group) for of in (key, value)
+            )
+            time = len(key)
+            everyone = [local_positions(time, number, self.contexts, query.device) for number in range(self.contexts)]
+            mask = everyone[self.group.rank()][:, None] >= torch.cat(everyone)
+        attended = scaled_dot_product_attention(
+            *(heads.permute(1, 2, 0, 3) for heads in (query, key, value)),
+            attn_mask=mask,
+            is_causal=mask is None,
+            enable_gqa=query.shape[2] != key.shape[2],
+        )
+        return attended.permute(2, 0, 1, 3).flatten(2)
+
+
+class Router(TopKRouter):  # type: ignore[misc]
+    """The router where TransformerEngine is not installed: Megatron's own takes its products from there."""
+
+    def gating(self, input: Tensor) -> Tensor:
+        """Compute the logits of experts in float32, shape (*tokens, experts)."""
+        return linear(input.float(), self.weight.float())
+
+
+def local_positions(time: int, context: int, contexts: int, device: torch.device) -> Tensor:
+    """Positions of a rank's tokens in a sequence: a piece of its beginning and one of its end, so that all ranks attend
+    to equally many.
+
+    Args:
+        time: length of the sequence, a multiple of 2 * contexts.
+        context: number of the rank.
+        contexts: number of ranks.
+        device: where the result is.
+
+    Returns:
+        Shape (time / contexts,), ascending.
+    """
+    pieces = torch.arange(time, device=device).view(2 * contexts, -1)
+    return torch.cat([pieces[context], pieces[2 * contexts - 1 - context]])
+
+
 class Decoder(GPTModel):  # type: ignore[misc]  # megatron-core has no type hints for it
-    """A `GPTModel` whose last stage returns hidden states, not logits: those are computed only where they are asked
-    for, and in pieces."""
+    """A rank's part of a model, which computes hidden states, and logits only where they are asked for."""
+
+    place: Place
 
     def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden_states
+
+    def hidden(self, input_ids: Tensor) -> Tensor:
+        """Compute the hidden states of this rank's share of each sequence.
+
+        Args:
+            input_ids: shape (sequences, time), padded on the right; the first stage reads them.
+
+        Returns:
+            Shape (time / ranks that share sequences, sequences, width); time is rounded up. The other stages compute
+            them from the decoder's input tensor.
+        """
+        place = self.place
+        time = input_ids.shape[1]
+        rounded = -(-time // self._multiple) * self._multiple
+        input_ids = pad(input_ids, (0, rounded - time))
+        if place.contexts > 1:
+            input_ids = input_ids[:, local_positions(rounded, place.context, place.contexts, input_ids.device)]
+        return self(input_ids, None, None)  # type: ignore[no-any-return]
+
+    def chosen(self, hidden: Tensor, time: int, at: Tensor) -> Tensor:
+        """Select hidden states from all ranks' shares; the ranks that share sequences select different ones.
+
+        Args:
+            hidden: what `hidden` returned, on the last stage.
+            time: length of the sequences.
+            at: indices of tokens in the flattened sequences, shape (tokens,).
+
+        Returns:
+            Those of this rank's tokens, shape (ceil(tokens / contexts), width); see `gathered`.
+        """
+        place = self.place
+        if place.tensors > 1:  # these ranks compute the same from it: each has the gradient
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False, group=parallel_state.get_tensor_model_parallel_group()
+            )
+        if place.contexts > 1:
+            hidden = gather_from_sequence_parallel_region(hidden, group=parallel_state.get_context_parallel_group())
+            positions = [
+                local_positions(len(hidden), number, place.contexts, hidden.device) for number in range(place.contexts)
+            ]
+            hidden = hidden.index_select(0, torch.cat(positions).argsort())
+            at = self.own(at)
+        return hidden[:time].transpose(0, 1).flatten(0, 1).index_select(0, at)
+
+    def own(self, tokens: Tensor) -> Tensor:
+        """Select this rank's part of values per token, shape (tokens,), which is padded with zeros."""
+        contexts = self.place.contexts
+        return pad(tokens, (0, -len(tokens) % contexts)).chunk(contexts)[self.place.context]
+
+    def gathered(self, outputs: Tensor, tokens: int) -> Tensor:
+        """Gather what the ranks that share sequences computed of their parts, shape (tokens,); all compute the same
+        from it."""
+        if self.place.contexts == 1:
+            return outputs
+        group = parallel_state.get_context_parallel_group()
+        return gather_from_sequence_parallel_region(outputs, tensor_parallel_output_grad=False, group=group)[:tokens]  # type: ignore[no-any-return]
+
+    @property
+    def _multiple(self) -> int:
+        """What the length of sequences is a multiple of."""
+        contexts = self.place.contexts
+        return self.place.tensors * (2 * contexts if contexts > 1 else 1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute this rank's part of the logits, shape (tokens, tokens of the vocabulary that the rank has)."""
@@ -56,20 +194,39 @@ def decoder(
         place: the rank's place.
         dtype: type of the weights and of the computation.
         device: where the weights are.
-        recompute: whether the backward pass computes activations again: all, or those of attention's core.
+        recompute: whether the backward pass computes activations again: all, or those of MLPs and experts.
 
     Returns:
         The decoder, in which nothing is random.
     """
     hf: Any = model.config.get_text_config()
-    recomputing: dict[str, Any] = {}
-    if recompute == "selective":
-        recomputing = {"recompute_granularity": "selective"}
-    elif recompute:
-        recomputing = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     has_engine = has_transformer_engine()
     names = {name for name, _ in model.named_parameters()}
     has_norms = any(name.endswith("self_attn.q_norm.weight") for name in names)
+    has_experts = any(name.endswith("mlp.gate.weight") for name in names)
+    recomputing: dict[str, Any] = {}
+    if recompute == "selective":
+        modules = ["mlp", "moe"] if has_experts else ["mlp"]
+        recomputing = {"recompute_granularity": "selective", "recompute_modules": modules}
+    elif recompute:
+        recomputing = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    mixture: dict[str, Any] = {}
+    if has_experts:
+        mixture = {
+            "num_moe_experts": hf.num_experts,
+            "moe_ffn_hidden_size": hf.moe_intermediate_size,
+            "moe_layer_freq": [
+                int(f"model.layers.{layer}.mlp.gate.weight" in names) for layer in range(hf.num_hidden_layers)
+            ],
+            "moe_router_topk": hf.num_experts_per_tok,
+            "moe_router_pre_softmax": not hf.norm_topk_prob,
+            "moe_router_dtype": "fp32",
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            "moe_grouped_gemm": has_engine,
+            "expert_model_parallel_size": place.experts,
+            "expert_tensor_parallel_size": 1,
+        }
     config = TransformerConfig(
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
@@ -80,16 +237,18 @@ def decoder(
         normalization="RMSNorm",
         layernorm_epsilon=hf.rms_norm_eps,
         gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
+        activation_func=silu,
         add_bias_linear=False,
         add_qkv_bias=any(name.endswith("self_attn.q_proj.bias") for name in names),
         qk_layernorm=has_norms,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=place.tensors,
+        sequence_parallel=place.tensors > 1,
         pipeline_model_parallel_size=place.stages,
+        context_parallel_size=place.contexts,
         variable_seq_lengths=place.stages > 1,  # micro-batches differ in their size
-        moe_token_dispatcher_type="alltoall",  # not used, but the default contradicts the line above
+        moe_token_dispatcher_type="alltoall",
         calculate_per_token_loss=True,  # gradients are sums over ranks: losses are normalized already
         pipeline_dtype=dtype,
         params_dtype=dtype,
@@ -102,13 +261,23 @@ def decoder(
         masked_softmax_fusion=device.type == "cuda" and has_engine,
         persist_layer_norm=False,
         attention_softmax_in_fp32=True,
+        **mixture,
         **recomputing,
     )
-    specify = get_gpt_layer_with_transformer_engine_spec if has_engine else get_gpt_layer_local_spec
-    norm = {} if has_engine else {"normalization": "RMSNorm"}
+    specified = get_gpt_decoder_block_spec(config, has_engine, normalization="RMSNorm")
+    if not has_engine:
+        specified.layer_norm = Norm
+        for layer in specified.layer_specs:
+            parts = layer.submodules
+            parts.input_layernorm = parts.pre_mlp_layernorm = Norm
+            parts.self_attention.submodules.core_attention = Attention
+            if parts.mlp.module is MoELayer:
+                parts.mlp.submodules.router = Router
+            if has_norms:
+                parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.k_layernorm = Norm
     built = Decoder(
         config,
-        specify(qk_layernorm=has_norms, **norm),
+        specified,
         vocab_size=hf.vocab_size,
         max_sequence_length=hf.max_position_embeddings,
         pre_process=place.is_first_stage,
@@ -117,9 +286,13 @@ def decoder(
         share_embeddings_and_output_weights=head == "policy" and "lm_head.weight" not in names,
         position_embedding_type="rope",
     )
+    built.place = place
     rotary: Any = next(module for module in model.modules() if hasattr(module, "inv_freq"))
     built.rotary_pos_emb.inv_freq = rotary.inv_freq.detach().to(device, torch.float32, copy=True)
     if head != "policy" and place.is_last_stage:
         built.output_layer = torch.nn.Linear(hf.hidden_size, 1, bias="score.bias" in names)
+    elif place.is_last_stage:  # it gets whole sequences: see `Decoder.chosen`
+        built.output_layer.sequence_parallel = False
+        built.output_layer.allreduce_dgrad = place.tensors > 1
     placed: Decoder = built.to(device, dtype)
     return placed

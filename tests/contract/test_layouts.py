@@ -546,6 +546,7 @@ MEGATRON: list[dict[str, Any]] = [
     {"tensor_parallel": 2, "distributed_optimizer": False},
     {"distributed_optimizer": False},
     {"pipeline_parallel": 2, "gradient_checkpointing": True},
+    {"context_parallel": 2},
 ]
 
 
@@ -572,6 +573,25 @@ def test_megatron_computes_other_models(
         torch.manual_seed(0)
         folder = odd_folder(name, tmp_path)
     assert_split_as_one(kind_of("megatron", "policy", folder, folder), options, batch, ranks)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"expert_parallel": 2},
+        {"expert_parallel": 2, "tensor_parallel": 2},
+        {"expert_parallel": 2, "context_parallel": 2, "gradient_checkpointing": "selective"},
+        {"pipeline_parallel": 2},
+        {"expert_parallel": 2, "distributed_optimizer": False},
+    ],
+    ids=str,
+)
+def test_megatron_computes_mixtures_of_experts(
+    options: dict[str, Any], mixtures: dict[str, Path], batch: TrajectoryBatch, ranks: Ranks
+) -> None:
+    kind = kind_of("megatron", "policy", mixtures["qwen3_moe"], mixtures["qwen3_moe"])
+    assert_split_as_one(kind, options, batch, ranks)
 
 
 def assert_split_as_one(kind: Kind, options: dict[str, Any], batch: TrajectoryBatch, ranks: Ranks) -> None:

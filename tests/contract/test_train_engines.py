@@ -76,8 +76,10 @@ def megatron_engine(folder: Path, head: Head, lora: LoRAConfig | None = None, **
     if ranks.count() > 1:  # a process of tests.ranks; here the fixture does it, because other tests follow
         megatron_on_cpu.install()
     from rlhf.engines.megatron_engine import MegatronEngine
+    from rlhf.engines.megatron_groups import Layout
 
-    return MegatronEngine(skeleton(folder, head, lora, options), head, **options)
+    sizes = {name: options.pop(f"{name}_parallel", 1) for name in ("tensor", "pipeline", "context", "expert")}
+    return MegatronEngine(skeleton(folder, head, lora, options), head, layout=Layout(**sizes), **options)
 
 
 ENGINES: dict[str, Callable[..., TrainEngine]] = {

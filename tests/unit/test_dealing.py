@@ -47,7 +47,7 @@ def dealt_to(rank: int, size: int, lengths: np.ndarray) -> tuple[list[list[int]]
     """The rows of a rank's pieces, its place in its team, and the team's ranks."""
     with only_rank(rank, 64):
         team = Team.of(size)
-        own = [piece.tolist() for piece in ranks.pieces(lengths, 16384, packed=True, sharing=size)]
+        own = [piece.tolist() for piece in ranks.pieces(lengths, 16384, packed=True, share=ranks.Share.of(size))]
         return own, team.index, dist.get_process_group_ranks(team.group)
 
 
