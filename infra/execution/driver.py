@@ -437,7 +437,9 @@ def _check_megatron(config: RunConfig, role: str) -> None:
     owner = "critic" if role == "critic" else "actor"
     trainer = config.trainers[owner]
     if trainer.engine == "megatron":
-        place = Place(tensors=trainer.tensor_parallel, stages=trainer.pipeline_parallel)
+        place = Place(
+            tensors=trainer.tensor_parallel, stages=trainer.pipeline_parallel, experts=trainer.expert_parallel
+        )
         if reason := refusal(text_config(config.model_of(role)), place):
             raise UserError(f"{owner}.engine megatron, {role}: {reason}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -75,15 +76,7 @@ def incompatible(config: RunConfig) -> Iterator[str]:
         owner = "actor" if role in shared else role  # whose keys they are
         pool = config.pool_of(role)
         workers = 1 if pool is None else config.pools[pool].workers
-        by_pipeline = trainer.pipeline_parallel > 1 and trainer.engine == "megatron"
-        for key, size in (
-            ("sequence_parallel", trainer.sequence_parallel),
-            ("tensor_parallel", trainer.tensor_parallel),
-            *(
-                [("tensor_parallel x pipeline_parallel", trainer.tensor_parallel * trainer.pipeline_parallel)]
-                * by_pipeline
-            ),
-        ):
+        for key, size in (("sequence_parallel", trainer.sequence_parallel), *_teams(trainer)):
             if workers % size:
                 yield (
                     f"{owner}.{key} is {size}, which does not divide the number of processes that hold "
@@ -358,6 +351,18 @@ def _experts_fit(config: RunConfig, replay: ReplayConfig) -> Iterator[str]:
         )
 
 
+def _teams(trainer: TrainerConfig) -> Iterator[tuple[str, int]]:
+    """Yield numbers of processes that compute together, and the keys that ask for them."""
+    tensor, pipeline = ("tensor_parallel", trainer.tensor_parallel), ("pipeline_parallel", trainer.pipeline_parallel)
+    if trainer.engine != "megatron":
+        yield tensor
+        return
+    context, expert = ("context_parallel", trainer.context_parallel), ("expert_parallel", trainer.expert_parallel)
+    for keys in ((tensor, context, pipeline), (expert, pipeline)):
+        sizes = {key: size for key, size in keys if size > 1}
+        yield " x ".join(sizes), math.prod(sizes.values())
+
+
 def _tensor_parallel_fits(config: RunConfig, role: str, trainer: TrainerConfig) -> Iterator[str]:
     model = config.critic_model if role == "critic" else config.model
     for key, conflict in (
@@ -374,16 +379,19 @@ def _megatron_fits(owner: str, trainer: TrainerConfig, model: ModelConfig) -> It
     if trainer.engine != "megatron":
         for key, is_set in (
             ("pipeline_parallel", trainer.pipeline_parallel > 1),
+            ("context_parallel", trainer.context_parallel > 1),
+            ("expert_parallel", trainer.expert_parallel > 1),
             ("distributed_optimizer", not trainer.distributed_optimizer),
         ):
             if is_set:
                 yield f"{owner}.{key} requires {owner}.engine megatron, not {trainer.engine}: remove it"
         return
+    if trainer.sequence_parallel > 1:
+        yield f"{owner}.sequence_parallel does not work with engine megatron: set {owner}.context_parallel instead"
     for key, is_set in (
         ("model.lora", model.lora is not None),
         (f"model.kernels {model.kernels}", model.kernels != "torch"),
         (f"model.attention {model.attention}", model.attention != "sdpa"),
-        (f"{owner}.sequence_parallel", trainer.sequence_parallel > 1),
         (f"{owner}.packing true", trainer.packing is True),
         (f"{owner}.offload", trainer.offload),
     ):

@@ -92,8 +92,10 @@ def _of_trainer(trainer: TrainerConfig, model: ModelConfig, count: int, ranks: i
 
 
 def _teams(trainer: TrainerConfig) -> int:
-    """The number of processes that Megatron splits a model over; 1 for other engines."""
-    return trainer.tensor_parallel * trainer.pipeline_parallel if trainer.engine == "megatron" else 1
+    """The number of processes that Megatron splits a model over; 1 for other engines. Most of a mixture of experts is
+    experts."""
+    by_layer = trainer.expert_parallel if trainer.expert_parallel > 1 else trainer.tensor_parallel
+    return by_layer * trainer.pipeline_parallel if trainer.engine == "megatron" else 1
 
 
 def _width(model: ModelConfig) -> int:

@@ -253,7 +253,8 @@ def refusal(config: PreTrainedConfig, place: Place) -> str | None:
         return f"expert_parallel is {place.experts}, but {config.model_type} has no experts: remove it"
     if experts is not None and experts % place.experts:
         return f"expert_parallel is {place.experts}, which does not divide the model's num_experts {experts}"
-    if place.stages > 1 and (getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1):
+    is_mixed = getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1
+    if place.stages > 1 and is_mixed:
         return "layers with and without experts are not supported yet by engine megatron with pipeline_parallel"
     if getattr(config, "output_router_logits", False):
         return "the router's auxiliary loss (output_router_logits) is not supported yet by engine megatron"

@@ -89,11 +89,15 @@ def test_the_minimal_config_is_the_documented_default(file: Path) -> None:
         ("actor.pipeline_parallel=2", "actor.pipeline_parallel requires actor.engine megatron, not torch: remove it"),
         ("actor.distributed_optimizer=false", "actor.distributed_optimizer requires actor.engine megatron, not torch"),
         ("pools={all: {workers: 6}}; actor={engine: megatron, tensor_parallel: 2, pipeline_parallel: 2}", "actor.tensor_parallel x pipeline_parallel is 4, which does not divide the number of processes that hold the actor (6)"),  # noqa: E501
+        ("pools={all: {workers: 2}}; actor={engine: megatron, expert_parallel: 2, pipeline_parallel: 2}", "actor.expert_parallel x pipeline_parallel is 4, which does not divide the number of processes that hold the actor (2)"),  # noqa: E501
+        ("pools={all: {workers: 2}}; actor={engine: megatron, context_parallel: 4}", "actor.context_parallel is 4, which does not divide the number of processes that hold the actor (2)"),  # noqa: E501
+        ("actor={engine: fsdp, context_parallel: 2}", "actor.context_parallel requires actor.engine megatron, not fsdp: remove it"),  # noqa: E501
+        ("actor={engine: fsdp, expert_parallel: 2}", "actor.expert_parallel requires actor.engine megatron, not fsdp: remove it"),  # noqa: E501
         ("model.lora={}; actor.engine=megatron", "model.lora is not supported yet by engine megatron: remove it, or set actor.engine to fsdp"),  # noqa: E501
         ("model.kernels=compile; actor.engine=megatron", "model.kernels compile is not supported yet by engine megatron"),  # noqa: E501
         ("actor={engine: megatron, packing: true}", "actor.packing true is not supported yet by engine megatron"),
         ("actor={engine: megatron, offload: true}", "actor.offload is not supported yet by engine megatron"),
-        ("pools={all: {workers: 2}}; critic={engine: megatron, sequence_parallel: 2}", "critic.sequence_parallel is not supported yet by engine megatron"),  # noqa: E501
+        ("pools={all: {workers: 2}}; critic={engine: megatron, sequence_parallel: 2}", "critic.sequence_parallel does not work with engine megatron: set critic.context_parallel instead"),  # noqa: E501
         ("pools={a: {workers: 2}, b: {}}; placement={actor: a, critic: a, rollout: a, reference: b}; actor.sequence_parallel=2; algorithm.kl.in_reward=0.1", "actor.sequence_parallel is 2, which does not divide the number of processes that hold the reference (1)"),  # noqa: E501
         ("pools={all: {workers: 2}}; actor.shard_size=2", "actor.shard_size requires actor.engine fsdp, not torch: remove it"),  # noqa: E501
         ("model.kernels=compile; actor.engine=deepspeed", "model.kernels compile does not work with actor.engine deepspeed: set model.kernels to torch"),  # noqa: E501

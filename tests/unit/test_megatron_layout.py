@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import (
-    AutoConfig,
+    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -20,10 +21,13 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from rlhf.engines.stored_state import Held
 from rlhf.errors import UserError
+from rlhf.models.hub_layout import hub_layout
 from rlhf.models.megatron_layout import Place, local_layout, parts_between, refusal
 from tests.ranks import in_another_process
 
@@ -37,6 +41,13 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": 64,
     "initializer_range": 0.3,
 }
+MIXTURE: dict[str, Any] = {
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -48,7 +59,7 @@ LLAMA3 = {
 
 
 def saved(name: str, folder: Path) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
-    """A model, and its tensors as `save_pretrained` wrote them."""
+    """A model, and its parameters of what `save_pretrained` wrote."""
     with torch.random.fork_rng():
         torch.manual_seed(1)
         model: PreTrainedModel = {
@@ -56,21 +67,43 @@ def saved(name: str, folder: Path) -> tuple[PreTrainedModel, dict[str, torch.Ten
             "tied": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)),
             "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE)),
             "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=16)),
+            "qwen3_moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **MIXTURE)),
+            "some experts": lambda: Qwen3MoeForCausalLM(
+                Qwen3MoeConfig(**SHAPE, **MIXTURE | {"norm_topk_prob": False}, mlp_only_layers=[1])
+            ),
         }[name]()
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() == 1:  # norms and biases, which begin as ones and zeros
                     parameter.add_(torch.randn_like(parameter))
     model.save_pretrained(folder)
-    return model, load_file(folder / "model.safetensors")
+    return model, parameters_in(folder, model)
+
+
+def parameters_in(folder: Path, model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The parameters of a model that a folder has."""
+    files = load_file(folder / "model.safetensors")
+    layout = hub_layout(model)
+    return {
+        name: torch.cat([files[tensor.name].flatten() for tensor in layout[name]]).view(parameter.shape)
+        for name, parameter in model.named_parameters()
+    }
 
 
 def places(tensors: int, stages: int) -> Iterator[Place]:
-    return (Place(tensor, tensors, stage, stages) for tensor in range(tensors) for stage in range(stages))
+    """Of ranks that share matrices, which share experts, too."""
+    return (
+        Place(tensor, tensors, stage, stages, expert=tensor, experts=tensors)
+        for tensor in range(tensors)
+        for stage in range(stages)
+    )
+
+
+NAMES = ["llama", "tied", "qwen2", "qwen3", "qwen3_moe", "some experts"]
 
 
 @pytest.mark.parametrize(("tensors", "stages"), [(1, 1), (2, 1), (4, 2), (1, 4)])
-@pytest.mark.parametrize("name", ["llama", "tied", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", NAMES)
 def test_all_ranks_together_hold_each_element_once(name: str, tensors: int, stages: int, tmp_path: Path) -> None:
     """Cut at any element, as the distributed optimizer cuts: what was read is written back."""
     model, stored = saved(name, tmp_path)
@@ -96,29 +129,28 @@ def logits_of(folder: Path, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, 
     """Logits of Megatron's own model, whose parameters were read from the files by the table."""
     from tests import megatron_on_cpu
 
-    megatron_on_cpu.install()
-    from rlhf.engines.megatron_groups import Groups
-    from rlhf.models.megatron_model import decoder
+    with megatron_on_cpu.installed():
+        from rlhf.engines.megatron_groups import Groups, Layout
+        from rlhf.models.megatron_model import decoder
 
-    Groups.of(1, 1)
-    model: Any = {"llama": LlamaForCausalLM, "qwen2": Qwen2ForCausalLM, "qwen3": Qwen3ForCausalLM}[
-        AutoConfig.from_pretrained(folder).model_type
-    ].from_pretrained(folder, dtype=torch.float32)
-    stored = load_file(folder / "model.safetensors")
-    built = decoder(model, "policy", Place(), torch.float32, torch.device("cpu"), recompute=False).eval()
-    shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
-    local = dict(built.named_parameters())
-    layout = local_layout(model.config, shapes, Place())
-    assert layout.keys() == local.keys()
-    with torch.no_grad():
-        for name, blocks in layout.items():
-            for block, part in parts_between(local[name].data.view(-1), 0, blocks):
-                part.fill(Held(stored[block.hub]))
-        logits = built.logits(built(ids, None, None).transpose(0, 1).flatten(0, 1))
+        Groups.of(Layout())
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        stored = parameters_in(folder, model)
+        built = decoder(model, "policy", Place(), torch.float32, torch.device("cpu"), recompute=False).eval()
+        shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
+        local = dict(built.named_parameters())
+        layout = local_layout(model.config, shapes, Place())
+        assert layout.keys() == local.keys()
+        with torch.no_grad():
+            for name, blocks in layout.items():
+                for block, part in parts_between(local[name].data.view(-1), 0, blocks):
+                    part.fill(Held(stored[block.hub]))
+            logits = built.logits(built.hidden(ids).transpose(0, 1).flatten(0, 1))
+        dist.destroy_process_group()
     return logits.view(*ids.shape, -1).clone(), {name: parameter.shape for name, parameter in local.items()}
 
 
-@pytest.mark.parametrize("name", ["llama", "tied", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", NAMES)
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """In float32: some hundred roundings of 6e-8 on values up to ten, as in tests/contract."""
     model, _ = saved(name, tmp_path)
@@ -149,7 +181,11 @@ def test_a_tensor_without_a_place_is_refused(tmp_path: Path) -> None:
             Place(),
             "rope_type yarn is not",
         ),
-        ({"model_type": "qwen3_moe"}, Place(), "qwen3_moe is not supported yet by engine megatron"),
+        ({"model_type": "mixtral"}, Place(), "mixtral is not supported yet by engine megatron"),
+        ({}, Place(experts=2), "expert_parallel is 2, but llama has no experts: remove it"),
+        ({"num_experts": 3}, Place(experts=2), "expert_parallel is 2, which does not divide the model's num_experts 3"),
+        ({"num_experts": 4, "output_router_logits": True}, Place(), "the router's auxiliary loss"),
+        ({"num_experts": 4, "mlp_only_layers": [1]}, Place(stages=2), "layers with and without experts are not"),
     ],
 )
 def test_what_megatron_cannot_do_is_refused(changes: dict[str, Any], place: Place, reason: str) -> None:

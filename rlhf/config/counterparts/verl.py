@@ -372,15 +372,13 @@ def _trainer(role: str, section: str, engine: str, model: str) -> tuple[Counterp
         direct(f"{section}.ulysses_sequence_parallel_size", f"{role}.sequence_parallel"),
         direct(f"{section}.megatron.tensor_model_parallel_size", f"{role}.tensor_parallel"),
         direct(f"{section}.megatron.pipeline_model_parallel_size", f"{role}.pipeline_parallel"),
+        direct(f"{section}.megatron.context_parallel_size", f"{role}.context_parallel"),
+        direct(f"{section}.megatron.expert_model_parallel_size", f"{role}.expert_parallel"),
         direct(f"{section}.megatron.use_distributed_optimizer", f"{role}.distributed_optimizer"),
         without_equal(
-            (
-                f"{section}.megatron.context_parallel_size",
-                f"{section}.megatron.expert_model_parallel_size",
-                f"{section}.megatron.virtual_pipeline_model_parallel_size",
-            ),
-            "not supported yet by engine megatron",
+            (f"{section}.megatron.virtual_pipeline_model_parallel_size",), "not supported yet by engine megatron"
         ),
+        without_equal((f"{section}.megatron.expert_tensor_parallel_size",), "engine megatron keeps each expert whole"),
         without_equal(f"{section}.megatron.*", f"{role}.engine megatron chooses it"),
         without_equal(
             (f"{model}.use_remove_padding",), f"{role}.packing null concatenates sequences where that saves time"
