@@ -36,7 +36,7 @@ from rlhf.engines.stored_state import Stored, StoredState
 from rlhf.engines.token_outputs import Head, TokenOutputs, VocabularyShare
 from rlhf.errors import UserError
 from rlhf.models import megatron_model
-from rlhf.models.megatron_layout import Block, local_layout, parts_between, refusal
+from rlhf.models.megatron_layout import EXPERTS, Block, local_layout, parts_between, refusal
 from rlhf.models.skeleton import Skeleton
 
 if TYPE_CHECKING:
@@ -145,7 +145,9 @@ class MegatronEngine(ModelEngine):
         for name, blocks in blocks_of.items():
             assert blocks[-1].end == local[name].numel(), f"{name} has another size"
             # Megatron sets it where it also initializes; gradients of what is not split are counted once in the norm
-            local[name].tensor_model_parallel = blocks[0].shape != blocks[0].whole
+            local[name].tensor_model_parallel = blocks[0].is_split
+            if EXPERTS in name and not blocks[0].is_split:  # each rank's gradient is that of its tokens alone
+                local[name].sequence_parallel = True
             for block in blocks:
                 self._places[block.hub].append((local[name], block))
         self.optimizer = None

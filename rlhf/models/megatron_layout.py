@@ -34,6 +34,7 @@ consists of, each of which is a parameter in Megatron."""
 MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 LAYER = "model.layers.{}."
 LOCAL_LAYER = "decoder.layers.{}."
+EXPERTS = "mlp.experts."
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 
@@ -120,6 +121,8 @@ class Block:
     shape: tuple[int, ...]
     start: int
     """Position of the block's first element in the flattened parameter."""
+    is_split: bool
+    """Whether the ranks that share matrices hold different elements."""
     is_first: bool
     """Whether this is the first of the ranks of a copy of the model that hold these elements."""
 
@@ -166,7 +169,12 @@ def local_layout(
                 count, *shape = shapes[hub[0]]
                 for number in range(count // place.experts):
                     offset = place.expert * (count // place.experts) + number
-                    block = Block(hub[0], (count, *shape), (offset, 0, 0), (1, *shape), 0, is_first=True)
+                    is_split = place.experts > 1  # otherwise all have all experts
+                    block = Block(
+                        *(hub[0], (count, *shape), (offset, 0, 0), (1, *shape), 0),
+                        is_split=is_split,
+                        is_first=is_split or place.tensor == 0,
+                    )
                     layout[name.format(number)] = (block,)
             elif is_mine:
                 layout[name] = _blocks(config, shapes, place, cut, hub)
@@ -188,7 +196,7 @@ def _blocks(
         offsets[dim], shape[dim] = first, size
         start = blocks[-1].end if blocks else 0
         is_first = not is_copy and (cut != "whole" or place.tensor == 0)
-        blocks.append(Block(name, whole, tuple(offsets), tuple(shape), start, is_first))
+        blocks.append(Block(name, whole, tuple(offsets), tuple(shape), start, cut != "whole", is_first))
 
     if cut == "groups":
         groups = config.num_key_value_heads

@@ -22,6 +22,7 @@ from tests.contract.test_layouts import DEALT, Files, ranks
 from tests.contract.test_train_engines import (
     ENGINES,
     LOAD,
+    OF_TRANSFORMERS,
     PLAN,
     Kind,
     assert_close,
@@ -36,7 +37,7 @@ LORA = LoRAConfig(r=4, alpha=8)
 AUTO = {"policy": AutoModelForCausalLM, "value": AutoModelForTokenClassification}
 
 
-@pytest.fixture(params=[(engine, head) for engine in ENGINES for head in ("policy", "value")], ids="-".join)
+@pytest.fixture(params=[(engine, head) for engine in OF_TRANSFORMERS for head in ("policy", "value")], ids="-".join)
 def kind(request: pytest.FixtureRequest, policy_folder: Path, critic_folder: Path) -> Kind:
     engine, head = request.param
     return kind_of(engine, head, policy_folder, critic_folder)

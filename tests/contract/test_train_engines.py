@@ -93,6 +93,10 @@ ENGINES: dict[str, Callable[..., TrainEngine]] = {
 }
 
 
+OF_TRANSFORMERS = [name for name in ENGINES if name != "megatron"]
+"""Engines that compute with transformers' own layers, whatever the model."""
+
+
 @pytest.fixture(autouse=True)
 def _megatron_on_cpu(request: pytest.FixtureRequest) -> Iterator[None]:
     with megatron_on_cpu.installed() if "megatron" in request.node.name else nullcontext():
@@ -122,7 +126,7 @@ def kind_of(engine: str, head: Head, policy_folder: Path, critic_folder: Path) -
     return Kind(engine, head, policy_folder, objective, ("log_probs", "entropy"), "advantages")
 
 
-MIXTURES = [("torch", "qwen3_moe"), ("torch", "mixtral"), ("fsdp", "qwen3_moe")]
+MIXTURES = [("torch", "qwen3_moe"), ("torch", "mixtral"), ("fsdp", "qwen3_moe"), ("megatron", "qwen3_moe")]
 """Engines and mixtures of experts; tests/contract/test_layouts.py has the others, by two processes."""
 
 
