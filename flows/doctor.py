@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import tempfile
+import warnings
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -14,8 +15,21 @@ from rich.table import Table
 from infra.store.object_store import ObjectStore
 from rlhf.config import ActorConfig, TrainerConfig
 from rlhf.engines.base import Request, Sampling
+from rlhf.errors import UserError
 
-PACKAGES = ("ratchet-rlhf", "torch", "transformers", "prefect", "pyarrow", "fsspec", "s3fs", "vllm", "deepspeed", "ray")
+PACKAGES = (
+    "ratchet-rlhf",
+    "torch",
+    "transformers",
+    "prefect",
+    "pyarrow",
+    "fsspec",
+    "s3fs",
+    "vllm",
+    "deepspeed",
+    "megatron-core",
+    "ray",
+)
 REQUEST = Request("it000000-p00000-s00", (1, 2))
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, max_tokens=4, seed=0)
 
@@ -57,9 +71,12 @@ def _version(package: str) -> str:
 def _tried(attempt: Callable[[], str]) -> str:
     """The result of an attempt; for any error, its description."""
     try:
-        return attempt()
+        with warnings.catch_warnings(action="ignore"):  # of packages, which the table is not about
+            return attempt()
     except ModuleNotFoundError as error:
         return f"{error.name} is not installed"
+    except UserError as error:  # such as a GPU that an engine needs
+        return str(error)
     except Exception as error:
         message = (str(error).strip().splitlines() or [""])[0]
         return f"fails: {type(error).__name__}: {message[:120]}"
@@ -69,7 +86,8 @@ def _trainers() -> dict[str, TrainerConfig]:
     stages = get_args(TrainerConfig.model_fields["zero_stage"].annotation)
     trainers: dict[str, TrainerConfig] = {"engine torch": ActorConfig(), "engine fsdp": ActorConfig(engine="fsdp")}
     return trainers | {
-        f"engine deepspeed, zero_stage {n}": ActorConfig(engine="deepspeed", zero_stage=n) for n in stages
+        **{f"engine deepspeed, zero_stage {n}": ActorConfig(engine="deepspeed", zero_stage=n) for n in stages},
+        "engine megatron": ActorConfig(engine="megatron"),
     }
 
 

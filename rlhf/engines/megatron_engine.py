@@ -112,7 +112,7 @@ class MegatronEngine(ModelEngine):
         try:
             torch.cuda.current_device()
         except (AssertionError, RuntimeError):
-            raise UserError("engine megatron needs a GPU, and there is none: use engine fsdp, which does not") from None
+            raise UserError("engine megatron needs a GPU, and there is none: use engine fsdp") from None
         kept = checkpointing.chosen(options.get("gradient_checkpointing", False), ranks.device())
         options |= {"packing": False, "share_prompts": False}
         skeleton = Skeleton.of(model)

@@ -32,7 +32,8 @@ class Norm(torch.nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
         super().__init__(hidden_size, eps)
-        self.weight.sequence_parallel = config.sequence_parallel  # ranks add up its gradients, each of its own tokens
+        # ranks add up its gradients, each of its own tokens
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 class Attention(torch.nn.Module):
@@ -66,11 +67,9 @@ class Attention(torch.nn.Module):
             time = len(key)
             everyone = [local_positions(time, number, self.contexts, query.device) for number in range(self.contexts)]
             mask = everyone[self.group.rank()][:, None] >= torch.cat(everyone)
+        query, key, value = (heads.permute(1, 2, 0, 3) for heads in (query, key, value))
         attended = scaled_dot_product_attention(
-            *(heads.permute(1, 2, 0, 3) for heads in (query, key, value)),
-            attn_mask=mask,
-            is_causal=mask is None,
-            enable_gqa=query.shape[2] != key.shape[2],
+            query, key, value, mask, is_causal=mask is None, enable_gqa=query.shape[1] != key.shape[1]
         )
         return attended.permute(2, 0, 1, 3).flatten(2)
 

@@ -169,19 +169,21 @@ def test_drivers_and_workers_that_are_killed_leave_no_trace(runs: Runs) -> None:
     assert history.state.term == 2, "the first driver came through; the second found the run done"
 
 
-def test_two_workers_that_share_matrices_by_megatron_are_killed_and_go_on(runs: Runs) -> None:
-    """They compute what two do that live."""
+def test_a_run_changes_to_megatron_and_its_workers_are_killed(runs: Runs) -> None:
+    """Two workers share matrices, first by FSDP2. Those that are killed compute what others do that live."""
     grpo: dict[str, Any] = {
         "algorithm__advantage": "grpo",
-        "actor__engine": "megatron",
         "actor__tensor_parallel": 2,
         "algorithm__kl__in_reward": None,
         "algorithm__kl__in_loss": 0.1,
-        "train__iterations": 2,
     }
-    expected = runs.finish(runs.config("split", **grpo))
+    by_fsdp = grpo | {"train__iterations": 1}
+    by_megatron = grpo | {"train__iterations": 2, "actor__engine": "megatron"}
+    runs.finish(runs.config("split", **by_fsdp))
+    expected = runs.finish(runs.config("split", **by_megatron))
     assert gap(expected) < 1e-4, "the rollout's copy is the actor as it is"
-    config = runs.config("split-killed", **grpo)
+    runs.finish(runs.config("split-killed", **by_fsdp))
+    config = runs.config("split-killed", **by_megatron)
     child = runs.train(config, Fault("put", "manifests/iteration=000001/generate", "before", delay_s=10.0))
     until(lambda: "waiting at" in child.text)
     for process in computing():
@@ -362,6 +364,8 @@ def test_doctor_tries_every_engine(runs: Runs) -> None:
     said = dict(cells)
     engines = ["torch", "fsdp", *(f"deepspeed, zero_stage {stage}" for stage in range(4))]
     assert [said[f"engine {name}"] for name in engines] == ["works (float32, bfloat16)"] * 6
+    has_megatron = find_spec("megatron") is not None
+    assert said["engine megatron"].startswith("engine megatron needs a GPU" if has_megatron else "megatron is not")
     assert said["rollout.engine hf"] == said["store file://"] == "works"
     assert said["rollout.engine vllm"] == ("works" if find_spec("vllm") else "vllm is not installed")
     assert said["pools on Ray"] == "works: 2 node(s), 2 CPUs, 0 GPUs"
