@@ -580,10 +580,20 @@ def check_packages(config: RunConfig) -> None:
     ):
         if asked and not _is_installed(package):
             raise UserError(f'{key} needs the package {package}: pip install "ratchet-rlhf[{extra}]"')
+    _refuse_without_gpu(config)
     if fuses and not _has_gpus(config):
         raise UserError(
             "model.kernels is liger, which needs GPUs, but the trainers have none: set it to torch or compile"
         )
+
+
+def _refuse_without_gpu(config: RunConfig) -> None:
+    """Refuse an engine that needs a GPU in a process that has none; the workers of pools say so themselves."""
+    import torch
+
+    for role, trainer in config.trainers.items():
+        if trainer.engine == "megatron" and not config.pools and not torch.cuda.is_available():
+            raise UserError(f"{role}.engine megatron needs a GPU, and there is none: set {role}.engine to fsdp")
 
 
 def _is_installed(package: str) -> bool:

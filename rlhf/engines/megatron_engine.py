@@ -1,8 +1,9 @@
-"""`engine: megatron`: Megatron-Core's layers, tensor and pipeline parallelism, and its distributed optimizer.
+"""`engine: megatron`: Megatron-Core's layers, its parallelism, and its distributed optimizer.
 
-Every matrix, and the head's vocabulary, is split over `tensor_parallel` ranks (arXiv 1909.08053), and the layers over
-`pipeline_parallel` ones, which pass micro-batches on to each other (1F1B, arXiv 2104.04473). Other ranks have copies of
-the model and other trajectories; with the distributed optimizer they shard its float32 weights and moments (ZeRO-1).
+Ranks split matrices and the head's vocabulary (tensor parallelism, arXiv 1909.08053), layers, in which case they pass
+micro-batches on to each other (pipelines, 1F1B, arXiv 2104.04473), sequences (context parallelism, arXiv 2407.21783) or
+experts (arXiv 2006.16668). Other ranks have copies of the model and other trajectories; with the distributed optimizer
+they shard its float32 weights and moments (ZeRO-1, arXiv 1910.02054).
 
 The model that the base class knows stays a skeleton: it says what the tensors are called on the hub. Weights, moments
 and digests are those of these tensors; `rlhf.models.megatron_layout` says where their elements lie.

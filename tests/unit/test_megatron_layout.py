@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -25,10 +26,12 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from infra.execution.driver import check_inputs
 from rlhf.engines.stored_state import Held
 from rlhf.errors import UserError
 from rlhf.models.hub_layout import hub_layout
 from rlhf.models.megatron_layout import Place, local_layout, parts_between, refusal
+from tests import tiny
 from tests.ranks import in_another_process
 
 SHAPE: dict[str, Any] = {
@@ -195,3 +198,12 @@ def test_what_megatron_cannot_do_is_refused(changes: dict[str, Any], place: Plac
     found = refusal(config, place)
     assert found is not None and reason in found
     assert refusal(LlamaConfig(**SHAPE), Place(tensors=4, stages=2)) is None
+
+
+@pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_run_without_a_gpu_is_refused_at_once(tmp_path: Path) -> None:
+    tiny.workspace(tmp_path)
+    with pytest.raises(UserError, match=r"^actor.engine megatron needs a GPU.* set actor.engine to fsdp"):
+        check_inputs(tiny.config(tmp_path, actor__engine="megatron"))
+    check_inputs(tiny.config(tmp_path, actor__engine="fsdp"))
