@@ -417,11 +417,11 @@ def test_the_responses_to_one_prompt_are_divided_among_the_ranks(
 ) -> None:
     """Though all of them are within the budget of one rank; and the prompt is computed once by each."""
     engine = torch_engine(policy_folder, "policy")
-    monkeypatch.setattr(engine, "sharing", sharing)
     monkeypatch.setattr(ranks, "count", lambda: 2 * sharing)
     found: list[list[int]] = []
     for rank in range(2 * sharing):
         monkeypatch.setattr(ranks, "rank", lambda rank=rank: rank)
+        monkeypatch.setattr(engine, "share", ranks.Share.of(sharing))
         [(rows, micro)] = cut(engine, sequences([0] * 8, [41] * 8), 1000)
         assert micro.shared is not None
         assert micro.input_ids.numel() == 10 + 4 * 40
