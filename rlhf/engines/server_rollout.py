@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import secrets
 import shutil
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
@@ -215,12 +216,22 @@ class VLLMApi:
 
 
 class SGLangApi:
-    """SGLang's `/generate` and `/update_weights_from_disk`, written from its documentation; never run."""
+    """SGLang's `/generate` and `/update_weights_from_disk`, as of 0.5.23.
+
+    A server that was not started with `--enable-deterministic-inference` ignores seeds. One that was gives all requests
+    without a seed the same noise, and dies of `min_p`.
+    """
+
+    def __init__(self) -> None:
+        self.seeded: dict[str, bool] = {}
+        """Whether a server heeds seeds, by URL."""
 
     async def stream(
         self, ask: Ask, request: Request, sampling: Sampling, seed: int | None, eos: Sequence[int]
     ) -> AsyncGenerator[Chunk, None]:
-        """Generate one response, in one chunk; see `Api.stream`."""
+        """Generate one response; see `Api.stream`."""
+        await self._check(ask, sampling, seed)
+        limit = limit_of(request, sampling)
         body = {
             "input_ids": list(request.prompt_ids),
             "sampling_params": {
@@ -228,29 +239,74 @@ class SGLangApi:
                 "top_p": sampling.top_p if sampling.truncates else 1.0,
                 "top_k": (sampling.truncates and sampling.top_k) or -1,
                 "min_p": sampling.min_p if sampling.truncates else 0.0,
-                "max_new_tokens": limit_of(request, sampling),
-                "sampling_seed": None if seed is None else seed % 2**31,
+                "max_new_tokens": limit,
+                "sampling_seed": secrets.randbits(63) if seed is None else seed,
                 "repetition_penalty": 1.0,
                 "presence_penalty": 0.0,
                 "frequency_penalty": 0.0,
-                "ignore_eos": True,
+                "ignore_eos": True,  # stop_token_ids has all end-of-sequence tokens
                 "stop_token_ids": [] if sampling.ignore_eos else list(eos),
                 "stop": list(sampling.stop),
                 "no_stop_trim": True,
                 "skip_special_tokens": False,
+                "stream_interval": STREAM_INTERVAL,
             },
             "return_logprob": True,
+            "stream": True,
         }
-        meta = (await ask("/generate", body))["meta_info"]
-        pairs = [(int(token), float(log_prob)) for log_prob, token, *_ in meta["output_token_logprobs"]]
-        reason = "stop" if meta["finish_reason"]["type"] == "stop" else "length"
-        yield Chunk(tuple(token for token, _ in pairs), tuple(log_prob for _, log_prob in pairs), reason)
+        so_far = 0
+        async with aclosing(ask.events("/generate", body)) as events:
+            async for event in events:
+                if "error" in event:
+                    problem = f"{ask.url}/generate failed: {event['error']['message']}"
+                    raise UserError(problem) if event["error"]["code"] == 400 else Away(problem)
+                meta = event["meta_info"]
+                finish = meta["finish_reason"]
+                if finish is not None and finish["type"] == "abort":
+                    raise Away(f"{ask.url} ended a response early: {finish.get('message')}")
+                # an event has all tokens so far; with --incremental-streaming-output, only the new ones
+                new = meta["completion_tokens"] - so_far
+                pairs = meta["output_token_logprobs"][-new:] if new else []
+                so_far += len(pairs)
+                reason = None if finish is None else "stop" if finish["type"] == "stop" else "length"
+                if reason == "length" and so_far < limit:
+                    raise UserError(
+                        f"{ask.url} has room for {so_far} of the {limit} tokens that may follow a prompt of "
+                        f"{len(request.prompt_ids)}: start SGLang with a --context-length of at least "
+                        f"{len(request.prompt_ids) + limit + UNUSED}, and with as large a --max-total-tokens"
+                    )
+                yield Chunk(
+                    tuple(int(token) for _, token, *_ in pairs),
+                    tuple(float(log_prob) for log_prob, *_ in pairs),
+                    reason,
+                )
+
+    async def _check(self, ask: Ask, sampling: Sampling, seed: int | None) -> None:
+        """Raises `UserError` if the server cannot sample in this way."""
+        if ask.url not in self.seeded:
+            self.seeded[ask.url] = bool((await ask("/server_info"))["enable_deterministic_inference"])
+        seeded = self.seeded[ask.url]
+        if not seeded and seed is not None and sampling.temperature > 0:
+            raise UserError(
+                f"{ask.url} ignores seeds: start SGLang with --enable-deterministic-inference, or set rollout.seeds: "
+                "engine"
+            )
+        if seeded and sampling.truncates and sampling.min_p:
+            raise UserError(
+                f"{ask.url} has no min_p: start SGLang without --enable-deterministic-inference and set rollout.seeds: "
+                "engine, or remove rollout.min_p"
+            )
 
     async def load(self, ask: Ask, folder: Path) -> None:
         """Load the weights in a folder; see `Api.load`."""
-        answer = await ask("/update_weights_from_disk", {"model_path": str(folder), "flush_cache": True})
-        if not answer["success"]:
-            raise UserError(f"{ask.url} cannot load new weights: {answer['message']}")
+        try:
+            await ask("/update_weights_from_disk", {"model_path": str(folder), "flush_cache": True})
+        except UserError as error:
+            raise UserError(f"{ask.url} cannot load new weights ({error}): let it read {folder.parent}") from None
+
+
+UNUSED = 2
+"""Tokens of its context that SGLang leaves free."""
 
 
 class TGIApi:
@@ -347,8 +403,8 @@ def check_log_probs(
         if error > error_if_wrong_kind + ROUNDING or error > SAME_MODEL:
             raise UserError(
                 f"the log-probs of {url} differ from the trainer's on the same {len(log_probs)} tokens (by {error:.3g} "
-                f"nats on average): start `vllm serve` with --logprobs-mode {mode} (or configure another server to "
-                "return the same kind), and with the model of model.path"
+                f"nats on average): start `vllm serve` with --logprobs-mode {mode}, or SGLang without "
+                "SGLANG_RETURN_ORIGINAL_LOGPROB, and with the model of model.path"
             )
 
 

@@ -50,6 +50,7 @@ from rlhf.engines.vllm_rollout import VLLMRollout
 from rlhf.environments.dialogues import Dialogue
 from rlhf.errors import EngineLost, UserError
 from rlhf.models import load_actor, load_tokenizer
+from tests import sglang_server
 from tests.tiny import model_folder, moe_folder
 from tests.vllm_server import end_servers, serving
 
@@ -84,6 +85,15 @@ def server_rollout(folder: Path) -> RolloutEngine:
     return ServerRollout([server], eos_token_ids=EOS, weights_folder=folder.parent / "served", model_folder=folder)
 
 
+@cache
+def sglang_rollout(folder: Path) -> RolloutEngine:
+    """SGLang's server, on loopback."""
+    server = sglang_server.serving(folder)
+    return ServerRollout(
+        [server], api="sglang", eos_token_ids=EOS, weights_folder=folder.parent / "sglang", model_folder=folder
+    )
+
+
 @dataclass(frozen=True)
 class Kind:
     build: Build
@@ -106,6 +116,8 @@ if os.environ.get("RATCHET_VLLM") or find_spec("vllm"):  # which CI says there i
     # cached is computed once.
     ENGINES["vllm"] = Kind(vllm_rollout, replace(SAMPLING, top_p=1.0), 1e-3, exact=False)
     ENGINES["server"] = replace(ENGINES["vllm"], build=server_rollout)
+if sglang_server.installed():
+    ENGINES["sglang"] = Kind(sglang_rollout, SAMPLING, CLOSE, exact=False)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -113,9 +125,10 @@ def _memory_is_freed() -> Iterator[None]:
     yield
     for engine in STARTED:
         engine.close()
-    for build in (vllm_rollout, server_rollout):
+    for build in (vllm_rollout, server_rollout, sglang_rollout):
         build.cache_clear()
     end_servers()
+    sglang_server.end_servers()
 
 
 @pytest.fixture(params=list(ENGINES))
@@ -123,7 +136,7 @@ def kind(request: pytest.FixtureRequest) -> Kind:
     return ENGINES[request.param]
 
 
-@pytest.fixture(params=[name for name in ENGINES if name != "server"])
+@pytest.fixture(params=[name for name in ENGINES if name not in ("server", "sglang")])
 def own(request: pytest.FixtureRequest) -> Kind:
     """What can be started in many ways: a server is what it is."""
     return ENGINES[request.param]
