@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import httpx
@@ -27,11 +26,11 @@ def installed() -> bool:
     return bool(os.environ.get("RATCHET_SGLANG")) or (PYTHON.parents[1] / "installed").exists()
 
 
-def serving(folder: Path, options: Mapping[str, object] | None = None) -> str:
+def serving(folder: Path, *, seeded: bool = True) -> str:
     """The URL of a server of a model, which ends with `end_servers` or with this process; started in a session of its
-    own, so that all its processes end. `options` are of its command line, over those that tests need."""
+    own, so that all its processes end. Unless it is `seeded`, it ignores the seeds of requests."""
     port = free_port()
-    options = {
+    options: dict[str, object] = {
         "host": "127.0.0.1",
         "port": port,
         "device": "cpu",
@@ -43,7 +42,6 @@ def serving(folder: Path, options: Mapping[str, object] | None = None) -> str:
         "mem-fraction-static": 0.1,
         "max-total-tokens": 16384,
         "max-running-requests": 64,
-        **(options or {}),
     }
     arguments = [f"--{name}={value}" for name, value in options.items()]
     log = folder.parent / f"serve-{port}.log"
@@ -55,7 +53,7 @@ def serving(folder: Path, options: Mapping[str, object] | None = None) -> str:
                 "ignore",
                 STAND_INS / "serve.py",
                 f"--model-path={folder}",
-                "--enable-deterministic-inference",  # otherwise it ignores the seeds of requests
+                *(["--enable-deterministic-inference"] if seeded else []),
                 "--cuda-graph-backend-decode=disabled",
                 "--cuda-graph-backend-prefill=disabled",
                 "--disable-overlap-schedule",

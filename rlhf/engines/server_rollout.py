@@ -310,7 +310,7 @@ UNUSED = 2
 
 
 class TGIApi:
-    """Text Generation Inference's `/generate` (3.x), written from its documentation; never run.
+    """Text Generation Inference's `/generate` (3.x), checked against recorded answers; never run.
 
     It takes the prompt as text, which its tokenizer may turn into different tokens, and cannot load new weights: use it
     for evaluation only.

@@ -266,6 +266,20 @@ def test_options_that_vllm_refuses_are_a_mistake_of_the_user(policy_folder: Path
         engine.close()
 
 
+@pytest.mark.skipif("sglang" not in ENGINES, reason=sglang_server.NEEDS)
+def test_what_sglang_cannot_do_is_said(policy_folder: Path) -> None:
+    """Rather than a response that is cut, or a server that dies."""
+    engine, ids = sglang_rollout(policy_folder), tuple(np.random.default_rng(12).integers(3, 78, 250).tolist())
+    refused = {
+        r"has room for 6 of the 7 tokens .* --context-length of at least 259": replace(SAMPLING, max_tokens=7),
+        r"has no min_p: start SGLang without --enable-det.* or remove rollout\.min_p": replace(SAMPLING, min_p=0.1),
+    }
+    for message, sampling in refused.items():
+        with pytest.raises(UserError, match=message):
+            engine.generate([Request("it000004-p00000-s00", ids)], replace(sampling, ignore_eos=True))
+    assert engine.generate([Request("it000004-p00000-s00", ids)], replace(SAMPLING, max_tokens=6))
+
+
 def test_responses_end_at_end_of_sequence_or_at_the_limit(kind: Kind, engine: RolloutEngine) -> None:
     """Rows that have ended leave; those that stay do not notice. With `ignore_eos` nobody leaves: the same tokens."""
     asked = requests(64)
@@ -643,6 +657,18 @@ def test_truncation_keeps_the_likeliest_and_their_proportions(
         generation.log_probs[0] == pytest.approx(np.log(probs[generation.response_ids[0]]), abs=own.close)
         for generation in found
     ), "log-probs are those before the truncation"
+
+
+@pytest.mark.skipif("sglang" not in ENGINES, reason=sglang_server.NEEDS)
+@pytest.mark.parametrize("truncation", [{"top_p": 0.9}, {"top_k": 5}], ids=str)
+def test_sglang_keeps_the_likeliest_and_their_proportions(policy_folder: Path, truncation: dict[str, float]) -> None:
+    asked = same_prompt(2000)
+    sampling = replace(Sampling(0.8, top_p=1.0, max_tokens=1, seed=9), **truncation)
+    found = sglang_rollout(policy_folder).generate(asked, sampling)
+    probs = probabilities(policy_folder, asked[0].prompt_ids, 0.8)
+    assert_distribution([generation.response_ids[0] for generation in found], truncated(probs, **truncation))
+    for generation in found:
+        assert generation.log_probs[0] == pytest.approx(np.log(probs[generation.response_ids[0]]), abs=CLOSE)
 
 
 def test_positions_and_trajectories_draw_independently(own: Kind, policy_folder: Path, tmp_path: Path) -> None:
