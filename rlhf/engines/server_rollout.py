@@ -244,7 +244,7 @@ class SGLangApi:
                 "repetition_penalty": 1.0,
                 "presence_penalty": 0.0,
                 "frequency_penalty": 0.0,
-                "ignore_eos": True,  # stop_token_ids has all end-of-sequence tokens
+                "ignore_eos": sampling.ignore_eos,  # it goes for stop_token_ids, too
                 "stop_token_ids": [] if sampling.ignore_eos else list(eos),
                 "stop": list(sampling.stop),
                 "no_stop_trim": True,
