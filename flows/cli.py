@@ -20,7 +20,7 @@ from flows.cli_dataset import dataset
 from flows.run_arguments import DEFAULT_STORE, Name, Names, Store, run_names, url_of
 from flows.temporary_server import TemporaryServer
 from flows.terminal import visible
-from rlhf.config import RewardTraining, RunConfig, SFTConfig, keys, load_config, overridden, validated
+from rlhf.config import JudgeConfig, RewardTraining, RunConfig, SFTConfig, keys, load_config, overridden, validated
 from rlhf.config.older import RenamedKey
 from rlhf.errors import RatchetError, UserError, counted
 
@@ -416,6 +416,92 @@ def sweep(
     from flows import views
 
     views.arms(console, arms, "" if tried.store == DEFAULT_STORE else f" --store {tried.store}")
+
+
+@app.command()
+def relabel(
+    name: Name,
+    run: Annotated[str, typer.Option(help="name of this round of labels; its fit is NAME-fit, and its fork NAME-run")],
+    pairs: Annotated[int, typer.Option(help="largest number of pairs to label", min=2)] = 64,
+    window: Annotated[
+        int | None, typer.Option(help="newest iterations to choose pairs from; by default all", min=1)
+    ] = None,
+    labels: Annotated[
+        str | None, typer.Option(help="the labels: rows of pair_id and preferred, or Label Studio's JSON export")
+    ] = None,
+    judge: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="ask a judge for the labels: url, model, and others of reward.judge; repeatable",
+        ),
+    ] = None,
+    held_out: Annotated[
+        float, typer.Option(help="share of the labelled prompts on which the models are compared", min=0.01, max=0.9)
+    ] = 0.2,
+    also: Annotated[
+        list[str] | None, typer.Option(help="more preferences to learn from, such as those before; repeatable")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="folder of the new reward model; by default NAME-model")] = None,
+    iterations: Annotated[
+        int | None, typer.Option(help="iterations of the fork; by default the run's train.iterations", min=1)
+    ] = None,
+    store: Store = DEFAULT_STORE,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="settings of the fit, such as lr=1e-5 epochs=2")
+    ] = None,
+) -> None:
+    """Improve a run's reward model with labels of the pairs that it is least sure of, and fork the run with it.
+
+    The first call writes the pairs, as a table and for Label Studio. The same command with --labels or --judge
+    continues the training of the reward model, refuses the new one (exit code 1) if it ranks held-out pairs worse than
+    the old one, and drives a fork of the run that it scores. A command that was killed continues when it is repeated.
+    """
+    from infra.runs import open_run
+
+    if labels is not None and judge:
+        raise UserError("--labels and --judge both give labels: give only one")
+    asked = None if not judge else validated(JudgeConfig, overridden({}, judge, JudgeConfig), "--judge")
+    _quiet()
+    from flows import relabel as rounds
+
+    parent = open_run(url_of(name, store))
+    relabelled = rounds.Relabel(parent=parent.store.url, name=run, pairs=pairs, window=window, held_out=held_out)
+    folder = str(output or Path(f"{run}-model"))
+    chosen = rounds.begin(relabelled)
+    config = rounds.refit_config(relabelled, folder, overrides or [])
+    from flows.terminal import progress
+
+    with progress(console):
+        known = rounds.label(relabelled, chosen, labels, asked)
+    if known is None:
+        console.print(
+            f"{counted(len(chosen.table), 'pair')} to label in {chosen.url}\n"
+            f"  {rounds.PAIRS}    set preferred to a, b or tie for each pair_id, in a file of your own; or\n"
+            f"  {rounds.TASKS}, {rounds.INTERFACE}    import the tasks into Label Studio with this interface\n"
+            "repeat the command with --labels FILE, or with --judge url=URL --judge model=MODEL",
+            highlight=False,
+        )
+        return
+    learned, compared = rounds.split(relabelled, chosen, known, also or [])
+    ties = sum(preferred == "tie" for preferred in known.preferred.values())
+    console.print(
+        f"{counted(len(known.preferred), 'label')}, {counted(ties, 'tie')}: {learned} pairs to learn from, "
+        f"{compared} held out",
+        highlight=False,
+    )
+    verdict = rounds.judge_new_model(relabelled, config, _fit(config))
+    console.print(
+        f"the new reward model ranks {verdict.new:.1%} of {counted(verdict.pairs, 'held-out pair')} as labelled, "
+        f"the old one {verdict.old:.1%}",
+        highlight=False,
+    )
+    if verdict.is_worse:
+        raise RatchetError(
+            f"the new reward model is worse than the old one, so {name} is not forked: label more pairs under another "
+            "name (--run), or change the settings of the fit"
+        )
+    _train_to_the_end(rounds.fork_config(relabelled, folder, iterations), _starting())
 
 
 def _place(at: str) -> tuple[int, str | None]:

@@ -22,11 +22,10 @@ from infra.execution.claims import run_url
 from infra.runs import Run, open_run
 from infra.store.log import Corrupt, RunLog
 from infra.store.object_store import ObjectStore
-from infra.store.records import StageCommit
 from rlhf.config import RunConfig
 from rlhf.errors import UserError, counted
 from tasks.pipeline import stage_called
-from tasks.plan import dependents, first_changed, fork_run, plan
+from tasks.plan import dependents, fork_run, latest_point
 
 if TYPE_CHECKING:
     import optuna
@@ -263,13 +262,7 @@ def _point(sweep: Sweep, parent: Run, config: RunConfig) -> tuple[int, str | Non
     """Where an arm begins: as late as its settings allow, unless the sweep names a stage."""
     if sweep.stage is not None:
         return sweep.iteration, sweep.stage
-    committed = parent.store.iteration_state(sweep.iteration).stages
-    if "generate" not in committed:
-        return sweep.iteration, None
-    first = first_changed(plan(parent, config, sweep.iteration))
-    if first is None:  # nothing that the iteration computed depends on the settings
-        first = next(reversed([name for name in committed if isinstance(committed[name], StageCommit)]))
-    return sweep.iteration, first
+    return latest_point(parent, config, sweep.iteration)
 
 
 def _tokens_of(parent: Run, config: RunConfig, iteration: int, stage: str | None) -> int:

@@ -162,7 +162,7 @@ def dataset(runs: Sequence[Run], selection: Selection) -> Dataset:
         for iteration in range(run.state.iteration):
             frame = run.trajectories(iteration, COLUMNS)
             read += len(frame)
-            groups = _groups(frame.to_dict("records"), name, iteration, left_out)
+            groups = groups_of(frame.to_dict("records"), name, iteration, left_out)
             for row in _rows(groups, chosen, left_out):
                 key = (row.question.messages, *(answer.text for answer in row.answers))
                 if key in seen:
@@ -221,7 +221,7 @@ def _min_score(run: Run, selection: Selection) -> float | None:
     return run.config.solved_score
 
 
-def _groups(
+def groups_of(
     trajectories: Iterable[Mapping[Hashable, Any]], run: str, iteration: int, left_out: LeftOut
 ) -> list[tuple[Question, list[Answer]]]:
     """The answers to each prompt of an iteration, in order."""
