@@ -25,6 +25,9 @@ from rlhf.config.older import RenamedKey
 from rlhf.errors import RatchetError, UserError, counted
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from flows.sweep import Sweep
     from infra.runs import Run
 
 app = typer.Typer(
@@ -382,12 +385,26 @@ def sweep(
     pruner: Annotated[
         Pruner, typer.Option(help="what stops arms that fall behind: successive halving, the median, or nothing")
     ] = Pruner.halving,
+    pool: Annotated[
+        str | None,
+        typer.Option(help="train the arms on workers of this Prefect work pool; by default in this process"),
+    ] = None,
+    parallel: Annotated[
+        int, typer.Option(help="arms at a time, on a pool; those that fall behind are stopped together", min=1)
+    ] = 1,
     store: Store = DEFAULT_STORE,
 ) -> None:
-    """Try several settings from one point of a run: forks that share everything before it, one after the other.
+    """Try several settings from one point of a run: forks that share everything before it.
 
     The same command continues a sweep that was killed.
     """
+    if pool is not None:
+        _needs_server()
+    elif parallel > 1:
+        raise UserError(
+            f"--parallel {parallel} needs --pool NAME, whose workers train the arms: `ratchet worker --pool NAME` "
+            "starts one on this machine"
+        )
     from infra.runs import open_run
 
     iteration, stage = _place(at)
@@ -405,17 +422,39 @@ def sweep(
         metric=metric,
         trials=trials,
         pruner=pruner.value,
+        parallel=parallel,
     )
-    arms_of.begin(tried)
-    server = _starting()
 
     def say(text: str) -> None:
         console.print(visible(text), highlight=False)
 
-    arms = list(arms_of.run_arms(tried, lambda config: _train_to_the_end(config, server), say))
+    from infra.execution.stopping import on_signals
+
+    with on_signals(_stop_early):
+        arms = list(arms_of.run_arms(tried, _trainer(tried, pool, say), say))
     from flows import views
 
-    views.arms(console, arms, "" if tried.store == DEFAULT_STORE else f" --store {tried.store}")
+    views.arms(console, arms, arms_of.write_page(tried, arms))
+
+
+def _trainer(tried: Sweep, pool: str | None, say: Callable[[str], None]) -> Callable[[Sequence[RunConfig]], None]:
+    """Begin a sweep; returns what trains its arms, in this process or on a pool."""
+    from flows import sweep as arms_of
+
+    if pool is not None:
+        from flows.pool import Pool, check_server
+
+        check_server()
+        arms_of.begin(tried)
+        return Pool(pool, tried.name, say).train
+    arms_of.begin(tried)
+    server = _starting()
+
+    def train_here(configs: Sequence[RunConfig]) -> None:
+        for config in configs:
+            _train_to_the_end(config, server)
+
+    return train_here
 
 
 @app.command()
@@ -466,10 +505,17 @@ def relabel(
     from flows import relabel as rounds
 
     parent = open_run(url_of(name, store))
-    relabelled = rounds.Relabel(parent=parent.store.url, name=run, pairs=pairs, window=window, held_out=held_out)
-    folder = str(output or Path(f"{run}-model"))
+    relabelled = rounds.Relabel(
+        parent=parent.store.url,
+        name=run,
+        pairs=pairs,
+        window=window,
+        held_out=held_out,
+        also=tuple(also or ()),
+        output=str((output or Path(f"{run}-model")).resolve()),
+    )
     chosen = rounds.begin(relabelled)
-    config = rounds.refit_config(relabelled, folder, overrides or [])
+    config = rounds.refit_config(relabelled, overrides or [])
     from flows.terminal import progress
 
     with progress(console):
@@ -483,11 +529,13 @@ def relabel(
             highlight=False,
         )
         return
-    learned, compared = rounds.split(relabelled, chosen, known, also or [])
+    divided = rounds.split(relabelled, chosen, known)
     ties = sum(preferred == "tie" for preferred in known.preferred.values())
+    more = f" and {divided.also} of --also" if relabelled.also else ""
+    left_out = f" ({divided.left_out} of --also left out: their prompts are held out)" if divided.left_out else ""
     console.print(
-        f"{counted(len(known.preferred), 'label')}, {counted(ties, 'tie')}: {learned} pairs to learn from, "
-        f"{compared} held out",
+        f"{counted(len(known.preferred), 'label')}, {counted(ties, 'tie')}, {known.skipped} without a label: "
+        f"{divided.learned} pairs{more} to learn from, {divided.held_out} held out{left_out}",
         highlight=False,
     )
     verdict = rounds.judge_new_model(relabelled, config, _fit(config))
@@ -501,7 +549,7 @@ def relabel(
             f"the new reward model is worse than the old one, so {name} is not forked: label more pairs under another "
             "name (--run), or change the settings of the fit"
         )
-    _train_to_the_end(rounds.fork_config(relabelled, folder, iterations), _starting())
+    _train_to_the_end(rounds.fork_config(relabelled, iterations), _starting())
 
 
 def _place(at: str) -> tuple[int, str | None]:

@@ -11,7 +11,6 @@ import asyncio
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import pyarrow as pa
@@ -44,6 +43,8 @@ SPEC, VERDICT = "relabel.json", "verdict.json"
 PAIRS, TASKS, INTERFACE = "pairs.parquet", "label_studio.json", "label_studio.xml"
 LABELS, TRAIN, HELD_OUT = "labels.parquet", "train.parquet", "held_out.parquet"
 PREFERENCES = pa.schema({"prompt": MESSAGES, "chosen": MESSAGES, "rejected": MESSAGES})
+DETERMINED = ("run", "model", "data", "validation", "output")
+"""Keys of the fit that are not the user's."""
 SEED = 0
 QUESTIONS = 16
 """Largest number of questions to the judge at the same time."""
@@ -67,6 +68,10 @@ class Relabel(BaseModel):
     """Newest closed iterations to choose from; None: all."""
     held_out: float
     """Share of the labelled prompts on which the models are compared."""
+    also: tuple[str, ...]
+    """Files of more preferences to learn from."""
+    output: str
+    """Folder of the new model."""
 
     @property
     def store(self) -> str:
@@ -165,24 +170,35 @@ def label(round_: Relabel, pairs: Pairs, labels: str | None, asked: JudgeConfig 
         return None
     kept = _table(objects, LABELS).to_pylist()
     preferred = {row["pair_id"]: row["preferred"] for row in kept if row["preferred"] is not None}
-    return Labels(preferred, 0 if given is None else given.skipped)
+    return Labels(preferred, len(kept) - len(preferred))
 
 
-def split(round_: Relabel, pairs: Pairs, labels: Labels, also: Sequence[str]) -> tuple[int, int]:
-    """Write the labelled pairs as preferences: those to learn from, and those that are held out. A prompt is on one
-    side only.
+@dataclass(frozen=True)
+class Split:
+    """How the preferences of a round are divided."""
+
+    learned: int
+    """Number of labelled pairs to learn from."""
+    held_out: int
+    """Number of labelled pairs on which the models are compared."""
+    also: int
+    """Number of pairs of other files to learn from."""
+    left_out: int
+    """Number of pairs of other files whose prompts are held out."""
+
+
+def split(round_: Relabel, pairs: Pairs, labels: Labels) -> Split:
+    """Write the labelled pairs as preferences, unless they are written: those to learn from, and those that are held
+    out. A prompt is on one side only.
 
     Args:
         round_: The round.
         pairs: Its pairs.
         labels: Their labels; ties teach nothing.
-        also: Files of more preferences to learn from.
-
-    Returns:
-        The number of labelled pairs to learn from, and of those that are held out.
 
     Raises:
-        UserError: fewer than two prompts have a label that is no tie, or a row of a file is malformed.
+        UserError: fewer than two prompts have a label that is no tie, a row of a file is malformed, or a file of more
+            preferences has changed.
     """
     by_prompt: dict[str, list[dict[str, Any]]] = {}
     for pair in pairs.table.to_pylist():
@@ -190,7 +206,7 @@ def split(round_: Relabel, pairs: Pairs, labels: Labels, also: Sequence[str]) ->
         if preferred in ("a", "b"):
             chosen, rejected = (pair["answer_a"], pair["answer_b"])[:: 1 if preferred == "a" else -1]
             row = _preference(pair["messages"], chosen, rejected)
-            by_prompt.setdefault(json.dumps(pair["messages"]), []).append(row)
+            by_prompt.setdefault(json.dumps(row["prompt"]), []).append(row)
     prompts = list(by_prompt)
     if len(prompts) < 2:
         raise UserError(
@@ -200,24 +216,32 @@ def split(round_: Relabel, pairs: Pairs, labels: Labels, also: Sequence[str]) ->
     held_out = min(max(1, round(round_.held_out * len(prompts))), len(prompts) - 1)
     order = seeding.generator(SEED, "held_out").permutation(len(prompts))
     sides = [[row for place in places for row in by_prompt[prompts[place]]] for places in _cut(list(order), held_out)]
-    more = [_preference(*next(sides), next(sides)[1]) for url in also for sides in _pairs(url)]
-    objects = round_.objects()
-    for name, rows in ((HELD_OUT, sides[0]), (TRAIN, [*sides[1], *more])):
-        objects.put(name, parquet_bytes(pa.Table.from_pylist(rows, PREFERENCES)))
-    return len(sides[1]), len(sides[0])
+    more = [_preference(*next(both), next(both)[1]) for url in round_.also for both in _pairs(url)]
+    compared = {json.dumps(row["prompt"]) for row in sides[0]}
+    kept = [row for row in more if json.dumps(row["prompt"]) not in compared]
+    for name, rows in ((HELD_OUT, sides[0]), (TRAIN, [*sides[1], *kept])):
+        content = parquet_bytes(pa.Table.from_pylist(rows, PREFERENCES))
+        if _once(round_.objects(), name, content) != content:
+            raise UserError(
+                f"the preferences of --also ({', '.join(round_.also)}) have changed since {round_.name} began: undo "
+                "that, or choose another name (--run)"
+            )
+    return Split(len(sides[1]), len(sides[0]), len(kept), len(more) - len(kept))
 
 
-def refit_config(round_: Relabel, output: str, overrides: Sequence[str]) -> RewardTraining:
+def refit_config(round_: Relabel, overrides: Sequence[str]) -> RewardTraining:
     """The config of the fit that continues the run's reward model.
 
     Args:
         round_: The round.
-        output: Folder for the new model.
         overrides: Changes, as ``key=value``.
 
     Raises:
-        UserError: an override is wrong.
+        UserError: an override is wrong, or changes what the round determines.
     """
+    taken = [change for change in overrides if change.split("=")[0].split(".")[0] in DETERMINED]
+    if taken:
+        raise UserError(f"{', '.join(taken)}: the round determines {', '.join(DETERMINED)}: remove it")
     scorer = open_run(round_.parent).config.reward.model
     assert scorer is not None, "the run has a reward model"
     url = round_.objects().url
@@ -226,7 +250,7 @@ def refit_config(round_: Relabel, output: str, overrides: Sequence[str]) -> Rewa
         "model": {"path": scorer.path, "dtype": scorer.dtype},
         "data": f"{url}/{TRAIN}",
         "validation": f"{url}/{HELD_OUT}",
-        "output": output,
+        "output": round_.output,
     }
     return validated(RewardTraining, overridden(tree, list(overrides), RewardTraining), "relabel")
 
@@ -241,12 +265,11 @@ def judge_new_model(round_: Relabel, config: RewardTraining, fit: Mapping[str, f
     return _parsed(objects, VERDICT, lambda: Verdict.model_validate_json(stored))
 
 
-def fork_config(round_: Relabel, output: str, iterations: int | None) -> RunConfig:
+def fork_config(round_: Relabel, iterations: int | None) -> RunConfig:
     """Fork the run with the new reward model, as late as what is committed allows, unless that is done.
 
     Args:
         round_: The round.
-        output: Folder of the new model.
         iterations: Iterations of the fork; None: those of the run.
 
     Returns:
@@ -261,7 +284,7 @@ def fork_config(round_: Relabel, output: str, iterations: int | None) -> RunConf
         {
             "run.name": round_.fork,
             "run.store": round_.store,
-            "reward.model.path": str(Path(output).resolve()),
+            "reward.model.path": round_.output,
             "train.iterations": total,
         }
     )
@@ -288,18 +311,18 @@ async def _judged(pairs: Sequence[Mapping[str, Any]], asked: JudgeConfig, object
     )
     preferred: dict[str, Preferred] = {}
 
-    async def compare(pair: Mapping[str, Any]) -> None:
-        group = [
+    async def ask(pair: Mapping[str, Any]) -> None:
+        first, second = (
             Trajectory(
                 pair["data_source"], pair[f"answer_{side}"], None, {}, pair["messages"], [], _metadata(pair, side)
             )
             for side in ("a", "b")
-        ]
-        share, _ = await judge.compute_scores(group, chat, "pairwise", asked.rubric)
+        )
+        share = await judge.compare(first, second, chat, asked.rubric)
         preferred[pair["pair_id"]] = "tie" if share == 0.5 else "a" if share > 0.5 else "b"
         report(StepProgress(what="pairs judged", done=len(preferred), total=len(pairs)))
 
-    results = await asyncio.gather(*map(compare, pairs), return_exceptions=True)  # so that all answers are kept
+    results = await asyncio.gather(*map(ask, pairs), return_exceptions=True)  # so that all answers are kept
     for failure in results:
         if failure is not None:
             raise UserError(f"{failure}: fix it and repeat the command, which asks only what is missing") from failure

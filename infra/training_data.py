@@ -74,7 +74,12 @@ class Question:
     @property
     def is_text(self) -> bool:
         """Whether the policy saw the contents as they are, without a chat template."""
-        return self.text == "\n".join(content for _, content in self.messages)
+        return self.text == self.contents
+
+    @property
+    def contents(self) -> str:
+        """The contents, without what a chat template adds."""
+        return "\n".join(content for _, content in self.messages)
 
 
 @dataclass(frozen=True)
@@ -177,7 +182,7 @@ def dataset(runs: Sequence[Run], selection: Selection) -> Dataset:
         rows, note = _decontaminated(rows, runs, run_names, left_out)
         notes += note
     if selection.similarity < 1:
-        duplicates = near_duplicates([row.texts for row in rows], selection.similarity)
+        duplicates = near_duplicates([(row.question.contents, *row.texts[1:]) for row in rows], selection.similarity)
         left_out[Reason.NEAR] += sum(duplicates)
         rows = [row for row, is_duplicate in zip(rows, duplicates, strict=True) if not is_duplicate]
     if selection.balance:

@@ -94,7 +94,7 @@ def _row(question: Question, pair: tuple[Answer, Answer]) -> dict[str, Any]:
         "prompt": question.text,
         "answer_a": first.text,
         "answer_b": second.text,
-        "probability_a": 1 / (1 + math.exp(second.score - first.score)),
+        "probability_a": (1 + math.tanh((first.score - second.score) / 2)) / 2,  # the sigmoid, which cannot overflow
         "messages": [{"role": role, "content": content} for role, content in question.messages],
         "trajectory_id_a": first.trajectory_id,
         "trajectory_id_b": second.trajectory_id,

@@ -77,11 +77,13 @@ def example_of(
     Raises:
         UserError: a column has another form; see `answered`.
     """
-    column = response if row.get(response) is not None else "completion"
+    column = "completion" if row.get("completion") is not None and row.get(response) is None else response
     if row.get(prompt) is not None and row.get(column) is not None:
         return answered(row[column], where, column, row[prompt])
     conversation = "messages" if row.get("messages") is not None else "conversations"
     if row.get(conversation) is None:
+        if row.get(prompt) is not None and column in row:
+            raise UserError(f"{where}: {column} should be a text or a list of messages, and is null")
         return None
     messages, answer = answered(row[conversation], where, conversation)
     return (with_system(messages, row) if conversation == "conversations" else messages), answer

@@ -37,7 +37,7 @@ class Labels:
     preferred: Mapping[str, Preferred]
     """The better answer, or a tie, by the pair's id."""
     skipped: int
-    """Number of pairs that labellers left out, or about which they disagree evenly."""
+    """Number of pairs without a label: nobody judged them, or as many say one thing as another."""
 
 
 def label_studio_tasks(pairs: Iterable[Mapping[str, Any]]) -> str:
@@ -86,7 +86,7 @@ def read_labels(url: str, pair_ids: Collection[str]) -> Labels:
     known = {pair_id: preferred for pair_id, preferred in winners.items() if preferred is not None}
     if not known:
         raise UserError(f"{url}: no pair has a label: set preferred to a, b or tie")
-    return Labels(known, len(winners) - len(known))
+    return Labels(known, len(pair_ids) - len(known))
 
 
 def _label(row: Mapping[str, Any]) -> tuple[str, list[Preferred | None]]:

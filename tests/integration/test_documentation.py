@@ -48,6 +48,7 @@ NOT_RUN = {
     "python benchmarks/gpu.py": "the same",
     "prefect deployment": "needs a Prefect server with a worker: tests/integration/test_deploy.py",
     "prefect server": "the same",
+    "prefect worker": "the same",
     "PREFECT_UI_API_URL": "the same",
     "export PREFECT_API_URL": "the same",
     "ratchet deploy": "the same",
@@ -266,7 +267,7 @@ SECTIONS = {key.partition(".")[0] for key in KEYS}
 
 def is_key(key: str) -> bool:
     """Whether a key exists: a key or a section of the config, or a name that the user chooses within one."""
-    within = [*KEYS, "algorithm.advantage.type", "algorithm.loss.type"]
+    within = [*KEYS, *(f"algorithm.{name}.type" for name in ("advantage", "loss", "experts"))]
     named = re.sub(r"^pools\.\w+", "pools", key)
     return any(known == named or known.startswith(f"{named}.") for known in within) or named.startswith(
         ("reward.options.", "placement.", "model.chat_template_kwargs.")

@@ -10,11 +10,15 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from flows.relabel import Pairs, Relabel, Split, split
 from infra.runs import Run, open_run
+from rlhf.data.labels import Labels
+from rlhf.errors import UserError
 from tests import tiny
 from tests.judge_server import judge_server
 from tests.processes import Child, Fault, Processes
@@ -194,6 +198,7 @@ def test_what_does_not_fit_is_said(parent: Run, processes: Processes) -> None:
     for more, says in (
         (("--pairs", 8), "round began with other settings (pairs): repeat its command"),
         (("learning=1",), "learning"),
+        (("validation=other.parquet",), "the round determines run, model, data, validation, output: remove it"),
         (("--labels", "l.jsonl", "--judge", "model=m"), "--labels and --judge both give labels"),
         (("--judge", "url=nowhere", "--judge", "model=m"), "is not the URL of a server"),
         (("--run", "base"), "there is a run base: choose another name"),
@@ -215,3 +220,39 @@ def test_what_does_not_fit_is_said(parent: Run, processes: Processes) -> None:
     child = processes.cli("relabel", "rule", "--run", "r", "--store", store)
     assert child.wait() == 2
     assert "has no reward.model that scores whole responses: name a run that has one" in child.text
+
+
+def test_no_prompt_is_learned_from_and_held_out(tmp_path: Path) -> None:
+    rows = [
+        {
+            "pair_id": f"p{number}",
+            "prompt": f"q{number}",
+            "answer_a": "yes",
+            "answer_b": "no",
+            "messages": [{"role": "user", "content": f"q{number}"}],
+        }
+        for number in range(4)
+    ]
+    pairs = Pairs(pa.Table.from_pylist(rows), "")
+    also = tmp_path / "also.jsonl"
+    also.write_text("".join(json.dumps({"prompt": f"q{n}", "chosen": "1", "rejected": "2"}) + "\n" for n in range(6)))
+    round_ = Relabel(
+        parent=f"file://{tmp_path}/base",
+        name="round",
+        pairs=4,
+        window=None,
+        held_out=0.5,
+        also=(str(also),),
+        output=str(tmp_path / "model"),
+    )
+    labels = Labels({"p0": "a", "p1": "b", "p2": "a", "p3": "b"}, 0)
+    for _ in range(2):  # what is written stays
+        assert split(round_, pairs, labels) == Split(learned=2, held_out=2, also=4, left_out=2)
+    sides = [pd.read_parquet(tmp_path / "round" / f"{name}.parquet") for name in ("train", "held_out")]
+    prompts = [{row[0]["content"] for row in side["prompt"]} for side in sides]
+    assert prompts[0] | prompts[1] == {f"q{n}" for n in range(6)} and not prompts[0] & prompts[1]
+    by_prompt = {row["prompt"][0]["content"]: row for side in sides for row in side.to_dict("records")[:2]}
+    assert [by_prompt[f"q{n}"]["chosen"][0]["content"] for n in range(4)] == ["yes", "no", "yes", "no"]
+    also.write_text(json.dumps({"prompt": "q9", "chosen": "1", "rejected": "2"}))
+    with pytest.raises(UserError, match=r"the preferences of --also .* have changed since round began: undo that"):
+        split(round_, pairs, labels)
