@@ -282,7 +282,7 @@ def test_what_sglang_cannot_do_is_said(policy_folder: Path) -> None:
 
 def test_responses_end_at_end_of_sequence_or_at_the_limit(kind: Kind, engine: RolloutEngine) -> None:
     """Rows that have ended leave; those that stay do not notice. With `ignore_eos` nobody leaves: the same tokens."""
-    asked = requests(64)
+    asked = requests(128)
     found = engine.generate(asked, kind.sampling)
     endless = engine.generate(asked, replace(kind.sampling, ignore_eos=True))
     shorter = engine.generate(asked, replace(kind.sampling, max_tokens=5))
