@@ -127,8 +127,9 @@ class SGLangLink:
     async def close(self) -> None:
         """Forget the connection."""
         for server in self._servers:
-            with suppress(Away, UserError):
+            with suppress(Away, UserError):  # it has died, or has forgotten it
                 await server("/destroy_weights_update_group", {"group_name": self._name})
+        self._group.abort()
 
 
 async def _begin(server: Ask) -> None:
