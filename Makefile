@@ -3,7 +3,7 @@ BIN := .venv/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo vllm browser test torture check bench bench-vllm bench-trl gpu gpu-train docs clean
+.PHONY: demo vllm sglang browser test test-sglang torture check bench bench-vllm bench-trl gpu gpu-train docs clean
 
 # torch goes first and alone: asked for by another package, pip would take the newest build with gigabytes of CUDA
 .venv/installed: pyproject.toml constraints.txt
@@ -24,6 +24,15 @@ endif
 
 vllm: .venv/vllm ## what rollout.engine: vllm needs
 
+# SGLang asks for gigabytes of CUDA and for another torch: on the CPU it runs beside the packages of vLLM, without those
+build/sglang/installed: .venv/vllm infra/recipes/sglang-cpu.txt
+	$(PYTHON) -m venv build/sglang
+	echo $(CURDIR)/.venv/lib/python3.11/site-packages > build/sglang/lib/python3.11/site-packages/project.pth
+	build/sglang/bin/pip install --quiet --no-deps --requirement infra/recipes/sglang-cpu.txt
+	touch $@
+
+sglang: build/sglang/installed ## an SGLang server for tests, without a GPU
+
 demo: .venv/installed ## the whole recipe on this machine: data, supervised model, PPO, and a picture
 	examples/countdown.sh
 
@@ -34,6 +43,9 @@ endif
 
 test: .venv/installed ## the tests, and a slice of the crash matrix that changes from day to day
 	OMP_NUM_THREADS=1 pytest -n 2 --dist worksteal
+
+test-sglang: build/sglang/installed ## those that ask a real SGLang server
+	OMP_NUM_THREADS=1 RATCHET_SGLANG=1 pytest -k sglang tests/contract/test_rollout_engines.py tests/integration/test_sglang_run.py
 
 MINUTES ?= 15
 SEED ?= 0

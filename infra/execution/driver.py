@@ -397,7 +397,9 @@ def check_all(*checks: Callable[[], object]) -> None:
 
 
 def _check_server(config: RunConfig) -> None:
-    if config.rollout.engine == "server" and config.rollout.server.weights_folder is None and config.train.updates:
+    server = config.rollout.server
+    takes_weights = server.weights_folder is not None or server.api == "sglang"
+    if config.rollout.engine == "server" and config.train.updates and not takes_weights:
         raise UserError(
             "rollout.server.weights_folder is null, so the servers would keep generating with the first weights: "
             "name a folder that they can read, or only evaluate"

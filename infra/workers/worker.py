@@ -568,6 +568,7 @@ class Worker:
             min_p=rollout_config.min_p,
             max_tokens=rollout_config.max_response_tokens,
             seed=self.config.run.seed,
+            seeds=rollout_config.seeds,
         )
         check_log_probs(rollout, actor, ids, sampling)
         self._server_checked = True

@@ -260,6 +260,11 @@ def _rollout_fits(config: RunConfig) -> Iterator[str]:
         yield "rollout.server.api tgi cannot load new weights: use vllm or sglang to train"
     if rollout.engine == "server" and rollout.server.api == "tgi" and rollout.min_p:
         yield "rollout.server.api tgi has no min_p: remove rollout.min_p"
+    if rollout.engine == "server" and rollout.server.api == "sglang" and rollout.min_p and rollout.seeds != "engine":
+        yield (
+            "rollout.server.api sglang has no min_p for requests with a seed: remove rollout.min_p, or set "
+            "rollout.seeds to engine"
+        )
     if rollout.engine == "server" and config.model.lora is not None:
         yield "rollout.engine server cannot load adapters: use vllm or hf with model.lora"
     temperatures = {

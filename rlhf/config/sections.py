@@ -264,7 +264,9 @@ class ServerConfig(Section):
         "vllm", description="kind of server: vllm serve, SGLang, or Text Generation Inference (evaluation only)"
     )
     weights_folder: str | None = Field(
-        None, description="folder for new weights, at the same path on every server; null: evaluation only"
+        None,
+        description="folder for new weights, at the same path on every server; null: they are broadcast to SGLang "
+        "servers, and other servers are for evaluation only",
     )
     timeout_s: float = Field(
         600.0, gt=0, description="a server that makes no progress for so long, in seconds, is asked again or left out"

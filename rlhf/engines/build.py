@@ -186,6 +186,7 @@ def server_rollout(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Ser
         eos_token_ids=eos_token_ids(generation_config(model), tokenizer),
         timeout_s=server.timeout_s,
         weights_folder=None if server.weights_folder is None else Path(server.weights_folder),
+        dtype=model.dtype,
         model_folder=model_folder(model),
         tokenizer=tokenizer,
     )

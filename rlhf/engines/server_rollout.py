@@ -1,19 +1,18 @@
 """`rollout.engine: server`: generation by servers that exchange token ids over HTTP.
 
 The servers are started separately and keep running when a run ends. New weights are written to a folder that the
-servers can read, and each server is asked to load them.
+servers can read, and each server is asked to load them; or they are broadcast to SGLang servers (`sglang_weights`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import random
+import secrets
 import shutil
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
@@ -25,6 +24,7 @@ from tenacity import AsyncRetrying, RetryError, retry_if_exception_type, stop_af
 from rlhf.batch import TrajectoryBatch
 from rlhf.engines import event_loop, ranks
 from rlhf.engines.base import Chunk, Generation, Request, RolloutEngine, Sampling, joined, limit_of, seed_of
+from rlhf.engines.server_requests import Ask, Away
 from rlhf.engines.weight_files import write_weights
 from rlhf.errors import EngineLost, RatchetError, UserError
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rlhf.engines.base import InferenceEngine
+    from rlhf.engines.model_engine import Dtype
 
 T = TypeVar("T")
 AT_ONCE = 256
@@ -40,10 +41,6 @@ AT_ONCE = 256
 STREAM_INTERVAL = 16
 """Tokens per event of a server's stream: an event per token costs a small model more than the token."""
 TRIES = 5
-
-
-class Away(Exception):
-    """A server did not answer, or reported that it is unavailable."""
 
 
 class Api(Protocol):
@@ -82,80 +79,6 @@ class Api(Protocol):
             UserError: the server cannot load weights.
         """
         ...
-
-
-@dataclass
-class Ask:
-    """A server that answers HTTP requests."""
-
-    client: httpx.AsyncClient
-    url: str
-    timeout_s: float
-    progress: float = 0.0
-    """When the server last sent something."""
-    running: int = 0
-    """Number of requests that run there."""
-    failures: int = 0
-    """Number of failures since the server last answered."""
-
-    async def __call__(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Send a request.
-
-        Args:
-            path: path of the URL.
-            body: JSON to POST; None: GET.
-
-        Returns:
-            The answer's JSON; None if the answer is not JSON.
-
-        Raises:
-            Away: the server does not answer, or answers 429 or 5xx.
-            UserError: the server answers another 4xx.
-        """
-        method, content = ("GET", None) if body is None else ("POST", body)
-        try:
-            answer = await self.client.request(method, self.url + path, json=content, timeout=self.timeout_s)
-        except httpx.TransportError as error:
-            raise self._away(error) from None
-        await self._check(path, answer)
-        return answer.json() if answer.headers.get("content-type", "").startswith("application/json") else None
-
-    async def events(self, path: str, body: dict[str, Any]) -> AsyncGenerator[Any, None]:
-        """POST a request that is answered by server-sent events; yields their JSON. Raises as `__call__` does."""
-        try:
-            async with self.client.stream("POST", self.url + path, json=body) as answer:
-                await self._check(path, answer)
-                lines = answer.aiter_lines()
-                while (line := await self._progressing(anext(lines, None))) is not None:
-                    if line.startswith("data: ") and line != "data: [DONE]":
-                        yield json.loads(line.removeprefix("data: "))
-        except httpx.TransportError as error:
-            raise self._away(error) from None
-
-    async def _progressing(self, waiting: Awaitable[str | None]) -> str | None:
-        """Wait as long as the server makes progress, with this request or another one."""
-        task, since = asyncio.ensure_future(waiting), time.monotonic()
-        try:
-            while not task.done():
-                await asyncio.wait({task}, timeout=max(since + self.timeout_s - time.monotonic(), 0.01))
-                if not task.done() and time.monotonic() - max(since, self.progress) >= self.timeout_s:
-                    raise Away(f"{self.url} made no progress for {self.timeout_s:.0f} s (rollout.server.timeout_s)")
-                since = max(since, self.progress)
-            self.progress = time.monotonic()
-            return await task
-        finally:
-            task.cancel()
-
-    def _away(self, error: httpx.TransportError) -> Away:
-        return Away(f"{self.url} does not answer: {type(error).__name__} {error}")
-
-    async def _check(self, path: str, answer: httpx.Response) -> None:
-        if answer.status_code < 400:
-            return
-        text = (await answer.aread()).decode(errors="replace")
-        if answer.status_code >= 500 or answer.status_code == 429:
-            raise Away(f"{self.url}{path} answered {answer.status_code}: {text[:200]}")
-        raise UserError(f"{self.url}{path} answered {answer.status_code}: {text[:300]}")
 
 
 class VLLMApi:
@@ -215,12 +138,22 @@ class VLLMApi:
 
 
 class SGLangApi:
-    """SGLang's `/generate` and `/update_weights_from_disk`, written from its documentation; never run."""
+    """SGLang's `/generate` and `/update_weights_from_disk`, as of 0.5.23.
+
+    A server that was not started with `--enable-deterministic-inference` ignores seeds. One that was gives all requests
+    without a seed the same noise, and dies of `min_p`.
+    """
+
+    def __init__(self) -> None:
+        self.seeded: dict[str, bool] = {}
+        """Whether a server heeds seeds, by URL."""
 
     async def stream(
         self, ask: Ask, request: Request, sampling: Sampling, seed: int | None, eos: Sequence[int]
     ) -> AsyncGenerator[Chunk, None]:
-        """Generate one response, in one chunk; see `Api.stream`."""
+        """Generate one response; see `Api.stream`."""
+        await self._check(ask, sampling, seed)
+        limit = limit_of(request, sampling)
         body = {
             "input_ids": list(request.prompt_ids),
             "sampling_params": {
@@ -228,33 +161,81 @@ class SGLangApi:
                 "top_p": sampling.top_p if sampling.truncates else 1.0,
                 "top_k": (sampling.truncates and sampling.top_k) or -1,
                 "min_p": sampling.min_p if sampling.truncates else 0.0,
-                "max_new_tokens": limit_of(request, sampling),
-                "sampling_seed": None if seed is None else seed % 2**31,
+                "max_new_tokens": limit,
+                "sampling_seed": secrets.randbits(63) if seed is None else seed,
                 "repetition_penalty": 1.0,
                 "presence_penalty": 0.0,
                 "frequency_penalty": 0.0,
-                "ignore_eos": True,
+                "ignore_eos": sampling.ignore_eos,  # it goes for stop_token_ids, too
                 "stop_token_ids": [] if sampling.ignore_eos else list(eos),
                 "stop": list(sampling.stop),
                 "no_stop_trim": True,
                 "skip_special_tokens": False,
+                "stream_interval": STREAM_INTERVAL,
             },
             "return_logprob": True,
+            "stream": True,
         }
-        meta = (await ask("/generate", body))["meta_info"]
-        pairs = [(int(token), float(log_prob)) for log_prob, token, *_ in meta["output_token_logprobs"]]
-        reason = "stop" if meta["finish_reason"]["type"] == "stop" else "length"
-        yield Chunk(tuple(token for token, _ in pairs), tuple(log_prob for _, log_prob in pairs), reason)
+        so_far = 0
+        async with aclosing(ask.events("/generate", body)) as events:
+            async for event in events:
+                if "error" in event:
+                    problem = f"{ask.url}/generate failed: {event['error']['message']}"
+                    raise UserError(problem) if event["error"]["code"] == 400 else Away(problem)
+                meta = event["meta_info"]
+                finish = meta["finish_reason"]
+                if finish is not None and finish["type"] == "abort":
+                    raise Away(f"{ask.url} ended a response early: {finish.get('message')}")
+                # an event has all tokens so far; with --incremental-streaming-output, only the new ones
+                new = meta["completion_tokens"] - so_far
+                pairs = meta["output_token_logprobs"][-new:] if new else []
+                so_far += len(pairs)
+                reason = None if finish is None else "stop" if finish["type"] == "stop" else "length"
+                if reason == "length" and so_far < limit:
+                    raise UserError(
+                        f"{ask.url} has room for {so_far} of the {limit} tokens that may follow a prompt of "
+                        f"{len(request.prompt_ids)}: start SGLang with a --context-length of at least "
+                        f"{len(request.prompt_ids) + limit + UNUSED}, and with as large a --max-total-tokens"
+                    )
+                yield Chunk(
+                    tuple(int(token) for _, token, *_ in pairs),
+                    tuple(float(log_prob) for log_prob, *_ in pairs),
+                    reason,
+                )
+
+    async def _check(self, ask: Ask, sampling: Sampling, seed: int | None) -> None:
+        """Raises `UserError` if the server cannot sample in this way."""
+        if ask.url not in self.seeded:
+            self.seeded[ask.url] = bool((await ask("/server_info"))["enable_deterministic_inference"])
+        seeded = self.seeded[ask.url]
+        if not seeded and seed is not None and sampling.temperature > 0:
+            raise UserError(
+                f"{ask.url} ignores seeds: start SGLang with --enable-deterministic-inference, or set rollout.seeds: "
+                "engine"
+            )
+        if seeded and sampling.truncates and sampling.min_p:
+            raise UserError(
+                f"{ask.url} has no min_p: start SGLang without --enable-deterministic-inference and set rollout.seeds: "
+                "engine, or remove rollout.min_p"
+            )
 
     async def load(self, ask: Ask, folder: Path) -> None:
         """Load the weights in a folder; see `Api.load`."""
-        answer = await ask("/update_weights_from_disk", {"model_path": str(folder), "flush_cache": True})
-        if not answer["success"]:
-            raise UserError(f"{ask.url} cannot load new weights: {answer['message']}")
+        try:
+            # a request that was cancelled runs on for seconds, and nothing is flushed while one runs
+            body = {"model_path": str(folder), "abort_all_requests": True, "flush_cache": False}
+            await ask("/update_weights_from_disk", body)
+            await ask(f"/flush_cache?timeout={ask.timeout_s}", {})
+        except UserError as error:
+            raise UserError(f"{ask.url} cannot load new weights ({error}): let it read {folder.parent}") from None
+
+
+UNUSED = 2
+"""Tokens of its context that SGLang leaves free."""
 
 
 class TGIApi:
-    """Text Generation Inference's `/generate` (3.x), written from its documentation; never run.
+    """Text Generation Inference's `/generate` (3.x), checked against recorded answers; never run.
 
     It takes the prompt as text, which its tokenizer may turn into different tokens, and cannot load new weights: use it
     for evaluation only.
@@ -347,8 +328,8 @@ def check_log_probs(
         if error > error_if_wrong_kind + ROUNDING or error > SAME_MODEL:
             raise UserError(
                 f"the log-probs of {url} differ from the trainer's on the same {len(log_probs)} tokens (by {error:.3g} "
-                f"nats on average): start `vllm serve` with --logprobs-mode {mode} (or configure another server to "
-                "return the same kind), and with the model of model.path"
+                f"nats on average): start `vllm serve` with --logprobs-mode {mode}, or SGLang without "
+                "SGLANG_RETURN_ORIGINAL_LOGPROB, and with the model of model.path"
             )
 
 
@@ -375,6 +356,7 @@ class ServerRollout(RolloutEngine):
         eos_token_ids: tuple[int, ...],
         timeout_s: float = 600.0,
         weights_folder: Path | None = None,
+        dtype: Dtype = "float32",
         model_folder: Path | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
@@ -385,12 +367,15 @@ class ServerRollout(RolloutEngine):
             api: kind of the servers.
             eos_token_ids: tokens that end a response.
             timeout_s: a server that makes no progress for so long, in seconds, counts as unavailable.
-            weights_folder: folder for new weights, at the same path on the servers; None: weights are never changed.
+            weights_folder: folder for new weights, at the same path on the servers; None: they are broadcast to SGLang
+                servers, and those of other servers are never changed.
+            dtype: type in which new weights are broadcast.
             model_folder: folder with the model's config, which some servers need next to new weights.
             tokenizer: only needed for `tgi`, which takes prompts as text.
         """
         self.api = APIS[api](tokenizer)
         self.eos, self.weights_folder, self.model_folder = eos_token_ids, weights_folder, model_folder
+        self.dtype: Dtype = dtype
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=AT_ONCE * len(urls))
         timeout = httpx.Timeout(timeout_s, read=None)  # `Ask.events` watches the progress
         self.client = httpx.AsyncClient(timeout=timeout, limits=limits)
@@ -471,15 +456,15 @@ class ServerRollout(RolloutEngine):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes | None = None) -> int:
         """Replace the weights of all servers; see `RolloutEngine.load_weights`.
 
-        Rank 0 writes them and tells the servers; the other ranks help to gather them, and wait until the servers have
-        loaded them.
+        Rank 0 writes or broadcasts them; the other ranks help to gather them, and wait until the servers have loaded
+        them.
         """
         assert adapter_config is None, "the config refuses adapters"
         problem: RatchetError | None = None
         written = 0
         if ranks.rank() == 0:
             try:
-                written = self._load(weights)
+                written = self._broadcast(weights) if self.weights_folder is None else self._write(weights)
             except RatchetError as error:
                 problem = error
         else:
@@ -490,8 +475,26 @@ class ServerRollout(RolloutEngine):
             raise problem
         return written
 
-    def _load(self, weights: Iterable[tuple[str, Tensor]]) -> int:
-        assert self.weights_folder is not None, "a run that trains has one"
+    def _broadcast(self, weights: Iterable[tuple[str, Tensor]]) -> int:
+        import torch
+
+        from rlhf.engines.sglang_weights import SGLangLink
+        from rlhf.engines.weight_link import LinkLost
+
+        assert isinstance(self.api, SGLangApi), "the config refuses others"
+        try:
+            link = event_loop.run(_patiently(partial(SGLangLink.connect, self.servers)))
+            try:
+                sent = link.send(weights, getattr(torch, self.dtype))
+                event_loop.run(link.finish())
+            finally:
+                event_loop.run(link.close())
+        except (Away, LinkLost) as error:
+            raise EngineLost(str(error)) from error
+        return sent
+
+    def _write(self, weights: Iterable[tuple[str, Tensor]]) -> int:
+        assert self.weights_folder is not None
         self._loads += 1
         folder = self.weights_folder / f"weights-{self._loads}"
         shutil.rmtree(folder, ignore_errors=True)

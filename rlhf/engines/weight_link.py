@@ -74,21 +74,21 @@ class WeightLink:
             LinkLost: a member cannot be reached.
         """
         timeout = timedelta(seconds=timeout_s)
-        with _losing():
+        with losing():
             if isinstance(meeting, str):
                 place = urlsplit(meeting)
                 assert place.hostname is not None and place.port is not None
                 self._store = TCPStore(place.hostname, place.port, is_master=False, timeout=timeout)
             else:
                 self._store = meeting.store
-            self._host_group: Any = _gloo(PrefixStore("gloo", self._store), rank, count, host, timeout)
+            self._host_group: Any = gloo_group(PrefixStore("gloo", self._store), rank, count, host, timeout)
             gpus = torch.tensor([int(torch.cuda.is_available())])
             self._host_group.allreduce([gpus]).wait()
             self._group: Any = self._host_group
             self._device = torch.device("cpu")
             if int(gpus) == count:
                 self._device = ranks.device()
-                self._group = _nccl(PrefixStore("nccl", self._store), rank, count, timeout)
+                self._group = nccl_group(PrefixStore("nccl", self._store), rank, count, timeout)
 
     def send(
         self, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, adapter_config: bytes | None = None
@@ -150,7 +150,7 @@ class WeightLink:
         """Send plain values, or receive them (None)."""
         data = torch.frombuffer(bytearray(json.dumps(fields or {}).encode()), dtype=torch.uint8)
         size = torch.tensor([0 if fields is None else len(data)])
-        with _losing():
+        with losing():
             self._host_group.broadcast(size, SENDER).wait()
             if fields is None:
                 data = torch.empty(int(size), dtype=torch.uint8)
@@ -159,7 +159,7 @@ class WeightLink:
         return received
 
     def _broadcast(self, memory: Tensor) -> None:
-        with _losing():
+        with losing():
             if len(memory):
                 self._group.broadcast(memory, SENDER).wait()
             if memory.is_cuda:
@@ -167,7 +167,8 @@ class WeightLink:
 
 
 @contextmanager
-def _losing() -> Iterator[None]:
+def losing() -> Iterator[None]:
+    """Raises what PyTorch says of a lost connection as `LinkLost`."""
     try:
         yield
     except RuntimeError as error:
@@ -176,7 +177,7 @@ def _losing() -> Iterator[None]:
         raise LinkLost(f"the connection for new weights failed: {in_one_line(error)}") from error
 
 
-def _gloo(store: Store, rank: int, count: int, host: str, timeout: timedelta) -> Any:
+def gloo_group(store: Store, rank: int, count: int, host: str, timeout: timedelta) -> Any:
     """A gloo group that listens only on `host`."""
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
@@ -184,7 +185,8 @@ def _gloo(store: Store, rank: int, count: int, host: str, timeout: timedelta) ->
     return dist.ProcessGroupGloo(store, rank, count, options)
 
 
-def _nccl(store: Store, rank: int, count: int, timeout: timedelta) -> Any:
+def nccl_group(store: Store, rank: int, count: int, timeout: timedelta) -> Any:
+    """An NCCL group."""
     options: Any = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return dist.ProcessGroupNCCL(store, rank, count, options)

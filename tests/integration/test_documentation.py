@@ -56,6 +56,7 @@ NOT_RUN = {
     "ratchet train examples/countdown.yaml run.name=qwen": "needs a bucket, a model of the hub and a GPU",
     "ratchet ui --store s3://bucket/runs": "needs a bucket: tests/integration/test_ui.py",
     "VLLM_SERVER_DEV_MODE=1 vllm serve": "needs vLLM: tests/integration/test_server_run.py",
+    "python -m sglang.launch_server": "needs SGLang: tests/integration/test_sglang_run.py",
     "ratchet train run.yaml rollout.engine=server": "needs that server",
     "ratchet evaluate MODEL --data prompts.parquet --server": "needs that server",
     "ratchet push": "needs the hub: tests/integration/test_sharing.py",
@@ -245,6 +246,8 @@ def test_what_a_test_machine_cannot_run_is_right_as_far_as_it_can_tell(
             extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
             named = re.findall(r"ratchet-rlhf\[([^]]*)\]", command.text)
             assert {extra for group in named for extra in group.split(",")} <= extras.keys()
+        case ["python", "-m", module, *_]:
+            assert module == "sglang.launch_server"
         case ["python", script, *options]:
             text = (ROOT / script).read_text()
             for option in options:

@@ -111,6 +111,7 @@ def test_the_minimal_config_is_the_documented_default(file: Path) -> None:
         ("rollout.quantization=fp8", "rollout.quantization fp8 is for rollout.engine vllm: remove it"),
         ("rollout={engine: vllm, top_p: 0.9, temperature: 0.7}", "with rollout.top_p 0.9, rollout.temperature must be 1 (or 0), but is 0.7"),  # noqa: E501
         ("rollout={engine: vllm, min_p: 0.1, temperature: 0.7}", "rollout.engine vllm gives log-probs either before min_p or at a temperature, not both: with rollout.min_p 0.1, rollout.temperature must be 1 (or 0), but is 0.7"),  # noqa: E501
+        ("rollout={engine: server, min_p: 0.1, server: {urls: 'http://a:1', api: sglang}}", "rollout.server.api sglang has no min_p for requests with a seed: remove rollout.min_p, or set rollout.seeds to engine"),  # noqa: E501
         ("rollout={engine: server, top_k: 8, min_p: 0.1, server: {urls: 'http://a:1', api: tgi}}", "rollout.server.api tgi has no min_p: remove rollout.min_p"),  # noqa: E501
         ("rollout.repetition_penalty=1.1", "rollout.repetition_penalty is not supported: it lowers a token's probability by what came before, which the trainer's log-probs do not"),  # noqa: E501
         ("rollout={engine: vllm, vllm: {max_model_len: 100}}", "rollout.vllm.max_model_len is 100, less than data.max_prompt_tokens + rollout.max_response_tokens = 1024: raise it"),  # noqa: E501
