@@ -74,8 +74,8 @@ def complete(store: RunStore, *data: ShardRef) -> StageCommit:
 
 
 @pytest.fixture
-def url(s3: str) -> str:
-    return f"{s3}/runs/{uuid.uuid4().hex}"
+def url(each_s3: str) -> str:
+    return f"{each_s3}/runs/{uuid.uuid4().hex}"
 
 
 def test_a_run_in_a_bucket(url: str) -> None:
@@ -136,9 +136,9 @@ def test_pandas_in_another_process_needs_the_url_only(url: str) -> None:
     assert shown.stdout.split() == ["2", "[0.5]"]
 
 
-def test_a_checkpoint_of_many_parts(s3: str) -> None:
+def test_a_checkpoint_of_many_parts(each_s3: str) -> None:
     """Above 100 MiB, s3fs uploads in parts: the object is whole, or not there."""
-    store = claimed(f"{s3}/{uuid.uuid4().hex}")
+    store = claimed(f"{each_s3}/{uuid.uuid4().hex}")
     large = os.urandom(2**20) * 130
     weights = Weights(version=1, digest="x")
     folder = store.checkpoint_folder("actor", weights)
@@ -150,5 +150,5 @@ def test_a_checkpoint_of_many_parts(s3: str) -> None:
     read, start = store.ranges(checkpoint), 5 * BLOCK - 7
     assert read("model.safetensors", start, start + BLOCK) == large[start : start + BLOCK]
     [key] = [key for key in store.objects.list("checkpoints/") if key.endswith(".safetensors")]
-    info = store.objects.backend.fs.info(f"{s3.removeprefix('s3://')}/{store.url.rpartition('/')[2]}/{key}")  # type: ignore[attr-defined]
+    info = store.objects.backend.fs.info(f"{each_s3.removeprefix('s3://')}/{store.url.rpartition('/')[2]}/{key}")  # type: ignore[attr-defined]
     assert info["ETag"].strip('"').endswith("-3"), "three parts"
