@@ -30,7 +30,7 @@ START_S = 600.0
 CONFIG = """\
 [global]
 fsid = {fsid}
-mon_host = 127.0.0.1:{monitor}
+mon_host = [v2:127.0.0.1:{monitor}]
 auth_cluster_required = none
 auth_service_required = none
 auth_client_required = none
@@ -134,9 +134,7 @@ class _Cluster:
         }
         self.fsid, self.monitor, self.gateway = str(uuid.uuid4()), free_port(), free_port()
         self.config.write_text(
-            CONFIG.format(
-                fsid=self.fsid, monitor=self.monitor, gateway=self.gateway, data=data, libraries=libraries
-            )
+            CONFIG.format(fsid=self.fsid, monitor=self.monitor, gateway=self.gateway, data=data, libraries=libraries)
         )
         self.daemons: list[subprocess.Popen[bytes]] = []
 
@@ -146,13 +144,13 @@ class _Cluster:
             (self.data / name).mkdir()
         address, storage = f"127.0.0.1:{self.monitor}", str(uuid.uuid4())
         monitors = str(self.data / "monitors")
-        self._run("monmaptool", "--create", "--fsid", self.fsid, "--addv", "a", f"[v1:{address}]", monitors)
+        self._run("monmaptool", "--create", "--fsid", self.fsid, "--addv", "a", f"[v2:{address}]", monitors)
         self._run("ceph-mon", "-i", "a", "--mkfs", "--monmap", monitors)
-        self._daemon("ceph-mon", "-i", "a", "--public-addr", address)
+        self._daemon("ceph-mon", "-i", "a", "--public-addr", f"v2:{address}")
         self._command("osd", "new", storage)
         self._run("ceph-osd", "-i", "0", "--mkfs", "--osd-uuid", storage)
         self._daemon("ceph-osd", "-i", "0")
-        gateway = self._daemon("radosgw", "-n", "client.rgw.a")
+        self._daemon("radosgw", "-n", "client.rgw.a")
         self._run(
             "radosgw-admin",
             "user",
@@ -165,7 +163,7 @@ class _Cluster:
         url = f"http://127.0.0.1:{self.gateway}"
         deadline = time.monotonic() + START_S
         while not _answers(url):
-            assert gateway.poll() is None and time.monotonic() < deadline, "the gateway did not start"
+            assert self._is_whole() and time.monotonic() < deadline, "the gateway did not start"
             time.sleep(0.1)
         return url
 
@@ -175,13 +173,26 @@ class _Cluster:
             daemon.wait()
 
     def _run(self, program: str, *arguments: str) -> None:
-        command = [UNPACKED / "usr" / "bin" / program, *arguments]
-        subprocess.run(command, env=self.environment, stdout=subprocess.DEVNULL, check=True, timeout=START_S)
+        self._finish([str(UNPACKED / "usr" / "bin" / program), *arguments])
 
     def _command(self, *arguments: str) -> None:
         """Ask the monitor, which Debian's own Python does."""
-        command = ["/usr/bin/python3", UNPACKED / "usr" / "bin" / "ceph", *arguments]
-        subprocess.run(command, env=self.environment, stdout=subprocess.DEVNULL, check=True, timeout=START_S)
+        self._finish(["/usr/bin/python3", str(UNPACKED / "usr" / "bin" / "ceph"), *arguments])
+
+    def _finish(self, command: list[str]) -> None:
+        """Wait for a program, which would wait for minutes for a daemon that has ended."""
+        deadline = time.monotonic() + START_S
+        with subprocess.Popen(command, env=self.environment, stdout=subprocess.DEVNULL) as process:
+            while process.poll() is None:
+                if time.monotonic() > deadline or not self._is_whole():
+                    process.kill()
+                    raise RuntimeError(f"{command[0]} had no answer, or a daemon has ended")
+                time.sleep(0.05)
+        if process.returncode:
+            raise RuntimeError(f"{' '.join(command)} failed with {process.returncode}")
+
+    def _is_whole(self) -> bool:
+        return all(daemon.poll() is None for daemon in self.daemons)
 
     def _daemon(self, program: str, *arguments: str) -> subprocess.Popen[bytes]:
         """A process that the kernel ends if this one is killed."""

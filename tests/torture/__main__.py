@@ -63,7 +63,9 @@ def main() -> None:
     parser.add_argument("--only", type=int, help="the number of one scenario")
     parser.add_argument("--ray", action="store_true", help="runs with worker groups on Ray, too")
     parser.add_argument("--ceph", action="store_true", help="runs on S3 are on Ceph's gateway, not on moto (make ceph)")
-    parser.add_argument("--kind", action="append", default=[], help="this kind of run alone, such as 'on S3'; may be repeated")
+    parser.add_argument(
+        "--kind", action="append", default=[], help="this kind of run alone, such as 'on S3'; may be repeated"
+    )
     parser.add_argument("--keep", type=Path, help="where folders of scenarios that failed are kept")
     arguments = parser.parse_args()
     unknown = sorted({*arguments.kind} - {*CHANGES, *FITS})
