@@ -16,7 +16,7 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from tests.ports import free_port
@@ -26,11 +26,13 @@ from tests.s3_server import CREDENTIALS, make_bucket
 UNPACKED = Path(__file__).parents[1] / "build" / "ceph"
 PACKAGES = ("ceph-mon", "ceph-osd", "radosgw", "ceph-base", "ceph-common", "librados2")
 START_S = 600.0
+TRY_S, TRIES = 100.0, 5
+"""A daemon may give up when the monitor has only just begun (\"wrong fsid\"): then all start again."""
 
 CONFIG = """\
 [global]
 fsid = {fsid}
-mon_host = [v2:127.0.0.1:{monitor}]
+mon_host = [v1:127.0.0.1:{monitor}]
 auth_cluster_required = none
 auth_service_required = none
 auth_client_required = none
@@ -107,17 +109,24 @@ def _start(folder: Path) -> None:
 
 def serve(folder: Path) -> None:
     """Run the daemons until no process uses them."""
-    with tempfile.TemporaryDirectory(prefix="ceph-") as data, (folder / "users").open("a") as users:
-        cluster = _Cluster(Path(data))
-        try:
-            endpoint = cluster.start()
-            make_bucket(endpoint)
-            (folder / "endpoint.new").write_text(endpoint)
-            (folder / "endpoint.new").replace(folder / "endpoint")
-            fcntl.flock(users, fcntl.LOCK_EX)  # waits for them
-        finally:
-            (folder / "endpoint").unlink(missing_ok=True)
-            cluster.end()
+    with (folder / "users").open("a") as users, ExitStack() as stack:
+        for attempt in range(1, TRIES + 1):
+            with ExitStack() as started:
+                cluster = _Cluster(Path(started.enter_context(tempfile.TemporaryDirectory(prefix="ceph-"))))
+                started.callback(cluster.end)
+                try:
+                    endpoint = cluster.start()
+                except RuntimeError:
+                    if attempt == TRIES:
+                        raise
+                else:
+                    stack.push(started.pop_all())
+                    break
+        make_bucket(endpoint)
+        (folder / "endpoint.new").write_text(endpoint)
+        (folder / "endpoint.new").replace(folder / "endpoint")
+        stack.callback((folder / "endpoint").unlink, missing_ok=True)
+        fcntl.flock(users, fcntl.LOCK_EX)  # waits for them
 
 
 class _Cluster:
@@ -136,6 +145,7 @@ class _Cluster:
         self.config.write_text(
             CONFIG.format(fsid=self.fsid, monitor=self.monitor, gateway=self.gateway, data=data, libraries=libraries)
         )
+        self.deadline = time.monotonic() + TRY_S
         self.daemons: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> str:
@@ -144,9 +154,9 @@ class _Cluster:
             (self.data / name).mkdir()
         address, storage = f"127.0.0.1:{self.monitor}", str(uuid.uuid4())
         monitors = str(self.data / "monitors")
-        self._run("monmaptool", "--create", "--fsid", self.fsid, "--addv", "a", f"[v2:{address}]", monitors)
+        self._run("monmaptool", "--create", "--fsid", self.fsid, "--addv", "a", f"[v1:{address}]", monitors)
         self._run("ceph-mon", "-i", "a", "--mkfs", "--monmap", monitors)
-        self._daemon("ceph-mon", "-i", "a", "--public-addr", f"v2:{address}")
+        self._daemon("ceph-mon", "-i", "a", "--public-addr", f"v1:{address}")
         self._command("osd", "new", storage)
         self._run("ceph-osd", "-i", "0", "--mkfs", "--osd-uuid", storage)
         self._daemon("ceph-osd", "-i", "0")
@@ -161,9 +171,9 @@ class _Cluster:
             f"--secret={CREDENTIALS['AWS_SECRET_ACCESS_KEY']}",
         )
         url = f"http://127.0.0.1:{self.gateway}"
-        deadline = time.monotonic() + START_S
         while not _answers(url):
-            assert self._is_whole() and time.monotonic() < deadline, "the gateway did not start"
+            if time.monotonic() > self.deadline or not self._is_whole():
+                raise RuntimeError("the gateway did not start")
             time.sleep(0.1)
         return url
 
@@ -181,10 +191,9 @@ class _Cluster:
 
     def _finish(self, command: list[str]) -> None:
         """Wait for a program, which would wait for minutes for a daemon that has ended."""
-        deadline = time.monotonic() + START_S
         with subprocess.Popen(command, env=self.environment, stdout=subprocess.DEVNULL) as process:
             while process.poll() is None:
-                if time.monotonic() > deadline or not self._is_whole():
+                if time.monotonic() > self.deadline or not self._is_whole():
                     process.kill()
                     raise RuntimeError(f"{command[0]} had no answer, or a daemon has ended")
                 time.sleep(0.05)
