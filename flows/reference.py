@@ -13,6 +13,7 @@ from flows.metrics import CATALOGUE
 from infra.workers.call_log import CALL_COLUMNS
 from rlhf.algorithms.advantages import Advantage
 from rlhf.algorithms.distillation import Distillation
+from rlhf.algorithms.experts import Experts
 from rlhf.algorithms.kl import AdaptiveCoefficient, kl_divergence
 from rlhf.algorithms.masked import aggregate
 from rlhf.algorithms.policy_losses import PolicyLoss
@@ -122,6 +123,7 @@ def algorithms() -> str:
     for title, key, union in (
         ("Advantages", "algorithm.advantage", Advantage),
         ("Policy losses", "algorithm.loss", PolicyLoss),
+        ("Answers of experts", "algorithm.experts", Experts),
     ):
         classes = models_in(union)
         parts.append(f"## {title}: `{key}`\n\n| type | needs | stages it adds | paper |\n|---|---|---|---|\n")
@@ -159,6 +161,8 @@ def _row(key: str, algorithm: type) -> str:
     talks: dict[str, object] = {"rollout.environment": environment} if "turns" in algorithm.needs else {}  # type: ignore[attr-defined]
     if not getattr(algorithm, "learns_from_reward", True):
         talks |= {"algorithm.distillation": {}, "teacher": {"path": "teacher"}}
+    if key == "algorithm.experts":
+        talks |= {"data.replay": {"files": ["answers.parquet"]}, "rollout.n": 8}
     config = parse_config(minimal, "reference").with_values({key: options, **talks})
     stages = ", ".join(f"`{stage}`" for stage in names_of(config) if stage not in ALWAYS)
     papers = ", ".join(

@@ -98,7 +98,13 @@ TRAJECTORY = TrajectorySchema(
         Column("response", pa.string(), "generate", "text of the response"),
         Column("prompt_ids", _TOKENS, "generate", "tokens of the prompt", "token id"),
         Column("response_ids", _TOKENS, "generate", "tokens of the response, including end-of-sequence", "token id"),
-        Column("rollout_log_probs", _FLOATS, "generate", "log-probs [T] from the rollout engine", "nat"),
+        Column(
+            "rollout_log_probs",
+            _FLOATS,
+            "generate",
+            "log-probs [T] from the rollout engine; 0 for an expert's tokens",
+            "nat",
+        ),
         Column(
             "response_mask", pa.list_(pa.int8()), "generate", "1 [T] if the model wrote the token, else 0", "0 or 1"
         ),
@@ -120,9 +126,11 @@ TRAJECTORY = TrajectorySchema(
             "replayed_from",
             pa.string(),
             "generate",
-            "run, iteration and id of the trajectory that this one repeats (data.replay)",
+            "run, iteration and id of the trajectory that this one repeats, or file and row of an expert's answer "
+            "(data.replay)",
             null="it was generated",
         ),
+        Column("by_expert", pa.bool_(), "generate", "whether the answer is an expert's (data.replay.files)"),
         Column(
             "token_versions",
             pa.list_(pa.int32()),

@@ -14,7 +14,7 @@ import torch
 
 from infra.progress import note
 from infra.workers.calls import Context, ShardOutput, ShardSummary
-from rlhf.algorithms import Advantage, Distillation, OverlongPenalty, RolloutCorrection
+from rlhf.algorithms import Advantage, Distillation, Experts, OverlongPenalty, RolloutCorrection
 from rlhf.algorithms.advantages import GDPO
 from rlhf.algorithms.kl import AdaptiveCoefficient, Controller, Estimator, kl_divergence
 from rlhf.algorithms.rollout_correction import off_policy_metrics
@@ -36,6 +36,7 @@ class AdvantagesConfig(StageConfig):
     rollout_correction: RolloutCorrection | None = key("algorithm.rollout_correction")
     overlong_penalty: OverlongPenalty | None = key("algorithm.overlong_penalty")
     distillation: Distillation | None = key("algorithm.distillation")
+    experts: Experts = key("algorithm.experts")
 
 
 def advantages(context: Context[AdvantagesConfig]) -> ShardOutput[ShardSummary]:
@@ -46,18 +47,23 @@ def advantages(context: Context[AdvantagesConfig]) -> ShardOutput[ShardSummary]:
 
     Returns:
         Per-token columns, of the lengths of the responses: `token_rewards`, `advantages`, `returns`, `loss_mask`, and
-        `rollout_is_weights` if the rollout correction has weights; metrics; and the state of the KL controller.
+        `rollout_is_weights` if the rollout correction has weights, or experts wrote some answers; metrics; and the
+        state of the KL controller.
     """
     config, batch = context.config, context.batch
     estimator = config.advantage
     mask, lengths = batch.padded("response_mask").double(), batch.lengths("response_mask")
     raw_scores = _doubles(batch, "score")
     scores = estimator.clipped(raw_scores)
-    token_rewards, metrics, controllers = _token_rewards(context, mask, scores)
+    by_expert = _by_expert(batch)
+    drawn = mask * ~by_expert[:, None]
+    token_rewards, metrics, controllers = _token_rewards(context, mask, drawn, scores)
     _, groups = np.unique(batch.numpy("prompt_id").astype(str), return_inverse=True)
     inputs: dict[str, Any] = {"group_ids": torch.from_numpy(groups)}
+    is_supervised = torch.zeros_like(by_expert) if config.experts.compares else by_expert
+    inputs["group_ids"][is_supervised] = len(batch) + torch.arange(int(is_supervised.sum()))
     index, last = torch.from_numpy(trajectory_index(batch)), torch.from_numpy(last_branches(batch))
-    teaches = estimator.teaches(scores[last], inputs["group_ids"][last])[index]
+    teaches = estimator.teaches(scores[last], inputs["group_ids"][last])[index] & ~is_supervised
     if "greedy_scores" in estimator.needs:
         has_baseline = torch.from_numpy(batch.array("greedy_score").is_valid().to_numpy(zero_copy_only=False))
         teaches &= has_baseline
@@ -73,8 +79,6 @@ def advantages(context: Context[AdvantagesConfig]) -> ShardOutput[ShardSummary]:
     for name in ("values", "entropy"):
         if name in batch:
             inputs[name] = batch.padded(name).double()
-    if not teaches.any() and config.distillation is None:
-        note(f"iteration {context.iteration} has nothing to learn from: no update changes the weights")
     loss_mask = mask * teaches[:, None]
     needed = {name: inputs[name] for name in estimator.needs}
     if "group_ids" in estimator.needs and len(last) < len(batch):
@@ -85,17 +89,35 @@ def advantages(context: Context[AdvantagesConfig]) -> ShardOutput[ShardSummary]:
     if config.distillation is not None:
         old = batch.padded("old_log_probs" if "old_log_probs" in batch else "rollout_log_probs").double()
         teacher = batch.padded("teacher_log_probs").double()
-        metrics["actor/teacher_kl"] = float(((old - teacher) * mask).sum() / mask.sum())
-        estimates = estimates + config.distillation(old, teacher, mask)
-        teaches, loss_mask = torch.ones_like(teaches), mask  # the teacher has something to say about every trajectory
+        metrics["actor/teacher_kl"] = float(((old - teacher) * drawn).sum() / drawn.sum())
+        estimates = estimates + config.distillation(old, teacher, drawn)
+        # the teacher has something to say about every trajectory that the policy wrote
+        teaches, loss_mask = teaches | ~by_expert, torch.maximum(loss_mask, drawn)
+    estimates = estimates.where(~is_supervised[:, None], mask)  # an advantage of 1
+    loss_mask = loss_mask.where(~is_supervised[:, None], mask)
+    if not loss_mask.any():
+        note(f"iteration {context.iteration} has nothing to learn from: no update changes the weights")
 
     weights = None
     if "old_log_probs" in batch:
-        loss_mask, weights, distance = _rollout_correction(context, mask, loss_mask)
+        loss_mask, weights, distance = _rollout_correction(context, mask, loss_mask, by_expert)
         metrics |= distance
     metrics["actor/loss_tokens_share"] = float(loss_mask.sum() / mask.sum())
+    prompt_tokens, response_tokens = batch.lengths("prompt_ids").sum(), mask.sum()
+    metrics |= {"perf/prompt_tokens": float(prompt_tokens), "perf/response_tokens": float(response_tokens)}
     learned = mask if not teaches.any() else mask * teaches[:, None]
-    metrics |= _metrics(batch, mask, learned > 0, raw_scores[last], token_rewards, estimates, returns)
+    own = ~by_expert
+    metrics |= _metrics(
+        batch if own.all() else batch.take(own.nonzero()[:, 0].tolist()),
+        mask[own],
+        learned[own] > 0,
+        raw_scores[last[own[last]]],
+        token_rewards[own],
+        estimates[own],
+        returns[own],
+    )
+    if by_expert.any():
+        metrics |= _expert_metrics(batch, mask, raw_scores, by_expert)
     columns = {
         "trajectory_id": batch.array("trajectory_id"),
         "token_rewards": unpadded(token_rewards, lengths),
@@ -143,7 +165,7 @@ def _by_trajectory(
 
 
 def _token_rewards(
-    context: Context[AdvantagesConfig], mask: torch.Tensor, scores: torch.Tensor
+    context: Context[AdvantagesConfig], mask: torch.Tensor, drawn: torch.Tensor, scores: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, float], dict[str, float]]:
     """Per-token rewards, metrics, and the state of the KL controller.
 
@@ -153,7 +175,8 @@ def _token_rewards(
 
     Args:
         context: The batch, the config and the controllers' state before this iteration.
-        mask: 1 for tokens that the model wrote, float64, shape (batch, response).
+        mask: 1 for tokens that the model or an expert wrote, float64, shape (batch, response).
+        drawn: 1 for tokens that a policy drew, same shape: others say nothing about its KL divergence.
         scores: Clipped score of each trajectory, float64, shape (batch,).
 
     Returns:
@@ -174,45 +197,73 @@ def _token_rewards(
     if "ref_log_probs" in batch:
         old = "old_log_probs" if "old_log_probs" in batch else "rollout_log_probs"
         log_probs, ref = batch.padded(old).double(), batch.padded("ref_log_probs").double()
-        kl = kl_divergence(log_probs, ref, config.kl_estimator) * mask
-        metrics["actor/ref_kl"] = mean_kl = float(kl.sum() / mask.sum())
+        kl = kl_divergence(log_probs, ref, config.kl_estimator) * drawn
+        metrics["actor/ref_kl"] = mean_kl = float(kl.sum() / drawn.sum())
         if config.kl_in_reward is not None:
             coefficient = config.kl_in_reward
             if isinstance(config.kl_controller, AdaptiveCoefficient):
                 coefficient = context.call.controllers.get("kl_in_reward", coefficient)
                 controllers["kl_in_reward"] = config.kl_controller(coefficient, mean_kl, len(batch))
             token_rewards = token_rewards - coefficient * kl
-            metrics["actor/reward_kl_penalty"] = float((kl.sum(-1) / mask.sum(-1).clamp(min=1)).mean())
+            metrics["actor/reward_kl_penalty"] = float((kl.sum(-1) / drawn.sum(-1).clamp(min=1)).mean())
             metrics["actor/reward_kl_penalty_coeff"] = coefficient
     return token_rewards, metrics, controllers
 
 
 def _rollout_correction(
-    context: Context[AdvantagesConfig], mask: torch.Tensor, loss_mask: torch.Tensor
+    context: Context[AdvantagesConfig], mask: torch.Tensor, loss_mask: torch.Tensor, by_expert: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, float]]:
     """The loss mask without the rejected tokens, the importance weights, and metrics of the off-policy distance.
 
     Args:
         context: The batch and the config.
-        mask: 1 for tokens that the model wrote, float64, shape (batch, response).
+        mask: 1 for tokens that the model or an expert wrote, float64, shape (batch, response).
         loss_mask: The tokens of `mask` that are learned from; same shape.
+        by_expert: Whether an expert wrote the response, bool, shape (batch,). Experts' tokens are not rejected, have
+            weights of their own, and do not count in the metrics.
 
     Returns:
         The new loss mask; importance weights of the same shape, or None; metrics.
     """
-    correction, batch = context.config.rollout_correction, context.batch
+    config, batch, own = context.config, context.batch, ~by_expert
+    correction = config.rollout_correction
     old, rollout = batch.padded("old_log_probs").double(), batch.padded("rollout_log_probs").double()
-    metrics = off_policy_metrics(old, rollout, mask)
-    weights = None
+    compared = old[own], rollout[own], mask[own]
+    metrics = off_policy_metrics(*compared)
+    weights = torch.ones_like(mask) if by_expert.any() else None
     if correction is not None:
         for rejection in correction.rejection:
-            kept = rejection(old, rollout, mask)
-            metrics[f"rollout_rs_{rejection.statistic}_masked_fraction"] = 1.0 - kept.sum() / mask.sum()
-            loss_mask = loss_mask * kept
+            kept = rejection(*compared)
+            metrics[f"rollout_rs_{rejection.statistic}_masked_fraction"] = 1.0 - kept.sum() / mask[own].sum()
+            loss_mask = loss_mask.clone()
+            loss_mask[own] *= kept
         if correction.weights is not None:
-            weights = correction.weights(old, rollout, mask)
-            metrics |= correction.weights.metrics(old, rollout, mask)
+            weights = torch.ones_like(mask)
+            weights[own] = correction.weights(*compared)
+            metrics |= correction.weights.metrics(*compared)
+    if by_expert.any():
+        assert weights is not None, "an expert's tokens have weights"
+        weights[by_expert] = config.experts.weights(old[by_expert], mask[by_expert])
     return loss_mask, weights, {f"rollout_corr/{name}": float(value) for name, value in metrics.items()}
+
+
+def _by_expert(batch: TrajectoryBatch) -> torch.Tensor:
+    """Whether an expert wrote the response, bool, shape (batch,); older releases do not say, and had none."""
+    if "by_expert" not in batch:
+        return torch.zeros(len(batch), dtype=torch.bool)
+    return torch.tensor([bool(by_expert) for by_expert in batch.list("by_expert")], dtype=torch.bool)
+
+
+def _expert_metrics(
+    batch: TrajectoryBatch, mask: torch.Tensor, scores: torch.Tensor, by_expert: torch.Tensor
+) -> dict[str, float]:
+    """Metrics of the answers of experts: their scores, and how probable they are to the policy."""
+    written = mask[by_expert]
+    log_probs = batch.padded("old_log_probs").double()[by_expert] * written
+    return {
+        "experts/score/mean": float(scores[by_expert].mean()),
+        "experts/log_probs/mean": float(log_probs.sum() / written.sum()),
+    }
 
 
 def _reward_parts(batch: TrajectoryBatch, wanted: Sequence[str]) -> dict[str, torch.Tensor]:
@@ -300,9 +351,9 @@ def _metrics(
     }
     metrics = {"response_length/clip_ratio": float(np.mean(batch.numpy("finish_reason") == "length"))}
     if "entropy" in batch:
-        metrics["actor/entropy"] = float(batch.padded("entropy").double()[mask > 0].mean())
+        metrics["actor/entropy"] = float(batch.padded("entropy", mask.shape[1]).double()[mask > 0].mean())
     if "values" in batch:
-        columns["critic/values"] = values = batch.padded("values").double()[learned]
+        columns["critic/values"] = values = batch.padded("values", mask.shape[1]).double()[learned]
         spread = returns[learned].var(unbiased=False)
         error = (returns[learned] - values).var(unbiased=False)
         metrics["critic/vf_explained_var"] = float(1 - error / spread) if spread > 0 else 0.0
@@ -312,7 +363,7 @@ def _metrics(
             f"{name}/max": float(column.max()),
             f"{name}/min": float(column.min()),
         }
-    return metrics | {"perf/prompt_tokens": float(prompts.sum()), "perf/response_tokens": float(responses.sum())}
+    return metrics
 
 
 def exists(config: RunConfig) -> bool:
@@ -330,6 +381,7 @@ ADVANTAGES = RowsStage(
             "prompt_ids",
             "response_mask",
             "rollout_log_probs",
+            "by_expert",
             "finish_reason",
             "turns",
             "turn_ends",

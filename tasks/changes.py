@@ -103,6 +103,10 @@ def _in_words(source: Outside, config: RunConfig) -> str:
     match source:
         case "dataset":
             return f"the prompts in data.train ({', '.join(config.data.train)})"
+        case "experts":
+            replay = config.data.replay
+            named = "null" if replay is None or replay.files is None else ", ".join(replay.files)
+            return f"the answers in data.replay.files ({named})"
         case "validation":
             return f"the prompts in validation.data ({config.validation.data or 'null'})"
         case "reward":

@@ -1,4 +1,4 @@
-"""Experience replay: which earlier trajectories an iteration learns from again (`data.replay`).
+"""Experience replay: which earlier trajectories, or answers of experts, an iteration learns from (`data.replay`).
 
 What is drawn depends on the seed and on what the runs have committed. The rows that `generate` commits hold it, so
 nothing is drawn twice.
@@ -7,17 +7,21 @@ nothing is drawn twice.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 
 import numpy as np
 
 from infra.execution.driver import Driver
 from infra.forks import name_of
+from infra.progress import note
 from infra.runs import open_run
 from infra.store.manifest import Manifest
 from infra.store.records import seen_from_fork
 from infra.store.run_store import RunStore
-from infra.workers.calls import Experience
+from infra.workers.calls import Experience, ExpertExperience
+from rlhf import seeding
 from rlhf.config import OWN, ReplayConfig
+from rlhf.data.experts import Matched
 from rlhf.errors import UserError
 
 COLUMNS = ("trajectory_id", "prompt_id", "dataset_row", "response_mask", "rollout_error")
@@ -31,13 +35,15 @@ def replayed_prompts(share: float, prompts: int) -> int:
 
 
 def check_experience(driver: Driver) -> None:
-    """Check that the other runs of `data.replay` exist, and drew from the same prompts.
+    """Check that the other runs of `data.replay` exist and drew from the same prompts, and that its files have answers.
 
     Raises:
         UserError: if one does not.
     """
     replay = driver.config.data.replay
-    for url in replay.runs if replay is not None else ():
+    if replay is not None and replay.files is not None:
+        _expert_answers(driver, replay.files)
+    for url in replay.sources if replay is not None else ():
         if url != OWN:
             store = _store_of(driver, url)
             if (last := store.state.iteration - 1) >= 0:
@@ -46,8 +52,8 @@ def check_experience(driver: Driver) -> None:
 
 def draw_experience(
     driver: Driver, iteration: int, numbers: range, replay: ReplayConfig, *, seed: int, prompts: int, n: int, limit: int
-) -> dict[int, Experience]:
-    """Draw prompts with the answers that they got before.
+) -> Mapping[int, Experience | ExpertExperience]:
+    """Draw prompts with the answers that they got before, or with those of experts.
 
     Args:
         driver: Driver of the run. It keeps what was read.
@@ -69,10 +75,72 @@ def draw_experience(
     count = replayed_prompts(replay.share, prompts)
     if numbers.stop <= prompts - count:
         return {}
-    known = [experience for url in replay.runs for experience in _of_run(driver, url, iteration, replay, n, limit)]
+    if replay.files is not None:
+        return _of_experts(
+            driver, iteration, numbers, replay.files, replay.answers, seed, range(prompts - count, prompts)
+        )
+    known = [experience for url in replay.sources for experience in _of_run(driver, url, iteration, replay, n, limit)]
     order = np.random.default_rng([seed, iteration, NOISE]).permutation(len(known))
     drawn = zip(range(prompts - count, prompts), (known[place] for place in order), strict=False)
     return {number: experience for number, experience in drawn if number in numbers}
+
+
+def _of_experts(
+    driver: Driver, iteration: int, numbers: range, paths: tuple[str, ...], answers: int, seed: int, replayed: range
+) -> dict[int, ExpertExperience]:
+    """Draw prompts with answers of experts, in epochs over the prompts that have any.
+
+    Args:
+        driver: Driver of the run.
+        iteration: Iteration that draws.
+        numbers: Numbers in the iteration of a shard's prompts.
+        paths: The files.
+        answers: Number of answers per prompt; fewer, if the files do not have as many.
+        seed: Seed of the run.
+        replayed: Numbers of the iteration's prompts that are drawn so.
+    """
+    by_row = _expert_answers(driver, paths).by_row
+    rows = list(by_row)
+    places = seeding.epochs(seed, "experts", len(rows), iteration * len(replayed), len(replayed))
+    drawn: dict[int, ExpertExperience] = {}
+    for number, place in zip(replayed, places, strict=True):
+        if number in numbers:
+            known = by_row[rows[place]]
+            order = seeding.generator(seed, "experts", iteration, number).permutation(len(known))[:answers]
+            drawn[number] = ExpertExperience(rows[place], paths, tuple(known[index] for index in order))
+    return drawn
+
+
+def _expert_answers(driver: Driver, paths: tuple[str, ...]) -> Matched:
+    """The answers of experts to the run's prompts, which are found once."""
+    if driver.expert_answers is None:
+        config, resources = driver.config, driver.groups.local.worker.resources
+        experts = resources.experts(paths)
+        matched = experts.matched(
+            resources.dataset(config.data.train),
+            resources.tokenizer,
+            system_prompt=config.data.system_prompt,
+            max_tokens=config.rollout.max_response_tokens,
+        )
+        if matched.too_long:
+            note(
+                f"{matched.too_long} of the {len(experts)} answers in data.replay.files are longer than "
+                f"rollout.max_response_tokens {config.rollout.max_response_tokens}: left out"
+            )
+        if matched.unknown:
+            note(
+                f"{matched.unknown} of the {len(experts)} answers in data.replay.files are to prompts that data.train "
+                "does not have: left out"
+            )
+        if not matched.by_row:
+            raise UserError(
+                f"data.replay.files ({', '.join(paths)}): no answer is left: of {len(experts)}, {matched.too_long} are "
+                f"longer than rollout.max_response_tokens {config.rollout.max_response_tokens}, and "
+                f"{matched.unknown} are to prompts that data.train does not have (prompts must be equal, message by "
+                "message)"
+            )
+        driver.expert_answers = matched
+    return driver.expert_answers
 
 
 def _store_of(driver: Driver, url: str) -> RunStore:

@@ -11,7 +11,17 @@ from typing import Any, Literal
 from pydantic import JsonValue
 
 from infra.execution.driver import Driver
-from infra.workers.calls import C, Call, Context, Experience, ShardOutput, ShardStart, ShardSummary
+from infra.workers.calls import (
+    Answer,
+    C,
+    Call,
+    Context,
+    Experience,
+    ExpertExperience,
+    ShardOutput,
+    ShardStart,
+    ShardSummary,
+)
 from rlhf.batch import TrajectoryBatch
 from rlhf.config import CurriculumConfig, DynamicSamplingConfig, ReplayConfig, RunConfig
 from rlhf.data.prompts import PromptDataset, encode
@@ -100,7 +110,7 @@ class GenerateSummary(ShardSummary):
     num_branches: dict[int, int] = {}
     """With an agent: how many trajectories have a number of branches."""
     replayed: int = 0
-    """Number of trajectories that repeat earlier ones."""
+    """Number of trajectories that repeat earlier ones, or that experts wrote."""
 
 
 def shards_of(driver: Driver) -> int:
@@ -192,8 +202,10 @@ def draws(driver: Driver, iteration: int, shard: int, config: GenerateConfig, cu
     return tuple(drawn)
 
 
-def replays(driver: Driver, iteration: int, shard: int, config: GenerateConfig) -> Mapping[int, Experience]:
-    """Draw prompts of a shard with the answers that they got before; none without `data.replay`."""
+def replays(
+    driver: Driver, iteration: int, shard: int, config: GenerateConfig
+) -> Mapping[int, Experience | ExpertExperience]:
+    """Draw prompts of a shard together with answers; none without `data.replay`."""
     if config.replay is None:
         return {}
     return draw_experience(
@@ -281,8 +293,8 @@ def begin_trajectories(context: Context[C], prompts: Prompts) -> ShardStart:
             request = Request(f"{_prompt_id(context, number)}-s{sample:02d}", tuple(ids))
             beginning = Beginning(messages, prompt.ground_truth, prompt.ground_truth_is_json, prompt.extra_info)
             dialogue = Dialogue(request, beginning)
-            if answers:
-                _repeat(dialogue, answers[sample], context.call.replayed[number].source)
+            if sample < len(answers):
+                _repeat(dialogue, answers[sample])
             dialogues.append(dialogue)
     environment, agent = prompts.environment, prompts.agent
     if agent is not None:
@@ -307,23 +319,21 @@ def begin_trajectories(context: Context[C], prompts: Prompts) -> ShardStart:
     return ShardStart(tuple(dialogues), Rules(prompts.sampling, calls, environment.max_turns))
 
 
-def _repeat(dialogue: Dialogue, row: Mapping[str, Any], source: str) -> None:
-    """Complete a trajectory with an earlier answer to its prompt, a row of `generate` without turns."""
-    ids = list(row["response_ids"])
-    versions = row["token_versions"] or [row["policy_version"]] * len(ids)
+def _repeat(dialogue: Dialogue, answer: Answer) -> None:
+    """Complete a trajectory with an answer that its prompt is drawn with."""
     dialogue.restore(
         {
-            "ids": ids,
-            "log_probs": list(row["rollout_log_probs"]),
-            "mask": list(row["response_mask"]),
-            "versions": list(versions),
+            "ids": answer.ids,
+            "log_probs": answer.log_probs,
+            "mask": answer.mask,
+            "versions": answer.versions,
             "turn_starts": [0],
-            "turn_ends": [len(ids)],
+            "turn_ends": [len(answer.ids)],
             "turn_rewards": [],
-            "finish_reason": row["finish_reason"],
+            "finish_reason": answer.finish_reason,
         }
     )
-    dialogue.replayed_from = f"{source} {row['trajectory_id']}"
+    dialogue.replayed_from, dialogue.by_expert = answer.source, answer.by_expert
 
 
 def trajectories(context: Context[C], prompts: Prompts) -> TrajectoryBatch:
@@ -371,6 +381,7 @@ def trajectories(context: Context[C], prompts: Prompts) -> TrajectoryBatch:
                 "finish_reason": trajectory.finish_reason,
                 "policy_version": dialogue.versions[0] if dialogue.versions else assigned.version,
                 "replayed_from": trajectory.replayed_from,
+                "by_expert": trajectory.by_expert,
                 "token_versions": dialogue.versions if len(set(dialogue.versions)) > 1 else None,
                 "turns": dialogue.turns(tokenizer) if talks else None,
                 "rollout_error": trajectory.error,
@@ -446,6 +457,6 @@ GENERATE = RowsStage(
         expected=expected_share,
         share=share_that_differs,
     ),
-    outside=("dataset", "tokenizer", "environment"),
+    outside=("dataset", "experts", "tokenizer", "environment"),
     role="rollout",
 )

@@ -14,7 +14,17 @@ from pydantic import JsonValue
 
 from infra.execution.driver import Driver, Outside
 from infra.execution.executors import StageHandle
-from infra.workers.calls import C, Context, Experience, Input, S, ShardOutput, ShardStart, ShardSummary
+from infra.workers.calls import (
+    C,
+    Context,
+    Experience,
+    ExpertExperience,
+    Input,
+    S,
+    ShardOutput,
+    ShardStart,
+    ShardSummary,
+)
 from rlhf.config import RunConfig
 from rlhf.schema import Column
 
@@ -116,7 +126,7 @@ class RowsStage(_Stage[C], Generic[C, S]):
     """Number of shards; None: the same as the first input."""
     draws: Callable[[Driver, int, int, C, int], tuple[int, ...] | None] | None = None
     """Draws the prompts of a shard where the worker cannot, given iteration, shard, config and cursor."""
-    replays: Callable[[Driver, int, int, C], Mapping[int, Experience]] | None = None
+    replays: Callable[[Driver, int, int, C], Mapping[int, Experience | ExpertExperience]] | None = None
     """Draws prompts of a shard with the answers that they got before, given iteration, shard and config."""
     until: Until | None = None
     """Stop condition, for a stage whose number of shards is not known in advance."""

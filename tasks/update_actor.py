@@ -48,7 +48,7 @@ def update_actor(context: Context[UpdateActorConfig]) -> dict[str, float]:
         kl_estimator=config.kl_estimator,
         entropy_coef=config.entropy_coef,
         on_policy="old_log_probs" not in batch,
-        weighted=correction is not None and correction.weights is not None,
+        weighted=not batch.array("rollout_is_weights").null_count,
         horizon=config.max_response_tokens,
     )
     plan = optimizer_steps(

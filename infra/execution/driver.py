@@ -43,6 +43,7 @@ from rlhf.config import (
     yaml_text,
 )
 from rlhf.config.older import changed_since
+from rlhf.data.experts import Matched
 from rlhf.data.prompts import Prompt, PromptDataset, check_length
 from rlhf.environments import check_environment, environment_digest
 from rlhf.environments.calls import try_environment
@@ -128,7 +129,7 @@ class AheadRollouts:
     """Generate stages of later iterations, by iteration."""
 
 
-Outside = Literal["dataset", "validation", "reward", "reward_model", "tokenizer", "environment"]
+Outside = Literal["dataset", "experts", "validation", "reward", "reward_model", "tokenizer", "environment"]
 """Inputs of stages outside the store and the config. Their digests show whether they have changed."""
 
 
@@ -162,6 +163,8 @@ class Driver:
         """Solve rates of prompts, by closed iteration and row of the dataset, as far as they were read."""
         self.experience: dict[tuple[str, int], list[Experience]] = {}
         """Prompts that can be drawn with their answers, by run and closed iteration, as far as they were read."""
+        self.expert_answers: Matched | None = None
+        """The answers of `data.replay.files` by prompt, once they were read."""
         self.experience_runs: dict[str, RunStore] = {}
         """The other runs of `data.replay`, as they were when they were read first."""
         self.stopping = Stopping(f"`ratchet resume {config.run.name}`")
@@ -200,6 +203,9 @@ class Driver:
         match name:
             case "dataset":
                 return resources.dataset(config.data.train).digest
+            case "experts":
+                replay = config.data.replay
+                return None if replay is None or replay.files is None else resources.experts(replay.files).digest
             case "validation":
                 return None if (held_out := config.validation.data) is None else resources.dataset((held_out,)).digest
             case "reward_model":

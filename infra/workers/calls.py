@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -56,7 +56,7 @@ class ShardOutput(Generic[S]):
 
 @dataclass(frozen=True)
 class Experience:
-    """A prompt with the answers that it got before."""
+    """A prompt with the answers that it got in an earlier iteration or another run."""
 
     row: int
     """Its row in the files of the dataset."""
@@ -65,6 +65,34 @@ class Experience:
     shard: ShardRef
     source: str
     """Run and iteration of its answers, for people."""
+
+
+@dataclass(frozen=True)
+class ExpertExperience:
+    """A prompt with answers of experts."""
+
+    row: int
+    """Its row in the files of the dataset."""
+    files: tuple[str, ...]
+    """The files of answers."""
+    answers: tuple[int, ...]
+    """Numbers of its answers in the files; see `ExpertAnswers`."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer that a prompt is drawn with."""
+
+    ids: list[int]
+    log_probs: list[float]
+    """Log-probs of the tokens under the policy that drew them, in nats."""
+    mask: list[int]
+    versions: list[int]
+    """Version of the weights that drew each token."""
+    finish_reason: str
+    source: str
+    """Where it is from, for people."""
+    by_expert: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,7 +114,7 @@ class Call(Generic[C_co]):
     cursor: int = 0
     drawn: tuple[int, ...] | None = None
     """The prompts of the shard, as indices into the dataset; None: the worker draws them."""
-    replayed: Mapping[int, Experience] = field(default_factory=dict)
+    replayed: Mapping[int, Experience | ExpertExperience] = field(default_factory=dict)
     """Prompts of the shard that are drawn with their answers, by their number in the iteration."""
     controllers: Mapping[str, float] = field(default_factory=dict)
     journal: tuple[ShardRef, ...] = ()
@@ -167,8 +195,8 @@ class Context(Generic[C]):
     batch: TrajectoryBatch
     engines: Engines
     resources: Resources
-    replayed: Mapping[int, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
-    """The answers of prompts that are drawn with them: the rows of `generate` by the prompt's number, by sample."""
+    replayed: Mapping[int, Sequence[Answer]] = field(default_factory=dict)
+    """The answers of prompts that are drawn with them, by the prompt's number: of its first trajectories."""
     dialogues: Sequence[Dialogue] = ()
     """The complete trajectories of the shard, in the order of `RowsCall.begin`, for a stage that generates."""
 

@@ -14,6 +14,7 @@ from rlhf.agents import load_agent
 from rlhf.agents.gateway import Gateway
 from rlhf.agents.programs import AgentCalls
 from rlhf.config import RunConfig
+from rlhf.data.experts import ExpertAnswers
 from rlhf.data.prompts import PromptDataset
 from rlhf.engines import event_loop
 from rlhf.environments import load_environment
@@ -43,6 +44,7 @@ class Resources:
         self.config = config
         self._answers = answers
         self._datasets: dict[tuple[str, ...], PromptDataset] = {}
+        self._experts: dict[tuple[str, ...], ExpertAnswers] = {}
         self._environments: dict[str, EnvironmentCalls] = {}
         self._agents: dict[str, AgentCalls] = {}
         self._gateways: dict[str, Gateway] = {}
@@ -106,6 +108,12 @@ class Resources:
                 dataset = kept
             self._datasets[key] = dataset
         return self._datasets[key]
+
+    def experts(self, paths: tuple[str, ...]) -> ExpertAnswers:
+        """The answers of experts in some files."""
+        if paths not in self._experts:
+            self._experts[paths] = ExpertAnswers(paths)
+        return self._experts[paths]
 
     def rewards(self, settings: RewardSettings) -> RewardPool:
         """The processes that compute rewards, restarted if the settings have changed."""

@@ -29,10 +29,12 @@ from infra.store.records import ObjectRef, ShardRef, Weights
 from infra.store.run_store import RunStore, is_call_file
 from infra.workers.call_log import CallLog, recorded_of
 from infra.workers.calls import (
+    Answer,
     C,
     Call,
     Context,
     Experience,
+    ExpertExperience,
     Pending,
     Rows,
     RowsCall,
@@ -372,14 +374,33 @@ class Worker:
         return self._updated[call.role]
 
     def _context(self, call: Call[C], batch: TrajectoryBatch) -> Context[C]:
-        replayed = {number: self._answers(experience) for number, experience in call.replayed.items()}
+        replayed = {number: self._answers(call, experience) for number, experience in call.replayed.items()}
         return Context(call, batch, self.engines, self.resources, replayed)
 
-    def _answers(self, experience: Experience) -> list[dict[str, Any]]:
-        """The rows of a prompt that is drawn with its answers, by sample."""
+    def _answers(self, call: Call[C], experience: Experience | ExpertExperience) -> list[Answer]:
+        """The answers that a prompt is drawn with."""
+        if isinstance(experience, ExpertExperience):
+            return [self._expert_answer(call, experience, number) for number in experience.answers]
         table = self.store.read_shard(experience.shard)
-        rows: list[dict[str, Any]] = table.filter(pc.field("prompt_id") == experience.prompt_id).to_pylist()
-        return sorted(rows, key=lambda row: int(row["sample"]))
+        rows = table.filter(pc.field("prompt_id") == experience.prompt_id).to_pylist()
+        return [
+            Answer(
+                ids=row["response_ids"],
+                log_probs=row["rollout_log_probs"],
+                mask=row["response_mask"],
+                versions=row["token_versions"] or [row["policy_version"]] * len(row["response_ids"]),
+                finish_reason=row["finish_reason"],
+                source=f"{experience.source} {row['trajectory_id']}",
+            )
+            for row in sorted(rows, key=lambda row: int(row["sample"]))
+        ]
+
+    def _expert_answer(self, call: Call[C], experience: ExpertExperience, number: int) -> Answer:
+        """An answer of an expert, whose probability of each token is unknown and taken as 1."""
+        where, ids = self.resources.experts(experience.files).answer(number, self.resources.tokenizer)
+        assert call.weights is not None, "the rollout has weights"
+        size = len(ids)
+        return Answer(ids, [0.0] * size, [1] * size, [call.weights.version] * size, "stop", where, by_expert=True)
 
     def has_weights(self, role: str, weights: Weights | None) -> bool:
         """Whether the role holds these weights."""

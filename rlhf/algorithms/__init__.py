@@ -7,6 +7,7 @@ the union at the end of its module; no other code branches on an algorithm's nam
 
 from rlhf.algorithms.advantages import GAE, GRPO, Advantage
 from rlhf.algorithms.distillation import Distillation
+from rlhf.algorithms.experts import LUFFY, Experts
 from rlhf.algorithms.kl import KLPenalty
 from rlhf.algorithms.policy_losses import PolicyLoss, PPOClip
 from rlhf.algorithms.reward_shaping import OverlongPenalty
@@ -15,8 +16,10 @@ from rlhf.algorithms.rollout_correction import RolloutCorrection
 __all__ = [
     "GAE",
     "GRPO",
+    "LUFFY",
     "Advantage",
     "Distillation",
+    "Experts",
     "KLPenalty",
     "OverlongPenalty",
     "PPOClip",

@@ -10,7 +10,7 @@ from rlhf.rewards import solved_score
 
 if TYPE_CHECKING:
     from rlhf.config.run import RunConfig
-    from rlhf.config.sections import TrainerConfig
+    from rlhf.config.sections import ReplayConfig, TrainerConfig
 
 
 def _roles_are_placed(config: RunConfig) -> Iterator[str]:
@@ -317,10 +317,31 @@ def _replay_fits(config: RunConfig) -> Iterator[str]:
     ):
         if conflict:
             yield f"data.replay does not work with {key}: remove one of them"
+    if config.data.replay.files is not None:
+        yield from _experts_fit(config, config.data.replay)
     if config.bypass:
         yield (
             "data.replay draws answers of earlier policies, so the old log-probs must be recomputed: set "
             "algorithm.rollout_correction.bypass: false"
+        )
+
+
+def _experts_fit(config: RunConfig, replay: ReplayConfig) -> Iterator[str]:
+    experts, own = config.algorithm.experts, config.rollout.n - replay.answers
+    if own < 1:
+        yield (
+            f"data.replay.answers is {replay.answers}, and rollout.n {config.rollout.n}: no answer is left to the "
+            "policy: raise rollout.n, or use `ratchet sft` to learn from experts alone"
+        )
+    if not experts.compares and own == 1 and "group_ids" in config.algorithm.advantage.needs:
+        yield (
+            f"algorithm.experts {experts.type} compares the policy's own answers with each other, and there is 1 per "
+            "prompt: raise rollout.n"
+        )
+    if not experts.compares and config.needs_critic:
+        yield (
+            f"algorithm.experts {experts.type} gives an expert's answers no returns that a critic could learn: set "
+            "algorithm.experts=luffy, or an algorithm.advantage without a critic"
         )
 
 

@@ -226,6 +226,11 @@ class RunConfig(Section):
         return self.actor.ppo_epochs == 1 and one_step and fresh
 
     @property
+    def has_experts(self) -> bool:
+        """Whether experts wrote some of the answers."""
+        return self.data.replay is not None and self.data.replay.files is not None
+
+    @property
     def bypass(self) -> bool:
         """Whether the rollout's log-probs serve as the old log-probs."""
         correction = self.algorithm.rollout_correction
@@ -236,7 +241,8 @@ class RunConfig(Section):
         """Names of the inputs that the algorithms need; they decide which stages an iteration has."""
         algorithm = self.algorithm
         names = {*algorithm.advantage.needs, *algorithm.kl.needs}
-        for optional in (algorithm.rollout_correction, algorithm.distillation):
+        experts = algorithm.experts if self.has_experts else None
+        for optional in (algorithm.rollout_correction, algorithm.distillation, experts):
             names |= set(optional.needs) if optional is not None else set()
         names |= set() if self.on_policy else set(algorithm.loss.needs)
         return frozenset(names)

@@ -10,8 +10,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from rlhf.algorithms import (
     GAE,
+    LUFFY,
     Advantage,
     Distillation,
+    Experts,
     KLPenalty,
     OverlongPenalty,
     PolicyLoss,
@@ -149,19 +151,44 @@ OWN = "self"
 
 
 class ReplayConfig(Section):
-    """Learn from earlier trajectories, too: a share of the prompts keeps the answers that it got before."""
+    """Learn from other answers, too: those that a share of the prompts got before, or an expert's."""
 
     share: float = Field(
         0.25, gt=0, le=1, description="share of an iteration's prompts that are drawn with their answers"
     )
-    runs: OneOrMore[str] = Field(
-        (OWN,), min_length=1, description="runs to draw from, by URL; self: earlier iterations of this run"
+    runs: OneOrMore[str] | None = Field(
+        None,
+        min_length=1,
+        description="runs to draw from, by URL; self: earlier iterations of this run; null: self, unless there are "
+        "files",
     )
     window: int | None = Field(
         8,
         gt=0,
         description="newest iterations of each run to draw from, before this one in the case of self; null: all",
     )
+    files: OneOrMore[str] | None = Field(
+        None,
+        min_length=1,
+        description="files of experts' answers to draw from instead: rows of prompt and response (or completion), or "
+        "of messages, with prompts of data.train",
+    )
+    answers: int = Field(
+        1,
+        gt=0,
+        description="with files: how many of a prompt's rollout.n answers are experts'; the policy draws the rest",
+    )
+
+    @model_validator(mode="after")
+    def _draws_from_one_kind(self) -> Self:
+        if self.files is not None and self.runs is not None:
+            raise ValueError("runs and files are both set: remove one of them")
+        return self
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The runs to draw from."""
+        return self.runs or (() if self.files is not None else (OWN,))
 
 
 class DataConfig(Section):
@@ -178,7 +205,8 @@ class DataConfig(Section):
         None, description="draw prompts that were always or never solved less often; null: off"
     )
     replay: ReplayConfig | None = Field(
-        None, description="draw some prompts together with the answers of earlier iterations or other runs; null: off"
+        None,
+        description="draw some prompts together with answers of earlier iterations, other runs or experts; null: off",
     )
     prompts_per_iteration: int = Field(64, gt=0, description="prompts per iteration")
     max_prompt_tokens: int = Field(512, gt=0, description="longest prompt in tokens, including the chat template")
@@ -591,6 +619,9 @@ class AlgorithmConfig(Section):
         None,
         description="correct the difference between the rollout's and the trainer's log-probs; null: {weights: {}} if "
         "rollout.mode is not sync, or if vllm or server generates in bfloat16 or quantized, otherwise off; {}: off",
+    )
+    experts: Annotated[Experts, _type_may_be_left_out("luffy")] = Field(
+        LUFFY(), description="how the answers of data.replay.files are learned from"
     )
     dynamic_sampling: DynamicSamplingConfig | None = Field(
         None, description="draw prompts until enough have trajectories with different scores; null: off"

@@ -101,7 +101,9 @@ class Dialogue:
     result: Result | None = None
     """What the agent's program returned."""
     replayed_from: str | None = None
-    """The trajectory that this one repeats; None: it is generated."""
+    """The trajectory that this one repeats, or the file and row of an expert's answer; None: it is generated."""
+    by_expert: bool = False
+    """Whether an expert wrote it."""
 
     @property
     def conversations(self) -> Sequence[Dialogue]:

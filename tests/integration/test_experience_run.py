@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -141,3 +142,100 @@ def test_replays_are_corrected_by_default(workspace: Path, tmp_path: Path) -> No
     correction = config_of(workspace, tmp_path).algorithm.rollout_correction
     assert correction is not None and correction.weights is not None
     assert config_of(workspace, tmp_path, data__replay=None).algorithm.rollout_correction is None
+
+
+def expert_file(workspace: Path, folder: Path, *, prompts: int = 12, answer: str = "abc") -> Path:
+    """Two answers to each of the first prompts of the data, which the reward likes."""
+    rows = pd.read_parquet(workspace / "prompts.parquet").head(prompts).to_dict("records")
+    path = folder / "answers.jsonl"
+    with path.open("w") as file:
+        for row in rows:
+            for number in range(2):
+                messages = [*map(dict, row["prompt"]), {"role": "assistant", "content": f"{answer}{'dm'[number]}"}]
+                file.write(json.dumps({"messages": messages}) + "\n")
+    return path
+
+
+def expert_config(workspace: Path, folder: Path, name: str, **changes: Any) -> RunConfig:
+    replay = {"files": [str(folder / "answers.jsonl")], "share": 1.0, "answers": 1}
+    return config_of(workspace, folder, name, rollout__n=3, data__replay=replay, **changes)
+
+
+@pytest.mark.parametrize("experts", ["luffy", "sft"])
+def test_answers_of_experts_are_learned_from(workspace: Path, processes: Processes, experts: str) -> None:
+    expert_file(workspace, processes.folder)
+    coef = {"coef": 1.0} if experts == "sft" else {}
+    config = expert_config(workspace, processes.folder, experts, algorithm__experts={"type": experts, **coef})
+    child = processes.train(config)
+    assert child.wait() == 0, child.text
+    history = History.of(config)
+    history.check_sound()
+    rows = history.run.trajectories()
+    by_expert = rows["by_expert"]
+    assert rows[by_expert].groupby(["iteration", "prompt_id"]).size().tolist() == [1] * 16, "one of each prompt's three"
+    assert rows[by_expert]["dataset_row"].nunique() == 12 and rows["dataset_row"].max() < 12, "in epochs"
+    dataset = pd.read_parquet(workspace / "prompts.parquet")
+    for row in rows[by_expert].to_dict("records"):
+        assert row["response"] in ("abcd", "abcm")
+        assert row["messages"] == json.dumps([dict(message) for message in dataset["prompt"][row["dataset_row"]]])
+        assert row["replayed_from"].startswith(str(processes.folder / "answers.jsonl, line "))
+        assert list(row["rollout_log_probs"]) == [0.0] * 5 and row["score"] == 1.0, "four letters, and the end"
+    assert set(rows[by_expert]["response"]) == {"abcd", "abcm"}, "each of an expert's answers is drawn"
+    metrics = history.run.metrics()
+    assert metrics["rollout/replayed"].tolist() == [4] * 4
+    log_probs = metrics["experts/log_probs/mean"].tolist()
+    assert log_probs[-1] > log_probs[0] + 0.5, f"the policy learns what experts write: {log_probs}"
+    assert (
+        metrics["perf/generated_tokens"][0]
+        == rows[(rows["iteration"] == 0) & ~by_expert]["response_ids"].map(len).sum()
+    )
+
+
+def test_a_kill_draws_the_same_answers_of_experts(workspace: Path, processes: Processes) -> None:
+    expert_file(workspace, processes.folder)
+    plain = expert_config(workspace, processes.folder, "plain", train__iterations=2)
+    assert processes.train(plain).wait() == 0
+    killed = expert_config(workspace, processes.folder, "killed", train__iterations=2)
+    fault = Fault("put", "trajectories/generate/iteration=000001/.*part-00001")
+    assert processes.train(killed, fault).wait() == -signal.SIGKILL
+    resumed = processes.train(killed)
+    assert resumed.wait() == 0, resumed.text
+    histories = [History.of(config) for config in (plain, killed)]
+    for history in histories:
+        history.check_sound()
+    assert histories[0].run.state.weights["actor"].digest == histories[1].run.state.weights["actor"].digest
+
+
+def test_other_answers_of_experts_in_an_open_iteration_are_refused(workspace: Path, processes: Processes) -> None:
+    path = expert_file(workspace, processes.folder)
+    config = expert_config(workspace, processes.folder, "changed", train__iterations=1)
+    fault = Fault("put", "trajectories/score/iteration=000000/.*part-00001")
+    assert processes.train(config, fault).wait() == -signal.SIGKILL
+    expert_file(workspace, processes.folder, answer="abd")
+    with pytest.raises(UserError, match=f"the answers in data.replay.files .{path}. changed"):
+        check_start(config, take_over=True, accept_changes=False, check=check_open_iteration)
+    path.write_text(json.dumps({"prompt": "Who?", "response": "I"}) + "\n")
+    with pytest.raises(
+        UserError, match=r"no answer is left: of 1, 0 are longer .* and 1 are to prompts that data.train"
+    ):
+        check_start(config, take_over=True, accept_changes=False, check=check_open_iteration)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"data__replay": {"files": ["a.jsonl"], "runs": ["self"]}}, "runs and files are both set: remove one"),
+        ({"data__replay": {"files": ["a.jsonl"], "answers": 2}}, "no answer is left to the policy: raise rollout.n"),
+        (
+            {"data__replay": {"files": ["a.jsonl"]}, "algorithm__experts": "sft"},
+            "compares the policy's own answers with each other, and there is 1 per prompt: raise rollout.n",
+        ),
+        (
+            {"data__replay": {"files": ["a.jsonl"]}, "algorithm__experts": "sft", "algorithm__advantage": "gae"},
+            "no returns that a critic could learn: set algorithm.experts=luffy",
+        ),
+    ],
+)
+def test_what_does_not_fit_experts_is_said(workspace: Path, tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        config_of(workspace, tmp_path, **changes)

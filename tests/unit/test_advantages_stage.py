@@ -215,3 +215,62 @@ def test_of_a_reward_that_failed_and_counts_0_every_part_is_0() -> None:
     always = {"score": [0.0, 0.0], "reward_parts": [[], []], "reward_error": ["it raised"] * 2}
     rows, _ = computed({"advantage": gdpo}, **always)
     assert rows["advantages"] == [[0, 0, 0], [0, 0]]
+
+
+WITH_EXPERT: dict[str, Any] = {
+    "trajectory_id": [f"it000000-p00000-s{sample:02d}" for sample in range(3)],
+    "prompt_id": ["it000000-p00000"] * 3,
+    "prompt_ids": [[1]] * 3,
+    "response_mask": [[1, 1], [1, 1], [1, 1, 1]],
+    "rollout_log_probs": [[-1.0, -2.0], [-3.0, -2.0], [0.0, 0.0, 0.0]],
+    "old_log_probs": [[-1.0, -2.0], [-3.0 - np.log(2), -2.0], [-0.5, -4.0, -9.0]],
+    "entropy": [[1.0] * 2, [1.0] * 2, [1.0] * 3],
+    "by_expert": [False, False, True],
+    "finish_reason": ["stop", "length", "stop"],
+    "score": [3.0, 1.0, 8.0],
+    "reward_parts": [[("form", 1.0)]] * 3,
+    "reward_error": [None] * 3,
+    "token_scores": [None] * 3,
+}
+CORRECTION = {
+    "weights": {"upper": 2},
+    "rejection": [{"statistic": "token_k1", "lower": 0.1, "upper": 1.5}],
+}
+
+
+@pytest.mark.parametrize("correction", [CORRECTION, {}])
+def test_an_experts_answer_is_compared_and_weighted_by_its_probability(correction: dict[str, Any]) -> None:
+    rows, outputs = computed({"rollout_correction": correction}, **WITH_EXPERT)
+    assert rows["advantages"] == [[-1, -1], [-3, -3], [4, 4, 4]]
+    probs = np.exp([-0.5, -4.0, -9.0])
+    assert rows["rollout_is_weights"][2] == pytest.approx(0.1 * probs / (probs + 0.1) ** 2, rel=1e-6)
+    own = [[1, 1], [0.5, 1]] if correction else [[1, 1], [1, 1]]
+    assert rows["rollout_is_weights"][:2] == [pytest.approx(weights) for weights in own]
+    # the expert's tokens are not rejected, improbable as they are
+    assert rows["loss_mask"] == [[1, 1], [0, 1] if correction else [1, 1], [1, 1, 1]]
+    metrics = outputs["metrics"]
+    assert metrics["rollout_corr/kl"] == pytest.approx(np.log(2) / 4), "of the policy's tokens"
+    assert metrics["critic/score/mean"] == 2 and metrics["response_length/mean"] == 2
+    assert metrics["response_length/clip_ratio"] == 0.5
+    assert metrics["experts/score/mean"] == 8
+    assert metrics["experts/log_probs/mean"] == pytest.approx(-13.5 / 3)
+    assert metrics["perf/response_tokens"] == 7
+    rows, _ = computed({"rollout_correction": correction, "experts": {"gamma": None}}, **WITH_EXPERT)
+    assert rows["rollout_is_weights"][2] == pytest.approx(probs, rel=1e-6)
+
+
+def test_an_experts_answer_is_fine_tuned_on_whatever_its_score() -> None:
+    for score in (8.0, -8.0):
+        columns = WITH_EXPERT | {"score": [3.0, 1.0, score]}
+        rows, outputs = computed({"experts": {"type": "sft", "coef": 0.3}, "rollout_correction": {}}, **columns)
+        assert rows["advantages"] == [[1, 1], [-1, -1], [1, 1, 1]], "the policy's answers are compared with each other"
+        assert rows["rollout_is_weights"] == [[1, 1], [1, 1], pytest.approx([0.3] * 3)]
+        assert rows["loss_mask"] == [[1, 1], [1, 1], [1, 1, 1]]
+        assert outputs["metrics"]["critic/advantages/max"] == 1
+
+
+def test_kl_leaves_an_experts_tokens_alone() -> None:
+    columns = WITH_EXPERT | {"ref_log_probs": [[-1.5, -2.0], [-3.0 - np.log(2), -2.0], [-7.0] * 3]}
+    rows, outputs = computed({"kl": {"in_reward": 0.5}, "rollout_correction": {}}, **columns)
+    assert rows["token_rewards"] == [[-0.25, 3], [0, 1], [0, 0, 8]]
+    assert outputs["metrics"]["actor/ref_kl"] == pytest.approx(0.5 / 4)

@@ -1,0 +1,125 @@
+"""Answers of experts to prompts of the data: files of `data.replay.files`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from rlhf.data import files
+from rlhf.data.examples import example_of
+from rlhf.data.folders import data_files
+from rlhf.data.formats import Messages
+from rlhf.data.prompts import Prompt, PromptDataset, end_of_turn
+from rlhf.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Matched:
+    """Which answers are to which prompts."""
+
+    by_row: Mapping[int, tuple[int, ...]]
+    """Numbers of a prompt's answers, by the prompt's row in the files of the dataset, in order of these rows."""
+    too_long: int
+    """Number of answers that are longer than a response may be."""
+    unknown: int
+    """Number of answers to prompts that the dataset does not have."""
+
+
+class ExpertAnswers:
+    """The rows of some files, in order: prompts with a response each. They are read when they are asked for."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        """Index the files.
+
+        Args:
+            paths: files, fsspec URLs, or local folders; see `data_files`.
+
+        Raises:
+            UserError: a file cannot be read.
+        """
+        self._paths = paths
+        self._files = [files.open_rows(file) for path in paths for file in data_files(path)]
+        self._starts = list(accumulate(map(len, self._files), initial=0))
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    @property
+    def digest(self) -> str:
+        """The sha256 of each path, in order."""
+        return " ".join(map(files.digest, self._paths))
+
+    def answer(self, number: int, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
+        """Read an answer.
+
+        Args:
+            number: number of its row, counted over all files.
+            tokenizer: tokenizer of the policy.
+
+        Returns:
+            The file and the row, for people, and the tokens with the end of a turn.
+        """
+        where, _, text = self._row(number)
+        return where, _answer_ids(text, tokenizer)
+
+    def matched(
+        self, dataset: PromptDataset, tokenizer: PreTrainedTokenizerBase, *, system_prompt: str | None, max_tokens: int
+    ) -> Matched:
+        """Find the prompts of all answers.
+
+        Args:
+            dataset: prompts, by whose messages answers are found.
+            tokenizer: tokenizer of the policy.
+            system_prompt: system message for prompts that have none, in the dataset and in the files.
+            max_tokens: largest number of tokens of an answer, with the end of the turn.
+
+        Raises:
+            UserError: a row is malformed; the message names it.
+        """
+        by_prompt: dict[bytes, list[int]] = defaultdict(list)
+        too_long = 0
+        for number in range(len(self)):
+            where, messages, text = self._row(number)
+            if len(_answer_ids(text, tokenizer)) > max_tokens:
+                too_long += 1
+            else:
+                question = Prompt("", messages, None, ground_truth_is_json=False, extra_info="{}", where=where)
+                by_prompt[_key(question, system_prompt)].append(number)
+        by_row: dict[int, tuple[int, ...]] = {}
+        known = set[bytes]()
+        for index, prompt in enumerate(dataset):
+            key = _key(prompt, system_prompt)
+            if key in by_prompt:
+                known.add(key)
+                by_row[dataset.row(index)] = tuple(by_prompt[key])
+        unknown = sum(len(numbers) for key, numbers in by_prompt.items() if key not in known)
+        return Matched(by_row, too_long, unknown)
+
+    def _row(self, number: int) -> tuple[str, Messages, str]:
+        file = bisect_right(self._starts, number) - 1
+        where, row = self._files[file][number - self._starts[file]]
+        if (example := example_of(row, where)) is None:
+            raise UserError(
+                f"{where}: answers of experts are rows of prompt and response (or completion), or of messages or "
+                f"conversations that end with the answer; there are {', '.join(row)}"
+            )
+        return where, *example
+
+
+def _answer_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    return [*tokenizer(text, add_special_tokens=False)["input_ids"], *end_of_turn(tokenizer)]
+
+
+def _key(prompt: Prompt, system_prompt: str | None) -> bytes:
+    return hashlib.sha256(json.dumps(prompt.after(system_prompt)).encode()).digest()
