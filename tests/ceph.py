@@ -1,6 +1,6 @@
 """A second S3 server of our own: Ceph's gateway over one storage daemon on loopback, from Debian's packages.
 
-`python -m tests.ceph fetch` (`make ceph`) unpacks them into `build/ceph`; nothing is installed, and root is not needed.
+`python -m tests.ceph fetch` (`make ceph`) unpacks them into `build/ceph`; nothing is installed.
 """
 
 from __future__ import annotations
