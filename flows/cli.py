@@ -20,11 +20,14 @@ from flows.cli_dataset import dataset
 from flows.run_arguments import DEFAULT_STORE, Name, Names, Store, run_names, url_of
 from flows.temporary_server import TemporaryServer
 from flows.terminal import visible
-from rlhf.config import RewardTraining, RunConfig, SFTConfig, keys, load_config, overridden, validated
+from rlhf.config import JudgeConfig, RewardTraining, RunConfig, SFTConfig, keys, load_config, overridden, validated
 from rlhf.config.older import RenamedKey
 from rlhf.errors import RatchetError, UserError, counted
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from flows.sweep import Sweep
     from infra.runs import Run
 
 app = typer.Typer(
@@ -382,12 +385,26 @@ def sweep(
     pruner: Annotated[
         Pruner, typer.Option(help="what stops arms that fall behind: successive halving, the median, or nothing")
     ] = Pruner.halving,
+    pool: Annotated[
+        str | None,
+        typer.Option(help="train the arms on workers of this Prefect work pool; by default in this process"),
+    ] = None,
+    parallel: Annotated[
+        int, typer.Option(help="arms at a time, on a pool; those that fall behind are stopped together", min=1)
+    ] = 1,
     store: Store = DEFAULT_STORE,
 ) -> None:
-    """Try several settings from one point of a run: forks that share everything before it, one after the other.
+    """Try several settings from one point of a run: forks that share everything before it.
 
     The same command continues a sweep that was killed.
     """
+    if pool is not None:
+        _needs_server()
+    elif parallel > 1:
+        raise UserError(
+            f"--parallel {parallel} needs --pool NAME, whose workers train the arms: `ratchet worker --pool NAME` "
+            "starts one on this machine"
+        )
     from infra.runs import open_run
 
     iteration, stage = _place(at)
@@ -405,17 +422,134 @@ def sweep(
         metric=metric,
         trials=trials,
         pruner=pruner.value,
+        parallel=parallel,
     )
-    arms_of.begin(tried)
-    server = _starting()
 
     def say(text: str) -> None:
         console.print(visible(text), highlight=False)
 
-    arms = list(arms_of.run_arms(tried, lambda config: _train_to_the_end(config, server), say))
+    from infra.execution.stopping import on_signals
+
+    with on_signals(_stop_early):
+        arms = list(arms_of.run_arms(tried, _trainer(tried, pool, say), say))
     from flows import views
 
-    views.arms(console, arms, "" if tried.store == DEFAULT_STORE else f" --store {tried.store}")
+    views.arms(console, arms, arms_of.write_page(tried, arms))
+
+
+def _trainer(tried: Sweep, pool: str | None, say: Callable[[str], None]) -> Callable[[Sequence[RunConfig]], None]:
+    """Begin a sweep; returns what trains its arms, in this process or on a pool."""
+    from flows import sweep as arms_of
+
+    if pool is not None:
+        from flows.pool import Pool, check_server
+
+        check_server()
+        arms_of.begin(tried)
+        return Pool(pool, tried.name, say).train
+    arms_of.begin(tried)
+    server = _starting()
+
+    def train_here(configs: Sequence[RunConfig]) -> None:
+        for config in configs:
+            _train_to_the_end(config, server)
+
+    return train_here
+
+
+@app.command()
+def relabel(
+    name: Name,
+    run: Annotated[str, typer.Option(help="name of this round of labels; its fit is NAME-fit, and its fork NAME-run")],
+    pairs: Annotated[int, typer.Option(help="largest number of pairs to label", min=2)] = 64,
+    window: Annotated[
+        int | None, typer.Option(help="newest iterations to choose pairs from; by default all", min=1)
+    ] = None,
+    labels: Annotated[
+        str | None, typer.Option(help="the labels: rows of pair_id and preferred, or Label Studio's JSON export")
+    ] = None,
+    judge: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="ask a judge for the labels: url, model, and others of reward.judge; repeatable",
+        ),
+    ] = None,
+    held_out: Annotated[
+        float, typer.Option(help="share of the labelled prompts on which the models are compared", min=0.01, max=0.9)
+    ] = 0.2,
+    also: Annotated[
+        list[str] | None, typer.Option(help="more preferences to learn from, such as those before; repeatable")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="folder of the new reward model; by default NAME-model")] = None,
+    iterations: Annotated[
+        int | None, typer.Option(help="iterations of the fork; by default the run's train.iterations", min=1)
+    ] = None,
+    store: Store = DEFAULT_STORE,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="settings of the fit, such as lr=1e-5 epochs=2")
+    ] = None,
+) -> None:
+    """Improve a run's reward model with labels of the pairs that it is least sure of, and fork the run with it.
+
+    The first call writes the pairs, as a table and for Label Studio. The same command with --labels or --judge
+    continues the training of the reward model, refuses the new one (exit code 1) if it ranks held-out pairs worse than
+    the old one, and drives a fork of the run that it scores. A command that was killed continues when it is repeated.
+    """
+    from infra.runs import open_run
+
+    if labels is not None and judge:
+        raise UserError("--labels and --judge both give labels: give only one")
+    asked = None if not judge else validated(JudgeConfig, overridden({}, judge, JudgeConfig), "--judge")
+    _quiet()
+    from flows import relabel as rounds
+
+    parent = open_run(url_of(name, store))
+    relabelled = rounds.Relabel(
+        parent=parent.store.url,
+        name=run,
+        pairs=pairs,
+        window=window,
+        held_out=held_out,
+        also=tuple(also or ()),
+        output=str((output or Path(f"{run}-model")).resolve()),
+    )
+    chosen = rounds.begin(relabelled)
+    config = rounds.refit_config(relabelled, overrides or [])
+    from flows.terminal import progress
+
+    with progress(console):
+        known = rounds.label(relabelled, chosen, labels, asked)
+    if known is None:
+        console.print(
+            f"{counted(len(chosen.table), 'pair')} to label in {chosen.url}\n"
+            f"  {rounds.PAIRS}    set preferred to a, b or tie for each pair_id, in a file of your own; or\n"
+            f"  {rounds.TASKS}, {rounds.INTERFACE}    import the tasks into Label Studio with this interface\n"
+            "repeat the command with --labels FILE, or with --judge url=URL --judge model=MODEL",
+            highlight=False,
+        )
+        return
+    divided = rounds.split(relabelled, chosen, known)
+    ties = sum(preferred == "tie" for preferred in known.preferred.values())
+    more = f" and {divided.also} of --also" if relabelled.also else ""
+    left_out = f" ({divided.left_out} of --also left out: their prompts are held out)" if divided.left_out else ""
+    console.print(
+        f"{counted(len(known.preferred), 'label')}, {counted(ties, 'tie')}, {known.skipped} without a label: "
+        f"{divided.learned} pairs{more} to learn from, {divided.held_out} held out{left_out}",
+        highlight=False,
+    )
+    verdict = rounds.judge_new_model(relabelled, config, _fit(config))
+    console.print(
+        f"the new reward model ranks {verdict.new:.1%} of {counted(verdict.pairs, 'held-out pair')} as labelled, "
+        f"the old one {verdict.old:.1%}",
+        highlight=False,
+    )
+    if verdict.is_worse:
+        raise RatchetError(
+            f"the new reward model is worse than the old one, so {name} is not forked: label more pairs under another "
+            "name (--run), or change the settings of the fit"
+        )
+    _train_to_the_end(rounds.fork_config(relabelled, iterations), _starting())
 
 
 def _place(at: str) -> tuple[int, str | None]:

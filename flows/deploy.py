@@ -10,11 +10,13 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 from prefect.automations import Automation, EventTrigger, Posture, ResourceSpecification
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy, StateType
+from prefect.deployments.runner import RunnerDeployment
 from prefect.events.actions import ChangeFlowRunState
 from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 from prefect.flows import Flow, flow
@@ -77,12 +79,10 @@ def deploy(
     Returns:
         The names of the deployments.
     """
-    _work_pool(pool)
     shown = config.model_dump(mode="json")
     url = run_url(config.run.store, config.run.name)
     schedule: dict[str, Any] = {"cron": cron} if cron else {"interval": every} if every else {}
     alone = ConcurrencyLimitConfig(limit=1, collision_strategy=ConcurrencyLimitStrategy.CANCEL_NEW)
-    names = []
     offered: list[tuple[Flow[Any, Any], dict[str, Any], dict[str, Any]]] = [
         (train, {"config": shown, "new_run": new_runs}, schedule),
         (iteration, {"config": shown, "k": 0}, {}),
@@ -91,26 +91,50 @@ def deploy(
         (report, {"run": url}, {}),
         (vacuum, {"run": url}, {}),
     ]
+    _prepare(pool)
     for offered_flow, parameters, options in offered:
-        deployment = offered_flow.to_deployment(
-            name=config.run.name,
-            parameters=parameters,
-            tags=[TAG, config.run.name],
-            concurrency_limit=alone,
-            entrypoint_type=EntrypointType.MODULE_PATH,
-            work_pool_name=pool,
-            job_variables={
-                "working_dir": str(Path.cwd()),  # the base of relative paths in the config
-                "env": {**DEFAULTS, "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S)},
-            },
-            **options,
-        )
-        deployment.apply()  # type: ignore[union-attr]
-        names.append(f"{offered_flow.name}/{config.run.name}")
+        _apply(offered_flow, config.run.name, pool, parameters=parameters, concurrency_limit=alone, **options)
+    return [f"{offered_flow.name}/{config.run.name}" for offered_flow, _, _ in offered]
+
+
+def deploy_train(name: str, pool: str) -> UUID:
+    """Register `train` under a name, for flow runs that each bring a config; several may run at once.
+
+    Args:
+        name: Name of the deployment.
+        pool: Work pool; made if it does not exist.
+
+    Returns:
+        The deployment's id.
+    """
+    _prepare(pool)
+    return _apply(train, name, pool)
+
+
+def _prepare(pool: str) -> None:
+    """Make the work pool if it does not exist, and the automations that resume runs."""
+    _work_pool(pool)
     for automation in _automations():
         _replace(automation)
     _delete(FORMER_AUTOMATIONS)
-    return names
+
+
+def _apply(offered: Flow[Any, Any], name: str, pool: str, **options: Any) -> UUID:
+    deployment = offered.to_deployment(
+        name=name,
+        tags=[TAG, name],
+        entrypoint_type=EntrypointType.MODULE_PATH,
+        work_pool_name=pool,
+        job_variables={
+            "working_dir": str(Path.cwd()),  # the base of relative paths in the config
+            "env": {**DEFAULTS, "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S)},
+        },
+        **options,
+    )
+    assert isinstance(deployment, RunnerDeployment), "called from code that is not asynchronous"
+    applied = deployment.apply()
+    assert isinstance(applied, UUID), "called from code that is not asynchronous"
+    return applied
 
 
 def _work_pool(name: str) -> None:

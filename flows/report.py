@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +29,8 @@ SAMPLED_ITERATIONS = 3
 SAMPLED_TRAJECTORIES = 150
 SAMPLED_TOKENS = 200_000
 """Limits of the sample of a run: a browser handles a page of tens of megabytes, but not of hundreds."""
+LARGE_SAMPLES = 4
+"""More runs than this share the tokens of so many samples."""
 
 
 class ReportedRun(Document):
@@ -57,14 +59,24 @@ def write(runs: Sequence[Run], path: Path) -> None:
         raise UserError(f"--output {path}: cannot write there: {error.strerror}; name a file in a folder") from None
 
 
-def page(runs: Sequence[Run]) -> str:
-    """The report as HTML."""
+def page(runs: Sequence[Run], title: str | None = None, arms: Sequence[Mapping[str, str]] = ()) -> str:
+    """The report as HTML.
+
+    Args:
+        runs: the runs, in the order of their colours.
+        title: its title; None: the names of the runs.
+        arms: what is known of the runs as arms of a sweep, by column; shown above everything else.
+
+    Returns:
+        The page.
+    """
     run_names = _distinct_names(runs)
+    tokens = SAMPLED_TOKENS * min(len(runs), LARGE_SAMPLES) // max(len(runs), 1)
     report = Report(
         written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        runs=[_reported(run, name) for name, run in zip(run_names, runs, strict=True)],
+        runs=[_reported(run, name, tokens) for name, run in zip(run_names, runs, strict=True)],
     )
-    return report_page(", ".join(run_names), report.model_dump_json())
+    return report_page(title or ", ".join(run_names), report.model_dump_json(), arms)
 
 
 def _distinct_names(runs: Sequence[Run]) -> list[str]:
@@ -75,21 +87,21 @@ def _distinct_names(runs: Sequence[Run]) -> list[str]:
     return names(runs)
 
 
-def _reported(run: Run, name: str) -> ReportedRun:
+def _reported(run: Run, name: str, tokens: int) -> ReportedRun:
     damages: dict[str, None] = {}  # a dict, because a damaged page of an index is reported for each of its iterations
 
     def damaged(damage: Corrupt) -> None:
         damages[str(damage)] = None
 
     metrics = run.metric_rows(damaged=damaged)
-    trajectories = [] if run.is_fit else _trajectories(run, damaged)
+    trajectories = [] if run.is_fit else _trajectories(run, tokens, damaged)
     view = run_view(run, name, metrics, damages)
     for damage in view.damages:
         note(f"the report leaves out what it could not read: {damage}")
     return ReportedRun(view=view, trajectories=trajectories)
 
 
-def _trajectories(run: Run, damaged: OnDamage) -> list[Trajectory]:
+def _trajectories(run: Run, tokens: int, damaged: OnDamage) -> list[Trajectory]:
     """A sample of trajectories of the newest closed iterations."""
     closed = run.state.iteration
     newest = range(max(0, closed - SAMPLED_ITERATIONS), closed)
@@ -98,15 +110,15 @@ def _trajectories(run: Run, damaged: OnDamage) -> list[Trajectory]:
         frame = frame.dropna(subset=["score"])
     if "score" not in frame or frame.empty:
         return []
-    sample = _sample(frame)
+    sample = _sample(frame, tokens)
     decode, scales = decoder(run.config), scales_of(sample)
     return [trajectory(row, decode, scales) for row in sample.to_dict("records")]
 
 
-def _sample(frame: pd.DataFrame) -> pd.DataFrame:
+def _sample(frame: pd.DataFrame, tokens: int) -> pd.DataFrame:
     """The same number of rows per iteration: the best, the worst, and others evenly spread between them by score."""
     longest = int(frame["response_ids"].map(len).max())
-    rows_per_iteration = min(SAMPLED_TRAJECTORIES, SAMPLED_TOKENS // max(longest, 1)) // frame["iteration"].nunique()
+    rows_per_iteration = min(SAMPLED_TRAJECTORIES, tokens // max(longest, 1)) // frame["iteration"].nunique()
     ordered = frame.sort_values(["iteration", "score", "trajectory_id"], ascending=[False, False, True])
     kept: list[int] = []
     for rows in ordered.groupby("iteration", sort=False).indices.values():

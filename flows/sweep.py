@@ -1,15 +1,16 @@
 """Tries several settings from one point of a run: forks that share everything before it.
 
-The arms run one after the other; Optuna chooses their settings and stops those that fall behind. A sweep has no state
-of its own: each arm is a run, and Optuna's choices depend only on the scores of the arms before. The same command
-therefore continues a sweep that was killed.
+The arms run in groups, of one arm unless there is a pool of workers; Optuna chooses their settings and stops those that
+fall behind. A sweep has no state of its own: each arm is a run, and Optuna's choices depend only on the scores of the
+arms before and of the same group. The same command therefore continues a sweep that was killed.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
@@ -18,20 +19,26 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from flows import report
+from infra.execution import heartbeat
 from infra.execution.claims import run_url
 from infra.runs import Run, open_run
-from infra.store.log import Corrupt, RunLog
+from infra.store.log import Corrupt, Fenced, RunLog
 from infra.store.object_store import ObjectStore
-from infra.store.records import StageCommit
+from infra.store.run_store import REPORT
 from rlhf.config import RunConfig
 from rlhf.errors import UserError, counted
 from tasks.pipeline import stage_called
-from tasks.plan import dependents, first_changed, fork_run, plan
+from tasks.plan import dependents, fork_run, latest_point
 
 if TYPE_CHECKING:
     import optuna
 
 Pruner = Literal["halving", "median", "none"]
+Train = Callable[[Sequence[RunConfig]], None]
+"""Runs or continues the runs of configs to their ends. It may raise `Fenced` if another driver has one of them."""
+Say = Callable[[str], None]
+"""Hears what begins, and how it went."""
 SPEC = "sweep.json"
 STUDY = "study.log"
 """Optuna's study, in the format of its `JournalFileBackend`, for people who look at it with Optuna's tools."""
@@ -65,6 +72,8 @@ class Sweep(BaseModel):
     trials: int | None
     """Number of arms, whose values Optuna draws; None: all combinations."""
     pruner: Pruner
+    parallel: int = 1
+    """Number of arms of a group, which train at the same time."""
 
     @property
     def store(self) -> str:
@@ -93,7 +102,7 @@ class Arm:
     scores: dict[int, float] = field(default_factory=dict)
     """Score of the validation after a number of iterations."""
     is_stopped: bool = False
-    """Whether it fell behind."""
+    """Whether it fell behind when it was tried last."""
     tokens_shared: int = 0
     """Tokens that the parent had generated, and this arm did not generate again."""
 
@@ -101,6 +110,15 @@ class Arm:
     def score(self) -> float:
         """The newest score."""
         return self.scores[max(self.scores)]
+
+
+@dataclass
+class _Attempt:
+    """A trial of Optuna, whose arm another trial may share: Optuna can draw the same values twice."""
+
+    trial: optuna.Trial
+    arm: Arm
+    is_stopped: bool = False
 
 
 def begin(sweep: Sweep) -> None:
@@ -149,16 +167,16 @@ def _stored(objects: ObjectStore) -> Sweep:
         raise Corrupt(f"{objects.url}/{SPEC} is damaged: delete it, and repeat the command of the sweep") from None
 
 
-def run_arms(sweep: Sweep, train: Callable[[RunConfig], None], say: Callable[[str], None]) -> Iterator[Arm]:
+def run_arms(sweep: Sweep, train: Train, say: Say) -> Iterator[Arm]:
     """Run or continue the arms of a sweep that has begun.
 
     Args:
         sweep: What to try.
-        train: Runs or continues the run of a config to its end.
-        say: Hears what begins, and how it went.
+        train: Trains the arms of a group that go on, at the same time if it can.
+        say: Hears of each arm.
 
     Yields:
-        Each arm, when it has all iterations or was stopped.
+        Each arm, when its group has all iterations or was stopped.
 
     Raises:
         UserError: an arm's settings do not fit, or the metric does not exist.
@@ -167,9 +185,7 @@ def run_arms(sweep: Sweep, train: Callable[[RunConfig], None], say: Callable[[st
         yield from _run_arms(sweep, train, say, Path(folder) / STUDY)
 
 
-def _run_arms(
-    sweep: Sweep, train: Callable[[RunConfig], None], say: Callable[[str], None], journal: Path
-) -> Iterator[Arm]:
+def _run_arms(sweep: Sweep, train: Train, say: Say, journal: Path) -> Iterator[Arm]:
     import optuna
     from optuna.storages.journal import JournalFileBackend
 
@@ -181,7 +197,7 @@ def _run_arms(
         storage=optuna.storages.JournalStorage(JournalFileBackend(str(journal))),
         study_name=sweep.name,
         direction="maximize",
-        sampler=optuna.samplers.TPESampler(seed=SEED),
+        sampler=optuna.samplers.TPESampler(seed=SEED),  # whose constant liar keeps the arms of a group apart
         pruner=_pruner(sweep),
     )
     combinations = [dict(zip(sweep.vary, values, strict=True)) for values in product(*sweep.vary.values())]
@@ -189,38 +205,72 @@ def _run_arms(
         for values in combinations:
             study.enqueue_trial(values)
     total = len(combinations) if sweep.trials is None else sweep.trials
-    for number in range(total):
-        trial = study.ask()
-        values = {key: str(trial.suggest_categorical(key, choices)) for key, choices in sweep.vary.items()}
-        if (arm := known.get(tuple(values.values()))) is None:  # Optuna may draw values twice
-            arm = known[tuple(values.values())] = _arm(sweep, parent, f"{sweep.name}-{len(known):02d}", values, tokens)
-            settings = ", ".join(f"{key}={value}" for key, value in values.items())
-            say(f"arm {number + 1} of {total}: {settings}, in {arm.run}")
-        for rung in sweep.rungs:
-            if (score := _score(sweep, parent, arm.run, rung)) is None:
-                train(_config(sweep, parent, arm.run, values, rung))
-                score = _score(sweep, parent, arm.run, rung)
-            if score is None:
-                known_metrics = ", ".join(
-                    sorted(open_run(run_url(sweep.store, arm.run)).store.validation_metrics(rung))
+    for first in range(0, total, sweep.parallel):
+        group = list[_Attempt]()
+        for number in range(first, min(first + sweep.parallel, total)):
+            trial = study.ask()
+            values = {key: str(trial.suggest_categorical(key, choices)) for key, choices in sweep.vary.items()}
+            if (arm := known.get(tuple(values.values()))) is None:
+                arm = known[tuple(values.values())] = _arm(
+                    sweep, parent, f"{sweep.name}-{len(known):02d}", values, tokens
                 )
-                raise UserError(f"--metric {sweep.metric}: no such metric of a validation; there are {known_metrics}")
-            arm.scores[rung] = score
-            trial.report(arm.scores[rung], rung - sweep.iteration)
-            arm.is_stopped = rung != sweep.rungs[-1] and trial.should_prune()
-            goes_on = "stops" if arm.is_stopped else "is done" if rung == sweep.rungs[-1] else "goes on"
-            say(f"{arm.run} after {counted(rung, 'iteration')}: {arm.scores[rung]:.4g}, {goes_on}")
-            if arm.is_stopped:
-                break
-        study.tell(trial, None if arm.is_stopped else arm.score, state=_state(arm))
+                settings = ", ".join(f"{key}={value}" for key, value in values.items())
+                say(f"arm {number + 1} of {total}: {settings}, in {arm.run}")
+            group.append(_Attempt(trial, arm))
+        for rung in sweep.rungs:
+            if going := [attempt for attempt in group if not attempt.is_stopped]:
+                _advance(sweep, parent, going, rung, train, say)
+        for attempt in group:
+            score = None if attempt.is_stopped else attempt.arm.score
+            study.tell(attempt.trial, score, state=_state(attempt.is_stopped))
         objects.put(STUDY, journal.read_bytes())
-        yield arm
+        yield from (attempt.arm for attempt in group)
 
 
-def _state(arm: Arm) -> optuna.trial.TrialState:
+def _advance(sweep: Sweep, parent: Run, group: Sequence[_Attempt], rung: int, train: Train, say: Say) -> None:
+    """Train the arms of a group to a rung, and stop those that fall behind."""
+    _train_to(sweep, parent, {attempt.arm.run: attempt.arm for attempt in group}.values(), rung, train, say)
+    for attempt in group:
+        if (score := _score(sweep, parent, attempt.arm.run, rung)) is None:
+            known_metrics = sorted(open_run(run_url(sweep.store, attempt.arm.run)).store.validation_metrics(rung))
+            raise UserError(
+                f"--metric {sweep.metric}: no such metric of a validation; there are {', '.join(known_metrics)}"
+            )
+        attempt.arm.scores[rung] = score
+        attempt.trial.report(score, rung - sweep.iteration)
+    # The best first: halving compares an arm with those that were asked about before it, and with itself.
+    for attempt in sorted(group, key=lambda attempt: attempt.arm.scores[rung], reverse=True):
+        attempt.is_stopped = attempt.arm.is_stopped = rung != sweep.rungs[-1] and attempt.trial.should_prune()
+    for attempt in group:
+        goes_on = "stops" if attempt.is_stopped else "is done" if rung == sweep.rungs[-1] else "goes on"
+        say(f"{attempt.arm.run} after {counted(rung, 'iteration')}: {attempt.arm.scores[rung]:.4g}, {goes_on}")
+
+
+def _train_to(sweep: Sweep, parent: Run, arms: Iterable[Arm], rung: int, train: Train, say: Say) -> None:
+    """Train the arms that have no score at a rung. Another driver that has one of them comes first."""
+    while missing := [arm for arm in arms if _score(sweep, parent, arm.run, rung) is None]:
+        try:
+            train([_config(sweep, parent, arm.run, arm.values, rung) for arm in missing])
+            return
+        except Fenced:
+            for arm in missing:
+                _wait_for_driver(arm.run, ObjectStore(run_url(sweep.store, arm.run)), say)
+
+
+def _wait_for_driver(run: str, objects: ObjectStore, say: Say) -> None:
+    """Wait until no driver of a run is alive."""
+    is_said = False
+    while alive := heartbeat.is_alive(objects):
+        if not is_said:
+            say(f"{run} is being driven by another process (pid {alive.pid} on {alive.host}): the sweep waits for it")
+            is_said = True
+        time.sleep(heartbeat.INTERVAL_S / 5)
+
+
+def _state(is_stopped: bool) -> optuna.trial.TrialState:
     import optuna
 
-    return optuna.trial.TrialState.PRUNED if arm.is_stopped else optuna.trial.TrialState.COMPLETE
+    return optuna.trial.TrialState.PRUNED if is_stopped else optuna.trial.TrialState.COMPLETE
 
 
 def _pruner(sweep: Sweep) -> optuna.pruners.BasePruner:
@@ -263,13 +313,7 @@ def _point(sweep: Sweep, parent: Run, config: RunConfig) -> tuple[int, str | Non
     """Where an arm begins: as late as its settings allow, unless the sweep names a stage."""
     if sweep.stage is not None:
         return sweep.iteration, sweep.stage
-    committed = parent.store.iteration_state(sweep.iteration).stages
-    if "generate" not in committed:
-        return sweep.iteration, None
-    first = first_changed(plan(parent, config, sweep.iteration))
-    if first is None:  # nothing that the iteration computed depends on the settings
-        first = next(reversed([name for name in committed if isinstance(committed[name], StageCommit)]))
-    return sweep.iteration, first
+    return latest_point(parent, config, sweep.iteration)
 
 
 def _tokens_of(parent: Run, config: RunConfig, iteration: int, stage: str | None) -> int:
@@ -300,8 +344,18 @@ def table(arms: Sequence[Arm]) -> list[dict[str, str]]:
             "score": f"{arm.score:.4g}",
             "": "stopped" if arm.is_stopped else "",
         }
-        for arm in sorted(arms, key=lambda arm: (not arm.is_stopped, arm.score), reverse=True)
+        for arm in sorted(
+            {arm.run: arm for arm in arms}.values(), key=lambda arm: (not arm.is_stopped, arm.score), reverse=True
+        )
     ]
+
+
+def write_page(sweep: Sweep, arms: Sequence[Arm]) -> str:
+    """Write the page that compares the arms into the sweep's folder; returns its URL."""
+    objects = ObjectStore(run_url(sweep.store, sweep.name))
+    runs = [open_run(run_url(sweep.store, name)) for name in dict.fromkeys(row["run"] for row in table(arms))]
+    objects.put(REPORT, report.page(runs, sweep.name, table(arms)).encode())
+    return f"{objects.url}/{REPORT}"
 
 
 def parse_vary(options: Sequence[str]) -> dict[str, tuple[str, ...]]:

@@ -62,6 +62,15 @@ def _pairs(config: RewardTraining, url: str, padding: int | None) -> TrajectoryB
     return examples
 
 
+def accuracy_of(config: RewardTraining) -> dict[str, float]:
+    """How well the model that a training starts from ranks its held-out pairs; see `accuracy`."""
+    assert config.validation is not None, "there are held-out pairs"
+    model = load_scorer(config.model, config.run.seed)
+    pairs = _pairs(config, config.validation, model.config.get_text_config().pad_token_id)
+    engine = TorchEngine(model, "reward", dtype=config.model.dtype, kernels=config.model.kernels)
+    return accuracy(engine, pairs, config.micro_batch_tokens)
+
+
 def accuracy(engine: ModelEngine, pairs: TrajectoryBatch, micro_batch_tokens: int) -> dict[str, float]:
     """How often, and by how much on average, the preferred response of a pair scores higher."""
     outputs = engine.infer(pairs, ("scores",), temperature=1.0, micro_batch_tokens=micro_batch_tokens)["scores"]

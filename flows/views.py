@@ -257,8 +257,8 @@ def plan(console: Console, run: Run, config: RunConfig, iteration: int | None, n
         )
 
 
-def arms(console: Console, tried: Sequence[Arm], elsewhere: str) -> None:
-    """Print what the arms of a sweep reached, and what they did not have to generate."""
+def arms(console: Console, tried: Sequence[Arm], page: str) -> None:
+    """Print what the arms of a sweep reached, what they did not have to generate, and the URL of their page."""
     from flows.sweep import table
 
     cells = table(tried)
@@ -266,11 +266,10 @@ def arms(console: Console, tried: Sequence[Arm], elsewhere: str) -> None:
     for row in cells:
         shown.add_row(*map(visible, row.values()))
     console.print(shown)
-    runs = list(dict.fromkeys(arm.run for arm in tried))
     shared = sum({arm.run: arm.tokens_shared for arm in tried}.values())
     console.print(
         f"{shared:,} tokens were not generated again; the best arm is {cells[0]['run']}\n"
-        f"  ratchet report {' '.join(runs)}{elsewhere} -o sweep.html    the curves of all arms",
+        f"  {page}    the curves and settings of all arms",
         highlight=False,
     )
 

@@ -74,7 +74,12 @@ class Question:
     @property
     def is_text(self) -> bool:
         """Whether the policy saw the contents as they are, without a chat template."""
-        return self.text == "\n".join(content for _, content in self.messages)
+        return self.text == self.contents
+
+    @property
+    def contents(self) -> str:
+        """The contents, without what a chat template adds."""
+        return "\n".join(content for _, content in self.messages)
 
 
 @dataclass(frozen=True)
@@ -162,7 +167,7 @@ def dataset(runs: Sequence[Run], selection: Selection) -> Dataset:
         for iteration in range(run.state.iteration):
             frame = run.trajectories(iteration, COLUMNS)
             read += len(frame)
-            groups = _groups(frame.to_dict("records"), name, iteration, left_out)
+            groups = groups_of(frame.to_dict("records"), name, iteration, left_out)
             for row in _rows(groups, chosen, left_out):
                 key = (row.question.messages, *(answer.text for answer in row.answers))
                 if key in seen:
@@ -177,7 +182,7 @@ def dataset(runs: Sequence[Run], selection: Selection) -> Dataset:
         rows, note = _decontaminated(rows, runs, run_names, left_out)
         notes += note
     if selection.similarity < 1:
-        duplicates = near_duplicates([row.texts for row in rows], selection.similarity)
+        duplicates = near_duplicates([(row.question.contents, *row.texts[1:]) for row in rows], selection.similarity)
         left_out[Reason.NEAR] += sum(duplicates)
         rows = [row for row, is_duplicate in zip(rows, duplicates, strict=True) if not is_duplicate]
     if selection.balance:
@@ -221,7 +226,7 @@ def _min_score(run: Run, selection: Selection) -> float | None:
     return run.config.solved_score
 
 
-def _groups(
+def groups_of(
     trajectories: Iterable[Mapping[Hashable, Any]], run: str, iteration: int, left_out: LeftOut
 ) -> list[tuple[Question, list[Answer]]]:
     """The answers to each prompt of an iteration, in order."""

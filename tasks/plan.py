@@ -77,6 +77,26 @@ def first_changed(planned: Iterable[Planned]) -> str | None:
     return next((stage for stage in changed if stage != VALIDATE.name), changed[0] if changed else None)
 
 
+def latest_point(run: Run, config: RunConfig, iteration: int) -> tuple[int, str | None]:
+    """The latest point in an iteration at which a fork may begin.
+
+    Args:
+        run: The parent.
+        config: Config of the fork.
+        iteration: The iteration.
+
+    Returns:
+        The iteration, and the first stage that depends on what differs; None: the fork shares no stage of it.
+    """
+    committed = run.store.iteration_state(iteration).stages
+    if "generate" not in committed:
+        return iteration, None
+    first = first_changed(plan(run, config, iteration))
+    if first is None:  # nothing that the iteration computed depends on the settings
+        first = next(reversed([name for name in committed if isinstance(committed[name], StageCommit)]))
+    return iteration, first
+
+
 def fork_run(run: Run, config: RunConfig, iteration: int, stage: str | None) -> None:
     """Make the run that `config` names a fork of `run` that shares everything committed before a point.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jinja2
@@ -29,12 +30,13 @@ def live_policy() -> str:
     )
 
 
-def report_page(title: str, data: str) -> str:
+def report_page(title: str, data: str, arms: Sequence[Mapping[str, str]] = ()) -> str:
     """The page as one file.
 
     Args:
         title: its title.
         data: the JSON of what it shows.
+        arms: what is known of the runs as arms of a sweep, by column; shown above everything else.
 
     Returns:
         The HTML. Its modules are `data:` URLs in an import map, because a file cannot import its own parts.
@@ -42,14 +44,24 @@ def report_page(title: str, data: str) -> str:
     styles = "".join((STATIC / name).read_text() for name in ("uplot.css", "style.css"))
     imports = {f"ui/{name}": _data_url((STATIC / f"{name}.js").read_bytes()) for name in MODULES}
     escaped = data.replace("<", "\\u003c")  # so that no string in it ends the script
-    return _render(title, imports=imports, styles=styles, main=(STATIC / "main.js").read_text(), data=escaped)
+    main = (STATIC / "main.js").read_text()
+    return _render(title, imports=imports, styles=styles, main=main, data=escaped, arms=arms)
 
 
 def _data_url(source: bytes) -> str:
     return f"data:text/javascript;base64,{base64.b64encode(source).decode()}"
 
 
-def _render(title: str, *, imports: dict[str, str], styles: str = "", main: str = "", data: str = "") -> str:
+def _render(
+    title: str,
+    *,
+    imports: dict[str, str],
+    styles: str = "",
+    main: str = "",
+    data: str = "",
+    arms: Sequence[Mapping[str, str]] = (),
+) -> str:
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True)
     template = environment.get_template("page.html.jinja")
-    return template.render(title=title, imports=json.dumps({"imports": imports}), styles=styles, main=main, data=data)
+    import_map = json.dumps({"imports": imports})
+    return template.render(title=title, imports=import_map, styles=styles, main=main, data=data, arms=arms)

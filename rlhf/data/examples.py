@@ -77,11 +77,13 @@ def example_of(
     Raises:
         UserError: a column has another form; see `answered`.
     """
-    column = response if row.get(response) is not None else "completion"
+    column = "completion" if row.get("completion") is not None and row.get(response) is None else response
     if row.get(prompt) is not None and row.get(column) is not None:
         return answered(row[column], where, column, row[prompt])
     conversation = "messages" if row.get("messages") is not None else "conversations"
     if row.get(conversation) is None:
+        if row.get(prompt) is not None and column in row:
+            raise UserError(f"{where}: {column} should be a text or a list of messages, and is null")
         return None
     messages, answer = answered(row[conversation], where, conversation)
     return (with_system(messages, row) if conversation == "conversations" else messages), answer
@@ -112,7 +114,7 @@ def preferences(
     pairs = 0
     for where, row in read(url):
         pairs += 1
-        pair = [_tokens(messages, response, tokenizer, padding) for messages, response in _pair(row, where)]
+        pair = [_tokens(messages, response, tokenizer, padding) for messages, response in pair_of(row, where)]
         if max(map(len, pair)) <= max_tokens:
             conversations += pair
     _check_not_empty(conversations, f"{url}, up to max_tokens {max_tokens},")
@@ -150,7 +152,19 @@ def answered(value: Any, where: str, column: str, prompt: Any = None) -> tuple[M
     return before, messages[-1]["content"]
 
 
-def _pair(row: Mapping[str, Any], where: str) -> Iterator[tuple[Messages, str]]:
+def pair_of(row: Mapping[str, Any], where: str) -> Iterator[tuple[Messages, str]]:
+    """The two sides of a preference: the messages before a response, and the text of the response.
+
+    Args:
+        row: a row with `chosen` and `rejected`, and perhaps `prompt`.
+        where: file and row, for errors.
+
+    Yields:
+        The preferred side, then the other.
+
+    Raises:
+        UserError: the row lacks a side, or has it in another form; see `answered`.
+    """
     for column in ("chosen", "rejected"):
         if column not in row:
             columns = ", ".join(row)

@@ -61,17 +61,23 @@ async def compute_scores(
     if len(group) == 1:
         return [0.5]  # neither won nor lost
     pairs = list(permutations(range(len(group)), 2))
-    shares = await _all(
-        chat.ask(
-            _messages(PAIRWISE, PAIRWISE_FORM, rubric, {"answer A": group[first], "answer B": group[second]}), _share
-        )
-        for first, second in pairs
-    )
+    shares = await _all(_compare(group[first], group[second], chat, rubric) for first, second in pairs)
     wins = [0.0] * len(group)
     for (first, second), share in zip(pairs, shares, strict=True):
         wins[first] += share
         wins[second] += 1 - share
     return [won / (2 * (len(group) - 1)) for won in wins]
+
+
+async def compare(first: Trajectory, second: Trajectory, chat: Chat, rubric: str) -> float:
+    """Compare two responses to a prompt in both orders; returns the share that the first wins, a tie being half."""
+    as_first, as_second = await _all((_compare(first, second, chat, rubric), _compare(second, first, chat, rubric)))
+    return (as_first + 1 - as_second) / 2
+
+
+async def _compare(first: Trajectory, second: Trajectory, chat: Chat, rubric: str) -> float:
+    """What the first of two responses gets, in this order."""
+    return await chat.ask(_messages(PAIRWISE, PAIRWISE_FORM, rubric, {"answer A": first, "answer B": second}), _share)
 
 
 async def _all(questions: Iterable[Coroutine[Any, Any, float]]) -> list[float]:

@@ -48,6 +48,7 @@ NOT_RUN = {
     "python benchmarks/gpu.py": "the same",
     "prefect deployment": "needs a Prefect server with a worker: tests/integration/test_deploy.py",
     "prefect server": "the same",
+    "prefect worker": "the same",
     "PREFECT_UI_API_URL": "the same",
     "export PREFECT_API_URL": "the same",
     "ratchet deploy": "the same",
@@ -60,6 +61,7 @@ NOT_RUN = {
     "ratchet push": "needs the hub: tests/integration/test_sharing.py",
     "ratchet serve": "runs until Ctrl-C: tests/integration/test_serve_run.py",
     "ratchet sweep RUN --at K --vary actor.lr=1e-2,1e-3": "needs a run with groups: tests/integration/test_sweep.py",
+    "ratchet relabel RUN --run NAME": "needs a reward model: tests/integration/test_relabel.py",
     "ratchet doctor --engines": "starts every engine, Ray and vLLM",
     "ray start": "needs several machines",
     "RAY_ADDRESS": "needs that Ray cluster and a bucket",
@@ -265,7 +267,7 @@ SECTIONS = {key.partition(".")[0] for key in KEYS}
 
 def is_key(key: str) -> bool:
     """Whether a key exists: a key or a section of the config, or a name that the user chooses within one."""
-    within = [*KEYS, "algorithm.advantage.type", "algorithm.loss.type"]
+    within = [*KEYS, *(f"algorithm.{name}.type" for name in ("advantage", "loss", "experts"))]
     named = re.sub(r"^pools\.\w+", "pools", key)
     return any(known == named or known.startswith(f"{named}.") for known in within) or named.startswith(
         ("reward.options.", "placement.", "model.chat_template_kwargs.")

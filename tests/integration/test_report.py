@@ -241,7 +241,7 @@ def test_phones_and_the_dark(browser: Browser, shown_runs: Path, tmp_path: Path)
     assert grounds == ["rgb(246, 246, 244)", "rgb(19, 20, 23)"]
 
 
-def test_a_sample_is_bounded_and_holds_best_and_worst(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample_is_bounded_and_holds_best_and_worst() -> None:
     generator = np.random.default_rng(0)
     frame = pd.DataFrame(
         {
@@ -251,11 +251,12 @@ def test_a_sample_is_bounded_and_holds_best_and_worst(monkeypatch: pytest.Monkey
             "response_ids": [np.zeros(10)] * 300,
         }
     )
-    sample = report._sample(frame)
+    sample = report._sample(frame, report.SAMPLED_TOKENS)
     assert len(sample) == report.SAMPLED_TRAJECTORIES
-    pd.testing.assert_frame_equal(sample, report._sample(frame.sample(frac=1, random_state=1)), check_like=True)
-    monkeypatch.setattr(report, "SAMPLED_TOKENS", 120)
-    sample = report._sample(frame)
+    pd.testing.assert_frame_equal(
+        sample, report._sample(frame.sample(frac=1, random_state=1), report.SAMPLED_TOKENS), check_like=True
+    )
+    sample = report._sample(frame, 120)
     assert list(sample.groupby("iteration").size()) == [4, 4, 4]
     for edge in ("min", "max"):
         assert list(sample.groupby("iteration")["score"].agg(edge)) == list(

@@ -77,7 +77,7 @@ def test_supervised_examples_in_every_spelling(
     [
         ({"prompt": "ask"}, "line 1 has no response: supervised examples are rows of prompt and response"),
         ({"response": "ask"}, "line 1 has no prompt"),
-        ({"prompt": "ask", "response": None}, "line 1: response should be a list of messages"),
+        ({"prompt": "ask", "response": None}, "line 1: response should be a text or a list of messages, and is null"),
         ({"prompt": 7, "response": "good"}, "line 1: prompt should be a list of messages"),
         (
             {"messages": [USER]},

@@ -1,0 +1,168 @@
+"""Training on the workers of a Prefect work pool: each run is a flow run of a deployment of `train`.
+
+Prefect decides where a flow run goes, and resumes it when its process dies, as it does for `ratchet deploy`. What is
+here only asks for flow runs and waits for them, so it can be killed and repeated: a flow run is asked for under a key
+that its config determines, and the server returns the one that it has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+from uuid import UUID
+
+import httpx
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+from prefect.client.schemas.objects import FlowRun, State, StateType, WorkPoolStatus
+from prefect.exceptions import PrefectHTTPStatusError
+from prefect.settings import PREFECT_API_URL
+from prefect.states import AwaitingRetry
+from prefect.utilities.urls import url_for
+from tenacity import RetryCallState, Retrying, retry_if_exception, wait_fixed
+
+from flows.deploy import TAG, deploy_train
+from infra.store.log import Fenced
+from rlhf.config import RunConfig
+from rlhf.errors import RatchetError, UserError
+
+POLL_S = 1.0
+UNANSWERED_S = 5.0
+"""Pause before a server that did not answer is asked again."""
+
+T = TypeVar("T")
+
+
+def check_server() -> None:
+    """Raise `UserError` if the Prefect server does not answer."""
+    with get_client(sync_client=True) as client:
+        if (error := client.api_healthcheck()) is not None:
+            why = " ".join(str(error).split()) or type(error).__name__
+            raise UserError(f"the Prefect server at {PREFECT_API_URL.value()} (PREFECT_API_URL) does not answer: {why}")
+
+
+class Pool:
+    """The workers of a work pool, which train runs."""
+
+    def __init__(self, pool: str, deployment: str, say: Callable[[str], None]) -> None:
+        """Register the deployment.
+
+        Args:
+            pool: Work pool; made if it does not exist.
+            deployment: Name of the deployment.
+            say: Hears what the workers are waited for.
+        """
+        self._pool, self._say = pool, say
+        self._deployment = deploy_train(deployment, pool)
+
+    def train(self, configs: Sequence[RunConfig]) -> None:
+        """Run or continue the runs of configs to their ends, all at the same time, and wait for all of them.
+
+        Raises:
+            RatchetError: a flow run failed, or was cancelled or deleted.
+            Fenced: another driver has one of the runs, and no flow run failed.
+        """
+        with get_client(sync_client=True) as client:
+            names = {self._ask_for(client, config): config.run.name for config in configs}
+            ended = self._wait(client, names)
+        failures = [_failure(name, ended.get(flow_run)) for flow_run, name in names.items()]
+        if others := [error for error in failures if error is not None and not isinstance(error, Fenced)]:
+            raise RatchetError("\n".join(map(str, others)))
+        for error in failures:
+            if error is not None:
+                raise error
+
+    def _ask_for(self, client: SyncPrefectClient, config: RunConfig) -> UUID:
+        """The id of the flow run of a config: a new one, or that of an earlier call, which starts again if it ended."""
+        digest = hashlib.sha256(config.model_dump_json().encode()).hexdigest()
+        flow_run = self._answer(
+            lambda: client.create_flow_run_from_deployment(
+                self._deployment,
+                parameters={"config": config.model_dump(mode="json")},
+                idempotency_key=f"{self._deployment} {self._pool} {digest}",
+                tags=[TAG, config.run.name],
+            )
+        )
+        if flow_run.state is not None and flow_run.state.is_final():
+            again: State[None] = AwaitingRetry()
+            self._answer(lambda: client.set_flow_run_state(flow_run.id, again, force=True))
+        return flow_run.id
+
+    def _wait(self, client: SyncPrefectClient, names: Mapping[UUID, str]) -> dict[UUID, FlowRun]:
+        """Wait until flow runs have ended or were deleted; returns those that were not deleted."""
+        only, crashed, missed = FlowRunFilter(id=FlowRunFilterId(any_=list(names))), set[UUID](), ""
+        while True:
+            flow_runs = self._answer(lambda: client.read_flow_runs(flow_run_filter=only, limit=len(names)))
+            for flow_run in flow_runs:
+                if not _has_crashed(flow_run):
+                    crashed.discard(flow_run.id)
+                elif flow_run.id not in crashed:
+                    crashed.add(flow_run.id)
+                    self._say(
+                        f"{names[flow_run.id]}: its flow run crashed, and Prefect starts it again ({_link(flow_run)})"
+                    )
+            if all(_has_ended(flow_run) for flow_run in flow_runs):
+                return {flow_run.id: flow_run for flow_run in flow_runs}
+            waits = any(flow_run.state is not None and flow_run.state.is_scheduled() for flow_run in flow_runs)
+            lacks = self._what_it_lacks(client) if waits else ""
+            if lacks and lacks != missed:
+                self._say(lacks)
+            missed = lacks
+            time.sleep(POLL_S)
+
+    def _what_it_lacks(self, client: SyncPrefectClient) -> str:
+        """Why the pool starts no flow run; empty if it does."""
+        match self._answer(lambda: client.read_work_pool(self._pool)).status:
+            case WorkPoolStatus.NOT_READY:
+                return f"waiting: no worker of the pool {self._pool} is online: `ratchet worker --pool {self._pool}`"
+            case WorkPoolStatus.PAUSED:
+                return f"waiting: the pool {self._pool} is paused: `prefect work-pool resume {self._pool}`"
+            case _:
+                return ""
+
+    def _answer(self, ask: Callable[[], T]) -> T:
+        """What a server answers; one that does not is asked again, since the workers train without it."""
+        retry = retry_if_exception(_is_temporary)
+        return Retrying(retry=retry, wait=wait_fixed(UNANSWERED_S), before_sleep=self._say_unanswered)(ask)
+
+    def _say_unanswered(self, call: RetryCallState) -> None:
+        if call.attempt_number == 1:
+            self._say(f"waiting: the Prefect server at {PREFECT_API_URL.value()} does not answer")
+
+
+def _is_temporary(error: BaseException) -> bool:
+    if isinstance(error, PrefectHTTPStatusError):
+        return error.response.status_code >= 500
+    return isinstance(error, httpx.TransportError)
+
+
+def _has_crashed(flow_run: FlowRun) -> bool:
+    return flow_run.state_type == StateType.CRASHED
+
+
+def _has_ended(flow_run: FlowRun) -> bool:
+    """Whether nothing more happens; an automation starts one that crashed again."""
+    return flow_run.state is not None and flow_run.state.is_final() and not _has_crashed(flow_run)
+
+
+def _failure(name: str, flow_run: FlowRun | None) -> RatchetError | None:
+    """Why a flow run did not complete."""
+    if flow_run is None:
+        return RatchetError(f"{name}: its flow run was deleted: repeat the command to start it again")
+    state = flow_run.state
+    assert state is not None, "it has ended"
+    if state.is_completed():
+        return None
+    why = " ".join((state.message or "no reason is given").removeprefix("Flow run encountered an exception: ").split())
+    if state.name == "Fenced":
+        return Fenced(f"{name}: {why}")
+    return RatchetError(
+        f"{name}: its flow run ended as {state.name}: {why} ({_link(flow_run)}): "
+        "once the cause is gone, repeat the command to continue"
+    )
+
+
+def _link(flow_run: FlowRun) -> str:
+    return url_for(flow_run) or f"flow run {flow_run.id}"

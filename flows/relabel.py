@@ -1,0 +1,393 @@
+"""Iterated reward models (arXiv 2204.05862): labels for what the reward model is least sure of, a better reward model,
+and a fork of the run that it scores.
+
+Like a sweep, this has no state of its own: each step leaves a file that is created once, or a run, and the same command
+continues from the first step that is missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import BaseModel, ConfigDict
+
+from flows.train_reward_model import accuracy_of
+from infra.execution.claims import run_url
+from infra.progress import StepProgress, report
+from infra.runs import open_run
+from infra.store.answers import Answers
+from infra.store.log import Corrupt, RunLog
+from infra.store.object_store import ObjectStore
+from infra.store.run_store import parquet_bytes
+from infra.unsure_pairs import unsure_pairs
+from rlhf import seeding
+from rlhf.config import JudgeConfig, RewardTraining, RunConfig, overridden, validated
+from rlhf.data.datasets import MESSAGES
+from rlhf.data.examples import pair_of
+from rlhf.data.files import read
+from rlhf.data.formats import Messages
+from rlhf.data.labels import LABELING_CONFIG, Labels, Preferred, label_studio_tasks, read_labels
+from rlhf.errors import UserError, counted
+from rlhf.rewards import judge
+from rlhf.rewards.chat import Chat
+from rlhf.rewards.functions import Metadata, Trajectory
+from tasks.plan import fork_run, latest_point
+
+SPEC, VERDICT = "relabel.json", "verdict.json"
+PAIRS, TASKS, INTERFACE = "pairs.parquet", "label_studio.json", "label_studio.xml"
+LABELS, TRAIN, HELD_OUT = "labels.parquet", "train.parquet", "held_out.parquet"
+PREFERENCES = pa.schema({"prompt": MESSAGES, "chosen": MESSAGES, "rejected": MESSAGES})
+DETERMINED = ("run", "model", "data", "validation", "output")
+"""Keys of the fit that are not the user's."""
+SEED = 0
+QUESTIONS = 16
+"""Largest number of questions to the judge at the same time."""
+ANSWER_S = 120.0
+"""Time limit of an answer of the judge."""
+T = TypeVar("T")
+
+
+class Relabel(BaseModel):
+    """What a round of labels is made of; stored in its folder."""
+
+    model_config = ConfigDict(frozen=True)
+
+    parent: str
+    """URL of the run."""
+    name: str
+    """Name of the round, after which its fit and its fork are named."""
+    pairs: int
+    """Largest number of pairs to label."""
+    window: int | None
+    """Newest closed iterations to choose from; None: all."""
+    held_out: float
+    """Share of the labelled prompts on which the models are compared."""
+    also: tuple[str, ...]
+    """Files of more preferences to learn from."""
+    output: str
+    """Folder of the new model."""
+
+    @property
+    def store(self) -> str:
+        """URL of the folder of runs."""
+        return self.parent.rpartition("/")[0]
+
+    @property
+    def fork(self) -> str:
+        """Name of the run with the new reward model."""
+        return f"{self.name}-run"
+
+    def objects(self) -> ObjectStore:
+        return ObjectStore(run_url(self.store, self.name))
+
+
+class Verdict(BaseModel):
+    """How often the old and the new model rank a held-out pair as it is labelled."""
+
+    pairs: int
+    old: float
+    new: float
+
+    @property
+    def is_worse(self) -> bool:
+        return self.new < self.old
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The pairs of a round."""
+
+    table: pa.Table
+    url: str
+    """The folder of the round."""
+
+
+def begin(round_: Relabel) -> Pairs:
+    """Choose the pairs to label, unless they are chosen, and write them as a table and for Label Studio.
+
+    Raises:
+        UserError: another round or a run has the name, or the run has no reward model or no pairs.
+    """
+    objects = round_.objects()
+    if RunLog(objects).read().slot >= 0:
+        raise UserError(f"there is a run {round_.name}: choose another name (--run)")
+    parent = open_run(round_.parent)
+    stored = objects.get_if_there(SPEC)
+    if stored is None:
+        table = unsure_pairs(parent, round_.pairs, round_.window)
+        rows = table.to_pylist()
+        objects.put(PAIRS, parquet_bytes(table))
+        objects.put(TASKS, label_studio_tasks(rows).encode())
+        objects.put(INTERFACE, LABELING_CONFIG.encode())
+        stored = _once(objects, SPEC, round_.model_dump_json(indent=1).encode())  # the pairs are whole before it
+    before = _spec(objects, stored)
+    if before != round_:
+        changed = [name for name in Relabel.model_fields if getattr(before, name) != getattr(round_, name)]
+        raise UserError(
+            f"{round_.name} began with other settings ({', '.join(changed)}): repeat its command, or choose another "
+            "name (--run)"
+        )
+    return Pairs(_table(objects, PAIRS), objects.url)
+
+
+def label(round_: Relabel, pairs: Pairs, labels: str | None, asked: JudgeConfig | None) -> Labels | None:
+    """Get the labels of a round, unless it has them.
+
+    Args:
+        round_: The round.
+        pairs: Its pairs.
+        labels: File of labels; None: there is none.
+        asked: The judge to ask; None: none.
+
+    Returns:
+        The labels; None if nobody has given any.
+
+    Raises:
+        UserError: the file is malformed, it says something else than the labels that the round has, or the judge does
+            not answer.
+    """
+    objects, ids = round_.objects(), pairs.table["pair_id"].to_pylist()
+    given = None
+    if labels is not None:
+        given = read_labels(labels, set(ids))
+    elif asked is not None and objects.get_if_there(LABELS) is None:
+        given = Labels(asyncio.run(_judged(pairs.table.to_pylist(), asked, objects)), 0)
+    if given is not None:
+        rows = {"pair_id": ids, "preferred": [given.preferred.get(pair_id) for pair_id in ids]}
+        table = pa.table(rows, pa.schema({"pair_id": pa.string(), "preferred": pa.string()}))
+        if _once(objects, LABELS, parquet_bytes(table)) != parquet_bytes(table):
+            raise UserError(
+                f"{round_.name} has other labels already, from which its reward model is made: leave --labels out to "
+                "continue with them, or choose another name (--run)"
+            )
+    if objects.get_if_there(LABELS) is None:
+        return None
+    kept = _table(objects, LABELS).to_pylist()
+    preferred = {row["pair_id"]: row["preferred"] for row in kept if row["preferred"] is not None}
+    return Labels(preferred, len(kept) - len(preferred))
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the preferences of a round are divided."""
+
+    learned: int
+    """Number of labelled pairs to learn from."""
+    held_out: int
+    """Number of labelled pairs on which the models are compared."""
+    also: int
+    """Number of pairs of other files to learn from."""
+    left_out: int
+    """Number of pairs of other files whose prompts are held out."""
+
+
+def split(round_: Relabel, pairs: Pairs, labels: Labels) -> Split:
+    """Write the labelled pairs as preferences, unless they are written: those to learn from, and those that are held
+    out. A prompt is on one side only.
+
+    Args:
+        round_: The round.
+        pairs: Its pairs.
+        labels: Their labels; ties teach nothing.
+
+    Raises:
+        UserError: fewer than two prompts have a label that is no tie, a row of a file is malformed, or a file of more
+            preferences has changed.
+    """
+    by_prompt: dict[str, list[dict[str, Any]]] = {}
+    for pair in pairs.table.to_pylist():
+        preferred = labels.preferred.get(pair["pair_id"])
+        if preferred in ("a", "b"):
+            chosen, rejected = (pair["answer_a"], pair["answer_b"])[:: 1 if preferred == "a" else -1]
+            row = _preference(pair["messages"], chosen, rejected)
+            by_prompt.setdefault(json.dumps(row["prompt"]), []).append(row)
+    prompts = list(by_prompt)
+    if len(prompts) < 2:
+        raise UserError(
+            f"{counted(len(prompts), 'prompt')} with a label that is no tie: label pairs of two prompts at least, one "
+            "to learn from and one to hold out, under another name (--run)"
+        )
+    held_out = min(max(1, round(round_.held_out * len(prompts))), len(prompts) - 1)
+    order = seeding.generator(SEED, "held_out").permutation(len(prompts))
+    sides = [[row for place in places for row in by_prompt[prompts[place]]] for places in _cut(list(order), held_out)]
+    more = [_preference(*next(both), next(both)[1]) for url in round_.also for both in _pairs(url)]
+    compared = {json.dumps(row["prompt"]) for row in sides[0]}
+    kept = [row for row in more if json.dumps(row["prompt"]) not in compared]
+    for name, rows in ((HELD_OUT, sides[0]), (TRAIN, [*sides[1], *kept])):
+        content = parquet_bytes(pa.Table.from_pylist(rows, PREFERENCES))
+        if _once(round_.objects(), name, content) != content:
+            raise UserError(
+                f"the preferences of --also ({', '.join(round_.also)}) have changed since {round_.name} began: undo "
+                "that, or choose another name (--run)"
+            )
+    return Split(len(sides[1]), len(sides[0]), len(kept), len(more) - len(kept))
+
+
+def refit_config(round_: Relabel, overrides: Sequence[str]) -> RewardTraining:
+    """The config of the fit that continues the run's reward model.
+
+    Args:
+        round_: The round.
+        overrides: Changes, as ``key=value``.
+
+    Raises:
+        UserError: an override is wrong, or changes what the round determines.
+    """
+    taken = [change for change in overrides if change.split("=")[0].split(".")[0] in DETERMINED]
+    if taken:
+        raise UserError(f"{', '.join(taken)}: the round determines {', '.join(DETERMINED)}: remove it")
+    scorer = open_run(round_.parent).config.reward.model
+    assert scorer is not None, "the run has a reward model"
+    url = round_.objects().url
+    tree: dict[str, Any] = {
+        "run": {"name": f"{round_.name}-fit", "store": round_.store},
+        "model": {"path": scorer.path, "dtype": scorer.dtype},
+        "data": f"{url}/{TRAIN}",
+        "validation": f"{url}/{HELD_OUT}",
+        "output": round_.output,
+    }
+    return validated(RewardTraining, overridden(tree, list(overrides), RewardTraining), "relabel")
+
+
+def judge_new_model(round_: Relabel, config: RewardTraining, fit: Mapping[str, float]) -> Verdict:
+    """Compare the new model with the old one on the held-out pairs, unless that is done."""
+    objects = round_.objects()
+    if (stored := objects.get_if_there(VERDICT)) is None:
+        old = accuracy_of(config)
+        verdict = Verdict(pairs=len(_table(objects, HELD_OUT)), old=old["val/accuracy"], new=fit["val/accuracy"])
+        stored = _once(objects, VERDICT, verdict.model_dump_json(indent=1).encode())
+    return _parsed(objects, VERDICT, lambda: Verdict.model_validate_json(stored))
+
+
+def fork_config(round_: Relabel, iterations: int | None) -> RunConfig:
+    """Fork the run with the new reward model, as late as what is committed allows, unless that is done.
+
+    Args:
+        round_: The round.
+        iterations: Iterations of the fork; None: those of the run.
+
+    Returns:
+        The fork's config.
+
+    Raises:
+        UserError: the run has all its iterations, and `iterations` does not ask for more.
+    """
+    parent = open_run(round_.parent)
+    total = parent.config.iterations if iterations is None else iterations
+    config = parent.config.with_values(
+        {
+            "run.name": round_.fork,
+            "run.store": round_.store,
+            "reward.model.path": round_.output,
+            "train.iterations": total,
+        }
+    )
+    if RunLog(ObjectStore(run_url(round_.store, round_.fork))).read().slot < 0:
+        if parent.state.iteration >= total:
+            raise UserError(
+                f"{parent.config.run.name} has all its {total} iterations, so the new reward model would score none: "
+                f"repeat the command with --iterations {parent.state.iteration + 1} or more"
+            )
+        fork_run(parent, config, *latest_point(parent, config, parent.state.iteration))
+    return config
+
+
+async def _judged(pairs: Sequence[Mapping[str, Any]], asked: JudgeConfig, objects: ObjectStore) -> dict[str, Preferred]:
+    """The judge's labels. It sees each pair in both orders, and contradicting itself is a tie."""
+    chat = Chat(
+        asked.url,
+        asked.model,
+        asked.retries,
+        asked.api_key_env,
+        timeout_s=ANSWER_S,
+        concurrency=QUESTIONS,
+        answers=_KeptAnswers(Answers(objects)),
+    )
+    preferred: dict[str, Preferred] = {}
+
+    async def ask(pair: Mapping[str, Any]) -> None:
+        first, second = (
+            Trajectory(
+                pair["data_source"], pair[f"answer_{side}"], None, {}, pair["messages"], [], _metadata(pair, side)
+            )
+            for side in ("a", "b")
+        )
+        share = await judge.compare(first, second, chat, asked.rubric)
+        preferred[pair["pair_id"]] = "tie" if share == 0.5 else "a" if share > 0.5 else "b"
+        report(StepProgress(what="pairs judged", done=len(preferred), total=len(pairs)))
+
+    results = await asyncio.gather(*map(ask, pairs), return_exceptions=True)  # so that all answers are kept
+    for failure in results:
+        if failure is not None:
+            raise UserError(f"{failure}: fix it and repeat the command, which asks only what is missing") from failure
+    return preferred
+
+
+def _pairs(url: str) -> Iterator[Iterator[tuple[Messages, str]]]:
+    """The preferences of a file."""
+    return (pair_of(row, where) for where, row in read(url))
+
+
+class _KeptAnswers:
+    """Answers of the judge that are kept in the round's folder, for use on an event loop."""
+
+    def __init__(self, answers: Answers) -> None:
+        self._answers = answers
+
+    async def get(self, digest: str) -> str | None:
+        return await asyncio.to_thread(self._answers.get, digest)
+
+    async def keep(self, digest: str, answer: str) -> str:
+        return await asyncio.to_thread(self._answers.keep, digest, answer)
+
+
+def _metadata(pair: Mapping[str, Any], side: str) -> Metadata:
+    return Metadata(
+        trajectory_id=pair[f"trajectory_id_{side}"],
+        prompt_id=pair["pair_id"],
+        sample=None,
+        iteration=pair["iteration"],
+        policy_version=None,
+        finish_reason=None,
+        response_length=None,
+    )
+
+
+def _preference(messages: Sequence[Mapping[str, str]], chosen: str, rejected: str) -> dict[str, Any]:
+    prompt = [{"role": message["role"], "content": message["content"]} for message in messages]
+    answers = {"chosen": chosen, "rejected": rejected}
+    return {"prompt": prompt} | {side: [{"role": "assistant", "content": text}] for side, text in answers.items()}
+
+
+def _cut(items: list[T], size: int) -> tuple[list[T], list[T]]:
+    return items[:size], items[size:]
+
+
+def _once(objects: ObjectStore, key: str, content: bytes) -> bytes:
+    """Create an object unless it exists; returns what it holds."""
+    try:
+        objects.create(key, content)
+    except FileExistsError:
+        return objects.get(key)
+    return content
+
+
+def _spec(objects: ObjectStore, stored: bytes) -> Relabel:
+    return _parsed(objects, SPEC, lambda: Relabel.model_validate_json(stored))
+
+
+def _table(objects: ObjectStore, key: str) -> pa.Table:
+    return _parsed(objects, key, lambda: pq.read_table(pa.BufferReader(objects.get(key))))
+
+
+def _parsed(objects: ObjectStore, key: str, parse: Callable[[], T]) -> T:
+    try:
+        return parse()
+    except (ValueError, FileNotFoundError):  # pyarrow's errors and pydantic's are ValueErrors
+        raise Corrupt(f"{objects.url}/{key} is damaged or missing: begin again under another name (--run)") from None
