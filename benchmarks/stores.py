@@ -13,7 +13,6 @@ import uuid
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import s3fs
 
@@ -26,7 +25,7 @@ requests: Counter[str] = Counter()
 _call_s3 = s3fs.S3FileSystem._call_s3
 
 
-async def counted(self: Any, method: str, *arguments: Any, **options: Any) -> Any:
+async def counted(self: s3fs.S3FileSystem, method: str, *arguments: object, **options: object) -> object:
     requests[method] += 1
     return await _call_s3(self, method, *arguments, **options)
 

@@ -16,7 +16,7 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from tests.ports import free_port
@@ -26,8 +26,6 @@ from tests.s3_server import CREDENTIALS, make_bucket
 UNPACKED = Path(__file__).parents[1] / "build" / "ceph"
 PACKAGES = ("ceph-mon", "ceph-osd", "radosgw", "ceph-base", "ceph-common", "librados2")
 START_S = 600.0
-TRY_S, TRIES = 100.0, 5
-"""A daemon may give up when the monitor has only just begun (\"wrong fsid\"): then all start again."""
 
 CONFIG = """\
 [global]
@@ -53,6 +51,7 @@ osd_pool_default_pg_num = 4
 osd_crush_chooseleaf_type = 0
 mon_allow_pool_size_one = true
 mon_max_pg_per_osd = 1000
+paxos_propose_interval = 0.05
 [mon]
 mon_data = {data}/mon
 [osd]
@@ -101,32 +100,24 @@ def _start(folder: Path) -> None:
             stderr=file,
             start_new_session=True,  # it outlives this process if another uses it
         )
-    deadline = time.monotonic() + START_S
     while not (folder / "endpoint").exists():
-        assert process.poll() is None and time.monotonic() < deadline, f"Ceph did not start: {log.read_text()[-3000:]}"
+        assert process.poll() is None, f"Ceph did not start: {log.read_text()[-3000:]}"
         time.sleep(0.1)
 
 
 def serve(folder: Path) -> None:
     """Run the daemons until no process uses them."""
-    with (folder / "users").open("a") as users, ExitStack() as stack:
-        for attempt in range(1, TRIES + 1):
-            with ExitStack() as started:
-                cluster = _Cluster(Path(started.enter_context(tempfile.TemporaryDirectory(prefix="ceph-"))))
-                started.callback(cluster.end)
-                try:
-                    endpoint = cluster.start()
-                except RuntimeError:
-                    if attempt == TRIES:
-                        raise
-                else:
-                    stack.push(started.pop_all())
-                    break
+    with (
+        (folder / "users").open("a") as users,
+        tempfile.TemporaryDirectory(prefix="ceph-") as data,
+        closing(_Cluster(Path(data))) as cluster,
+    ):
+        endpoint = cluster.start()
         make_bucket(endpoint)
         (folder / "endpoint.new").write_text(endpoint)
         (folder / "endpoint.new").replace(folder / "endpoint")
-        stack.callback((folder / "endpoint").unlink, missing_ok=True)
         fcntl.flock(users, fcntl.LOCK_EX)  # waits for them
+        (folder / "endpoint").unlink()
 
 
 class _Cluster:
@@ -139,14 +130,13 @@ class _Cluster:
         self.environment = os.environ | {
             "CEPH_CONF": str(self.config),
             "LD_LIBRARY_PATH": ":".join(map(str, path)),
-            "PYTHONPATH": str(UNPACKED / "usr" / "lib" / "python3" / "dist-packages"),
         }
         self.fsid, self.monitor, self.gateway = str(uuid.uuid4()), free_port(), free_port()
         self.config.write_text(
             CONFIG.format(fsid=self.fsid, monitor=self.monitor, gateway=self.gateway, data=data, libraries=libraries)
         )
-        self.deadline = time.monotonic() + TRY_S
-        self.daemons: list[subprocess.Popen[bytes]] = []
+        self.deadline = time.monotonic() + START_S
+        self.daemons: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self) -> str:
         """The gateway's URL, as soon as it answers and knows our credentials."""
@@ -157,7 +147,6 @@ class _Cluster:
         self._run("monmaptool", "--create", "--fsid", self.fsid, "--addv", "a", f"[v1:{address}]", monitors)
         self._run("ceph-mon", "-i", "a", "--mkfs", "--monmap", monitors)
         self._daemon("ceph-mon", "-i", "a", "--public-addr", f"v1:{address}")
-        self._command("osd", "new", storage)
         self._run("ceph-osd", "-i", "0", "--mkfs", "--osd-uuid", storage)
         self._daemon("ceph-osd", "-i", "0")
         self._daemon("radosgw", "-n", "client.rgw.a")
@@ -172,42 +161,45 @@ class _Cluster:
         )
         url = f"http://127.0.0.1:{self.gateway}"
         while not _answers(url):
-            if time.monotonic() > self.deadline or not self._is_whole():
-                raise RuntimeError("the gateway did not start")
-            time.sleep(0.1)
+            self._wait()
         return url
 
-    def end(self) -> None:
-        for daemon in reversed(self.daemons):
+    def close(self) -> None:
+        for daemon in reversed(self.daemons.values()):
             daemon.kill()
             daemon.wait()
 
     def _run(self, program: str, *arguments: str) -> None:
-        self._finish([str(UNPACKED / "usr" / "bin" / program), *arguments])
-
-    def _command(self, *arguments: str) -> None:
-        """Ask the monitor, which Debian's own Python does."""
-        self._finish(["/usr/bin/python3", str(UNPACKED / "usr" / "bin" / "ceph"), *arguments])
-
-    def _finish(self, command: list[str]) -> None:
-        """Wait for a program, which would wait for minutes for a daemon that has ended."""
-        with subprocess.Popen(command, env=self.environment, stdout=subprocess.DEVNULL) as process:
-            while process.poll() is None:
-                if time.monotonic() > self.deadline or not self._is_whole():
-                    process.kill()
-                    raise RuntimeError(f"{command[0]} had no answer, or a daemon has ended")
-                time.sleep(0.05)
+        """Wait for a program, which itself would wait for minutes for a daemon that has ended."""
+        with subprocess.Popen(
+            _command(program, *arguments), env=self.environment, stdout=subprocess.DEVNULL
+        ) as process:
+            try:
+                while process.poll() is None:
+                    self._wait()
+            finally:
+                process.kill()
         if process.returncode:
-            raise RuntimeError(f"{' '.join(command)} failed with {process.returncode}")
+            raise RuntimeError(f"{program} failed with {process.returncode}")
 
-    def _is_whole(self) -> bool:
-        return all(daemon.poll() is None for daemon in self.daemons)
+    def _wait(self) -> None:
+        ended = [name for name, daemon in self.daemons.items() if daemon.poll() is not None]
+        if ended or time.monotonic() > self.deadline:
+            raise RuntimeError(f"{ended[0]} has ended" if ended else f"no answer in {START_S:.0f} s")
+        time.sleep(0.05)
 
-    def _daemon(self, program: str, *arguments: str) -> subprocess.Popen[bytes]:
-        """A process that the kernel ends if this one is killed."""
-        command = ["setpriv", "--pdeathsig", "KILL", UNPACKED / "usr" / "bin" / program, "-f", *arguments]
-        self.daemons.append(subprocess.Popen(command, env=self.environment))
-        return self.daemons[-1]
+    def _daemon(self, program: str, *arguments: str) -> None:
+        self.daemons[program] = subprocess.Popen(_command(program, "-f", *arguments), env=self.environment)
+
+
+def _command(program: str, *arguments: str) -> list[str]:
+    """Of a process that the kernel ends if this one is killed.
+
+    Without `--no-mon-config` a daemon forgets the cluster's id when it has asked the monitor for its config, and its
+    next question may come before it has learned it again: then it ends with "wrong fsid".
+    """
+    path = UNPACKED / "usr" / "bin" / program
+    return ["setpriv", "--pdeathsig", "KILL", str(path), "--no-mon-config", *arguments]
 
 
 def _answers(url: str) -> bool:

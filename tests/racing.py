@@ -12,8 +12,9 @@ import tempfile
 import uuid
 from collections import Counter
 from dataclasses import dataclass, field
+from multiprocessing.queues import Queue
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
-from typing import Any
 
 from infra.store.log import Fenced
 from infra.store.run_store import RunStore
@@ -39,7 +40,8 @@ def race(url: str, drivers: int, claims: int) -> Outcome:
     of their own."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOAD))
-    together, outcomes = context.Barrier(drivers), context.Queue()
+    together: Barrier = context.Barrier(drivers)
+    outcomes: Queue[Outcome] = context.Queue()
     environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
     processes = [
         context.Process(target=_drive, args=(url, number, claims, environment, together, outcomes))
@@ -58,7 +60,9 @@ def race(url: str, drivers: int, claims: int) -> Outcome:
     return told
 
 
-def _drive(url: str, number: int, claims: int, environment: dict[str, str], together: Any, outcomes: Any) -> None:
+def _drive(
+    url: str, number: int, claims: int, environment: dict[str, str], together: Barrier, outcomes: Queue[Outcome]
+) -> None:
     os.environ.update(environment)
     store, outcome = RunStore.at(url), Outcome()
     store.log.read()
