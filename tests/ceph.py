@@ -230,6 +230,7 @@ def fetch() -> None:
             "Dir::State::status": "/var/lib/dpkg/status",
             "Dir::Cache": folder / "cache",
             "APT::Sandbox::User": "",
+            "APT::Update::Error-Mode": "any",
             "Debug::NoLocking": 1,
         }
         apt = ["apt-get", "-qq", *(f"-o{name}={value}" for name, value in options.items())]
@@ -243,8 +244,8 @@ def fetch() -> None:
 def _quiet(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        [*_, last] = done.stderr.strip().splitlines() or ["no reason given"]
-        raise SystemExit(f"Ceph cannot be had here: {command[0]} failed: {last}")
+        reasons = [line.removeprefix("E: ") for line in done.stderr.splitlines() if not line.startswith("W: ")]
+        raise SystemExit(f"Ceph cannot be had here: {command[0]} failed: {next(iter(reasons), 'it did not say why')}")
 
 
 if __name__ == "__main__":
