@@ -32,7 +32,7 @@ ifeq ($(shell command -v chromium || command -v chromium-browser || command -v g
 	-if [ "$$(id -u)" = 0 ]; then apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; fi
 endif
 
-ceph: .venv/installed ## Ceph's S3 gateway for the tests, from Debian's packages, in build/: they are skipped where there is none
+ceph: .venv/installed ## Ceph's S3 gateway for the tests of stores, unpacked in build/: they are skipped where there is none
 	@python -m tests.ceph fetch
 
 test: .venv/installed ## the tests, and a slice of the crash matrix that changes from day to day

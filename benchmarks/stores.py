@@ -18,7 +18,7 @@ import s3fs
 
 from infra.store.run_store import RunStore
 from tests.bare_run import claimed, write
-from tests.ceph import ceph_server
+from tests.ceph import ceph_server, missing
 from tests.s3_server import moto_server, s3_at
 
 requests: Counter[str] = Counter()
@@ -34,6 +34,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--repeats", type=int, default=100)
     arguments = parser.parse_args()
+    if reason := missing():
+        parser.error(reason)
     s3fs.S3FileSystem._call_s3 = counted
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
