@@ -3,7 +3,7 @@ BIN := .venv/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo vllm sglang browser test test-sglang torture check bench bench-vllm bench-trl gpu gpu-train docs clean
+.PHONY: demo vllm sglang browser ceph test test-sglang torture check bench bench-vllm bench-trl gpu gpu-train docs clean
 
 # torch goes first and alone: asked for by another package, pip would take the newest build with gigabytes of CUDA
 .venv/installed: pyproject.toml constraints.txt
@@ -40,6 +40,9 @@ browser: ## a Chromium for the tests of pages, with apt: they are skipped where 
 ifeq ($(shell command -v chromium || command -v chromium-browser || command -v google-chrome),)
 	-if [ "$$(id -u)" = 0 ]; then apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; fi
 endif
+
+ceph: .venv/installed ## Ceph's S3 gateway for the tests of stores, unpacked in build/: they are skipped where there is none
+	@python -m tests.ceph fetch
 
 test: .venv/installed ## the tests, and a slice of the crash matrix that changes from day to day
 	OMP_NUM_THREADS=1 pytest -n 2 --dist worksteal

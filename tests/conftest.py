@@ -15,10 +15,10 @@ from tests import shapes
 with install_import_hook("rlhf.algorithms", f"{shapes.__name__}.checked"):
     import rlhf.algorithms.objectives  # noqa: F401  (which imports all the others)
 
-from tests import tiny
+from tests import ceph, tiny
 from tests.prefect_server import locked, prefect_api
 from tests.processes import Processes
-from tests.s3_server import s3_server
+from tests.s3_server import moto_server, s3_at
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -53,10 +53,40 @@ def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def s3() -> Iterator[str]:
-    """The URL of a bucket on a real S3 server, which starts with the first test that asks for it."""
-    with s3_server() as url:
+def moto() -> Iterator[str]:
+    """The URL of a small S3 server, which starts with the first test that asks for it."""
+    with moto_server() as endpoint:
+        yield endpoint
+
+
+@pytest.fixture(scope="session")
+def ceph_gateway(common: Path) -> Iterator[str]:
+    """The URL of Ceph's S3 gateway, one for all workers of pytest-xdist."""
+    reason = ceph.missing()
+    if reason is not None:
+        (pytest.fail if os.environ.get("RATCHET_CEPH") else pytest.skip)(reason)
+    with ceph.ceph_server(common / "ceph") as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def s3(moto: str) -> Iterator[str]:
+    """The URL of a bucket on moto."""
+    with s3_at(moto) as url:
         yield url
+
+
+@pytest.fixture
+def on_ceph(ceph_gateway: str) -> Iterator[str]:
+    """The URL of a bucket on Ceph."""
+    with s3_at(ceph_gateway) as url:
+        yield url
+
+
+@pytest.fixture(params=["s3", "on_ceph"], ids=["moto", "ceph"])
+def each_s3(request: pytest.FixtureRequest) -> str:
+    """The URL of a bucket on each of the S3 servers."""
+    return str(request.getfixturevalue(request.param))
 
 
 @pytest.fixture(scope="session")

@@ -26,30 +26,48 @@ BUCKET = "ratchet-tests"
 
 
 @contextmanager
-def s3_server() -> Iterator[str]:
-    """A bucket's URL. While it is open, the environment leads s3fs and pyarrow there, in child processes, too."""
+def s3_at(endpoint: str) -> Iterator[str]:
+    """The URL of the bucket of a server. While it is open, the environment leads s3fs and pyarrow there, in child
+    processes, too."""
     import s3fs
 
-    port = free_port()
     before = {name: os.environ.get(name) for name in (*CREDENTIALS, "AWS_ENDPOINT_URL")}
-    os.environ.update(CREDENTIALS, AWS_ENDPOINT_URL=f"http://127.0.0.1:{port}")
-    command = [sys.executable, "-m", "tests.s3_server", str(port)]
-    process = subprocess.Popen(
-        command, cwd=Path(__file__).parents[1], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    os.environ.update(CREDENTIALS, AWS_ENDPOINT_URL=endpoint)
+    s3fs.S3FileSystem.clear_instance_cache()
     try:
-        _wait_for(port, process)
-        s3fs.S3FileSystem(skip_instance_cache=True).mkdir(BUCKET)
         yield f"s3://{BUCKET}"
     finally:
-        process.terminate()
-        process.wait()
         s3fs.S3FileSystem.clear_instance_cache()
         for name, value in before.items():
             if value is None:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def make_bucket(endpoint: str) -> None:
+    import s3fs
+
+    with s3_at(endpoint):
+        s3fs.S3FileSystem(skip_instance_cache=True).mkdir(BUCKET)
+
+
+@contextmanager
+def moto_server() -> Iterator[str]:
+    """The URL of moto, with a bucket."""
+    port = free_port()
+    command = [sys.executable, "-m", "tests.s3_server", str(port)]
+    process = subprocess.Popen(
+        command, cwd=Path(__file__).parents[1], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        _wait_for(port, process)
+        endpoint = f"http://127.0.0.1:{port}"
+        make_bucket(endpoint)
+        yield endpoint
+    finally:
+        process.terminate()
+        process.wait()
 
 
 def _wait_for(port: int, process: subprocess.Popen[bytes], limit_s: float = 600.0) -> None:

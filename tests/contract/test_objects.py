@@ -26,13 +26,13 @@ from tests.simulated import Clock, Memory
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(params=["file", "memory", "s3"])
+@pytest.fixture(params=["file", "memory", "s3", "on_ceph"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "file":
         return f"file://{tmp_path}/runs/test"
     if request.param == "memory":
         return f"memory://{uuid.uuid4().hex}"
-    return f"{request.getfixturevalue('s3')}/{uuid.uuid4().hex}"
+    return f"{request.getfixturevalue(request.param)}/{uuid.uuid4().hex}"
 
 
 def test_one_of_many_creates_wins(url: str) -> None:
@@ -198,7 +198,7 @@ def test_a_412_in_other_words_than_those_of_aws(monkeypatch: pytest.MonkeyPatch)
         assert not isinstance(unknown.value, FileExistsError)
 
 
-def test_a_missing_bucket_is_named(s3: str) -> None:
+def test_a_missing_bucket_is_named(each_s3: str) -> None:
     objects = ObjectStore("s3://no-such-bucket/run")
     assert objects.get_if_there("key") is None
     with pytest.raises(UserError, match=r"s3://no-such-bucket/run does not exist: create its bucket"):

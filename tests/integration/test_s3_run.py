@@ -18,11 +18,11 @@ from tests import tiny
 from tests.processes import Fault, Processes
 
 
-def test_a_run_in_a_bucket(s3: str, workspace: Path, processes: Processes, tmp_path: Path) -> None:
+def test_a_run_in_a_bucket(each_s3: str, workspace: Path, processes: Processes, tmp_path: Path) -> None:
     config = tiny.config(
         workspace,
         run__name="bucket",
-        run__store=f"{s3}/runs-{uuid.uuid4().hex}",
+        run__store=f"{each_s3}/runs-{uuid.uuid4().hex}",
         reward__function="tests.rewards:letters",
         train__iterations=2,
     )

@@ -6,76 +6,23 @@ import os
 import subprocess
 import sys
 import uuid
-from pathlib import Path
 
 import pandas as pd
-import pyarrow as pa
 import pytest
 
 from infra.runs import open_run
 from infra.store.log import Fenced
-from infra.store.manifest import BLOCK, Checkpoint, Fingerprint, Manifest
-from infra.store.records import Claim, ShardCommit, ShardRef, StageCommit, Weights
+from infra.store.manifest import BLOCK, Checkpoint
+from infra.store.records import Weights
 from infra.store.run_store import RunStore
 from rlhf.errors import UserError
-from rlhf.schema import TRAJECTORY
-from tests import tiny
-
-COLUMNS = ("trajectory_id", *TRAJECTORY.names("generate"))
-
-
-def claimed(url: str) -> RunStore:
-    store = RunStore.at(url)
-    actor, config = Weights(version=0, digest="first"), tiny.config(Path("nowhere")).model_dump(mode="json")
-    store.log.claim(Claim(config=config, code="", packages={}, threads=1, host="here", initial={"actor": actor}))
-    store.sweep(["generate", "score"])
-    return store
-
-
-def rows(iteration: int, shard: int, samples: int = 2) -> pa.Table:
-    """Trajectories of one prompt, by the schema."""
-    values = {
-        name: [TRAJECTORY[name].type.to_pandas_dtype()(0) if pa.types.is_primitive(TRAJECTORY[name].type) else None]
-        for name in COLUMNS
-    }
-    values |= {"response_ids": [[5, 6, 7]], "rollout_log_probs": [[-0.5, -0.25, -1.0]], "response": ["5 + 6"]}
-    columns = {name: value * samples for name, value in values.items()}
-    columns["trajectory_id"] = [f"it{iteration:06d}-p{shard:05d}-s{sample:02d}" for sample in range(samples)]
-    return pa.table(columns, schema=TRAJECTORY.arrow(COLUMNS))
-
-
-def write(store: RunStore, shard: int, attempt: int = 0) -> ShardCommit:
-    iteration = store.state.iteration
-    data = store.write_shard(iteration, "generate", attempt, shard, rows(iteration, shard))
-    return ShardCommit(
-        iteration=iteration,
-        stage="generate",
-        shard=shard,
-        term=store.log.term,
-        data=data,
-        fingerprint="",
-        seconds=0.1,
-    )
-
-
-def complete(store: RunStore, *data: ShardRef) -> StageCommit:
-    iteration, fingerprint = store.state.iteration, Fingerprint(parts={"stage": "generate"})
-    manifest = Manifest(
-        iteration=iteration,
-        stage="generate",
-        term=store.log.term,
-        attempt=0,
-        fingerprint=fingerprint,
-        config={},
-        shards=data,
-    )
-    reference = store.write_manifest(manifest)
-    return StageCommit(iteration=iteration, stage="generate", manifest=reference, fingerprint=fingerprint.digest)
+from tests.bare_run import claimed, complete, write
+from tests.racing import race
 
 
 @pytest.fixture
-def url(s3: str) -> str:
-    return f"{s3}/runs/{uuid.uuid4().hex}"
+def url(each_s3: str) -> str:
+    return f"{each_s3}/runs/{uuid.uuid4().hex}"
 
 
 def test_a_run_in_a_bucket(url: str) -> None:
@@ -136,9 +83,9 @@ def test_pandas_in_another_process_needs_the_url_only(url: str) -> None:
     assert shown.stdout.split() == ["2", "[0.5]"]
 
 
-def test_a_checkpoint_of_many_parts(s3: str) -> None:
+def test_a_checkpoint_of_many_parts(each_s3: str) -> None:
     """Above 100 MiB, s3fs uploads in parts: the object is whole, or not there."""
-    store = claimed(f"{s3}/{uuid.uuid4().hex}")
+    store = claimed(f"{each_s3}/{uuid.uuid4().hex}")
     large = os.urandom(2**20) * 130
     weights = Weights(version=1, digest="x")
     folder = store.checkpoint_folder("actor", weights)
@@ -150,5 +97,11 @@ def test_a_checkpoint_of_many_parts(s3: str) -> None:
     read, start = store.ranges(checkpoint), 5 * BLOCK - 7
     assert read("model.safetensors", start, start + BLOCK) == large[start : start + BLOCK]
     [key] = [key for key in store.objects.list("checkpoints/") if key.endswith(".safetensors")]
-    info = store.objects.backend.fs.info(f"{s3.removeprefix('s3://')}/{store.url.rpartition('/')[2]}/{key}")  # type: ignore[attr-defined]
+    info = store.objects.backend.fs.info(f"{each_s3.removeprefix('s3://')}/{store.url.rpartition('/')[2]}/{key}")  # type: ignore[attr-defined]
     assert info["ETag"].strip('"').endswith("-3"), "three parts"
+
+
+def test_sixteen_drivers_race(on_ceph: str) -> None:
+    """At every slot of the log one of them wins, and what it is told is what the log says."""
+    told = race(f"{on_ceph}/{uuid.uuid4().hex}", drivers=16, claims=1)
+    assert len(told.committed) + told.fenced == 16

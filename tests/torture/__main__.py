@@ -29,11 +29,12 @@ from pathlib import Path
 
 import psutil
 
+from tests import ceph
 from tests.prefect_server import prefect_api
-from tests.s3_server import s3_server
+from tests.s3_server import moto_server, s3_at
 from tests.torture.checks import Result, check, check_files, leftovers, result_of
 from tests.torture.faults import FAULTS, Victim, expect, suits
-from tests.torture.kinds import Kind, kinds, workspace
+from tests.torture.kinds import CHANGES, FITS, Kind, kinds, workspace
 
 PARALLEL = 2
 DEFAULTS = {
@@ -61,8 +62,19 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--only", type=int, help="the number of one scenario")
     parser.add_argument("--ray", action="store_true", help="runs with worker groups on Ray, too")
+    parser.add_argument("--ceph", action="store_true", help="runs on S3 are on Ceph's gateway, not on moto (make ceph)")
+    parser.add_argument(
+        "--kind", action="append", default=[], help="this kind of run alone, such as 'on S3'; may be repeated"
+    )
     parser.add_argument("--keep", type=Path, help="where folders of scenarios that failed are kept")
     arguments = parser.parse_args()
+    unknown = sorted({*arguments.kind} - {*CHANGES, *FITS})
+    if unknown:
+        parser.error(f"no kind of run is called {unknown[0]!r}: there are {', '.join([*CHANGES, *FITS])}")
+    if "on Ray" in arguments.kind and not arguments.ray:
+        parser.error("runs on Ray need --ray")
+    if arguments.ceph and (reason := ceph.missing()):
+        parser.error(reason)
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
     torture = Torture(arguments)
@@ -83,12 +95,13 @@ class Torture:
             self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="torture-")))
             os.environ["PREFECT_API_URL"] = stack.enter_context(prefect_api(self.folder))
             os.environ["PREFECT_HOME"] = str(self.folder / "clients")
-            self.bucket = stack.enter_context(s3_server())
+            server = ceph.ceph_server(self.folder / "ceph") if self.arguments.ceph else moto_server()
+            self.bucket = stack.enter_context(s3_at(stack.enter_context(server)))
             if self.ray:
                 stack.enter_context(_ray_cluster())
             shared = self.folder / "workspace"
             shared.mkdir()
-            self.kinds = kinds(workspace(shared), self.ray)
+            self.kinds = kinds(workspace(shared), self.ray, self.arguments.kind)
             with ThreadPoolExecutor(PARALLEL) as threads:
                 results = threads.map(self._alone, self.kinds)
                 self.expected = {kind.name: result for kind, result in zip(self.kinds, results, strict=True)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,7 @@ def workspace(folder: Path) -> Path:
     return folder
 
 
-def kinds(folder: Path, ray: bool) -> list[Kind]:
+def kinds(folder: Path, ray: bool, chosen: Collection[str]) -> list[Kind]:
+    """Those that are chosen by name, or all, without those on Ray unless `ray`."""
     names = [*CHANGES, *FITS]
-    return [Kind(name, folder) for name in names if ray or name != "on Ray"]
+    return [Kind(name, folder) for name in names if (name in chosen if chosen else ray or name != "on Ray")]
