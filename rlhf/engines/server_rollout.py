@@ -464,7 +464,15 @@ class ServerRollout(RolloutEngine):
         written = 0
         if ranks.rank() == 0:
             try:
-                written = self._broadcast(weights) if self.weights_folder is None else self._write(weights)
+                if self.weights_folder is not None:
+                    written = self._write(weights, self.weights_folder)
+                elif isinstance(self.api, SGLangApi):
+                    written = self._broadcast(weights)
+                else:
+                    raise UserError(
+                        "rollout.server.weights_folder is null, so the servers cannot take these weights: name "
+                        "a folder that they can read"
+                    )
             except RatchetError as error:
                 problem = error
         else:
@@ -481,7 +489,6 @@ class ServerRollout(RolloutEngine):
         from rlhf.engines.sglang_weights import SGLangLink
         from rlhf.engines.weight_link import LinkLost
 
-        assert isinstance(self.api, SGLangApi), "the config refuses others"
         try:
             link = event_loop.run(_patiently(partial(SGLangLink.connect, self.servers)))
             try:
@@ -493,10 +500,9 @@ class ServerRollout(RolloutEngine):
             raise EngineLost(str(error)) from error
         return sent
 
-    def _write(self, weights: Iterable[tuple[str, Tensor]]) -> int:
-        assert self.weights_folder is not None
+    def _write(self, weights: Iterable[tuple[str, Tensor]], parent: Path) -> int:
         self._loads += 1
-        folder = self.weights_folder / f"weights-{self._loads}"
+        folder = parent / f"weights-{self._loads}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         written = write_weights(weights, folder, "model")

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 from rlhf.config import RunConfig
 from rlhf.engines.base import Request, Sampling
 from rlhf.engines.server_rollout import ServerRollout
+from rlhf.errors import UserError
 from tests import tiny
 from tests.history import History
 from tests.integration.test_vllm_run import gap
@@ -137,3 +138,5 @@ def test_what_a_server_cannot_do_is_said(folder: Path, url: str, processes: Proc
         assert child.wait() == code, child.text
         assert says in child.text
         assert "Traceback" not in child.text
+    with pytest.raises(UserError, match=r"weights_folder is null, so the servers cannot take these weights: name a folder"):
+        ServerRollout([url], eos_token_ids=(1,)).load_weights([])
