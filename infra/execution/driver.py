@@ -443,7 +443,7 @@ def _check_megatron(config: RunConfig, role: str) -> None:
             tensors=trainer.tensor_parallel, stages=trainer.pipeline_parallel, experts=trainer.expert_parallel
         )
         if reason := refusal(text_config(config.model_of(role)), place):
-            raise UserError(f"{owner}.engine megatron, {role}: {reason}")
+            raise UserError(f"{owner}.engine megatron cannot compute the {role}: {reason}")
 
 
 def _check_vocabulary(config: RunConfig) -> None:

@@ -82,19 +82,19 @@ def incompatible(config: RunConfig) -> Iterator[str]:
                     f"{owner}.{key} is {size}, which does not divide the number of processes that hold "
                     f"the {role} ({workers}): change one of them"
                 )
-        if trainer.tensor_parallel > 1:
+        if trainer.tensor_parallel > 1 and trainer.engine != "megatron":
             yield from _tensor_parallel_fits(config, owner, trainer)
         model = config.model_of(role)
-        yield from _megatron_fits(owner, trainer, model)
+        own = {"critic": config.critic and config.critic.model, "reference": config.reference.model}.get(role)
+        model_key = "teacher" if role == "teacher" else "model" if own is None else f"{role}.model"
+        yield from _megatron_fits(owner, trainer, model_key, model)
         if (
             model.kernels == "compile"
             and trainer.engine != "megatron"
             and (trainer.engine == "deepspeed" or trainer.tensor_parallel > 1)
         ):
             conflict = f"{owner}.engine deepspeed" if trainer.engine == "deepspeed" else f"{owner}.tensor_parallel"
-            own = {"critic": config.critic and config.critic.model, "reference": config.reference.model}.get(role)
-            key = "teacher" if role == "teacher" else "model" if own is None else f"{role}.model"
-            yield f"{key}.kernels compile does not work with {conflict}: set {key}.kernels to torch"
+            yield f"{model_key}.kernels compile does not work with {conflict}: set {model_key}.kernels to torch"
         if trainer.shard_size is not None:
             yield from _shard_size_fits(owner, role, trainer, workers)
         if not trainer.reshard_after_forward and trainer.engine != "fsdp":
@@ -371,7 +371,7 @@ def _teams(trainer: TrainerConfig) -> Iterator[tuple[str, int]]:
 def _tensor_parallel_fits(config: RunConfig, role: str, trainer: TrainerConfig) -> Iterator[str]:
     model = config.critic_model if role == "critic" else config.model
     for key, conflict in (
-        (f"{role}.engine {trainer.engine}", trainer.engine not in ("fsdp", "megatron")),
+        (f"{role}.engine {trainer.engine}", trainer.engine != "fsdp"),
         (f"{role}.sequence_parallel", trainer.sequence_parallel > 1),
         ("model.lora", model.lora is not None),
     ):
@@ -379,7 +379,7 @@ def _tensor_parallel_fits(config: RunConfig, role: str, trainer: TrainerConfig) 
             yield f"{role}.tensor_parallel requires {role}.engine fsdp or megatron and does not work with {key}"
 
 
-def _megatron_fits(owner: str, trainer: TrainerConfig, model: ModelConfig) -> Iterator[str]:
+def _megatron_fits(owner: str, trainer: TrainerConfig, model_key: str, model: ModelConfig) -> Iterator[str]:
     """Refuse what engine megatron cannot do, and its options with other engines."""
     if trainer.engine != "megatron":
         for key, is_set in (
@@ -394,9 +394,9 @@ def _megatron_fits(owner: str, trainer: TrainerConfig, model: ModelConfig) -> It
     if trainer.sequence_parallel > 1:
         yield f"{owner}.sequence_parallel does not work with engine megatron: set {owner}.context_parallel instead"
     for key, is_set in (
-        ("model.lora", model.lora is not None),
-        (f"model.kernels {model.kernels}", model.kernels != "torch"),
-        (f"model.attention {model.attention}", model.attention != "sdpa"),
+        (f"{model_key}.lora", model.lora is not None),
+        (f"{model_key}.kernels {model.kernels}", model.kernels != "torch"),
+        (f"{model_key}.attention {model.attention}", model.attention != "sdpa"),
         (f"{owner}.packing true", trainer.packing is True),
         (f"{owner}.offload", trainer.offload),
     ):

@@ -40,7 +40,7 @@ def resident(config: RunConfig, parameters: Mapping[str, int], ranks: int, *, id
             is_base = role == "reference" and config.model.lora is not None and config.reference.model is None
             if not is_base:  # of the actor's adapters, whose tensors it uses
                 is_sharded = trainer.engine == "fsdp" or (trainer.engine == "deepspeed" and trainer.zero_stage == 3)
-                share = count / ranks if is_sharded else count / _teams(trainer)
+                share = count / ranks if is_sharded else count / _split_over(trainer)
                 width = _width(config.model_of(role))
                 held[f"weights of the {role}"] = 0 if is_sharded and trainer.offload else share * width
         else:
@@ -66,7 +66,7 @@ def gradients(config: RunConfig, parameters: Mapping[str, int], ranks: int) -> d
         model = config.critic_model if role == "critic" else config.model
         if role in parameters and model.lora is None:
             is_sharded = trainer.engine == "fsdp" or (trainer.engine == "deepspeed" and trainer.zero_stage >= 2)
-            held[f"gradients of the {role}"] = 4 * parameters[role] / (ranks if is_sharded else _teams(trainer))
+            held[f"gradients of the {role}"] = 4 * parameters[role] / (ranks if is_sharded else _split_over(trainer))
     return held
 
 
@@ -76,8 +76,8 @@ def _of_trainer(trainer: TrainerConfig, model: ModelConfig, count: int, ranks: i
     moments = 4 * len(trainer.optimizer.state) * learns
     if trainer.engine == "megatron":
         rounded = 4 * learns if model.dtype == "bfloat16" else 0  # the optimizer's own weights
-        return _width(model) * count / _teams(trainer), (rounded + moments) / (
-            ranks if trainer.distributed_optimizer else _teams(trainer)
+        return _width(model) * count / _split_over(trainer), (rounded + moments) / (
+            ranks if trainer.distributed_optimizer else _split_over(trainer)
         )
     if trainer.engine == "torch" and model.dtype == "bfloat16":  # rounded weights, and those of the optimizer
         return 2 * count, 4 * learns + moments
@@ -91,7 +91,7 @@ def _of_trainer(trainer: TrainerConfig, model: ModelConfig, count: int, ranks: i
     return model_copy, (4 * learns + moments) / ranks  # its float32 weights belong to the optimizer
 
 
-def _teams(trainer: TrainerConfig) -> int:
+def _split_over(trainer: TrainerConfig) -> int:
     """The number of processes that Megatron splits a model over; 1 for other engines. Most of a mixture of experts is
     experts."""
     by_layer = trainer.expert_parallel if trainer.expert_parallel > 1 else trainer.tensor_parallel

@@ -22,7 +22,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -112,8 +112,9 @@ class MegatronEngine(ModelEngine):
         """
         try:
             torch.cuda.current_device()
-        except (AssertionError, RuntimeError):
-            raise UserError("engine megatron needs a GPU, and there is none: use engine fsdp") from None
+        except (AssertionError, RuntimeError) as error:
+            reason = str(error).partition("\n")[0]
+            raise UserError(f"engine megatron needs a GPU ({reason}): use engine fsdp") from None
         kept = checkpointing.chosen(options.get("gradient_checkpointing", False), ranks.device())
         options |= {"packing": False, "share_prompts": False}
         skeleton = Skeleton.of(model)
@@ -164,7 +165,7 @@ class MegatronEngine(ModelEngine):
             ),
             self.decoder,
         )
-        chained = get_megatron_optimizer(
+        self.stepper = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
                 lr=0.0,  # each step sets it, and the options of the plan
@@ -176,7 +177,6 @@ class MegatronEngine(ModelEngine):
             [self.replica],
             use_gloo_process_groups=False,
         )
-        self.stepper = chained
         self._free_gradients()
 
     # Computing.
@@ -352,7 +352,7 @@ class MegatronEngine(ModelEngine):
         shard = stepper.optimizer.param_groups[group]["params"][number]
         return shard, stepper._get_model_param_range_map(parameter)["param"].start
 
-    def _stepper_of(self, parameter: torch.nn.Parameter) -> Any:
+    def _stepper_of(self, parameter: torch.nn.Parameter) -> MegatronOptimizer:
         """The optimizer of Megatron that changes a parameter: the second if there is one, for those of experts."""
         return self.stepper.chained_optimizers[-1 if _is_of_expert(parameter) else 0]
 

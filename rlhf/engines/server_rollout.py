@@ -393,7 +393,7 @@ class ServerRollout(RolloutEngine):
                 try:
                     async with aclosing(self.api.stream(server, request, sampling, seed, self.eos)) as chunks:
                         async for chunk in chunks:
-                            server.failures = 0
+                            server.failures = failures = 0
                             so_far += len(chunk.response_ids)
                             request = _continued(request, sampling, chunk)
                             yield chunk

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from urllib.parse import urlsplit
 
 import torch
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, ProcessGroup, Store  # type: ignore[attr-defined]
 
 from rlhf.engines import event_loop, ranks
 from rlhf.engines.server_requests import Ask, Away
@@ -36,7 +36,7 @@ T = TypeVar("T")
 class SGLangLink:
     """The trainer's end of a connection to servers, for one transfer."""
 
-    def __init__(self, servers: Sequence[Ask], name: str, group: Any, device: torch.device) -> None:
+    def __init__(self, servers: Sequence[Ask], name: str, group: ProcessGroup, device: torch.device) -> None:
         """Use `connect`."""
         self._servers, self._name, self._group, self._device = servers, name, group, device
 
@@ -61,7 +61,7 @@ class SGLangLink:
             on_gpu = on_gpu and info["device"] == "cuda"
         await event_loop.gather([_begin(server) for server in servers])
         name, timeout = f"ratchet-{secrets.token_hex(8)}", timedelta(seconds=servers[0].timeout_s)
-        host = _own_address(servers)
+        host = await asyncio.to_thread(_own_address, servers)
         meeting = Meeting(host, timeout.total_seconds())
         backend, place = ("nccl", "cuda") if on_gpu else ("gloo", "cpu")
         url, size = urlsplit(meeting.url), 1 + sum(counts)
@@ -78,7 +78,7 @@ class SGLangLink:
             asked.append(server("/init_weights_update_group", body))
         # the names under which PyTorch's init_process_group, which the servers use, puts a group's keys
         store: Store = PrefixStore(f"{place}/", PrefixStore(f"{name}/", PrefixStore(name, meeting.store)))
-        form: Callable[[], Any] = (
+        form: Callable[[], ProcessGroup] = (
             partial(nccl_group, store, SENDER, size, timeout)
             if on_gpu
             else partial(gloo_group, store, SENDER, size, host, timeout)
@@ -126,10 +126,12 @@ class SGLangLink:
 
     async def close(self) -> None:
         """Forget the connection."""
-        for server in self._servers:
-            with suppress(Away, UserError):  # it has died, or has forgotten it
-                await server("/destroy_weights_update_group", {"group_name": self._name})
+        await event_loop.gather([self._forget(server) for server in self._servers])
         self._group.abort()
+
+    async def _forget(self, server: Ask) -> None:
+        with suppress(Away, UserError):  # it has died, or has forgotten it
+            await server("/destroy_weights_update_group", {"group_name": self._name})
 
 
 async def _begin(server: Ask) -> None:

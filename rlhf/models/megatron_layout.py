@@ -32,6 +32,7 @@ other. `groups`: rows of three, those of a group of heads together. `experts`: s
 consists of, each of which is a parameter in Megatron."""
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+DIVIDED_BY_TENSORS = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
 LAYER = "model.layers.{}."
 LOCAL_LAYER = "decoder.layers.{}."
 EXPERTS = "mlp.experts."
@@ -171,7 +172,11 @@ def local_layout(
                     offset = place.expert * (count // place.experts) + number
                     is_split = place.experts > 1  # otherwise all have all experts
                     block = Block(
-                        *(hub[0], (count, *shape), (offset, 0, 0), (1, *shape), 0),
+                        hub[0],
+                        whole=(count, *shape),
+                        offsets=(offset, 0, 0),
+                        shape=(1, *shape),
+                        start=0,
                         is_split=is_split,
                         is_first=is_split or place.tensor == 0,
                     )
@@ -255,30 +260,31 @@ def refusal(config: PreTrainedConfig, place: Place) -> str | None:
         place: its `tensors`, `stages` and `experts` are what is checked.
     """
     if config.model_type not in MODEL_TYPES:
-        return f"{config.model_type} is not supported yet by engine megatron ({', '.join(MODEL_TYPES)} are)"
+        return f"{config.model_type} is not supported yet by engine megatron ({', '.join(MODEL_TYPES)} are): use fsdp"
     experts = getattr(config, "num_experts", None)
     if place.experts > 1 and experts is None:
         return f"expert_parallel is {place.experts}, but {config.model_type} has no experts: remove it"
-    if experts is not None and experts % place.experts:
-        return f"expert_parallel is {place.experts}, which does not divide the model's num_experts {experts}"
+    for key, size, divided in (
+        ("expert_parallel", place.experts, ["num_experts"] * (experts is not None)),
+        ("tensor_parallel", place.tensors, DIVIDED_BY_TENSORS),
+        ("pipeline_parallel", place.stages, ["num_hidden_layers"]),
+    ):
+        for name in divided:
+            if (value := getattr(config, name)) % size:
+                return f"{key} is {size}, which does not divide the model's {name} {value}: choose a divisor"
     is_mixed = getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1
-    if place.stages > 1 and is_mixed:
-        return "layers with and without experts are not supported yet by engine megatron with pipeline_parallel"
-    if getattr(config, "output_router_logits", False):
-        return "the router's auxiliary loss (output_router_logits) is not supported yet by engine megatron"
-    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
-        if getattr(config, key) % place.tensors:
-            return f"tensor_parallel is {place.tensors}, which does not divide the model's {key} {getattr(config, key)}"
-    if config.num_hidden_layers % place.stages:
-        return (
-            f"pipeline_parallel is {place.stages}, which does not divide the model's num_hidden_layers "
-            f"{config.num_hidden_layers}"
-        )
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type", "default") not in ("default", "linear", "llama3"):
-        return f"rope_type {rope['rope_type']} is not supported yet by engine megatron: use engine fsdp"
-    if set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
-        return "sliding attention is not supported yet by engine megatron: use engine fsdp"
-    if config.hidden_act != "silu":
-        return f"hidden_act {config.hidden_act} is not supported yet by engine megatron: use engine fsdp"
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    for feature, is_there in (
+        ("layers with and without experts in a pipeline", place.stages > 1 and is_mixed),
+        ("the router's auxiliary loss (output_router_logits)", getattr(config, "output_router_logits", False)),
+        # Qwen2 has biases of queries, keys and values alone, without a key that says so
+        ("attention_bias", getattr(config, "attention_bias", False)),
+        ("mlp_bias", getattr(config, "mlp_bias", False)),
+        (f"rope_type {rope}", rope not in ("default", "linear", "llama3")),
+        ("sliding attention", layer_types != {"full_attention"}),
+        (f"hidden_act {config.hidden_act}", config.hidden_act != "silu"),
+    ):
+        if is_there:
+            return f"{feature}: not supported yet by engine megatron, use engine fsdp"
     return None

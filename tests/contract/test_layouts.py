@@ -125,8 +125,8 @@ def run_few(kind: Kind, batch: TrajectoryBatch) -> Any:
     return infer(engine, kind, batch.take([3])), infer(engine, kind, batch.take([0, 3, 5]))
 
 
-def run_spoiled(kind: Kind, batch: TrajectoryBatch) -> tuple[str, str]:
-    engine = kind.build()
+def run_spoiled(kind: Kind, batch: TrajectoryBatch, options: dict[str, Any]) -> tuple[str, str]:
+    engine = kind.build(**options)
     before, digest = engine.state(), engine.digest()
     gathered: dict[str, bytes] = {}
     from rlhf.engines import ranks
@@ -337,15 +337,22 @@ def test_a_model_follows_another_one(
             assert torch.equal(loaded[name], between[name])
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("engine", "options"),
+    [
+        *((engine, {}) for engine in ENGINES),
+        ("megatron", {"tensor_parallel": 2}),
+        ("megatron", {"pipeline_parallel": 2}),  # the last stage alone sees the loss
+    ],
+)
 def test_nan_in_one_rank_is_refused_by_all(
-    engine: str, policy_folder: Path, batch: TrajectoryBatch, ranks: Ranks
+    engine: str, options: dict[str, Any], policy_folder: Path, batch: TrajectoryBatch, ranks: Ranks
 ) -> None:
     kind = kind_of(engine, "policy", policy_folder, policy_folder)
     advantages = batch.list("advantages")
     advantages[3][0] = float("nan")
     columns = {name: advantages if name == "advantages" else batch.array(name) for name in batch.columns}
-    for before, after in ranks(run_spoiled, kind, TrajectoryBatch.of(columns)):
+    for before, after in ranks(run_spoiled, kind, TrajectoryBatch.of(columns), options):
         assert before == after
 
 
@@ -656,7 +663,14 @@ def run_in_pieces(kind: Kind, batch: TrajectoryBatch, options: dict[str, Any]) -
 
 
 @pytest.mark.parametrize(
-    ("engine", "options"), [*((engine, {}) for engine in ENGINES), ("fsdp", {"tensor_parallel": 2})]
+    ("engine", "options"),
+    [
+        *((engine, {}) for engine in ENGINES),
+        ("fsdp", {"tensor_parallel": 2}),
+        ("megatron", {"tensor_parallel": 2}),
+        ("megatron", {"context_parallel": 2}),
+        ("megatron", {"pipeline_parallel": 2}),
+    ],
 )
 def test_logits_in_pieces_by_two_processes(
     engine: str, options: dict[str, Any], policy_folder: Path, batch: TrajectoryBatch, ranks: Ranks
@@ -710,10 +724,21 @@ def test_offloading_changes_nothing(engine: str, policy_folder: Path, batch: Tra
     assert offloaded["metrics"] == pytest.approx(plain["metrics"], rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_bfloat16_by_two_processes(engine: str, policy_folder: Path, batch: TrajectoryBatch, ranks: Ranks) -> None:
+@pytest.mark.parametrize(
+    ("engine", "options"),
+    [
+        *((engine, {}) for engine in ENGINES),
+        ("megatron", {"tensor_parallel": 2}),
+        ("megatron", {"pipeline_parallel": 2}),
+        ("megatron", {"context_parallel": 2}),
+        ("megatron", {"distributed_optimizer": False}),
+    ],
+)
+def test_bfloat16_by_two_processes(
+    engine: str, options: dict[str, Any], policy_folder: Path, batch: TrajectoryBatch, ranks: Ranks
+) -> None:
     """A bfloat16 has 8 bits; the optimizer's weights stay float32."""
-    assert_close_in_bfloat16(kind_of(engine, "policy", policy_folder, policy_folder), batch, ranks)
+    assert_close_in_bfloat16(kind_of(engine, "policy", policy_folder, policy_folder), batch, ranks, **options)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -722,8 +747,8 @@ def test_experts_in_bfloat16(engine: str, mixtures: dict[str, Path], batch: Traj
     assert_close_in_bfloat16(kind_of(engine, "policy", folder, folder), batch, ranks)
 
 
-def assert_close_in_bfloat16(kind: Kind, batch: TrajectoryBatch, ranks: Ranks) -> None:
-    options = {"dtype": "bfloat16", "gradient_checkpointing": "selective"}
+def assert_close_in_bfloat16(kind: Kind, batch: TrajectoryBatch, ranks: Ranks, **layout: Any) -> None:
+    options = {"dtype": "bfloat16", "gradient_checkpointing": "selective"} | layout
     told = ranks(run, kind, batch, options)
     alone = ENGINES["torch"](kind.folder, kind.head)
     assert told[0]["outputs"] != infer(alone, kind, batch)

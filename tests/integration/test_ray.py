@@ -42,17 +42,15 @@ def ray_cluster() -> Iterator[str]:
     from ray.cluster_utils import Cluster
 
     here = Path(__file__).parents[1]
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(here / "on_cpu"), str(here.parent), before]))
+    on_cpu = [str(here / "on_cpu"), str(here.parent), os.environ.get("PYTHONPATH")]
     options: dict[str, Any] = {"num_cpus": 1, "num_gpus": 0, "object_store_memory": 100 * 2**20}
     system = {"memory_monitor_refresh_ms": 0}  # the tests beside these may need the memory: Ray kills no worker for it
     head = {**options, "include_dashboard": False, "_system_config": system}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
-    cluster.add_node(**options)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("PYTHONPATH", os.pathsep.join(filter(None, on_cpu)))
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        cluster.add_node(**options)
     os.environ["RAY_ADDRESS"] = cluster.address
-    os.environ.pop("PYTHONPATH")
-    if before is not None:
-        os.environ["PYTHONPATH"] = before
     yield cluster.address
     del os.environ["RAY_ADDRESS"]
     cluster.shutdown()

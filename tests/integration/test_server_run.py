@@ -138,5 +138,7 @@ def test_what_a_server_cannot_do_is_said(folder: Path, url: str, processes: Proc
         assert child.wait() == code, child.text
         assert says in child.text
         assert "Traceback" not in child.text
-    with pytest.raises(UserError, match=r"weights_folder is null, so the servers cannot take these weights: name a folder"):
+    with pytest.raises(
+        UserError, match=r"weights_folder is null, so the servers cannot take these weights: name a folder"
+    ):
         ServerRollout([url], eos_token_ids=(1,)).load_weights([])

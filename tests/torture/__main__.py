@@ -73,6 +73,8 @@ def main() -> None:
         parser.error(f"no kind of run is called {unknown[0]!r}: there are {', '.join([*CHANGES, *FITS])}")
     if "on Ray" in arguments.kind and not arguments.ray:
         parser.error("runs on Ray need --ray")
+    if arguments.ray and find_spec("ray") is None:
+        parser.error("Ray is not installed")
     if arguments.ceph and (reason := ceph.missing()):
         parser.error(reason)
     for name, value in DEFAULTS.items():
@@ -85,7 +87,7 @@ def main() -> None:
 class Torture:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
-        self.ray = arguments.ray and find_spec("ray") is not None
+        self.ray = arguments.ray
         self.outcomes: list[Outcome] = []
         self.lock, self.on_ray = threading.Lock(), threading.Lock()
         self.started = time.monotonic()

@@ -94,6 +94,7 @@ def test_the_minimal_config_is_the_documented_default(file: Path) -> None:
         ("actor={engine: fsdp, context_parallel: 2}", "actor.context_parallel requires actor.engine megatron, not fsdp: remove it"),  # noqa: E501
         ("actor={engine: fsdp, expert_parallel: 2}", "actor.expert_parallel requires actor.engine megatron, not fsdp: remove it"),  # noqa: E501
         ("model.lora={}; actor.engine=megatron", "model.lora is not supported yet by engine megatron: remove it, or set actor.engine to fsdp"),  # noqa: E501
+        ("critic={engine: megatron, model: {path: judge, kernels: compile}}", "critic.model.kernels compile is not supported yet by engine megatron: remove it, or set critic.engine to fsdp"),  # noqa: E501
         ("model.kernels=compile; actor.engine=megatron", "model.kernels compile is not supported yet by engine megatron"),  # noqa: E501
         ("actor={engine: megatron, packing: true}", "actor.packing true is not supported yet by engine megatron"),
         ("actor={engine: megatron, offload: true}", "actor.offload is not supported yet by engine megatron"),

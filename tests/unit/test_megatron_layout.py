@@ -128,6 +128,26 @@ def test_all_ranks_together_hold_each_element_once(name: str, tensors: int, stag
         assert torch.equal(written[name].view(tensor.shape), tensor)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_transformer_engine_changes_names_alone(name: str, tmp_path: Path) -> None:
+    model, stored = saved(name, tmp_path)
+    shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
+    plain, fused = (local_layout(model.config, shapes, Place(), fused=fused) for fused in (False, True))
+    assert list(plain.values()) == list(fused.values())
+    has_experts = {layer for layer in range(4) if f"model.layers.{layer}.mlp.gate.weight" in shapes}
+    for layer in range(4):
+        prefix = f"decoder.layers.{layer}."
+        assert prefix + "self_attention.linear_qkv.layer_norm_weight" in fused
+        if layer in has_experts:
+            assert {prefix + f"mlp.experts.linear_fc{number}.weight3" for number in (1, 2)} <= fused.keys()
+            assert prefix + "pre_mlp_layernorm.weight" in fused
+        else:
+            assert prefix + "mlp.linear_fc1.layer_norm_weight" in fused
+    assert fused.keys() - plain.keys() == {
+        key for key in fused if "layer_norm_weight" in key or "experts.linear" in key
+    }
+
+
 def logits_of(folder: Path, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Size]]:
     """Logits of Megatron's own model, whose parameters were read from the files by the table."""
     from tests import megatron_on_cpu
@@ -178,17 +198,23 @@ def test_a_tensor_without_a_place_is_refused(tmp_path: Path) -> None:
         ({}, Place(tensors=8), "tensor_parallel is 8, which does not divide the model's num_key_value_heads 4"),
         ({"vocab_size": 49}, Place(tensors=2), "which does not divide the model's vocab_size 49"),
         ({}, Place(stages=3), "pipeline_parallel is 3, which does not divide the model's num_hidden_layers 4"),
-        ({"hidden_act": "gelu"}, Place(), "hidden_act gelu is not supported yet by engine megatron"),
+        ({"hidden_act": "gelu"}, Place(), "hidden_act gelu: not supported yet by engine megatron, use engine fsdp"),
         (
             {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}},
             Place(),
-            "rope_type yarn is not",
+            "rope_type yarn: not supported yet",
         ),
+        ({"attention_bias": True}, Place(), "attention_bias: not supported yet by engine megatron, use engine fsdp"),
+        ({"mlp_bias": True}, Place(), "mlp_bias: not supported yet by engine megatron, use engine fsdp"),
         ({"model_type": "mixtral"}, Place(), "mixtral is not supported yet by engine megatron"),
         ({}, Place(experts=2), "expert_parallel is 2, but llama has no experts: remove it"),
         ({"num_experts": 3}, Place(experts=2), "expert_parallel is 2, which does not divide the model's num_experts 3"),
         ({"num_experts": 4, "output_router_logits": True}, Place(), "the router's auxiliary loss"),
-        ({"num_experts": 4, "mlp_only_layers": [1]}, Place(stages=2), "layers with and without experts are not"),
+        (
+            {"num_experts": 4, "mlp_only_layers": [1]},
+            Place(stages=2),
+            "layers with and without experts in a pipeline: not",
+        ),
     ],
 )
 def test_what_megatron_cannot_do_is_refused(changes: dict[str, Any], place: Place, reason: str) -> None:
@@ -207,3 +233,13 @@ def test_a_run_without_a_gpu_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^actor.engine megatron needs a GPU.* set actor.engine to fsdp"):
         check_inputs(tiny.config(tmp_path, actor__engine="megatron"))
     check_inputs(tiny.config(tmp_path, actor__engine="fsdp"))
+
+
+def test_a_model_that_cannot_be_split_is_refused_before_a_start(tmp_path: Path) -> None:
+    tiny.workspace(tmp_path)
+    config = tiny.config(
+        tmp_path, actor__engine="megatron", actor__pipeline_parallel=3, pools={"train": {"workers": 3}}
+    )
+    says = "^actor.engine megatron cannot compute the actor: pipeline_parallel is 3, which does not divide the model's"
+    with pytest.raises(UserError, match=says):
+        check_inputs(config)
