@@ -113,8 +113,8 @@ class MegatronEngine(ModelEngine):
         try:
             torch.cuda.current_device()
         except (AssertionError, RuntimeError) as error:
-            reason = str(error).partition("\n")[0]
-            raise UserError(f"engine megatron needs a GPU ({reason}): use engine fsdp") from None
+            cause = str(error).partition("\n")[0]
+            raise UserError(f"engine megatron needs a GPU ({cause}): use engine fsdp") from None
         kept = checkpointing.chosen(options.get("gradient_checkpointing", False), ranks.device())
         options |= {"packing": False, "share_prompts": False}
         skeleton = Skeleton.of(model)

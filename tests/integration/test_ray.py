@@ -167,8 +167,8 @@ def test_drivers_and_workers_that_are_killed_leave_no_trace(runs: Runs) -> None:
     assert history.state.term == 2, "the first driver came through; the second found the run done"
 
 
-def test_a_run_changes_to_megatron_and_its_workers_are_killed(runs: Runs) -> None:
-    """Two workers share matrices, first by FSDP2. Those that are killed compute what others do that live."""
+def test_a_run_that_changed_to_megatron_is_killed_and_resumed(runs: Runs) -> None:
+    """Two workers share matrices, first by FSDP2. They are killed, and then their driver: the results stay the same."""
     grpo: dict[str, Any] = {
         "algorithm__advantage": "grpo",
         "actor__tensor_parallel": 2,
@@ -182,13 +182,18 @@ def test_a_run_changes_to_megatron_and_its_workers_are_killed(runs: Runs) -> Non
     assert gap(expected) < 1e-4, "the rollout's copy is the actor as it is"
     runs.finish(runs.config("split-killed", **by_fsdp))
     config = runs.config("split-killed", **by_megatron)
-    child = runs.train(config, Fault("put", "manifests/iteration=000001/generate", "before", delay_s=10.0))
+    child = runs.train(
+        config,
+        Fault("put", "manifests/iteration=000001/generate", "before", delay_s=10.0),
+        Fault("create", '{"kind":"stage","iteration":1,"stage":"update_actor"'),
+    )
     until(lambda: "waiting at" in child.text)
     for process in computing():
         process.kill()
-    assert child.wait() == 0, child.text
+    assert child.wait() == -signal.SIGKILL, child.text
     assert child.text.count("starting pool train") == 2
-    assert runs.finish(config).results == expected.results
+    history = runs.finish(config)
+    assert (history.results, history.stages) == (expected.results, expected.stages)
 
 
 def test_a_rollout_in_a_pool_of_its_own_gets_the_newest_weights_from_the_actor(runs: Runs, tmp_path: Path) -> None:
