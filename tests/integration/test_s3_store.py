@@ -101,7 +101,7 @@ def test_a_checkpoint_of_many_parts(each_s3: str) -> None:
     assert info["ETag"].strip('"').endswith("-3"), "three parts"
 
 
-def test_sixteen_drivers_race(each_s3: str) -> None:
+def test_sixteen_drivers_race(on_ceph: str) -> None:
     """At every slot of the log one of them wins, and what it is told is what the log says."""
-    told = race(f"{each_s3}/{uuid.uuid4().hex}", drivers=16, claims=1)
+    told = race(f"{on_ceph}/{uuid.uuid4().hex}", drivers=16, claims=1)
     assert len(told.committed) + told.fenced == 16
