@@ -30,6 +30,12 @@ async def counted(self: s3fs.S3FileSystem, method: str, *arguments: object, **op
     return await _call_s3(self, method, *arguments, **options)
 
 
+def spread(times: list[float], base: list[float]) -> str:
+    """The ratio within a turn: its median, and its quartiles."""
+    low, middle, high = statistics.quantiles([a / b for a, b in zip(times, base, strict=True)], n=4)
+    return f"{middle:.1f} ({low:.1f}–{high:.1f})"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--repeats", type=int, default=100)
@@ -55,10 +61,11 @@ def main() -> None:
                 asked[name] = requests - before
                 times.setdefault(("a shard's file", name), []).append(1e3 * (between - started))
                 times.setdefault(("its commit", name), []).append(1e3 * (ended - between))
-        print("| median of ms | disk | moto | ceph | ceph / disk | ceph / moto |\n|---|---|---|---|---|---|")
+        print("| median of ms | disk | moto | Ceph | Ceph / disk | Ceph / moto |\n|---|---|---|---|---|---|")
         for what in ("a shard's file", "its commit"):
-            disk, moto, ceph = (statistics.median(times[what, name]) for name in stores)
-            print(f"| {what} | {disk:.1f} | {moto:.1f} | {ceph:.1f} | {ceph / disk:.1f} | {ceph / moto:.2f} |")
+            disk, moto, ceph = (times[what, name] for name in stores)
+            medians = " | ".join(f"{statistics.median(values):.1f}" for values in (disk, moto, ceph))
+            print(f"| {what} | {medians} | {spread(ceph, disk)} | {spread(ceph, moto)} |")
         for name in ("moto", "ceph"):
             print(f"requests of a commit on {name}: {dict(asked[name])}")
 

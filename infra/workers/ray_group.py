@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from infra.progress import note
 from infra.store.log import Fenced
@@ -31,6 +30,9 @@ from infra.workers.worker import Worker, WrongPolicyVersion
 from rlhf.config import PoolConfig, RunConfig
 from rlhf.engines.device_errors import is_lost, out_of_memory
 from rlhf.errors import RatchetError, UserError, in_one_line
+
+if TYPE_CHECKING:
+    from rlhf.engines.meeting import Meeting
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -64,6 +66,8 @@ class RayWorker:
         os.environ["LOCAL_RANK"] = "0"  # Ray shows each process only its own devices
         self.config, self.identity = config, identity
         self.rank, self.ranks = 0, 0
+        self.meeting: Meeting | None = None
+        """The ranks' meeting, if this process opened it."""
         self.worker = Worker(config, RunStore(ObjectStore(url)), roles)
         self.busy = 0
         self.last = time.monotonic()
@@ -74,13 +78,13 @@ class RayWorker:
         return True
 
     def meeting_point(self) -> str:
-        """A URL for the ranks' rendezvous: this machine's address with a free port."""
+        """Open the ranks' meeting on this machine, where this process is rank 0; returns its URL."""
         import ray
 
-        host = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return f"tcp://{host}:{probe.getsockname()[1]}"
+        from rlhf.engines.meeting import Meeting
+
+        self.meeting = Meeting(ray.util.get_node_ip_address(), START_S)
+        return self.meeting.url
 
     def location(self) -> Location:
         """This machine, and this process's GPUs on it."""
@@ -93,7 +97,7 @@ class RayWorker:
         from rlhf.engines import ranks, rollout_team
 
         if count > 1:
-            ranks.join(rank, count, meeting, timeout_s)
+            ranks.join(rank, count, self.meeting or meeting, timeout_s)
             self.worker.engines.team = rollout_team.formed(team_size, self.location()[1], timeout_s)
         self.rank, self.ranks = rank, ranks.count()
 

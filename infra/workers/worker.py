@@ -63,7 +63,8 @@ if TYPE_CHECKING:
 
     from rlhf.engines.base import InferenceEngine, RolloutEngine
     from rlhf.engines.generation import Generator
-    from rlhf.engines.weight_link import Meeting, WeightLink
+    from rlhf.engines.meeting import Meeting
+    from rlhf.engines.weight_link import WeightLink
     from rlhf.environments.dialogues import Dialogue
 
 T = TypeVar("T")
@@ -456,7 +457,7 @@ class Worker:
 
     def open_meeting(self) -> str:
         """Let rollouts of other processes connect to this worker; returns the URL. See `connect`."""
-        from rlhf.engines.weight_link import Meeting
+        from rlhf.engines.meeting import Meeting
 
         self._meeting = Meeting(_own_address(), self._timeout_s("actor"))
         return self._meeting.url

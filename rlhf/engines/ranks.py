@@ -17,6 +17,8 @@ from rlhf.engines.micro_batches import deal
 if TYPE_CHECKING:
     import torch
 
+    from rlhf.engines.meeting import Meeting
+
 
 def rank() -> int:
     """Return this process's rank, from 0."""
@@ -32,19 +34,27 @@ def count() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def join(rank: int, count: int, meeting: str, timeout_s: float = 1800.0) -> None:
+def join(rank: int, count: int, meeting: Meeting | str, timeout_s: float = 1800.0) -> None:
     """Join a group of ranks; blocks until all have joined.
 
     Args:
         rank: this process's rank, from 0.
         count: number of ranks.
-        meeting: rendezvous address: ``tcp://host:port``, where rank 0 listens, or ``file://path``.
+        meeting: the meeting that rank 0 has opened, which it passes itself; for the other ranks, its URL. Or
+            ``file://path`` for all.
         timeout_s: a collective operation fails if another rank does not take part for so long, in seconds.
     """
     import torch.distributed as dist
 
+    from rlhf.engines.meeting import connected
+
     timeout = timedelta(seconds=timeout_s)
-    dist.init_process_group(_backend(), rank=rank, world_size=count, init_method=meeting, timeout=timeout)
+    if isinstance(meeting, str) and meeting.startswith("file:"):
+        dist.init_process_group(_backend(), rank=rank, world_size=count, init_method=meeting, timeout=timeout)
+        return
+    store = connected(meeting, timeout) if isinstance(meeting, str) else meeting.store
+    store.set_timeout(timeout)
+    dist.init_process_group(_backend(), store=store, rank=rank, world_size=count, timeout=timeout)
 
 
 def initialized() -> None:

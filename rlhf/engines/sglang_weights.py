@@ -22,8 +22,9 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroup, Store  # type: ignore[attr-defined]
 
 from rlhf.engines import event_loop, ranks
+from rlhf.engines.meeting import Meeting
 from rlhf.engines.server_requests import Ask, Away
-from rlhf.engines.weight_link import SENDER, Meeting, gloo_group, losing, nccl_group
+from rlhf.engines.weight_link import SENDER, gloo_group, losing, nccl_group
 from rlhf.engines.weight_transfer import Memory, Packed, send
 from rlhf.errors import UserError
 

@@ -7,19 +7,18 @@ group that each pool computes with. Weights go from GPU to GPU by NCCL if every 
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from rlhf.engines import ranks
 from rlhf.engines.device_errors import is_lost
+from rlhf.engines.meeting import Meeting, connected
 from rlhf.engines.weight_transfer import Memory, Packed, send
 from rlhf.errors import RatchetError, in_one_line
 
@@ -32,29 +31,6 @@ SENDER = 0
 
 class LinkLost(RatchetError):
     """A member of a link is gone, or cannot be reached."""
-
-
-class Meeting:
-    """Where the members of a link meet; the sender opens it."""
-
-    def __init__(self, host: str, timeout_s: float) -> None:
-        """Listen on a free port.
-
-        Args:
-            host: this machine's address, to which the other members connect.
-            timeout_s: how long members wait for each other, in seconds.
-        """
-        listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-        port = listener.getsockname()[1]
-        self.url = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-        self.store = TCPStore(
-            host,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeout_s),
-            master_listen_fd=listener.detach(),
-        )
 
 
 class WeightLink:
@@ -76,9 +52,7 @@ class WeightLink:
         timeout = timedelta(seconds=timeout_s)
         with losing():
             if isinstance(meeting, str):
-                place = urlsplit(meeting)
-                assert place.hostname is not None and place.port is not None
-                self._store = TCPStore(place.hostname, place.port, is_master=False, timeout=timeout)
+                self._store = connected(meeting, timeout)
             else:
                 self._store = meeting.store
             self._host_group: Any = gloo_group(PrefixStore("gloo", self._store), rank, count, host, timeout)

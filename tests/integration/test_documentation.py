@@ -41,6 +41,7 @@ PROGRAMS = ("ratchet", "python", "make", "pip", "prefect", "ssh")
 """What an inline code span starts with if it is a command; in a console block everything is one."""
 
 NOT_RUN = {
+    "pytest": "the tests run it already",
     "make": "installs, or runs for minutes; its target must exist",
     "pip install": "installs; the extras that it names must exist",
     "OMP_NUM_THREADS=1 python benchmarks/": "measures for minutes; the script must exist and have the options",

@@ -17,8 +17,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rlhf.engines import weight_transfer
+from rlhf.engines.meeting import Meeting
 from rlhf.engines.weight_files import write_weights
-from rlhf.engines.weight_link import SENDER, LinkLost, Meeting, WeightLink
+from rlhf.engines.weight_link import SENDER, LinkLost, WeightLink
 from rlhf.engines.weight_transfer import Memory, Packed, SharedMemory, mapped, send
 from tests.ranks import Ranks
 

@@ -1,0 +1,44 @@
+"""Where the members of a group find each other, on a port that nobody else can have taken."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+from urllib.parse import urlsplit
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+
+class Meeting:
+    """Where the members of a group meet; one of them opens it."""
+
+    def __init__(self, host: str, timeout_s: float) -> None:
+        """Listen on a free port.
+
+        Args:
+            host: this machine's address, to which the other members connect.
+            timeout_s: how long members wait for each other, in seconds.
+        """
+        listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        port = listener.getsockname()[1]
+        self.url = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+        self.store = TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+            master_listen_fd=listener.detach(),
+        )
+
+
+def connected(url: str, timeout: timedelta) -> TCPStore:
+    """Connect to a meeting that another member has opened.
+
+    Args:
+        url: the meeting's.
+        timeout: how long to wait for it, and then for other members.
+    """
+    place = urlsplit(url)
+    assert place.hostname is not None and place.port is not None
+    return TCPStore(place.hostname, place.port, is_master=False, timeout=timeout)
