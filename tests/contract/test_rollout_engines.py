@@ -53,8 +53,9 @@ from rlhf.environments.dialogues import Dialogue
 from rlhf.errors import EngineLost, UserError
 from rlhf.models import load_actor, load_tokenizer
 from tests import sglang_server
+from tests.served import end_servers
 from tests.tiny import model_folder, moe_folder
-from tests.vllm_server import end_servers, serving
+from tests.vllm_server import serving
 
 CLOSE = 1e-5
 EOS = tuple(range(1, 78, 6))
@@ -130,7 +131,6 @@ def _memory_is_freed() -> Iterator[None]:
     for build in (vllm_rollout, server_rollout, sglang_rollout):
         build.cache_clear()
     end_servers()
-    sglang_server.end_servers()
 
 
 @pytest.fixture(params=list(ENGINES))

@@ -29,7 +29,8 @@ from tests import tiny
 from tests.history import History
 from tests.processes import Child, Fault, Processes
 from tests.ranks import one_rank_fails, one_rank_never_answers
-from tests.vllm_server import end_servers, serving
+from tests.served import end_servers
+from tests.vllm_server import serving
 
 needs_vllm = pytest.mark.skipif(
     not os.environ.get("RATCHET_VLLM") and find_spec("vllm") is None, reason="vLLM is not installed: `make vllm`"

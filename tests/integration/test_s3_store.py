@@ -102,6 +102,6 @@ def test_a_checkpoint_of_many_parts(each_s3: str) -> None:
 
 
 def test_sixteen_drivers_race(on_ceph: str) -> None:
-    """At every slot of the log one of them wins, and what it is told is what the log says."""
+    """Each slot of the log has one winner, and each driver was told what the log says."""
     told = race(f"{on_ceph}/{uuid.uuid4().hex}", drivers=16, claims=1)
     assert len(told.committed) + told.fenced == 16

@@ -21,7 +21,8 @@ from tests import tiny
 from tests.history import History
 from tests.integration.test_vllm_run import gap
 from tests.processes import Child, Processes
-from tests.vllm_server import end_servers, serving
+from tests.served import end_servers
+from tests.vllm_server import serving
 
 pytestmark = pytest.mark.skipif(
     not os.environ.get("RATCHET_VLLM") and find_spec("vllm") is None, reason="vLLM is not installed: `make vllm`"

@@ -16,7 +16,8 @@ from tests import tiny
 from tests.history import History
 from tests.integration.test_vllm_run import gap
 from tests.processes import Fault, Processes
-from tests.sglang_server import NEEDS, end_servers, installed, serving
+from tests.served import end_servers
+from tests.sglang_server import NEEDS, installed, serving
 
 pytestmark = pytest.mark.skipif(not installed(), reason=NEEDS)
 
