@@ -3,7 +3,7 @@ BIN := .venv/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo vllm sglang browser ceph test test-sglang torture check bench bench-vllm bench-trl gpu gpu-train docs clean
+.PHONY: demo vllm sglang browser ceph test test-extras test-sglang torture check bench bench-vllm bench-trl gpu gpu-train docs clean
 
 # torch goes first and alone: asked for by another package, pip would take the newest build with gigabytes of CUDA
 .venv/installed: pyproject.toml constraints.txt
@@ -36,19 +36,23 @@ sglang: build/sglang/installed ## an SGLang server for tests, without a GPU
 demo: .venv/installed ## the whole recipe on this machine: data, supervised model, PPO, and a picture
 	examples/countdown.sh
 
-browser: ## a Chromium for the tests of pages, with apt: they are skipped where there is none
+browser: ## a Chromium for the tests of pages, with apt
 ifeq ($(shell command -v chromium || command -v chromium-browser || command -v google-chrome),)
 	-if [ "$$(id -u)" = 0 ]; then apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; fi
 endif
 
-ceph: .venv/installed ## Ceph's S3 gateway for the tests of stores, unpacked in build/: they are skipped where there is none
+ceph: .venv/installed ## Ceph's S3 gateway for the tests of stores, unpacked in build/
 	@python -m tests.ceph fetch
 
+TESTS ?= tests
 test: .venv/installed ## the tests, and a slice of the crash matrix that changes from day to day
-	OMP_NUM_THREADS=1 pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 pytest -n 2 --dist worksteal $(TESTS)
+
+test-extras: .venv/installed ## those that need what `make vllm browser ceph` install
+	OMP_NUM_THREADS=1 pytest -n 2 --dist worksteal -m extra
 
 test-sglang: build/sglang/installed ## those that ask a real SGLang server
-	OMP_NUM_THREADS=1 RATCHET_SGLANG=1 pytest -k sglang tests/contract/test_rollout_engines.py tests/integration/test_sglang_run.py
+	OMP_NUM_THREADS=1 pytest -k sglang tests/contract/test_rollout_engines.py tests/integration/test_sglang_run.py
 
 MINUTES ?= 15
 SEED ?= 0

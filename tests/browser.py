@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import pytest
 import uvicorn
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from flows.ui.server import app
+from tests import extras
 from tests.ports import free_port
 
 TIMEOUT_MS = 300_000
@@ -32,13 +31,10 @@ FLAGS = (
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
-    """Start it; skip the test where none is installed. While it runs, this thread is in an event loop of Playwright's:
+    """Start it, for tests that need `chromium`. While it runs, this thread is in an event loop of Playwright's:
     flows run before it starts, or in other processes."""
-    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if path is None:
-        pytest.skip("no Chromium is installed: `make browser` installs it")
     with sync_playwright() as playwright:
-        yield playwright.chromium.launch(executable_path=path, args=FLAGS)
+        yield playwright.chromium.launch(executable_path=extras.chromium(), args=FLAGS)
 
 
 @contextmanager

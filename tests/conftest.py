@@ -15,7 +15,8 @@ from tests import shapes
 with install_import_hook("rlhf.algorithms", f"{shapes.__name__}.checked"):
     import rlhf.algorithms.objectives  # noqa: F401  (which imports all the others)
 
-from tests import ceph, tiny
+from tests import ceph, extras, tiny
+from tests.peak_memory import PeakMemory
 from tests.prefect_server import locked, prefect_api
 from tests.processes import Processes
 from tests.s3_server import moto_server, s3_at
@@ -27,6 +28,44 @@ os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")
 # a slow machine records its runs, too; the imports above have set Ratchet's defaults
 os.environ["PREFECT_API_REQUEST_TIMEOUT"] = "200"
 os.environ["PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"] = "900"
+
+
+LARGE_TESTS = extras.LargeTests()
+PEAK_MEMORY = pytest.StashKey[PeakMemory]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # once, not in each worker of pytest-xdist
+        config.stash[PEAK_MEMORY] = PeakMemory()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    terminalreporter.write_line(config.stash[PEAK_MEMORY].end())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    """Large tests come first: one worker of pytest-xdist runs them, and the other one all that is small."""
+    yield
+    items.sort(key=lambda item: not extras.is_large(item))
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    extras.mark_extra(item)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    extras.check(item)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    LARGE_TESTS.begin(item)
+    try:
+        return (yield)
+    finally:
+        LARGE_TESTS.end(nextitem)
 
 
 @pytest.fixture(scope="session")
@@ -62,9 +101,6 @@ def moto() -> Iterator[str]:
 @pytest.fixture(scope="session")
 def ceph_gateway(common: Path) -> Iterator[str]:
     """The URL of Ceph's S3 gateway, one for all workers of pytest-xdist."""
-    reason = ceph.missing()
-    if reason is not None:
-        (pytest.fail if os.environ.get("RATCHET_CEPH") else pytest.skip)(reason)
     with ceph.ceph_server(common / "ceph") as endpoint:
         yield endpoint
 
@@ -83,7 +119,7 @@ def on_ceph(ceph_gateway: str) -> Iterator[str]:
         yield url
 
 
-@pytest.fixture(params=["s3", "on_ceph"], ids=["moto", "ceph"])
+@pytest.fixture(params=["s3", pytest.param("on_ceph", marks=extras.needs("ceph"))], ids=["moto", "ceph"])
 def each_s3(request: pytest.FixtureRequest) -> str:
     """The URL of a bucket on each of the S3 servers."""
     return str(request.getfixturevalue(request.param))

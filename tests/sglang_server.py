@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from tests.ports import free_port
@@ -12,12 +11,6 @@ PROJECT = Path(__file__).parent.parent
 PYTHON = PROJECT / "build/sglang/bin/python"
 STAND_INS = Path(__file__).parent / "sglang_stand_ins"
 """Modules that SGLang imports and that do not exist without a GPU."""
-NEEDS = "it asks an SGLang server: `make test-sglang`"
-
-
-def installed() -> bool:
-    """Whether tests use SGLang: `make test-sglang` says so."""
-    return bool(os.environ.get("RATCHET_SGLANG"))
 
 
 def serving(folder: Path, *, seeded: bool = True) -> str:

@@ -14,6 +14,12 @@ from rlhf.models import load_actor, load_critic
 from tests.tiny import model_folder, moe_folder
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark those that start Megatron, whose parameters say so."""
+    if "megatron" in item.name:
+        item.add_marker(pytest.mark.needs("megatron"))
+
+
 @pytest.fixture(scope="session")
 def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama whose weights are ten times the usual: what a token's neighbours are then matters to it."""

@@ -21,12 +21,13 @@ from infra.store.records import Claim
 from infra.store.run_store import RunStore
 from rlhf.errors import UserError
 from tests import tiny
+from tests.extras import needs
 from tests.simulated import Clock, Memory
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(params=["file", "memory", "s3", "on_ceph"])
+@pytest.fixture(params=["file", "memory", "s3", pytest.param("on_ceph", marks=needs("ceph"))])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "file":
         return f"file://{tmp_path}/runs/test"

@@ -10,7 +10,6 @@ sees, and a wrong mask, position or temperature moves them by more than 1e-2.
 from __future__ import annotations
 
 import asyncio
-import os
 import subprocess
 import sys
 import threading
@@ -19,13 +18,13 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -53,6 +52,7 @@ from rlhf.environments.dialogues import Dialogue
 from rlhf.errors import EngineLost, UserError
 from rlhf.models import load_actor, load_tokenizer
 from tests import sglang_server
+from tests.extras import needs
 from tests.served import end_servers
 from tests.tiny import model_folder, moe_folder
 from tests.vllm_server import serving
@@ -113,14 +113,21 @@ class Kind:
         assert found.finish_reason == expected.finish_reason
 
 
-ENGINES: dict[str, Kind] = {"hf": Kind(hf_rollout, SAMPLING, CLOSE, exact=True)}
-if os.environ.get("RATCHET_VLLM") or find_spec("vllm"):  # which CI says there is
-    # It has either a temperature or top_p before its log-probs; its attention on the CPU rounds more, and what it has
-    # cached is computed once.
-    ENGINES["vllm"] = Kind(vllm_rollout, replace(SAMPLING, top_p=1.0), 1e-3, exact=False)
-    ENGINES["server"] = replace(ENGINES["vllm"], build=server_rollout)
-if sglang_server.installed():
-    ENGINES["sglang"] = Kind(sglang_rollout, SAMPLING, CLOSE, exact=False)
+# vLLM has either a temperature or top_p before its log-probs; its attention on the CPU rounds more, and what it has
+# cached is computed once.
+OF_VLLM = Kind(vllm_rollout, replace(SAMPLING, top_p=1.0), 1e-3, exact=False)
+ENGINES: dict[str, Kind] = {
+    "hf": Kind(hf_rollout, SAMPLING, CLOSE, exact=True),
+    "vllm": OF_VLLM,
+    "server": replace(OF_VLLM, build=server_rollout),
+    "sglang": Kind(sglang_rollout, SAMPLING, CLOSE, exact=False),
+}
+NEEDS = {"hf": (), "vllm": needs("vllm"), "server": needs("vllm"), "sglang": needs("sglang")}
+
+
+def engines(*names: str) -> list[ParameterSet]:
+    """Parameters of a test, each with what its engine needs."""
+    return [pytest.param(name, marks=NEEDS[name]) for name in names]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -133,12 +140,12 @@ def _memory_is_freed() -> Iterator[None]:
     end_servers()
 
 
-@pytest.fixture(params=list(ENGINES))
+@pytest.fixture(params=engines(*ENGINES))
 def kind(request: pytest.FixtureRequest) -> Kind:
     return ENGINES[request.param]
 
 
-@pytest.fixture(params=[name for name in ENGINES if name not in ("server", "sglang")])
+@pytest.fixture(params=engines("hf", "vllm"))
 def own(request: pytest.FixtureRequest) -> Kind:
     """What can be started in many ways: a server is what it is."""
     return ENGINES[request.param]
@@ -244,7 +251,7 @@ def test_a_response_does_not_depend_on_the_other_requests(kind: Kind, engine: Ro
             kind.assert_agree(other, expected)
 
 
-@pytest.mark.skipif("server" not in ENGINES, reason="vLLM is not installed: `make vllm`")
+@needs("vllm")
 def test_of_two_servers_one_may_be_away(policy_folder: Path) -> None:
     there = server_rollout(policy_folder)
     assert isinstance(there, ServerRollout)
@@ -257,7 +264,7 @@ def test_of_two_servers_one_may_be_away(policy_folder: Path) -> None:
         alone.generate(requests(1), sampling)
 
 
-@pytest.mark.skipif("vllm" not in ENGINES, reason="vLLM is not installed: `make vllm`")
+@needs("vllm")
 def test_options_that_vllm_refuses_are_a_mistake_of_the_user(policy_folder: Path) -> None:
     """So nobody tries again."""
     engine = VLLMRollout(policy_folder, eos_token_ids=EOS, max_model_len=10**6)
@@ -268,7 +275,7 @@ def test_options_that_vllm_refuses_are_a_mistake_of_the_user(policy_folder: Path
         engine.close()
 
 
-@pytest.mark.skipif("sglang" not in ENGINES, reason=sglang_server.NEEDS)
+@needs("sglang")
 def test_what_sglang_cannot_do_is_said(policy_folder: Path) -> None:
     """Rather than a response that is cut, or a server that dies."""
     engine, ids = sglang_rollout(policy_folder), tuple(np.random.default_rng(12).integers(3, 78, 250).tolist())
@@ -381,7 +388,7 @@ def test_a_stop_text_ends_a_response_and_stays_in_it(kind: Kind, engine: Rollout
         kind.assert_agree(after, replace(cut(before, length), finish_reason="stop" if stop in text else "length"))
 
 
-@pytest.mark.parametrize("engine", [name for name in ENGINES if name != "hf"])  # which the config refuses
+@pytest.mark.parametrize("engine", engines("vllm", "server", "sglang"))  # which the config refuses
 def test_an_engines_own_noise_is_not_repeated(engine: str, policy_folder: Path) -> None:
     """A seed per trajectory is: 8 tokens each of about 20 likely ones do not come again by chance."""
     kind, asked = ENGINES[engine], requests()
@@ -430,7 +437,7 @@ def test_new_weights_are_taken_over_in_place(kind: Kind, policy_folder: Path) ->
         kind.assert_agree(one, other)
 
 
-@pytest.mark.skipif("sglang" not in ENGINES, reason=sglang_server.NEEDS)
+@needs("sglang")
 def test_new_weights_are_broadcast_to_sglang(policy_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In many buckets, to a server that shares no folder. It is ready for the next trainer when one dies amid them, and
     when it has refused some."""
@@ -709,7 +716,7 @@ def test_truncation_keeps_the_likeliest_and_their_proportions(
     ), "log-probs are those before the truncation"
 
 
-@pytest.mark.skipif("sglang" not in ENGINES, reason=sglang_server.NEEDS)
+@needs("sglang")
 @pytest.mark.parametrize("truncation", [{"top_p": 0.9}, {"top_k": 5}], ids=str)
 def test_sglang_keeps_the_likeliest_and_their_proportions(policy_folder: Path, truncation: dict[str, float]) -> None:
     asked = same_prompt(2000)

@@ -19,6 +19,7 @@ from rlhf.config import RewardTraining, SFTConfig
 from tasks.plan import fork_run
 from tests import tiny
 from tests.browser import chromium, opened
+from tests.extras import needs
 from tests.prefect_server import locked
 
 HOSTILE = '</script><img src=x onerror="hacked=1"><script>hacked=1</script>'
@@ -100,6 +101,12 @@ def _hostile(folder: Path, workspace: Path) -> Path:
     prompts["reward_model"] = [asked | {"ground_truth": HOSTILE} for asked in prompts["reward_model"]]
     prompts.to_parquet(folder / "prompts.parquet")
     return folder
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark those that open pages."""
+    if "browser" in getattr(item, "fixturenames", ()):
+        item.add_marker(needs("chromium"))
 
 
 @pytest.fixture(scope="module")

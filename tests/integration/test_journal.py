@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
@@ -21,15 +19,14 @@ from infra.store.records import Journal
 from rlhf.config import RunConfig
 from rlhf.engines.server_rollout import PROBE_TOKENS, STREAM_INTERVAL
 from tests import tiny
+from tests.extras import needs
 from tests.gate import Gate, gate
 from tests.history import History
 from tests.processes import Child, Fault, Processes, grace
 from tests.served import end_servers
 from tests.vllm_server import serving
 
-pytestmark = pytest.mark.skipif(
-    not os.environ.get("RATCHET_VLLM") and find_spec("vllm") is None, reason="vLLM is not installed: `make vllm`"
-)
+pytestmark = needs("vllm")
 PROMPTS, SAMPLES, LENGTH = 16, 4, 150
 
 

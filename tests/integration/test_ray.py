@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +25,14 @@ from rlhf.config import RunConfig
 from rlhf.models import parameter_count
 from rlhf.stage_config import StageConfig
 from tests import tiny
+from tests.extras import EXTRAS, needs
 from tests.history import History
 from tests.processes import Child, Fault, Processes
 from tests.ranks import one_rank_fails, one_rank_never_answers
 from tests.served import end_servers
 from tests.vllm_server import serving
 
-needs_vllm = pytest.mark.skipif(
-    not os.environ.get("RATCHET_VLLM") and find_spec("vllm") is None, reason="vLLM is not installed: `make vllm`"
-)
+pytestmark = needs("ray")
 
 
 @pytest.fixture(scope="module")
@@ -246,7 +244,7 @@ def test_a_rollout_in_a_pool_of_its_own_gets_the_newest_weights_from_the_actor(r
     assert runs.finish(runs.config("torn", **changes)).results == history.results
 
 
-@needs_vllm
+@needs("vllm")
 def test_one_vllm_spans_the_devices_of_two_ranks(runs: Runs, tmp_path: Path) -> None:
     """It outlives the driver, and neither it nor its workers outlive a process that is killed."""
     model = tiny.model_folder(tmp_path / "model", hidden=64, heads=2, key_value_heads=2)
@@ -285,7 +283,7 @@ def test_one_vllm_spans_the_devices_of_two_ranks(runs: Runs, tmp_path: Path) -> 
     assert moved[frame["iteration"] == 2].max() > 0.05, "or stale weights would not be noticed"
 
 
-@needs_vllm
+@needs("vllm")
 def test_a_server_gets_the_weights_of_an_actor_on_two_ranks(runs: Runs, tmp_path: Path) -> None:
     model = tiny.model_folder(tmp_path / "model", hidden=64, heads=2, key_value_heads=1)
     try:
@@ -312,7 +310,11 @@ def test_a_pool_that_does_not_fit_is_refused(runs: Runs) -> None:
     typed = runs.train(runs.config("typed", pools={"train": {"accelerator_type": "H100"}}))
     assert typed.wait() == 2, typed.text
     assert "asks for 1 x 1 CPU and accelerator_type H100, and Ray has 2 CPUs and no accelerator_type H100" in typed.text
-    # two CPUs are there, but not on one machine
+
+
+@needs("vllm")
+def test_two_workers_that_share_an_engine_want_one_machine(runs: Runs) -> None:
+    """There are two CPUs, but on two machines."""
     vllm = {"rollout__engine": "vllm", "rollout__vllm": {"tensor_parallel": 2}}
     straddles = runs.train(runs.config("straddles", pools={"train": {"workers": 2}}, **vllm))
     assert straddles.wait() == 2, straddles.text
@@ -368,8 +370,9 @@ def test_doctor_tries_every_engine(runs: Runs) -> None:
     said = dict(cells)
     engines = ["torch", "fsdp", *(f"deepspeed, zero_stage {stage}" for stage in range(4))]
     assert [said[f"engine {name}"] for name in engines] == ["works (float32, bfloat16)"] * 6
-    has_megatron = find_spec("megatron") is not None
-    assert said["engine megatron"].startswith("engine megatron needs a GPU" if has_megatron else "megatron is not")
+    assert said["engine megatron"].startswith(
+        "engine megatron needs a GPU" if EXTRAS["megatron"].is_here() else "megatron is not"
+    )
     assert said["rollout.engine hf"] == said["store file://"] == "works"
-    assert said["rollout.engine vllm"] == ("works" if find_spec("vllm") else "vllm is not installed")
+    assert said["rollout.engine vllm"] == ("works" if EXTRAS["vllm"].is_here() else "vllm is not installed")
     assert said["pools on Ray"] == "works: 2 node(s), 2 CPUs, 0 GPUs"

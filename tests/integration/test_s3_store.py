@@ -17,6 +17,7 @@ from infra.store.records import Weights
 from infra.store.run_store import RunStore
 from rlhf.errors import UserError
 from tests.bare_run import claimed, complete, write
+from tests.extras import needs
 from tests.racing import race
 
 
@@ -101,6 +102,7 @@ def test_a_checkpoint_of_many_parts(each_s3: str) -> None:
     assert info["ETag"].strip('"').endswith("-3"), "three parts"
 
 
+@needs("ceph")
 def test_sixteen_drivers_race(on_ceph: str) -> None:
     """Each slot of the log has one winner, and each driver was told what the log says."""
     told = race(f"{on_ceph}/{uuid.uuid4().hex}", drivers=16, claims=1)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +16,14 @@ from rlhf.engines.base import Request, Sampling
 from rlhf.engines.server_rollout import ServerRollout
 from rlhf.errors import UserError
 from tests import tiny
+from tests.extras import needs
 from tests.history import History
 from tests.integration.test_vllm_run import gap
 from tests.processes import Child, Processes
 from tests.served import end_servers
 from tests.vllm_server import serving
 
-pytestmark = pytest.mark.skipif(
-    not os.environ.get("RATCHET_VLLM") and find_spec("vllm") is None, reason="vLLM is not installed: `make vllm`"
-)
+pytestmark = needs("vllm")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -13,13 +13,14 @@ import yaml
 
 from rlhf.config import RunConfig
 from tests import tiny
+from tests.extras import needs
 from tests.history import History
 from tests.integration.test_vllm_run import gap
 from tests.processes import Fault, Processes
 from tests.served import end_servers
-from tests.sglang_server import NEEDS, installed, serving
+from tests.sglang_server import serving
 
-pytestmark = pytest.mark.skipif(not installed(), reason=NEEDS)
+pytestmark = needs("sglang")
 
 
 @pytest.fixture(scope="module", autouse=True)

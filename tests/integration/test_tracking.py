@@ -21,6 +21,7 @@ from infra.execution.driver import check_packages
 from infra.progress import Event, Note, listening
 from rlhf.errors import UserError
 from tests import tiny
+from tests.extras import needs
 
 RUN_ID = "0123456789abcdef"
 METRIC = "val-core/countdown/reward/mean@1"
@@ -70,8 +71,8 @@ def test_mlflow_has_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert [(entry.step, entry.value) for entry in history] == [(0, 0.25), (1, 0.5)]
 
 
+@needs("trackio")
 def test_trackio_has_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("trackio")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     import trackio
@@ -85,6 +86,7 @@ def test_trackio_has_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 SCRIPT = """
 from pathlib import Path
 from tests.integration.test_tracking import logged
+from tests.extras import needs
 assert logged(Path("."), 0.25, tracking="wandb", run__project="games", run__group="sweep", run__tags="short") == []
 """
 

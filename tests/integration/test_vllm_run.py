@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +18,11 @@ import yaml
 from rlhf.config import RunConfig
 from rlhf.engines.base import Chunk, Request, Sampling
 from tests import tiny
+from tests.extras import needs
 from tests.history import History
 from tests.processes import Child, Processes
 
-pytestmark = pytest.mark.skipif(
-    not os.environ.get("RATCHET_VLLM") and find_spec("vllm") is None, reason="vLLM is not installed: `make vllm`"
-)
+pytestmark = needs("vllm")
 INTERRUPTED_AT = 20
 
 

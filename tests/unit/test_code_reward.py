@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -21,11 +20,12 @@ from rlhf.errors import UserError
 from rlhf.rewards import Score, check_rewards
 from rlhf.rewards.code import compute_score
 from tests.crash.test_two_drivers import wait_until
+from tests.extras import needs
 from tests.scoring import pool_of, trajectory
 from tests.unit.test_reward_pool import has_ended
 
 SUM = json.dumps({"inputs": ["1 2\n", "10 -3\n"], "outputs": ["3\n", "7"]})
-SANDBOXES = ["limits", *(["bubblewrap"] if shutil.which("bwrap") else [])]
+SANDBOXES = ["limits", pytest.param("bubblewrap", marks=needs("bubblewrap"))]
 
 
 def score(program: str, truth: Any = SUM, sandbox: Any = "limits", seconds: float = 10) -> dict[str, float]:
@@ -141,7 +141,7 @@ def test_programs_that_mean_harm_score_nothing(sandbox: str, program: str) -> No
     assert score(program, sandbox=sandbox, seconds=1)["score"] == 0.0
 
 
-@pytest.mark.skipif("bubblewrap" not in SANDBOXES, reason="bubblewrap is not installed: programs are refused")
+@needs("bubblewrap")
 def test_the_sandbox_shows_neither_files_nor_network_nor_neighbours(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("42")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -32,6 +31,7 @@ from rlhf.errors import UserError
 from rlhf.models.hub_layout import hub_layout
 from rlhf.models.megatron_layout import Place, local_layout, parts_between, refusal
 from tests import tiny
+from tests.extras import needs
 from tests.ranks import in_another_process
 
 SHAPE: dict[str, Any] = {
@@ -226,7 +226,7 @@ def test_what_megatron_cannot_do_is_refused(changes: dict[str, Any], place: Plac
     assert refusal(LlamaConfig(**SHAPE), Place(tensors=4, stages=2)) is None
 
 
-@pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
+@needs("megatron")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_run_without_a_gpu_is_refused_at_once(tmp_path: Path) -> None:
     tiny.workspace(tmp_path)

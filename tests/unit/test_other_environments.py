@@ -20,6 +20,7 @@ from rlhf.engines.generation import Generator, Rules
 from rlhf.environments.dialogues import Beginning, Dialogue
 from rlhf.errors import UserError
 from tests import tiny
+from tests.extras import needs
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +49,11 @@ def played(generator: Generator, name: str, beginning: Beginning, **options: Any
     return dialogue
 
 
+@needs("verifiers")
 @pytest.mark.parametrize(("kind", "calls"), [("single", 1), ("several", 3), ("tool", 1)])
 def test_verifiers(generator: Generator, kind: str, calls: int, tmp_path: Path) -> None:
-    verifiers = pytest.importorskip("verifiers")
+    import verifiers
+
     arguments = {"kind": kind}
     handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     verifiers.load_environment("tests.word_game", **arguments).get_dataset().to_parquet(tmp_path / "prompts.parquet")
@@ -72,8 +75,8 @@ def test_verifiers(generator: Generator, kind: str, calls: int, tmp_path: Path) 
         assert "double" in branch.calls[0].asked, "the policy knows the tool"
 
 
+@needs("gymnasium")
 def test_gymnasium(generator: Generator) -> None:
-    pytest.importorskip("gymnasium")
     beginning = Beginning([{"role": "user", "content": "play"}], None, False, '{"seed": 7}')
     dialogue = played(generator, "gymnasium", beginning, environment="tests.word_game:Echo-v0", arguments={})
     [branch] = dialogue.branches
@@ -84,9 +87,8 @@ def test_gymnasium(generator: Generator) -> None:
     assert dialogue.result.reward == sum(sum(map(str.isalpha, answer)) for answer in answers)
 
 
+@needs("verifiers", "gymnasium")
 def test_what_is_missing_is_said_before_the_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("verifiers")
-    pytest.importorskip("gymnasium")
     with pytest.raises(UserError, match=r"verifiers:no_such_thing: No module named 'no_such_thing'"):
         check_agent("verifiers", {"environment": "no_such_thing", "arguments": {}})
     with pytest.raises(UserError, match=r"only gymnasium\.spaces\.Text"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import socket
 import string
 import subprocess
@@ -14,7 +13,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +32,7 @@ from rlhf.environments.tools import Environment, MalformedCall, ToolCall, tool_c
 from rlhf.errors import UserError
 from rlhf.models import load_tokenizer, save_tokenizer
 from tests import tiny
+from tests.extras import needs
 from tests.ports import free_port
 from tests.unit.test_environments import SAMPLING, ScriptedEngine, dialogues_for, wait_for
 
@@ -203,7 +202,7 @@ def test_no_text_of_a_policy_is_anything_but_calls_or_an_answer(text: str) -> No
             assert all(isinstance(call, ToolCall) for call in tool_calls(turn, ["weather"]))
 
 
-@pytest.mark.skipif(not (os.environ.get("RATCHET_VLLM") or find_spec("vllm")), reason="vLLM is not installed")
+@needs("vllm")
 @pytest.mark.parametrize(
     ("parser", "turn"),
     [

@@ -1,0 +1,114 @@
+"""What some tests need and other machines may lack, how to get it, and which of it takes gigabytes when it starts.
+
+This is the only place that decides whether such a test runs: it looks at what is installed. `RATCHET_REQUIRE=vllm,ceph`
+fails the tests that lack one of those, instead of skipping them, so that CI notices a broken installation.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from tests import ceph, sglang_server
+
+
+@dataclass(frozen=True)
+class Extra:
+    """Something that a test needs beside the package itself."""
+
+    is_here: Callable[[], bool]
+    get: str
+    """How to get it."""
+    is_large: bool = False
+    """Whether it takes gigabytes when it starts: no two such tests run at the same time on one machine."""
+    is_extra: bool = True
+    """Whether `make test` installs it not: `make test-extras` runs those tests."""
+
+
+def _package(name: str) -> Callable[[], bool]:
+    return lambda: find_spec(name) is not None
+
+
+def chromium() -> str | None:
+    """The path of a Chromium."""
+    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+EXTRAS = {
+    "ray": Extra(_package("ray"), "pip install ratchet-rlhf[ray]", is_large=True, is_extra=False),
+    "megatron": Extra(_package("megatron"), "pip install ratchet-rlhf[megatron]", is_large=True, is_extra=False),
+    "vllm": Extra(_package("vllm"), "make vllm", is_large=True),
+    "sglang": Extra(sglang_server.PYTHON.exists, "make sglang", is_large=True),
+    "ceph": Extra(ceph.UNPACKED.exists, "make ceph"),
+    "chromium": Extra(lambda: chromium() is not None, "make browser"),
+    "bubblewrap": Extra(lambda: shutil.which("bwrap") is not None, "apt-get install bubblewrap"),
+    "verifiers": Extra(_package("verifiers"), "pip install ratchet-rlhf[verifiers]"),
+    "gymnasium": Extra(_package("gymnasium"), "pip install ratchet-rlhf[gymnasium]", is_extra=False),
+    "trackio": Extra(_package("trackio"), "pip install ratchet-rlhf[trackio]"),
+    "gpu": Extra(_has_gpu, "run it on a machine with a GPU", is_large=True),
+}
+
+
+def needs(*names: str) -> pytest.MarkDecorator:
+    """The mark of a test that needs some of `EXTRAS`."""
+    assert set(names) <= EXTRAS.keys(), names
+    return pytest.mark.needs(*names)
+
+
+def _needed(item: pytest.Item) -> list[str]:
+    return [name for mark in item.iter_markers("needs") for name in mark.args]
+
+
+def mark_extra(item: pytest.Item) -> None:
+    """Mark a test that needs what `make test` does not install as `extra`."""
+    if any(EXTRAS[name].is_extra for name in _needed(item)):
+        item.add_marker("extra")
+
+
+def check(item: pytest.Item) -> None:
+    """Skip a test that lacks something, or fail it if that is required."""
+    missing = [name for name in _needed(item) if not EXTRAS[name].is_here()]
+    if missing:
+        reason = ", ".join(f"{name} is not here: `{EXTRAS[name].get}`" for name in missing)
+        required = set(os.environ.get("RATCHET_REQUIRE", "").split(",")) & set(missing)
+        pytest.fail(reason, pytrace=False) if required else pytest.skip(reason)
+
+
+def is_large(item: pytest.Item | None) -> bool:
+    """Whether a test takes gigabytes: it starts Ray, vLLM, Megatron or the like."""
+    return item is not None and any(EXTRAS[name].is_large for name in _needed(item))
+
+
+class LargeTests:
+    """Lets one process at a time run large tests, whatever checkout or worker of pytest-xdist it is of."""
+
+    def __init__(self) -> None:
+        self._lock: IO[str] | None = None
+
+    def begin(self, item: pytest.Item) -> None:
+        """Wait for the turn of this process, before a large test."""
+        if is_large(item) and self._lock is None:
+            self._lock = (Path(tempfile.gettempdir()) / f"ratchet-large-tests-{os.getuid()}").open("w")
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def end(self, next_item: pytest.Item | None) -> None:
+        """End the turn unless the next test is large, too: until then fixtures may keep what they have started."""
+        if self._lock is not None and not is_large(next_item):
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # a forked child may hold the file open
+            self._lock.close()
+            self._lock = None
