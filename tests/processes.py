@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Sized
 from dataclasses import dataclass, field
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,13 @@ PRELOAD = (
     "tests.processes",
     "tests.rewards",
 )
+
+
+def forking() -> ForkServerContext:
+    """Makes processes that have imported everything and started nothing."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOAD))
+    return context
 
 
 @dataclass(frozen=True)
@@ -120,10 +128,8 @@ class Processes:
     def _start(self, run: Callable[[Any], None], argument: Any, faults: tuple[Fault, ...], setup: Any) -> Child:
         name = f"{len(self.children):03d}"
         output, counts = self.folder / f"{name}.out", self.folder / f"{name}.counts"
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(PRELOAD))
         later = {name: value for name, value in os.environ.items() if name.startswith(("AWS_", "RAY_"))}
-        process = context.Process(
+        process = forking().Process(
             target=_child, args=(output, counts, faults, setup, run, argument, later), daemon=True
         )
         process.start()

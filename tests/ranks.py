@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import threading
 import time
@@ -15,6 +14,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+from tests.processes import forking
+
 P = ParamSpec("P")
 T = TypeVar("T")
 LIMIT_S = 900.0
@@ -22,10 +23,10 @@ LIMIT_S = 900.0
 
 
 class Ranks:
-    """Calls a function, by all ranks at once; importing torch is paid once."""
+    """Calls a function, by all ranks at once."""
 
     def __init__(self, folder: Path, count: int = 2) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = forking()
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(count):
@@ -78,7 +79,7 @@ def in_another_process(function: Callable[P, T], *args: P.args, **kwargs: P.kwar
     """Call a function in a process that is in no group of ranks, so that it may begin and end one of its own. Groups of
     this process may be in use: engines of a single process have one, too."""
     if not _others:
-        _others.append(ProcessPoolExecutor(1, multiprocessing.get_context("spawn")))
+        _others.append(ProcessPoolExecutor(1, forking()))
     try:
         return _others[0].submit(function, *args, **kwargs).result(LIMIT_S)
     except BrokenProcessPool:  # the next call gets another process

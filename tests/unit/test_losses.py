@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -321,7 +321,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 @objectives
-@properties
+@settings(properties, max_examples=15)  # of each loss in a dozen objectives
 @given(batches(), st.sampled_from(GARBAGE), st.integers(0, 3))
 def test_masked_positions_never_matter(objective: Objective, batch: Batch, garbage: float, wider: int) -> None:
     normalizers = LossNormalizers.of(batch["mask"])
@@ -334,7 +334,7 @@ def test_masked_positions_never_matter(objective: Objective, batch: Batch, garba
 
 
 @objectives
-@properties
+@settings(properties, max_examples=15)
 @given(batches(), st.data())
 def test_order_and_micro_batches_never_matter(objective: Objective, batch: Batch, data: st.DataObject) -> None:
     """Rows in any order and in any pieces: the shares add up to the whole."""
