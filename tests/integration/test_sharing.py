@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
@@ -22,7 +22,7 @@ from flows.train import train
 from infra.hub import push
 from infra.runs import Run, open_run
 from rlhf.errors import RatchetError, UserError
-from tests import tiny
+from tests import cards, tiny
 from tests.hub_server import READS, WRITES, Hub, Repository, hub_server, validated
 from tests.ports import free_port
 from tests.prefect_server import locked
@@ -173,16 +173,10 @@ def test_an_export_has_a_model_card(exported: Callable[..., Path], shared: Run) 
     assert type(model).__name__ == "LlamaForCausalLM"
 
 
-def test_the_code_in_a_card_runs(exported: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_code_in_a_card_runs(exported: Callable[..., Path]) -> None:
     folder = exported("--iteration", 1)
-    monkeypatch.chdir(folder)
-    usage = (folder / "README.md").read_text().partition("## Use\n\n")[2]
-    fence, _, rest = usage.partition("python")
-    code = rest.partition(fence)[0]
-    names: dict[str, Any] = {}
-    exec(code, names)
-    assert names["messages"][0] == {"role": "system", "content": HOSTILE}
-    assert names["answer"].shape[1] > names["inputs"]["input_ids"].shape[1]
+    assert f"messages = {json.dumps([{'role': 'system', 'content': HOSTILE}])[:-1]}" in cards.code(folder, "python")
+    assert cards.printed(folder).strip()
 
 
 def test_names_in_a_card_are_never_markup(exported: Callable[..., Path]) -> None:
