@@ -234,8 +234,8 @@ def _usage(config: RunConfig, role: str, name: str, base: str | None) -> str:
         if hub_name(model) is None:
             where = "  # a folder of the machine that trained"
             parts.append(
-                "The base model is a folder of the machine that trained. On another machine, put the path of a copy in its "
-                f"place: here, and in {_code(ADAPTER_CONFIG)}."
+                "The base model is a folder of the machine that trained. On another machine, put the path of a copy in "
+                f"its place: here, and in {_code(ADAPTER_CONFIG)}."
             )
         paths.append(f"base = {json.dumps(base, ensure_ascii=False)}{where}")
     lines = [*imports, "", *paths, f"model = {loads}", "tokenizer = AutoTokenizer.from_pretrained(path)"]
@@ -243,8 +243,8 @@ def _usage(config: RunConfig, role: str, name: str, base: str | None) -> str:
         return "\n\n".join([*parts, _block("\n".join(lines), "python")])
     has_template = load_tokenizer(config.model).chat_template is not None
     code = _block("\n".join([*lines, "", *_answer(config, has_template)]), "python")
-    route = "/v1/chat/completions" if has_template else "/v1/completions"
-    served = f"With vLLM, a server that knows it as the model {_code(name)} at {_code(route)}:"
+    route = "chat/completions" if has_template else "completions"
+    served = f"Or with vLLM, whose server answers at {_code(f'v1/{route}')} as the model {_code(name)}:"
     return "\n\n".join([*parts, code, served, _block(_serve(model, name, base), "bash")])
 
 

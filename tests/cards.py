@@ -35,7 +35,21 @@ def printed(folder: Path) -> str:
 def serving(folder: Path, options: Mapping[str, object]) -> str:
     """The URL of the server that the card's command starts, with more options at its end."""
     port = free_port()
-    more = shlex.join(f"--{name}={value}" for name, value in {"port": port, "host": "127.0.0.1", **options}.items())
+    options = {"port": port, "host": "127.0.0.1", **options}
+    more = shlex.join(f"--{name}" if value is None else f"--{name}={value}" for name, value in options.items())
     script = f"cd {shlex.quote(str(folder))} && exec {code(folder, 'bash').rstrip()} {more}"
-    environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    environment = {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": f"{_named_vllm(folder.parent / 'packages')}:{os.environ.get('PYTHONPATH', '')}",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+    }
     return served(["bash", "-c", script], port, folder.parent / f"serve-{port}.log", environment)
+
+
+def _named_vllm(folder: Path) -> Path:
+    """A folder of packages in which vLLM has its name: the command asks for it, and the build for the CPU has another
+    one."""
+    told = folder / "vllm.dist-info" / "METADATA"
+    told.parent.mkdir(parents=True, exist_ok=True)
+    told.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
+    return folder

@@ -15,7 +15,7 @@ from huggingface_hub import ModelCard
 from peft import AutoPeftModelForCausalLM, AutoPeftModelForTokenClassification
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from tests import cards, tiny
+from tests import cards, modes, tiny
 from tests.history import History
 from tests.processes import Child, Fault, Processes
 
@@ -37,7 +37,7 @@ def cli(workspace: Path, processes: Processes) -> Any:
         config = tiny.config(workspace, **defaults | changes)
         path = processes.folder / f"{name}.yaml"
         path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
-        child = processes.cli("train", path, faults=faults)
+        child = processes.cli("train", path, faults=faults, setup=modes.for_group)
         child.wait()
         return child, History.of(config)
 
@@ -72,7 +72,9 @@ def test_a_run_that_trains_adapters(cli: Any, workspace: Path, processes: Proces
     for role, (whole, adapted, labels) in auto.items():
         folder = tmp_path / role
         for name, options in (("merged", []), ("adapter", ["--adapter"])):
-            exported = processes.cli("export", "quiet", folder / name, "--role", role, "--store", store, *options)
+            exported = processes.cli(
+                "export", "quiet", folder / name, "--role", role, "--store", store, *options, setup=modes.for_group
+            )
             assert exported.wait() == 0, exported.text
         settings = json.loads((folder / "adapter" / "adapter_config.json").read_text())
         assert (settings["r"], settings["base_model_name_or_path"]) == (4, str(workspace / "model"))
@@ -92,6 +94,12 @@ def test_a_run_that_trains_adapters(cli: Any, workspace: Path, processes: Proces
         assert "a folder of the machine that trained" in shown["adapter"].text
         assert all("lora" in card.data.tags for card in shown.values())
         cards.printed(folder / "adapter")
+    published = quiet.run.export(3, tmp_path / "published", adapter=True, is_published=True)
+    settings = json.loads((published / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == "…/model"
+    assert str(workspace) not in (published / "README.md").read_text()
+    for given in (quiet.folder, *(tmp_path / role for role in auto)):
+        assert modes.others(given, modes.FOR_GROUP) == {}
 
     answered = processes.cli(
         "evaluate", "quiet", "--store", store, "--data", workspace / "held_out.parquet", "--temperature", "0"
