@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from rlhf.data import countdown
+from rlhf.models import save
 
 DIGITS_AND_OPERATORS = r"\d|(?<! )[-+*/()=](?! )|(?<=[\d(+*/-])[-+*/()=]|[-+*/()=](?=[\d(])"
 CHAT_TEMPLATE = (
@@ -81,5 +82,5 @@ if __name__ == "__main__":
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, arguments.seed)
     tokenizer.save_pretrained(arguments.out)
-    model.save_pretrained(arguments.out)
+    save(model, arguments.out)
     print(f"a Llama with {model.num_parameters() / 1e6:.2f} M parameters, random weights, in {arguments.out}")

@@ -102,7 +102,7 @@ def main() -> None:
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
     warnings.showwarning = _show_warning
     try:
-        app()
+        app(prog_name="ratchet")  # however it was started: completion asks by this name
     except RatchetError as error:
         for line in str(error).splitlines():
             errors.print(f"error: {visible(line)}", highlight=False)

@@ -25,10 +25,10 @@ class Pushed:
 def push(
     run: Run, repo: str, version: int, role: str = "actor", *, adapter: bool = False, public: bool = False
 ) -> Pushed:
-    """Upload a snapshot, as `Run.export` writes it, to a model repository on the hub; create it if it does not exist.
+    """Upload a snapshot, as `Run.export` writes it to be published, to a model repository on the hub.
 
-    Everything that can be refused is refused before weights are read. The token is that of the environment (HF_TOKEN)
-    or of `hf auth login`.
+    The repository is created if it does not exist. Everything that can be refused is refused before weights are read.
+    The token is that of the environment (HF_TOKEN) or of `hf auth login`.
 
     Args:
         run: the run.
@@ -67,7 +67,7 @@ def push(
     if not private and not public:
         raise UserError(f"{url} is public: add --public to push to it, or name another repository")
     with tempfile.TemporaryDirectory() as folder:
-        run.export(version, folder, role, adapter=adapter)
+        run.export(version, folder, role, adapter=adapter, is_published=True)
         name = run.store.url.rpartition("/")[2]
         with _one_line(repo):
             hub.upload_folder(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import yaml
 from pydantic import BaseModel
 
+from infra.runs import ADAPTER_CONFIG
 from infra.store.manifest import Checkpoint
 from infra.store.records import Claim, StageCommit
 from infra.store.run_store import UPDATE_ACTOR
@@ -18,7 +19,7 @@ from rlhf.algorithms import KLPenalty
 from rlhf.config import ModelConfig, RewardTraining, RunConfig, SFTConfig, stored_config
 from rlhf.config.published import published, published_text
 from rlhf.errors import counted
-from rlhf.models import base_models, hub_name, load_tokenizer
+from rlhf.models import base_models, hub_name, load_tokenizer, lora
 
 if TYPE_CHECKING:
     from infra.runs import Run
@@ -35,15 +36,16 @@ WHAT = {
 _HUB_DATASET = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)")
 
 
-def model_card(run: Run, checkpoint: Checkpoint, *, adapter: bool) -> str:
+def model_card(run: Run, checkpoint: Checkpoint, base: str | None) -> str:
     """Write the card of a snapshot.
 
-    It has no secrets and no absolute paths, and names in it are shown as code, so that they are never markup.
+    It has no secrets and no absolute paths other than `base`, and names in it are shown as code, so that they are never
+    markup.
 
     Args:
         run: the run.
         checkpoint: the snapshot's checkpoint of one role.
-        adapter: whether the folder holds only the adapter.
+        base: the base model, as the code that loads an adapter names it; None: the folder has the whole model.
 
     Returns:
         Markdown with YAML metadata.
@@ -61,7 +63,7 @@ def model_card(run: Run, checkpoint: Checkpoint, *, adapter: bool) -> str:
     metadata = ModelCardData(
         base_model=base_models(model) or None,
         datasets=list(dict.fromkeys(datasets)) or None,
-        library_name="peft" if adapter else "transformers",
+        library_name="transformers" if base is None else "peft",
         pipeline_tag="token-classification" if role == "critic" else "text-generation",
         tags=["reinforcement-learning", *_algorithms(config), *(["lora"] if model.lora else []), "ratchet"],
     )
@@ -71,7 +73,7 @@ def model_card(run: Run, checkpoint: Checkpoint, *, adapter: bool) -> str:
 This is the {WHAT[role]} of the run {_code(name)} after {iterations} of reinforcement learning with Ratchet. It
 started from {_model(model)}.
 
-{_table(("", ""), [*_facts(config, model, adapter=adapter), ("updates of the policy", _updates(run, version))])}
+{_table(("", ""), [*_facts(config, model, is_merged=base is None), ("updates of the policy", _updates(run, version))])}
 
 ## Validation
 
@@ -79,7 +81,7 @@ started from {_model(model)}.
 
 ## Use
 
-{_usage(run.config, role, adapter=adapter)}
+{_usage(run.config, role, name, base)}
 
 ## Origin
 
@@ -160,7 +162,7 @@ def _algorithms(config: RunConfig) -> list[str]:
     return [name for name, usual in ((estimator, "gae"), (loss, "ppo")) if name != usual] or ["ppo"]
 
 
-def _facts(config: RunConfig, model: ModelConfig, *, adapter: bool) -> Iterable[tuple[str, str]]:
+def _facts(config: RunConfig, model: ModelConfig, *, is_merged: bool) -> Iterable[tuple[str, str]]:
     data, rollout = config.data, config.rollout
     responses = f"{counted(rollout.n, 'response')} of at most {rollout.max_response_tokens} tokens"
     yield "advantage estimator", _code(config.algorithm.advantage.type)
@@ -170,7 +172,7 @@ def _facts(config: RunConfig, model: ModelConfig, *, adapter: bool) -> Iterable[
     yield "trained on the prompts of", ", ".join(map(_data, data.train))
     yield "each iteration", f"{counted(data.prompts_per_iteration, 'prompt')} × {responses}"
     if model.lora is not None:
-        yield "LoRA", f"rank {model.lora.r}, {'not merged' if adapter else 'merged into the weights'}"
+        yield "LoRA", f"rank {model.lora.r}, {'merged into the weights' if is_merged else 'not merged'}"
 
 
 def _updates(run: Run, version: int) -> str:
@@ -218,38 +220,59 @@ def _validation(run: Run, config: RunConfig, checkpoint: Checkpoint, iterations:
     return of_whom + _table(("metric", "before training", f"after {iterations}"), rows)
 
 
-def _usage(config: RunConfig, role: str, *, adapter: bool) -> str:
-    """Code that loads the folder, and that lets a policy answer."""
+def _usage(config: RunConfig, role: str, name: str, base: str | None) -> str:
+    """Code that loads the folder, and that lets a policy answer, with transformers and with vLLM."""
     model = config.model_of(role)
     auto = "AutoModelForTokenClassification" if role == "critic" else "AutoModelForCausalLM"
-    imports = [f"from transformers import {auto}, AutoTokenizer"]
-    loads = [f"model = {auto}.from_pretrained(path)"]
-    if adapter:
+    imports, paths = [f"from transformers import {auto}, AutoTokenizer"], [PATH]
+    loads, parts = f"{auto}.from_pretrained(path)", list[str]()
+    if base is not None:
         imports.insert(0, "from peft import PeftModel")
-        base = json.dumps(published_text(model.path), ensure_ascii=False)
         labels = ", num_labels=1" if role == "critic" else ""
-        loads = [f"base = {auto}.from_pretrained({base}{labels})", "model = PeftModel.from_pretrained(base, path)"]
-    lines = [*imports, "", PATH, *loads, "tokenizer = AutoTokenizer.from_pretrained(path)"]
-    if role != "critic":
-        lines += ["", *_answer(config)]
-    return _block("\n".join(lines), "python")
+        loads = f"PeftModel.from_pretrained({auto}.from_pretrained(base{labels}), path)"
+        where = ""
+        if hub_name(model) is None:
+            where = "  # a folder of the machine that trained"
+            parts.append(
+                "The base model is a folder of the machine that trained. On another machine, put the path of a copy in "
+                f"its place: here, and in {_code(ADAPTER_CONFIG)}."
+            )
+        paths.append(f"base = {json.dumps(base, ensure_ascii=False)}{where}")
+    lines = [*imports, "", *paths, f"model = {loads}", "tokenizer = AutoTokenizer.from_pretrained(path)"]
+    if role == "critic":
+        return "\n\n".join([*parts, _block("\n".join(lines), "python")])
+    has_template = load_tokenizer(config.model).chat_template is not None
+    code = _block("\n".join([*lines, "", *_answer(config, has_template)]), "python")
+    route = "chat/completions" if has_template else "completions"
+    served = f"Or with vLLM, whose server answers at {_code(f'v1/{route}')} as the model {_code(name)}:"
+    return "\n\n".join([*parts, code, served, _block(_serve(model, name, base), "bash")])
 
 
 PATH = 'path = "."  # this folder, or its name on the hub'
 
 
-def _answer(config: RunConfig) -> list[str]:
+def _serve(model: ModelConfig, name: str, base: str | None) -> str:
+    """The command of vLLM's server for the folder in which it is called."""
+    if base is None:
+        return f"vllm serve . --served-model-name {shlex.quote(name)}"
+    assert model.lora is not None
+    rank = lora.served_rank(model.lora.r)
+    adapter = f"--enable-lora --max-lora-rank {rank} --lora-modules {shlex.quote(f'{name}=.')}"
+    return f"vllm serve {shlex.quote(base)} --tokenizer . {adapter}"
+
+
+def _answer(config: RunConfig, has_template: bool) -> list[str]:
     """Code that samples an answer to a prompt that is rendered as in training."""
     system = config.data.system_prompt
     before = [] if system is None else [{"role": "system", "content": published_text(system)}]
     messages = json.dumps([*before, {"role": "user", "content": "..."}], ensure_ascii=False)
-    if load_tokenizer(config.model).chat_template is None:
-        inputs = 'tokenizer("\\n".join(message["content"] for message in messages), return_tensors="pt")'
-    else:
+    if has_template:
         inputs = (
             "tokenizer.apply_chat_template(\n"
             '    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"\n)'
         )
+    else:
+        inputs = 'tokenizer("\\n".join(message["content"] for message in messages), return_tensors="pt")'
     limit = config.rollout.max_response_tokens
     return [
         f"messages = {messages}",

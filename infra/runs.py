@@ -21,6 +21,7 @@ from infra.store.object_store import ObjectStore
 from infra.store.records import ObjectRef, RunState, StageCommit
 from infra.store.run_store import UPDATE_ACTOR, VALIDATE, RunStore
 from rlhf.config import RunConfig, RunSection, stored_config
+from rlhf.config.published import published_text
 from rlhf.errors import RatchetError, UserError, counted
 from rlhf.metrics import current
 from rlhf.schema import TRAJECTORY, trajectory_of
@@ -458,7 +459,15 @@ class Run:
             raise UserError(f"the {role} has no adapter: model.lora is null; leave --adapter out")
         return checkpoint
 
-    def export(self, version: int, folder: str | Path, role: str = "actor", *, adapter: bool = False) -> Path:
+    def export(
+        self,
+        version: int,
+        folder: str | Path,
+        role: str = "actor",
+        *,
+        adapter: bool = False,
+        is_published: bool = False,
+    ) -> Path:
         """Write a snapshot as a Hugging Face model folder with its tokenizer and a model card.
 
         Args:
@@ -466,6 +475,8 @@ class Run:
             folder: created if it does not exist.
             role: the model to export.
             adapter: write only the LoRA adapters, in PEFT's format. By default they are merged into the model.
+            is_published: of a base model that is a local folder, adapters name only the last part of its path. By
+                default they name all of it, so that they can be loaded on this machine.
 
         Returns:
             The folder.
@@ -493,6 +504,10 @@ class Run:
         names = [name for name in checkpoint.files if name.startswith(("config", "model", "adapter"))]
         files = self.store.read_checkpoint(checkpoint, names)
         base = self.config.model_of(role)
+        named_base = None
+        if adapter:
+            folder_of_base = str(Path(base.path).absolute())
+            named_base = hub_name(base) or (published_text(folder_of_base) if is_published else folder_of_base)
         if ADAPTER_CONFIG in files and not adapter:
             seed = self.config.run.seed
             if initial_digest(base, seed) != self.state.initial[role].digest:
@@ -503,24 +518,30 @@ class Run:
         else:
             for name, data in files.items():
                 (target / name).write_bytes(data)
-            if adapter:  # the stored one names the base model's folder on the machine that trained
-                settings = json.loads(files[ADAPTER_CONFIG]) | {"base_model_name_or_path": hub_name(base)}
+            if (
+                named_base is not None
+            ):  # the stored one tells no task, and names the folder of a download of the base model
+                task = "TOKEN_CLS" if role == "critic" else "CAUSAL_LM"
+                settings = json.loads(files[ADAPTER_CONFIG]) | {
+                    "base_model_name_or_path": named_base,
+                    "task_type": task,
+                }
                 (target / ADAPTER_CONFIG).write_text(json.dumps(settings, sort_keys=True, indent=1))
         source = model_folder(self.config.model)
         for pattern in (*TOKENIZER, "generation_config.json"):
             for path in source.glob(pattern):
-                shutil.copy(path, target / path.name)
+                shutil.copyfile(path, target / path.name)
         if self.config.model.chat_template is not None:
             save_tokenizer(self.config.model, target)
-        self._write_card(target / CARD, checkpoint, adapter=adapter)
+        self._write_card(target / CARD, checkpoint, named_base)
         return target
 
-    def _write_card(self, path: Path, checkpoint: Checkpoint, *, adapter: bool) -> None:
+    def _write_card(self, path: Path, checkpoint: Checkpoint, base: str | None) -> None:
         """Write the model card of an export; without what it tells, the export is still good."""
         from infra.model_card import model_card
 
         try:
-            path.write_text(model_card(self, checkpoint, adapter=adapter), encoding="utf-8")
+            path.write_text(model_card(self, checkpoint, base), encoding="utf-8")
         except Corrupt as damage:
             path.unlink(missing_ok=True)  # that of an earlier export
             note(f"the folder gets no model card: {damage}")

@@ -140,7 +140,7 @@ def vllm_rollout(config: RunConfig, tokenizer: PreTrainedTokenizerBase, devices:
     import torch
 
     from rlhf.engines.vllm_rollout import VLLMRollout
-    from rlhf.models import eos_token_ids, generation_config, model_folder
+    from rlhf.models import eos_token_ids, generation_config, lora, model_folder
 
     rollout, model, vllm = config.rollout, config.model, config.rollout.vllm
     on_gpu = torch.cuda.is_available()
@@ -153,7 +153,7 @@ def vllm_rollout(config: RunConfig, tokenizer: PreTrainedTokenizerBase, devices:
         timeout_s=vllm.timeout_s,
         on_gpu=on_gpu,
         deterministic=config.run.deterministic,
-        lora_rank=None if model.lora is None else model.lora.r,
+        lora_rank=None if model.lora is None else lora.served_rank(model.lora.r),
         cpu_cache_gib=vllm.cpu_cache_gib,
         tensor_parallel=vllm.tensor_parallel,
         devices=devices,

@@ -377,15 +377,18 @@ def _not_a_reward_model(model: RewardModelConfig, missing: str) -> UserError:
 
 def save(model: PreTrainedModel, folder: Path) -> None:
     """Write a Hugging Face model folder, with adapters merged into the weights."""
-    from safetensors.torch import save_file
     from transformers.core_model_loading import revert_weight_conversion
+
+    from rlhf.engines.weight_files import as_umask_says, save_file
 
     folder.mkdir(parents=True, exist_ok=True)
     if not lora.has(model):
         model.save_pretrained(folder)
+        for path in folder.glob("model*.safetensors"):
+            as_umask_says(path)
         return
     weights = revert_weight_conversion(model, lora.merged(model))
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights, folder / "model.safetensors")
     (folder / "config.json").write_bytes(config_json(model))
     if model.can_generate():
         assert model.generation_config is not None

@@ -25,6 +25,10 @@ HEADS = ("score", "classifier")
 """Names of classifier heads. A head is new, so all its weights are trained."""
 
 
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The maximum ranks of adapters that vLLM takes."""
+
+
 def add(model: PreTrainedModel, lora: LoRAConfig, seed: int) -> None:
     """Add adapters to a model, in place. Only the adapters and a classifier head stay trainable.
 
@@ -84,6 +88,11 @@ def _expert_matrices(model: PreTrainedModel) -> set[str]:
     from rlhf.models.hub_layout import hub_layout
 
     return {tensor.name.split(".")[-2] for hub in hub_layout(model).values() if len(hub) > 1 for tensor in hub}
+
+
+def served_rank(r: int) -> int:
+    """The maximum rank to give to vLLM, which takes few of them, for adapters of rank r."""
+    return min((rank for rank in VLLM_RANKS if rank >= r), default=r)
 
 
 def has(model: PreTrainedModel) -> bool:

@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
 from infra.runs import open_run
-from tests import tiny
+from tests import cards, modes, tiny
 from tests.crash.test_two_drivers import wait_until
 from tests.hub_server import validated
 from tests.processes import Child, Fault, Processes
@@ -33,6 +33,7 @@ def sft(workspace: Path, processes: Processes, s3: str) -> Any:
             *("--store", store or f"file://{processes.folder}/runs", "--steps", 9, "--batch-examples", 8, "--lr", 0.01),
             *("checkpoint_steps=3", *more),
             faults=faults,
+            setup=modes.for_group,
         )
 
     return sft
@@ -143,6 +144,8 @@ def test_the_folder_has_a_model_card(sft: Any, processes: Processes, workspace: 
     text = (processes.folder / "carded" / "README.md").read_text()
     assert validated(text) == {"errors": [], "warnings": []}
     assert ModelCard(text).data.tags == ["sft", "ratchet"]
+    cards.printed(processes.folder / "carded")
+    assert modes.others(processes.folder / "carded", modes.FOR_GROUP) == {}
     loss = open_run(f"file://{processes.folder}/runs/carded").metrics()["sft/loss"].iloc[-1]
     for fact in ("# `carded`", "supervised fine-tuning", f"| `sft/loss` | {loss:.4g} |", "AutoModelForCausalLM"):
         assert fact in text

@@ -331,6 +331,7 @@ def test_runs_are_listed_completed_and_queried_together(
 
     monkeypatch.setenv("RATCHET_STORE", config.run.store)
     monkeypatch.setenv("_RATCHET_COMPLETE", "complete_bash")
+    monkeypatch.setattr("__main__.__package__", "pytest")  # as `python -m pytest` starts it
     for command in ("status", "query", "report", "evaluate"):
         monkeypatch.setenv("COMP_WORDS", f"ratchet {command} p")
         monkeypatch.setenv("COMP_CWORD", "2")

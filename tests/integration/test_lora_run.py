@@ -12,10 +12,10 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import ModelCard
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from peft import AutoPeftModelForCausalLM, AutoPeftModelForTokenClassification
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from tests import tiny
+from tests import cards, modes, tiny
 from tests.history import History
 from tests.processes import Child, Fault, Processes
 
@@ -37,7 +37,7 @@ def cli(workspace: Path, processes: Processes) -> Any:
         config = tiny.config(workspace, **defaults | changes)
         path = processes.folder / f"{name}.yaml"
         path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
-        child = processes.cli("train", path, faults=faults)
+        child = processes.cli("train", path, faults=faults, setup=modes.for_group)
         child.wait()
         return child, History.of(config)
 
@@ -65,24 +65,41 @@ def test_a_run_that_trains_adapters(cli: Any, workspace: Path, processes: Proces
     store = f"file://{processes.folder}/runs"
     [weights] = (quiet.folder / "checkpoints" / "actor").glob("000003*/*model*.safetensors")
     assert weights.name == "adapter_model.safetensors"
-    for options in ([], ["--adapter"]):
-        exported = processes.cli("export", "quiet", tmp_path / f"export{len(options)}", "--store", store, *options)
-        assert exported.wait() == 0, exported.text
-    base = AutoModelForCausalLM.from_pretrained(workspace / "model", dtype=torch.float32)
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "export0", dtype=torch.float32)
-    with torch.no_grad():
-        expected = merged(IDS).logits
-        assert (expected - base(IDS).logits).abs().max() > 1e-3
-        adapted = PeftModel.from_pretrained(base, str(tmp_path / "export1"))
-        torch.testing.assert_close(adapted(IDS).logits, expected, rtol=1e-5, atol=1e-5)
-    settings = json.loads((tmp_path / "export1" / "adapter_config.json").read_text())
-    assert settings["r"] == 4
-    assert settings["base_model_name_or_path"] is None, "a folder of this machine is nothing to others"
-    cards = [ModelCard.load(tmp_path / folder / "README.md") for folder in ("export0", "export1")]
-    assert [card.data.library_name for card in cards] == ["transformers", "peft"]
-    assert ["| LoRA | rank 4, merged into the weights |" in card.text for card in cards] == [True, False]
-    assert "PeftModel.from_pretrained(base, path)" in cards[1].text
-    assert all("lora" in card.data.tags for card in cards)
+    auto = {
+        "actor": (AutoModelForCausalLM, AutoPeftModelForCausalLM, {}),
+        "critic": (AutoModelForTokenClassification, AutoPeftModelForTokenClassification, {"num_labels": 1}),
+    }
+    for role, (whole, adapted, labels) in auto.items():
+        folder = tmp_path / role
+        for name, options in (("merged", []), ("adapter", ["--adapter"])):
+            exported = processes.cli(
+                "export", "quiet", folder / name, "--role", role, "--store", store, *options, setup=modes.for_group
+            )
+            assert exported.wait() == 0, exported.text
+        settings = json.loads((folder / "adapter" / "adapter_config.json").read_text())
+        assert (settings["r"], settings["base_model_name_or_path"]) == (4, str(workspace / "model"))
+        with torch.no_grad():
+            base = whole.from_pretrained(workspace / "model", dtype=torch.float32, **labels)(IDS).logits
+            expected = whole.from_pretrained(folder / "merged", dtype=torch.float32)(IDS).logits
+            assert (expected - base).abs().max() > 1e-3
+            logits = adapted.from_pretrained(folder / "adapter", dtype=torch.float32, **labels)(IDS).logits
+            torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+        shown = {name: ModelCard.load(folder / name / "README.md") for name in ("merged", "adapter")}
+        assert {name: card.data.library_name for name, card in shown.items()} == {
+            "merged": "transformers",
+            "adapter": "peft",
+        }
+        assert "| LoRA | rank 4, merged into the weights |" in shown["merged"].text
+        assert "| LoRA | rank 4, not merged |" in shown["adapter"].text
+        assert "a folder of the machine that trained" in shown["adapter"].text
+        assert all("lora" in card.data.tags for card in shown.values())
+        cards.printed(folder / "adapter")
+    published = quiet.run.export(3, tmp_path / "published", adapter=True, is_published=True)
+    settings = json.loads((published / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == "…/model"
+    assert str(workspace) not in (published / "README.md").read_text()
+    for given in (quiet.folder, *(tmp_path / role for role in auto)):
+        assert modes.others(given, modes.FOR_GROUP) == {}
 
     answered = processes.cli(
         "evaluate", "quiet", "--store", store, "--data", workspace / "held_out.parquet", "--temperature", "0"

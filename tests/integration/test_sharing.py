@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
+import pyarrow as pa
 import pytest
 import yaml
 from huggingface_hub import ModelCard, constants
 from markdown_it import MarkdownIt
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
+from flows import report, views
 from flows.train import train
 from infra.hub import push
+from infra.parquet_file import write_parquet
 from infra.runs import Run, open_run
+from infra.store.object_store import ObjectStore
 from rlhf.errors import RatchetError, UserError
-from tests import tiny
+from tests import cards, modes, tiny
 from tests.hub_server import READS, WRITES, Hub, Repository, hub_server, validated
 from tests.ports import free_port
 from tests.prefect_server import locked
@@ -53,6 +57,7 @@ def shared(common: Path, workspace: Path, prefect_server: str) -> Run:
 
 def _make(folder: Path, workspace: Path) -> None:
     shutil.copytree(workspace / "model", folder / "model")
+    (folder / "model" / "tokenizer.json").chmod(0o600)
     (folder / "model" / "README.md").write_text("---\nbase_model: nobody/base-1B\n---\n")
     (folder / "judge.py").write_text(REWARD)
     prompts = tiny.prompt_file(folder / "prompts.parquet")
@@ -173,16 +178,26 @@ def test_an_export_has_a_model_card(exported: Callable[..., Path], shared: Run) 
     assert type(model).__name__ == "LlamaForCausalLM"
 
 
-def test_the_code_in_a_card_runs(exported: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_code_in_a_card_runs(exported: Callable[..., Path]) -> None:
     folder = exported("--iteration", 1)
-    monkeypatch.chdir(folder)
-    usage = (folder / "README.md").read_text().partition("## Use\n\n")[2]
-    fence, _, rest = usage.partition("python")
-    code = rest.partition(fence)[0]
-    names: dict[str, Any] = {}
-    exec(code, names)
-    assert names["messages"][0] == {"role": "system", "content": HOSTILE}
-    assert names["answer"].shape[1] > names["inputs"]["input_ids"].shape[1]
+    assert f"messages = {json.dumps([{'role': 'system', 'content': HOSTILE}])[:-1]}" in cards.code(folder, "python")
+    assert cards.printed(folder).strip()
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027], ids=oct)
+def test_what_people_are_given_has_the_mode_that_the_umask_says(shared: Run, tmp_path: Path, umask: int) -> None:
+    folder = tmp_path / "given"
+    with modes.umask(umask):
+        for role in ("actor", "critic"):
+            shared.export(2, folder / role, role)
+        report.write([shared], folder / "report.html")
+        write_parquet(pa.table({"prompt": ["a"]}), str(folder / "rows.parquet"))
+        views.write(shared.trajectories(columns=["response"])[["response"]], folder / "answers.parquet")
+        objects = ObjectStore(f"file://{folder}/store")
+        objects.put("metrics/row", b"1")
+        objects.create("log/0", b"1")
+    assert {path.name for path in folder.iterdir()} > {"actor", "report.html", "answers.parquet", "store"}
+    assert modes.others(folder, umask) == {}
 
 
 def test_names_in_a_card_are_never_markup(exported: Callable[..., Path]) -> None:

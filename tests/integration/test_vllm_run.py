@@ -10,17 +10,20 @@ from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import psutil
 import pytest
 import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf.config import RunConfig
 from rlhf.engines.base import Chunk, Request, Sampling
-from tests import tiny
+from tests import cards, tiny
 from tests.extras import needs
 from tests.history import History
 from tests.processes import Child, Processes
+from tests.served import end_servers
 
 pytestmark = needs("vllm")
 INTERRUPTED_AT = 20
@@ -121,7 +124,7 @@ def until(true: Any, seconds: float = 900.0) -> Any:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"model.lora": {"r": 8}}, {"actor.offload_when_idle": True}],
+    [{}, {"model.lora": {"r": 4}}, {"actor.offload_when_idle": True}],
     ids=["all weights", "adapters", "taking turns"],
 )
 def test_vllm_generates_with_the_newest_weights(
@@ -139,6 +142,35 @@ def test_vllm_generates_with_the_newest_weights(
     assert frame["policy_version"].tolist() == frame["iteration"].tolist()
     moved = (frame["old_log_probs"] - frame["ref_log_probs"]).map(lambda row: np.abs(row).max())
     assert moved[frame["iteration"] == 2].max() > 0.05, "or stale weights would not be noticed"
+
+
+def test_the_code_in_cards_runs_and_serves_the_policy(config: RunConfig, processes: Processes, tmp_path: Path) -> None:
+    (tmp_path / "chat.jinja").write_text(tiny.CHAT_TEMPLATE)
+    changes = {"rollout.engine": "hf", "train.iterations": 1, "actor.lr": 0.1}
+    config = config.with_values(changes | {"model.lora": {"r": 4}, "model.chat_template": str(tmp_path / "chat.jinja")})
+    child = train(processes, config)
+    assert child.wait() == 0, child.text
+    run = History.of(config).run
+    messages, answers = [{"role": "user", "content": "Say abc."}], {}
+    for name in ("merged", "adapter"):
+        folder = run.export(1, tmp_path / name, adapter=name == "adapter")
+        assert cards.printed(folder).strip()
+        options = {"dtype": "float32", "gpu-memory-utilization": 0.1, "max-model-len": 256, "enforce-eager": None}
+        url = cards.serving(folder, options)
+        asked = {"model": config.run.name, "messages": messages, "temperature": 0, "max_tokens": 16}
+        reply = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=300).raise_for_status()
+        answers[name] = reply.json()["choices"][0]["message"]["content"]
+        end_servers()
+
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")
+    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    greedy = {}
+    for name in ("merged", "model"):
+        policy = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        ids = policy.generate(**inputs, do_sample=False, max_new_tokens=16)[0, inputs["input_ids"].shape[1] :]
+        greedy[name] = tokenizer.decode(ids, skip_special_tokens=True)
+    assert greedy["merged"] != greedy["model"]
+    assert answers == {"merged": greedy["merged"], "adapter": greedy["merged"]}
 
 
 def test_new_weights_come_in_the_middle_of_responses(config: RunConfig, processes: Processes) -> None:

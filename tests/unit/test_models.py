@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from rlhf.config import ModelConfig
+from rlhf.config import LoRAConfig, ModelConfig
 from rlhf.engines.torch_engine import TorchEngine
+from rlhf.engines.weight_files import write_weights
 from rlhf.errors import UserError
 from rlhf.models import (
     eos_token_ids,
@@ -21,9 +22,10 @@ from rlhf.models import (
     load_scorer,
     load_tokenizer,
     model_folder,
+    save,
     tokenizer_digest,
 )
-from tests import tiny
+from tests import modes, tiny
 
 IDS = torch.tensor([[5, 6, 7, 8]])
 
@@ -82,6 +84,17 @@ def test_what_is_no_backbone(folder: Path, tmp_path: Path) -> None:
         load_critic(model(tmp_path))
     with pytest.raises(UserError, match=r"lacks model.norm.weight: it is not a backbone for a reward model"):
         load_scorer(model(tmp_path))
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027], ids=oct)
+def test_weights_have_the_mode_that_the_umask_says(folder: Path, tmp_path: Path, umask: int) -> None:
+    with modes.umask(umask):
+        for name, lora in (("plain", None), ("merged", LoRAConfig(r=4))):
+            policy = load_actor(ModelConfig(path=str(folder), lora=lora))
+            save(policy, tmp_path / "given" / name)
+            write_weights(policy.named_parameters(), tmp_path / "given", name)
+    assert len(list((tmp_path / "given").rglob("*.safetensors"))) == 4
+    assert modes.others(tmp_path / "given", umask) == {}
 
 
 def test_a_checkpoint_of_tied_embeddings_is_a_model_folder(folder: Path, tmp_path: Path) -> None:
