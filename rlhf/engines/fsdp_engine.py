@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from fnmatch import fnmatch
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from rlhf.engines import ranks
+from rlhf.engines import host_buffers, ranks
 from rlhf.engines.parts import Part
 from rlhf.engines.stored_state import Stored
 from rlhf.engines.token_outputs import Head, VocabularyShare
@@ -119,13 +120,34 @@ class FSDPEngine(TorchEngine):
             if any(fnmatch(name, f"{pattern}.*") for pattern, style in plan.items() if style == SUMMED)
         ]
         self.members = mesh.get_group("team") if self.team > 1 else None
-        if self._sources:  # the shards, which are all that this rank will hold, get memory
-            device = torch.device("cpu") if self.offload else self.device
-            self.module._apply(
-                lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor  # type: ignore[no-untyped-call]
-            )
+        if self._sources:
+            self._give_memory()
         self._accumulates = False
         """Whether there are gradients that are not summed over the ranks yet."""
+
+    def _give_memory(self) -> None:
+        """Give memory to the shards, which are all that this rank will hold; without FSDP's pinning of each by itself if
+        they are on the host."""
+        shards = [tensor for tensor in (*self.module.parameters(), *self.module.buffers()) if tensor.is_meta]
+        on_host: dict[int, Tensor] = {}
+        if self.offload:
+            held = [shard for shard in shards if host_buffers.local_of(shard).numel()]
+            sizes = [host_buffers.local_of(shard).nbytes for shard in held]
+            buffers = host_buffers.cut(sizes, partial(host_buffers.host_memory, device=self.device))
+            on_host = {id(shard): parts[0] for shard, parts in zip(held, buffers, strict=True) if len(parts) == 1}
+
+        def placed(tensor: Tensor) -> Tensor:
+            if not tensor.is_meta:
+                return tensor
+            if id(tensor) not in on_host:
+                return torch.empty_like(tensor, device="cpu" if self.offload else self.device)
+            shard = host_buffers.local_of(tensor)
+            memory = on_host[id(tensor)].view(shard.dtype).view(shard.shape)
+            if isinstance(tensor, DTensor):
+                return DTensor(memory, tensor._spec, requires_grad=tensor.requires_grad)  # type: ignore[no-untyped-call]
+            return memory
+
+        self.module._apply(placed)  # type: ignore[no-untyped-call]
 
     def _cut(self, team: DeviceMesh) -> dict[str, str]:
         """Split the model over the team; returns the model's plan: styles by pattern of module names."""

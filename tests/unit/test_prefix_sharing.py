@@ -20,7 +20,8 @@ from transformers import DynamicCache, GraniteConfig, GraniteForCausalLM
 from rlhf.config import ModelConfig
 from rlhf.engines import prefix_sharing
 from rlhf.engines.kv_cache import CachedPrompts, in_place
-from rlhf.engines.prefix_sharing import Segments, SharedPrompts
+from rlhf.engines.prefix_sharing import SharedPrompts
+from rlhf.engines.segments import Segments
 from rlhf.models import load_actor
 from tests.padded import properties
 from tests.tiny import model_folder
