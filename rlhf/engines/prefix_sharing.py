@@ -21,7 +21,7 @@ from rlhf.engines.segments import Segments
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int
     from torch import Tensor
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     from rlhf.engines.kv_cache import CachedPrompts
 
@@ -118,11 +118,11 @@ def _indices(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.nd
     return np.where(real, starts[:, None] + at, 0), real
 
 
-def attention_kinds(model: PreTrainedModel) -> set[str]:
+def attention_kinds(config: PreTrainedConfig) -> set[str]:
     """The kinds of attention of a model's layers, by transformers' names, such as `full_attention`."""
-    config = model.config.get_text_config()
-    window = "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
-    return set(getattr(config, "layer_types", None) or [window])
+    text = config.get_text_config()
+    window = "full_attention" if getattr(text, "sliding_window", None) is None else "sliding_attention"
+    return set(getattr(text, "layer_types", None) or [window])
 
 
 @torch.no_grad()
@@ -142,7 +142,7 @@ def adopt(model: PreTrainedModel) -> bool:
     from transformers.masking_utils import sdpa_mask
 
     implementation = model.config.get_text_config()._attn_implementation
-    if attention_kinds(model) != {"full_attention"} or implementation not in ("sdpa", NAME):
+    if attention_kinds(model.config) != {"full_attention"} or implementation not in ("sdpa", NAME):
         return False
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)

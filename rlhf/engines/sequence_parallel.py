@@ -52,7 +52,7 @@ class Team:
                 f"sequence_parallel is {self.size}, which does not divide the model's {config.num_attention_heads} "
                 "attention heads"
             )
-        kinds = attention_kinds(model)
+        kinds = attention_kinds(model.config)
         if kinds != {"full_attention"}:
             raise UserError(f"sequence_parallel needs full attention in every layer, but the model has {sorted(kinds)}")
 
