@@ -72,6 +72,8 @@ SOURCES = 8
 """Largest number of data sources of a file whose rewards are tried, and of mistakes that are reported at once."""
 AS_THEY_ARE = "{{ messages[-1]['content'] }}"
 """The chat template that leaves a text as it is."""
+LONGEST_MASK = 32_768
+"""Largest number of tokens in a row for which each rank may build a mask of all positions: it takes 1 GiB."""
 MANY_PROMPTS = 10_000
 """Measuring the lengths of more prompts takes over two seconds, so the driver says that it does."""
 
@@ -417,6 +419,7 @@ def _check_models(config: RunConfig) -> None:
         partial(check_architecture, config.model, "model", is_critic=False),
         partial(_check_heads, config),
         *(partial(_check_megatron, config, role) for role in (*config.trainers, *config.frozen_models)),
+        *(partial(_check_packing, config, owner) for owner in config.trainers),
         partial(_check_vocabulary, config),
         partial(check_lengths, config),
         *([partial(check_architecture, config.critic_model, "critic.model", is_critic=True)] * config.needs_critic),
@@ -429,6 +432,30 @@ def _check_heads(config: RunConfig) -> None:
         raise UserError(
             f"rollout.vllm.tensor_parallel is {devices}, which does not divide the model's {heads} attention heads: "
             "change it"
+        )
+
+
+def _check_packing(config: RunConfig, owner: str) -> None:
+    """Refuse long rows of several sequences where transformers needs a mask of all their positions."""
+    from rlhf.engines.prefix_sharing import attention_kinds
+
+    trainer = config.trainers[owner]
+    if trainer.packing is not True or trainer.micro_batch_tokens <= LONGEST_MASK:
+        return
+    frozen = config.frozen_models if owner == "actor" else {}  # which are computed as the actor says
+    models = {owner: config.model_of(owner)} | {role: config.model_of(role) for role in frozen}
+    masked = [
+        role
+        for role, model in models.items()
+        if attention_of(model)[0] == "eager"
+        or (model.attention == "sdpa" and attention_kinds(text_config(model)) != {"full_attention"})
+    ]
+    if masked:
+        size, longest = trainer.micro_batch_tokens, config.data.max_prompt_tokens + config.rollout.max_response_tokens
+        lower = f"lower {owner}.micro_batch_tokens to {LONGEST_MASK}, or " if longest <= LONGEST_MASK else ""
+        raise UserError(
+            f"{owner}.packing true makes rows of {owner}.micro_batch_tokens = {size} tokens, for which the layers of "
+            f"the {' and the '.join(masked)} need a mask of {size} x {size} positions: {lower}set {owner}.packing false"
         )
 
 

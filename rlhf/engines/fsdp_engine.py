@@ -12,17 +12,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from fnmatch import fnmatch
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from rlhf.engines import ranks
+from rlhf.engines import host_buffers, ranks
 from rlhf.engines.parts import Part
 from rlhf.engines.stored_state import Stored
 from rlhf.engines.token_outputs import Head, VocabularyShare
@@ -98,12 +99,8 @@ class FSDPEngine(TorchEngine):
         assert count % size == 0 and size % self.team == 0
         self.copies = count // size
         """Number of ranks that hold the same shard."""
-        mesh = init_device_mesh(
-            self.device.type,
-            (self.copies, size // self.team, self.team),
-            mesh_dim_names=("copies", "shards", "team"),
-        )
-        self.is_first_copy = mesh.get_local_rank("copies") == 0
+        mesh = _mesh(self.device.type, self.copies, size // self.team, self.team)
+        self.is_first_copy = ranks.rank() < size
         plan = self._cut(mesh["team"]) if self.team > 1 else {}
         options: dict[str, Any] = {
             "mesh": mesh["copies", "shards"] if self.copies > 1 else mesh["shards"],
@@ -122,14 +119,35 @@ class FSDPEngine(TorchEngine):
             for name, parameter in self.model.base_model.named_parameters()
             if any(fnmatch(name, f"{pattern}.*") for pattern, style in plan.items() if style == SUMMED)
         ]
-        self.members = mesh.get_group("team")
-        if self._sources:  # the shards, which are all that this rank will hold, get memory
-            device = torch.device("cpu") if self.offload else self.device
-            self.module._apply(
-                lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor  # type: ignore[no-untyped-call]
-            )
+        self.members = mesh.get_group("team") if self.team > 1 else None
+        if self._sources:
+            self._give_memory()
         self._accumulates = False
         """Whether there are gradients that are not summed over the ranks yet."""
+
+    def _give_memory(self) -> None:
+        """Give memory to the shards, which are all that this rank will hold; without FSDP's pinning of each by itself if
+        they are on the host."""
+        shards = [tensor for tensor in (*self.module.parameters(), *self.module.buffers()) if tensor.is_meta]
+        on_host: dict[int, Tensor] = {}
+        if self.offload:
+            held = [shard for shard in shards if host_buffers.local_of(shard).numel()]
+            sizes = [host_buffers.local_of(shard).nbytes for shard in held]
+            buffers = host_buffers.cut(sizes, partial(host_buffers.host_memory, device=self.device))
+            on_host = {id(shard): parts[0] for shard, parts in zip(held, buffers, strict=True) if len(parts) == 1}
+
+        def placed(tensor: Tensor) -> Tensor:
+            if not tensor.is_meta:
+                return tensor
+            if id(tensor) not in on_host:
+                return torch.empty_like(tensor, device="cpu" if self.offload else self.device)
+            shard = host_buffers.local_of(tensor)
+            memory = on_host[id(tensor)].view(shard.dtype).view(shard.shape)
+            if isinstance(tensor, DTensor):
+                return DTensor(memory, tensor._spec, requires_grad=tensor.requires_grad)  # type: ignore[no-untyped-call]
+            return memory
+
+        self.module._apply(placed)  # type: ignore[no-untyped-call]
 
     def _cut(self, team: DeviceMesh) -> dict[str, str]:
         """Split the model over the team; returns the model's plan: styles by pattern of module names."""
@@ -227,6 +245,24 @@ class FSDPEngine(TorchEngine):
     def _gathered(self, tensor: Tensor) -> Tensor:
         assert isinstance(tensor, DTensor)
         return tensor.to(self.device).full_tensor()  # type: ignore[no-any-return, attr-defined]
+
+
+def _mesh(device_type: str, copies: int, shards: int, team: int) -> DeviceMesh:
+    """Lay out the ranks. Only `shards`, which FSDP always asks for, may be a dimension of size one; all ranks in one
+    dimension use the group that they have, and models of one layout use the same groups."""
+    sizes = {"copies": copies, "shards": shards, "team": team}
+    names = tuple(name for name, size in sizes.items() if size > 1 or name == "shards")
+    layout = torch.arange(ranks.count()).view([sizes[name] for name in names])
+    if len(names) == 1:
+        world = dist.group.WORLD
+        assert world is not None
+        return DeviceMesh.from_group(world, device_type, mesh_dim_names=names)
+    at = (layout == ranks.rank()).nonzero()[0].tolist()
+    groups = [
+        ranks.group(layout[(*at[:number], slice(None), *at[number + 1 :])].tolist(), name)
+        for number, name in enumerate(names)
+    ]
+    return DeviceMesh.from_group(groups, device_type, layout, mesh_dim_names=names)
 
 
 def _blocks(tensor: Tensor) -> Iterator[Part]:

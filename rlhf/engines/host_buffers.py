@@ -2,13 +2,17 @@
 
 Only the memory behind the tensors moves. The tensors themselves stay, and so does everything that refers to them:
 views, flat buffers that engines share parameters from, sharded tensors, optimizers.
+
+PyTorch rounds each pinned buffer up to a power of two, nearly twice the size of most tensors. So buffers are cut from a
+few slabs, whose sizes are powers of two.
 """
 
 from __future__ import annotations
 
 import gc
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,12 +21,72 @@ from torch.distributed.tensor import DTensor
 if TYPE_CHECKING:
     from torch import Tensor, UntypedStorage
 
+SLAB = 2**32
+"""Size of the largest slab in bytes."""
+SMALL_SLAB = 2**24
+"""What is left of this many bytes is one slab."""
+ALIGNMENT = 64
+"""Each part of a buffer begins at a multiple of so many bytes of its slab."""
+
+
+def host_memory(size: int, device: torch.device) -> Tensor:
+    """Allocate host memory that a device copies from and to: pinned, if it is a GPU.
+
+    Args:
+        size: bytes; pinned memory takes the next power of two.
+        device: the device.
+
+    Returns:
+        Shape (size,), uint8.
+    """
+    return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+def cut(sizes: Sequence[int], allocate: Callable[[int], Tensor]) -> list[list[Tensor]]:
+    """Cut buffers from a few slabs, which are freed when none of their buffers is in use.
+
+    Args:
+        sizes: size of each buffer in bytes, at least 1.
+        allocate: allocates a slab of so many bytes, a power of two.
+
+    Returns:
+        The parts of each buffer, uint8: one, except of the few that fill what others left of several slabs.
+    """
+    aligned = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+    slab_sizes = _slab_sizes(sum(aligned))
+    slabs, room = [allocate(size) for size in slab_sizes], list(slab_sizes)
+    buffers: list[list[Tensor]] = [[] for _ in sizes]
+    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):  # so that small ones fill the gaps
+        left = sizes[number]
+        whole = next(([slab] for slab, free in enumerate(room) if free >= left), None)
+        for slab in whole or sorted(range(len(room)), key=lambda slab: -room[slab]):
+            start, size = slab_sizes[slab] - room[slab], min(left, room[slab])
+            buffers[number].append(slabs[slab][start : start + size])
+            room[slab] -= -(-size // ALIGNMENT) * ALIGNMENT
+            left -= size
+            if not left:
+                break
+    return buffers
+
+
+def _slab_sizes(total: int) -> list[int]:
+    """Powers of two that are so many bytes together, or a few more."""
+    sizes: list[int] = []
+    while total > SMALL_SLAB:
+        sizes.append(min(SLAB, _power_of_two(total // 2 + 1)))
+        total -= sizes[-1]
+    return [*sizes, _power_of_two(total)] if total > 0 else sizes
+
+
+def _power_of_two(size: int) -> int:
+    """The smallest that is not less than a size."""
+    return int(1 << (size - 1).bit_length())
+
 
 class HostBuffers:
     """A part of an engine's state that may be away from its device.
 
-    The buffers are allocated once and reused, since allocating and pinning host memory takes longer than the copy. They
-    are pinned if the device is a GPU.
+    The buffers are allocated once and reused, since allocating and pinning host memory takes longer than the copy.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -32,9 +96,9 @@ class HostBuffers:
             device: the device that the state leaves; on the CPU "away" is other host memory.
         """
         self.device = device
-        self._away: dict[int, tuple[UntypedStorage, Tensor]] = {}
-        """Memory of the device, by its identity, and the buffer that has its bytes."""
-        self._spare: dict[int, list[Tensor]] = defaultdict(list)
+        self._away: dict[int, tuple[UntypedStorage, list[Tensor]]] = {}
+        """Memory of the device, by its identity, and the parts of the buffer that has its bytes."""
+        self._spare: dict[int, list[list[Tensor]]] = defaultdict(list)
         """Buffers that are not in use, by size in bytes."""
 
     @property
@@ -45,7 +109,7 @@ class HostBuffers:
     @property
     def size(self) -> int:
         """Bytes that are away."""
-        return sum(buffer.numel() for _, buffer in self._away.values())
+        return sum(len(part) for _, buffer in self._away.values() for part in buffer)
 
     def take(self, tensors: Iterable[Tensor]) -> bool:
         """Copy tensors to the buffers, and free their memory on the device. Until `give_back` they can only be read
@@ -57,50 +121,59 @@ class HostBuffers:
         Returns:
             Whether any memory was freed.
         """
-        leaving: list[UntypedStorage] = []
+        leaving: dict[int, UntypedStorage] = {}
         for tensor in tensors:
-            storage = _local(tensor).untyped_storage()
+            storage = local_of(tensor).untyped_storage()
             # memory that torch did not allocate, such as a file's, is host memory already
             if storage.nbytes() == 0 or storage.device != self.device or not storage.resizable():
                 continue
             if storage._cdata not in self._away:
-                buffer = self._buffer(storage.nbytes())
-                buffer.copy_(_bytes_of(storage), non_blocking=True)
-                self._away[storage._cdata] = storage, buffer
-                leaving.append(storage)
+                leaving[storage._cdata] = storage
+        buffers = self._buffers([storage.nbytes() for storage in leaving.values()])
+        for (identity, storage), buffer in zip(leaving.items(), buffers, strict=True):
+            self._away[identity] = storage, buffer
+            for part, on_device in _parts(storage, buffer):
+                part.copy_(on_device, non_blocking=True)
         if leaving:
             self._synchronize()
-        for storage in leaving:
+        for storage in leaving.values():
             storage.resize_(0)
         return bool(leaving)
 
     def give_back(self) -> None:
         """Copy everything that is away back to the device."""
         for storage, buffer in self._away.values():
-            storage.resize_(buffer.numel())
-            _bytes_of(storage).copy_(buffer, non_blocking=True)
-            self._spare[buffer.numel()].append(buffer)
+            size = sum(len(part) for part in buffer)
+            storage.resize_(size)
+            for part, on_device in _parts(storage, buffer):
+                on_device.copy_(part, non_blocking=True)
+            self._spare[size].append(buffer)
         if self._away:
             self._synchronize()
         self._away = {}
 
     def readable(self, tensor: Tensor) -> Tensor:
         """Return a tensor whose values can be read: the tensor itself, or if it is away, one on its buffer."""
-        local = _local(tensor)
+        local = local_of(tensor)
         if local.untyped_storage()._cdata not in self._away:
             return tensor
         _, buffer = self._away[local.untyped_storage()._cdata]
-        on_host = torch.empty(0, dtype=local.dtype)
-        on_host.set_(buffer.untyped_storage(), local.storage_offset(), local.size(), local.stride())
+        spread = sum((size - 1) * stride for size, stride in zip(local.size(), local.stride(), strict=True))
+        start = local.storage_offset() * local.itemsize
+        end = start + (spread + 1) * local.itemsize if local.numel() else start
+        on_host = _range(buffer, start, end).view(local.dtype)
+        on_host = on_host.as_strided(local.size(), local.stride(), on_host.storage_offset())
         # what `.cpu()` makes of a sharded tensor
         if isinstance(tensor, DTensor):
             return DTensor(on_host, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
         return on_host
 
-    def _buffer(self, size: int) -> Tensor:
-        if self._spare[size]:
-            return self._spare[size].pop()
-        return torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+    def _buffers(self, sizes: Sequence[int]) -> list[list[Tensor]]:
+        """Take buffers of these sizes from the spare ones, and new ones where there are too few."""
+        spare = [self._spare[size].pop() if self._spare[size] else None for size in sizes]
+        missing = [size for size, buffer in zip(sizes, spare, strict=True) if buffer is None]
+        new = iter(cut(missing, partial(host_memory, device=self.device)))
+        return [next(new) if buffer is None else buffer for buffer in spare]
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -119,9 +192,28 @@ def release_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_of(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, which may be sharded."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _parts(storage: UntypedStorage, buffer: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each part of a buffer, and the bytes of the device's memory that it is for."""
+    sizes = [len(part) for part in buffer]
+    yield from zip(buffer, _bytes_of(storage).split(sizes), strict=True)
+
+
+def _range(buffer: list[Tensor], start: int, end: int) -> Tensor:
+    """The bytes of a range: those of the buffer itself, unless they lie in several parts."""
+    found: list[Tensor] = []
+    for part in buffer:
+        if start < len(part) and end > 0:
+            found.append(part[max(start, 0) : end])
+        start, end = start - len(part), end - len(part)
+    if len(found) == 1:
+        return found[0]
+    return torch.cat(found) if found else buffer[0][:0]
 
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:

@@ -7,6 +7,7 @@ so the globals are exchanged when another model computes.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -32,6 +33,20 @@ class Layout:
     expert: int = 1
     """Those that share the experts of each layer; they may also share matrices or sequences, or have trajectories of
     their own."""
+
+
+_create_group: Callable[..., dist.ProcessGroup | None] = parallel_state.create_group
+
+
+def _create_own(members: list[int], **options: Any) -> dist.ProcessGroup | None:
+    """Create a group only if this rank is in it. Megatron asks each rank for the groups of all, thousands at 512 ranks,
+    most of which have one member."""
+    if members == [ranks.rank()]:
+        return ranks.group(members, "megatron")
+    return _create_group(members, **options | {"use_local_synchronization": True})
+
+
+parallel_state.create_group = _create_own
 
 
 def _globals() -> dict[str, Any]:

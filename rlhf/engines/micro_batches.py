@@ -13,8 +13,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rlhf.batch import TrajectoryBatch
-    from rlhf.engines.prefix_sharing import Segments, SharedPrompts
+    from rlhf.engines.prefix_sharing import SharedPrompts
+    from rlhf.engines.segments import Segments
 
+MASKED = 2**26
+"""Largest size of the masks of shared prompts, in elements."""
 Layout = Literal["padded", "packed", "shared"]
 """How a micro-batch holds its sequences, each a prompt and its response. padded: one per row, padded on the right.
 packed: one after the other in one row. shared: one row with each prompt once, then all responses."""
@@ -143,7 +146,7 @@ class MicroBatch:
     copies: Int[Tensor, "sequences time"]
     """Number of sequences that each token is part of: 0 for padding, several for a shared prompt."""
     shared: SharedPrompts | Segments | None = None
-    """How the tokens of a row of several sequences attend to each other; None: padded, or as the positions say."""
+    """How the tokens of a row of several sequences attend to each other; None: padded."""
 
     @classmethod
     def of(
@@ -160,14 +163,15 @@ class MicroBatch:
             batch: must have the columns `prompt_ids` and `response_ids`.
             rows: rows of the batch.
             layout: how the sequences are held.
-            varlen: whether rows of several sequences are described by `Segments`.
+            varlen: whether shared prompts are described by `Segments`, however short they are.
 
         Returns:
             The micro-batch, on the CPU.
         """
         import torch
 
-        from rlhf.engines.prefix_sharing import Segments, SharedPrompts
+        from rlhf.engines.prefix_sharing import SharedPrompts
+        from rlhf.engines.segments import Segments
 
         part = batch.take(rows)
         prompts, responses = part.lengths("prompt_ids"), part.lengths("response_ids")
@@ -181,7 +185,9 @@ class MicroBatch:
             numbers = prompt_numbers(part)
             _, first = np.unique(numbers, return_index=True)
             unique, once = prompts[first], part.take(first).flat("prompt_ids")
-            shared = (Segments if varlen else SharedPrompts).of(unique, read, numbers)
+            # the masks of `SharedPrompts` grow with the square of a response
+            by_piece = varlen or int((read * (prompts + read)).sum()) > MASKED
+            shared = (Segments if by_piece else SharedPrompts).of(unique, read, numbers)
             input_ids = np.concatenate([once, response_ids[is_read]])[None]
             copies = np.concatenate([np.repeat(np.bincount(numbers), unique), np.ones(int(read.sum()), np.int64)])[None]
             positions = np.concatenate([_within(unique), _within(read) + np.repeat(prompts, read)])[None]
@@ -201,7 +207,7 @@ class MicroBatch:
             if layout == "packed":
                 input_ids, copies = input_ids[real][None], copies[real][None]
                 positions = np.broadcast_to(time, real.shape)[real][None]
-                shared = Segments.of_sequences(total) if varlen else None
+                shared = Segments.of_sequences(total)
         return cls(
             rows=np.asarray(rows),
             input_ids=torch.from_numpy(input_ids.astype(np.int64)),

@@ -8,18 +8,20 @@ responses. The result is that of whole sequences, except for rounding.
 
 from __future__ import annotations
 
-import inspect
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from rlhf.engines import segments
+from rlhf.engines.segments import Segments
+
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int
     from torch import Tensor
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     from rlhf.engines.kv_cache import CachedPrompts
 
@@ -92,123 +94,12 @@ class SharedPrompts:
         return SharedPrompts(tuple(block.to(device) for block in self.blocks), self.order.to(device))
 
 
-@dataclass(frozen=True)
-class Segments:
-    """How concatenated tokens attend to each other, for a kernel that takes pieces of any lengths.
-
-    A piece is a prompt, a response or a whole sequence. There is neither padding nor a mask: the last token of a piece
-    attends to all keys of the piece, and each token before it to one less.
-    """
-
-    keys: Int[Tensor, " keys"] | None
-    """Indices of the tokens that the pieces attend to, one piece after the other; None: to their own."""
-    query_ends: Int[Tensor, " ends"]
-    """Ends of the pieces in the concatenated tokens, from 0, int32."""
-    key_ends: Int[Tensor, " ends"]
-    """Ends of the pieces in `keys`, from 0, int32."""
-    longest_query: int
-    """Length of the longest piece."""
-    longest_keys: int
-    """Number of keys of the piece that has most."""
-
-    @classmethod
-    def of(cls, prompts: np.ndarray, responses: np.ndarray, prompt_of: np.ndarray) -> Segments:
-        """Describe the concatenation of prompts, and then of their responses; see `SharedPrompts.of`."""
-        starts = np.cumsum(prompts) - prompts
-        response_starts = prompts.sum() + np.cumsum(responses) - responses
-        real = np.flatnonzero(responses)
-        own = [np.arange(start, start + length) for start, length in zip(starts, prompts, strict=True)]
-        read = [
-            np.concatenate(
-                [own[prompt_of[row]], np.arange(response_starts[row], response_starts[row] + responses[row])]
-            )
-            for row in real
-        ]
-        keys = [*own, *read]
-        return cls._of(
-            np.concatenate([prompts, responses[real]]), np.array([len(piece) for piece in keys]), np.concatenate(keys)
-        )
-
-    @classmethod
-    def of_sequences(cls, lengths: np.ndarray) -> Segments:
-        """Describe the concatenation of whole sequences of the given lengths, shape (sequences,)."""
-        return cls._of(lengths, lengths, None)
-
-    @classmethod
-    def _of(cls, queries: np.ndarray, keys: np.ndarray, at: np.ndarray | None) -> Segments:
-        query_ends, key_ends = (
-            torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)) for lengths in (queries, keys)
-        )
-        indices = None if at is None else torch.from_numpy(at)
-        return cls(indices, query_ends, key_ends, int(queries.max()), int(keys.max()))
-
-    def to(self, device: torch.device) -> Segments:
-        """Return the segments on a device."""
-        keys = None if self.keys is None else self.keys.to(device)
-        return replace(self, keys=keys, query_ends=self.query_ends.to(device), key_ends=self.key_ends.to(device))
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it is one kernel, with the lengths of the pieces
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """Compute attention.
-
-        Args:
-            query: shape (tokens, heads, dim).
-            key: shape (tokens, key heads, dim).
-            value: same shape as `key`.
-            scale: factor of the scores; None: 1 / sqrt(dim).
-
-        Returns:
-            The attended values, shape (tokens, heads, dim).
-        """
-        device = query.device.type
-        if query.dtype == torch.float32 and torch.is_autocast_enabled(device):
-            query, key, value = (heads.to(torch.get_autocast_dtype(device)) for heads in (query, key, value))
-        if self.keys is not None:
-            key, value = key.index_select(0, self.keys), value.index_select(0, self.keys)
-        if not query.is_cuda:
-            return self._attend_one_by_one(query, key, value, scale)
-        from torch.nn.attention.varlen import varlen_attn
-
-        attended = varlen_attn(
-            query,
-            key,
-            value,
-            self.query_ends,
-            self.key_ends,
-            self.longest_query,
-            self.longest_keys,
-            scale=scale,
-            window_size=(-1, 0),  # causal, aligned to the last key
-            enable_gqa=query.shape[1] > key.shape[1],
-        )
-        assert isinstance(attended, torch.Tensor)
-        return attended
-
-    def _attend_one_by_one(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """Compute what the kernel computes where there is none, a call per piece."""
-        pieces = []
-        q_sizes, k_sizes = self.query_ends.diff().tolist(), self.key_ends.diff().tolist()
-        of_pieces = (torch.split(heads, sizes) for heads, sizes in ((query, q_sizes), (key, k_sizes), (value, k_sizes)))
-        for q, k, v in zip(*of_pieces, strict=True):
-            visible = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(len(k) - len(q))
-            q, k, v = (tokens.transpose(0, 1)[None] for tokens in (q, k, v))
-            attended = scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=True)
-            pieces.append(attended[0].transpose(0, 1))
-        return torch.cat(pieces)
-
-
 def has_kernel(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> bool:
     """Tell whether PyTorch has a kernel for `Segments` of this model's heads, on this device, in this type."""
-    if device.type != "cuda" or dtype != torch.bfloat16 or torch.cuda.get_device_capability(device) < (8, 0):
-        return False
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return False
     config = model.config.get_text_config()
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     latent = getattr(config, "kv_lora_rank", None) is not None  # keys and values then differ in size
-    return "window_size" in inspect.signature(varlen_attn).parameters and dim % 8 == 0 and dim <= 256 and not latent
+    return segments.has_kernel(dim, device, dtype) and not latent
 
 
 def _similar(*lengths: np.ndarray) -> list[np.ndarray]:
@@ -227,11 +118,11 @@ def _indices(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.nd
     return np.where(real, starts[:, None] + at, 0), real
 
 
-def attention_kinds(model: PreTrainedModel) -> set[str]:
+def attention_kinds(config: PreTrainedConfig) -> set[str]:
     """The kinds of attention of a model's layers, by transformers' names, such as `full_attention`."""
-    config = model.config.get_text_config()
-    window = "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
-    return set(getattr(config, "layer_types", None) or [window])
+    text = config.get_text_config()
+    window = "full_attention" if getattr(text, "sliding_window", None) is None else "sliding_attention"
+    return set(getattr(text, "layer_types", None) or [window])
 
 
 @torch.no_grad()
@@ -251,7 +142,7 @@ def adopt(model: PreTrainedModel) -> bool:
     from transformers.masking_utils import sdpa_mask
 
     implementation = model.config.get_text_config()._attn_implementation
-    if attention_kinds(model) != {"full_attention"} or implementation not in ("sdpa", NAME):
+    if attention_kinds(model.config) != {"full_attention"} or implementation not in ("sdpa", NAME):
         return False
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)

@@ -6,8 +6,10 @@ called, so that this module is cheap to import.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from rlhf.engines.micro_batches import deal
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import ProcessGroup
 
     from rlhf.engines.meeting import Meeting
 
@@ -64,6 +67,35 @@ def initialized() -> None:
     if not dist.is_initialized():
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(_backend(), rank=0, world_size=1, store=store)
+
+
+def group(members: Iterable[int], purpose: str) -> ProcessGroup:
+    """Return the process group of some ranks, of which this rank is one; it is created once.
+
+    Only its members create it, so the number of groups that a rank creates does not grow with the number of ranks. A
+    rank that is in several groups must ask for them in the same order as the other members.
+
+    Args:
+        members: the ranks.
+        purpose: name of what communicates in it. Another purpose has another group of the same ranks, whose calls do
+            not wait for those of this one.
+
+    Returns:
+        The group.
+    """
+    import torch.distributed as dist
+
+    assert dist.group.WORLD is not None
+    return _group(dist.group.WORLD, tuple(members), purpose)
+
+
+@cache
+def _group(world: ProcessGroup, members: tuple[int, ...], purpose: str) -> ProcessGroup:
+    import torch.distributed as dist
+
+    created = dist.new_group(list(members), use_local_synchronization=True, group_desc=purpose)
+    assert isinstance(created, dist.ProcessGroup)
+    return created
 
 
 def _backend() -> str:

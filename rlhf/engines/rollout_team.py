@@ -77,16 +77,15 @@ def formed(size: int, devices: Iterable[str], timeout_s: float) -> RolloutTeam:
 
     if size == 1:
         return RolloutTeam()
-    own_group: ProcessGroup | None = None
-    for first in range(0, ranks.count(), size):  # every rank creates all groups, in the same order
-        members = range(first, first + size)
-        group = dist.new_group(list(members), timedelta(seconds=timeout_s), "gloo")
-        if ranks.rank() in members:
-            own_group = group
+    index = ranks.rank() % size
+    first = ranks.rank() - index
+    group = dist.new_group(
+        list(range(first, first + size)), timedelta(seconds=timeout_s), "gloo", use_local_synchronization=True
+    )
     by_rank: list[tuple[str, ...]] = [()] * size
-    dist.all_gather_object(by_rank, tuple(devices), own_group)
+    dist.all_gather_object(by_rank, tuple(devices), group)
     team_devices = tuple(device for member in by_rank for device in member)
-    return RolloutTeam(ranks.rank() % size == 0, team_devices, own_group)
+    return RolloutTeam(index == 0, team_devices, group)
 
 
 class LentDevices(RolloutEngine):

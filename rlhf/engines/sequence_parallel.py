@@ -14,12 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhf.engines import ranks
 from rlhf.engines.prefix_sharing import attention_kinds
 from rlhf.errors import UserError
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
     from transformers import PreTrainedModel
+
+    from rlhf.engines.segments import Segments
 
 NAME = "ratchet_sequence_parallel"
 
@@ -35,13 +38,11 @@ class Team:
 
     @classmethod
     def of(cls, size: int) -> Team:
-        """Form teams of `size` adjacent ranks and return this process's team; all processes must call this."""
-        count, rank = dist.get_world_size(), dist.get_rank()
-        assert count % size == 0
-        groups = [dist.new_group(list(range(first, first + size))) for first in range(0, count, size)]
-        group = groups[rank // size]
-        assert isinstance(group, dist.ProcessGroup)
-        return cls(size, rank % size, group)
+        """Return this process's team, if `size` adjacent ranks are one; all processes must call this."""
+        assert ranks.count() % size == 0
+        index = ranks.rank() % size
+        first = ranks.rank() - index
+        return cls(size, index, ranks.group(range(first, first + size), "sequence_parallel"))
 
     def check(self, model: PreTrainedModel) -> None:
         """Refuse a model with the wrong number of heads, or layers without full attention."""
@@ -51,7 +52,7 @@ class Team:
                 f"sequence_parallel is {self.size}, which does not divide the model's {config.num_attention_heads} "
                 "attention heads"
             )
-        kinds = attention_kinds(model)
+        kinds = attention_kinds(model.config)
         if kinds != {"full_attention"}:
             raise UserError(f"sequence_parallel needs full attention in every layer, but the model has {sorted(kinds)}")
 
@@ -120,24 +121,6 @@ class Team:
         return whole.shape[1] // self.size
 
 
-def visible(positions: Int[Tensor, "sequences time"]) -> Bool[Tensor, "sequences 1 time time"] | None:
-    """Build the attention mask for packed sequences.
-
-    Args:
-        positions: shape (sequences, time); a packed sequence starts where they do not increase by 1.
-
-    Returns:
-        True where a position may attend, shape (sequences, 1, time, time); None if no sequences are packed, so that
-        plain causal attention is correct.
-    """
-    if bool((positions.diff(dim=1) == 1).all()):
-        return None
-    document = (positions.diff(dim=1, prepend=positions[:, :1]) != 1).cumsum(1)
-    time = torch.arange(positions.shape[1], device=positions.device)
-    causal = time[None, :] <= time[:, None]
-    return ((document[:, :, None] == document[:, None, :]) & causal)[:, None]
-
-
 class _Exchange(torch.autograd.Function):
     """Sends slice i of the first dimension to member i and receives one slice from each; it is its own adjoint."""
 
@@ -180,7 +163,7 @@ def _attention(
     attention_mask: Tensor | None,
     *,
     team: Team,
-    visible: Tensor | None,
+    segments: Segments | None,
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -193,9 +176,12 @@ def _attention(
         key, value = (shares.repeat_interleave(groups, dim=1) for shares in (key, value))
         groups = 1
     query, key, value = (_by_heads(shares, team) for shares in (query, key, value))
+    if segments is not None:
+        real = (heads[0, :, : segments.tokens].transpose(0, 1) for heads in (query, key, value))
+        packed = segments.attend(*real, scaling).transpose(0, 1)[None]
+        attended = torch.nn.functional.pad(packed, (0, 0, 0, query.shape[2] - segments.tokens))
+        return _by_positions(attended, team).transpose(1, 2), None
     if groups > 1:
         key, value = (heads.repeat_interleave(groups, dim=1) for heads in (key, value))
-    attended = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=visible, is_causal=visible is None, scale=scaling
-    )
+    attended = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
     return _by_positions(attended, team).transpose(1, 2), None

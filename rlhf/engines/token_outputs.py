@@ -20,7 +20,7 @@ from rlhf.engines.kernels import Kernels, apply_liger, compile_layers, liger_log
 from rlhf.engines.prefix_sharing import agree
 from rlhf.engines.router_loss import NAME as ROUTER_LOSS
 from rlhf.engines.router_loss import RouterLoss
-from rlhf.engines.sequence_parallel import Team, visible
+from rlhf.engines.sequence_parallel import Team
 from rlhf.errors import UserError
 from rlhf.models.truncated import truncated
 
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from rlhf.engines.prefix_sharing import Segments, SharedPrompts
+    from rlhf.engines.prefix_sharing import SharedPrompts
+    from rlhf.engines.segments import Segments
 
 Head = Literal["policy", "value", "reward"]
 LOGITS_BYTES = 2**28
@@ -68,7 +69,7 @@ class TokenOutputs(torch.nn.Module):
             team: the processes that split each sequence; None: sequences are not split.
             packing: whether sequences are packed.
             share_prompts: whether responses share their prompts, if the model supports it.
-            varlen: whether a row of several sequences is computed as `Segments`, if the model supports it.
+            varlen: whether there is a kernel for `Segments`.
 
         Raises:
             UserError: the log-probs would be wrong, or the model does not support `team`, `packing` or the head.
@@ -91,11 +92,14 @@ class TokenOutputs(torch.nn.Module):
         """What computes the layers and the log-probs."""
         self.vocabulary: VocabularyShare | None = None
         """The part of the head that this process has; None: it has the whole head."""
-        is_adopted = (share_prompts or varlen) and team is None and is_plain and prefix_sharing.adopt(tried)
+        asked = share_prompts or varlen or packing
+        is_adopted = asked and team is None and is_plain and prefix_sharing.adopt(tried)
         self.shares_prompts = share_prompts and is_adopted
         """Whether the model computes a row of shared prompts."""
         self.varlen = varlen and is_adopted
-        """Whether rows of several sequences are described by `Segments`."""
+        """Whether shared prompts are always described by `Segments`, and packing is as fast as padding."""
+        self.takes_segments = is_adopted or team is not None
+        """Whether a row of several sequences is computed as `Segments`; otherwise as its positions say."""
         self._check(packing)
         self.model = model
         if is_adopted or team is not None:
@@ -121,7 +125,7 @@ class TokenOutputs(torch.nn.Module):
             targets: the tokens to predict, shape (tokens,).
             temperature: divisor of the logits.
             outputs: names of the outputs; only `entropy` is optional.
-            shared: how the tokens of a row attend to each other; None: causally, to those of their own sequence.
+            shared: how the tokens of a row of several sequences attend to each other; None: each row is a sequence.
             copies: number of sequences that each token is part of, shape (sequences, time); None: the router's
                 auxiliary loss is not computed.
 
@@ -130,14 +134,14 @@ class TokenOutputs(torch.nn.Module):
             scalar `router_aux_loss` if `copies` is given.
         """
         if self.team is None:
-            attend_to = {} if shared is None else prefix_sharing.inputs(shared)
+            attend_to = {} if shared is None or not self.takes_segments else prefix_sharing.inputs(shared)
             return self._of_tokens(input_ids, position_ids, at, targets, temperature, outputs, copies, **attend_to)
         team = self.team
         before = input_ids.shape[1]
         input_ids, positions = team.padded(input_ids, position_ids)
         time = input_ids.shape[1]
         is_local, local_at = team.mine(at // before * time + at % before, time)
-        attend: dict[str, Any] = {"team": team, "visible": visible(positions)}
+        attend: dict[str, Any] = {"team": team, "segments": shared}
         if copies is not None:
             copies = team.share(torch.nn.functional.pad(copies, (0, time - before)))
         local = self._of_tokens(
@@ -264,7 +268,7 @@ class TokenOutputs(torch.nn.Module):
             self.team.adopt(self.model)
             positions = torch.arange(ids.shape[1], device=ids.device)[None]
             share = [self.team.share(tensor) for tensor in (ids, positions)]
-            hidden = self._hidden(share[0], position_ids=share[1], team=self.team, visible=None)
+            hidden = self._hidden(share[0], position_ids=share[1], team=self.team, segments=None)
             if ranks.largest(int(not agree(hidden, self.team.share(alone)))):
                 raise UserError(f"{name} does not attend over shares of a sequence: leave sequence_parallel out")
 

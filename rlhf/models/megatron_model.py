@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
@@ -15,6 +17,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from torch.nn.functional import linear, pad, scaled_dot_product_attention, silu
 
+from rlhf.engines.segments import Segments
 from rlhf.models.megatron_layout import Place
 
 if TYPE_CHECKING:
@@ -59,19 +62,44 @@ class Attention(torch.nn.Module):
         Returns:
             Shape (time, sequences, heads * size).
         """
-        mask = None
         if self.contexts > 1:
+            time, sequences = query.shape[:2]
             key, value = (
-                gather_from_sequence_parallel_region(of.contiguous(), group=self.group) for of in (key, value)
+                gather_from_sequence_parallel_region(of.contiguous(), group=self.group).flatten(0, 1)
+                for of in (key, value)
             )
-            time = len(key)
-            everyone = [local_positions(time, number, self.contexts, query.device) for number in range(self.contexts)]
-            mask = everyone[self.group.rank()][:, None] >= torch.cat(everyone)
+            segments = _own_segments(time, sequences, self.group.rank(), self.contexts, query.device)
+            attended = segments.attend(query.transpose(0, 1).flatten(0, 1), key, value, None)
+            return attended.reshape(sequences, time, -1).transpose(0, 1)
         query, key, value = (heads.permute(1, 2, 0, 3) for heads in (query, key, value))
         attended = scaled_dot_product_attention(
-            query, key, value, mask, is_causal=mask is None, enable_gqa=query.shape[1] != key.shape[1]
+            query, key, value, is_causal=True, enable_gqa=query.shape[1] != key.shape[1]
         )
         return attended.permute(2, 0, 1, 3).flatten(2)
+
+
+@lru_cache(1)  # for all layers of a micro-batch
+def _own_segments(time: int, sequences: int, context: int, contexts: int, device: torch.device) -> Segments:
+    """Describe how a rank's tokens attend to the gathered ones.
+
+    Args:
+        time: number of the rank's tokens of each sequence.
+        sequences: number of sequences.
+        context: number of the rank.
+        contexts: number of ranks.
+        device: where the result is.
+
+    Returns:
+        The segments of the tokens, sequence by sequence, and of keys in the flattened shape (time, sequences).
+    """
+    host = torch.device("cpu")
+    gathered = torch.cat([local_positions(contexts * time, number, contexts, host) for number in range(contexts)])
+    place = gathered.argsort().numpy() * sequences
+    piece = time // 2
+    ends = np.array([context + 1, 2 * contexts - context]) * piece
+    keys = [place[:end] + sequence for sequence in range(sequences) for end in ends]
+    lengths = np.full(2 * sequences, piece)
+    return Segments.of_pieces(lengths, np.tile(ends, sequences), np.concatenate(keys)).to(device)
 
 
 class Router(TopKRouter):  # type: ignore[misc]

@@ -38,7 +38,7 @@ from rlhf.engines.fsdp_engine import FSDPEngine
 from rlhf.engines.micro_batches import MicroBatch
 from rlhf.engines.model_engine import ModelEngine, float32_model
 from rlhf.engines.optimizers import AdamW
-from rlhf.engines.prefix_sharing import Segments
+from rlhf.engines.segments import Segments
 from rlhf.engines.stored_state import StoredState
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.errors import NotFinite

@@ -15,7 +15,7 @@ import torch
 
 from rlhf.batch import TrajectoryBatch
 from rlhf.config import ModelConfig
-from rlhf.engines.prefix_sharing import Segments
+from rlhf.engines.segments import Segments
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.models import load_actor
 from tests import tiny

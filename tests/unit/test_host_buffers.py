@@ -1,13 +1,18 @@
-"""Host buffers: that state comes back bit by bit, and that no buffer is allocated twice.
+"""Host buffers: that state comes back bit by bit, that no buffer is allocated twice, and that little is wasted.
 
 On the CPU the memory of the device is host memory, too; the code is the same.
 """
 
 from __future__ import annotations
 
+import pytest
 import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen2Config
 
+from rlhf.engines import host_buffers
 from rlhf.engines.host_buffers import HostBuffers, release_memory
+from rlhf.models.skeleton import without_memory
+from tests.unit.test_big_layouts import CONFIGS, LAYERS
 
 CPU = torch.device("cpu")
 
@@ -46,7 +51,7 @@ def test_no_buffer_is_allocated_twice() -> None:
     addresses = []
     for loaded in range(3):
         buffers.take(tensors)
-        addresses.append({buffers.readable(tensor).untyped_storage().data_ptr() for tensor in tensors[:3]})
+        addresses.append({buffers.readable(tensor).data_ptr() for tensor in tensors[:3]})
         buffers.give_back()
         if loaded:
             tensors = state()
@@ -58,3 +63,75 @@ def test_what_is_on_another_device_stays() -> None:
     assert not buffers.take([elsewhere])
     assert buffers.readable(elsewhere) is elsewhere
     release_memory(CPU)
+
+
+def test_buffers_are_cut_from_one_slab() -> None:
+    tensors, buffers = [torch.full((size,), size) for size in range(1, 300)], HostBuffers(CPU)
+    buffers.take(tensors)
+    held = [buffers.readable(tensor) for tensor in tensors]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in held}) == 1
+    assert all(bool((tensor == size).all()) for size, tensor in enumerate(held, 1)), "none has another's place"
+
+
+def test_memory_may_lie_in_several_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as the flat buffers of ZeRO and Megatron. Views lie within one slab, or across their bounds."""
+    monkeypatch.setattr(host_buffers, "SLAB", 1024)
+    monkeypatch.setattr(host_buffers, "SMALL_SLAB", 64)
+    flat = torch.arange(1000, dtype=torch.float32)
+    views = [flat[:256], flat[256:512], flat[200:800].view(20, 30).t(), flat[700:700], flat[1], flat[3::7], flat]
+    expected, buffers = [view.clone() for view in views], HostBuffers(CPU)
+    for _ in range(2):
+        buffers.take(views)
+        assert buffers.size == 4000
+        assert buffers.readable(views[0]).data_ptr() != buffers.readable(views[1]).data_ptr()
+        for view, values in zip(views, expected, strict=True):
+            assert torch.equal(buffers.readable(view), values)
+        buffers.give_back()
+        assert torch.equal(flat, expected[-1])
+
+
+QWEN = Qwen2Config(  # 2.5 of 7.6 billion parameters
+    vocab_size=152064,
+    hidden_size=3584,
+    intermediate_size=18944,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=28,
+    num_key_value_heads=4,
+)
+
+
+def shares(config: PreTrainedConfig, layers: int, ranks: int) -> list[torch.Tensor]:
+    """The float32 weights, moments and counts of steps that a rank holds of a model, without memory."""
+    sizes: list[int] = []
+    with without_memory():
+        model = AutoModelForCausalLM.from_config(config)
+    for name, parameter in model.named_parameters():
+        size = parameter.numel() // ranks
+        sizes += [size, size, size, 1] * (layers // LAYERS if ".layers." in name else 1)
+    return [torch.empty(size, device="meta") for size in sizes]
+
+
+@pytest.mark.parametrize(
+    ("config", "layers", "ranks"),
+    [(QWEN, 28, 8), (QWEN, 28, 1), (CONFIGS["7 B"], 32, 1), (CONFIGS["32 B"], 64, 32), (CONFIGS["70 B"], 80, 64)],
+)
+def test_slabs_take_hardly_more_than_what_leaves(
+    config: PreTrainedConfig, layers: int, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's allocator of pinned memory takes the next power of two of each size that it is asked for."""
+    slabs: list[int] = []
+
+    def allocate(size: int, device: torch.device) -> torch.Tensor:
+        slabs.append(1 << (size - 1).bit_length())
+        return torch.empty(size, dtype=torch.uint8, device=device)
+
+    monkeypatch.setattr(host_buffers, "host_memory", allocate)
+    buffers = HostBuffers(torch.device("meta"))
+    tensors = shares(config, layers, ranks)
+    needed = sum(tensor.nbytes for tensor in tensors)
+    for _ in range(2):
+        buffers.take(tensors)
+        assert buffers.size == needed
+        buffers.give_back()
+    assert sum(slabs) <= 1.05 * needed
+    assert len(slabs) <= 1.05 * needed / host_buffers.SLAB + 10

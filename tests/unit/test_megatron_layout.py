@@ -32,7 +32,8 @@ from rlhf.models.hub_layout import hub_layout
 from rlhf.models.megatron_layout import Place, local_layout, parts_between, refusal
 from tests import tiny
 from tests.extras import needs
-from tests.ranks import in_another_process
+from tests.largest import Largest
+from tests.ranks import in_another_process, only_rank
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 48,
@@ -243,3 +244,28 @@ def test_a_model_that_cannot_be_split_is_refused_before_a_start(tmp_path: Path) 
     says = "^actor.engine megatron cannot compute the actor: pipeline_parallel is 3, which does not divide the model's"
     with pytest.raises(UserError, match=says):
         check_inputs(config)
+
+
+def largest_of_shared_sequences(time: int) -> int:
+    """Elements of the largest tensor that attention creates for a rank that has half of a sequence."""
+    from tests import megatron_on_cpu
+
+    with only_rank(0, 2), megatron_on_cpu.installed(), pytest.MonkeyPatch.context() as patch:
+        from megatron.core.transformer import TransformerConfig
+
+        from rlhf.engines.megatron_groups import Groups, Layout
+        from rlhf.models.megatron_model import Attention
+
+        patch.setattr("rlhf.engines.segments.MASK_ELEMENTS", 2**16)
+        Groups.of(Layout(context=2))
+        config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2, context_parallel_size=2)
+        heads = [torch.zeros((time // 2, 1, 2, 8), requires_grad=True) for _ in range(3)]
+        with Largest() as largest:
+            Attention(config)(*heads).sum().backward()
+        return largest.elements
+
+
+@needs("megatron")
+def test_ranks_that_share_sequences_build_no_mask_of_them() -> None:
+    """Of 131,072 tokens it would take 8 GiB on each of two ranks. Here masks of 65,536 elements are large."""
+    assert in_another_process(largest_of_shared_sequences, 2048) <= 2**16

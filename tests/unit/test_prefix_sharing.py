@@ -6,6 +6,8 @@ else.
 
 from __future__ import annotations
 
+import json
+from contextlib import nullcontext
 from pathlib import Path
 from random import Random
 
@@ -17,11 +19,15 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache, GraniteConfig, GraniteForCausalLM
 
+from infra.execution.driver import check_inputs
 from rlhf.config import ModelConfig
-from rlhf.engines import prefix_sharing
+from rlhf.engines import prefix_sharing, segments
 from rlhf.engines.kv_cache import CachedPrompts, in_place
-from rlhf.engines.prefix_sharing import Segments, SharedPrompts
+from rlhf.engines.prefix_sharing import SharedPrompts
+from rlhf.engines.segments import Segments
+from rlhf.errors import UserError
 from rlhf.models import load_actor
+from tests import tiny
 from tests.padded import properties
 from tests.tiny import model_folder
 
@@ -50,11 +56,16 @@ def row_of(
 
 @properties
 @given(
-    GROUPS.filter(bool), st.sampled_from([1, 2, 4]), st.sampled_from([SharedPrompts, Segments]), st.integers(0, 1000)
+    GROUPS.filter(bool),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([SharedPrompts, Segments]),
+    st.sampled_from([1, 64, 2**24]),
+    st.integers(0, 1000),
 )
 def test_attention_is_that_over_whole_sequences(
-    groups: list[Group], key_heads: int, kind: type[SharedPrompts] | type[Segments], seed: int
+    groups: list[Group], key_heads: int, kind: type[SharedPrompts] | type[Segments], mask_elements: int, seed: int
 ) -> None:
+    """However small the masks are that pieces of it may have."""
     shared, sequences = row_of(groups, kind)
     tokens = sum(prompt + sum(responses) for prompt, responses in groups)
     random = torch.Generator().manual_seed(seed)
@@ -63,7 +74,9 @@ def test_attention_is_that_over_whole_sequences(
         return torch.randn((1, heads, tokens, DIM), generator=random, dtype=torch.float64, requires_grad=True)
 
     query, key, value = inputs = (draw(HEADS), draw(key_heads), draw(key_heads))
-    attended, _ = prefix_sharing._attention(torch.nn.Module(), query, key, value, None, shared=shared, scaling=0.3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(segments, "MASK_ELEMENTS", mask_elements)
+        attended, _ = prefix_sharing._attention(torch.nn.Module(), query, key, value, None, shared=shared, scaling=0.3)
     assert attended.shape == (1, tokens, HEADS, DIM)
     weights = torch.randn(attended.shape, generator=random, dtype=torch.float64)
     expected_sum = torch.zeros((), dtype=torch.float64)
@@ -79,6 +92,25 @@ def test_attention_is_that_over_whole_sequences(
     actual = torch.autograd.grad((attended * weights).sum(), inputs)
     for gradient, expected in zip(actual, torch.autograd.grad(expected_sum, inputs), strict=True):
         torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("size", [32_768, 65_536])
+def test_a_mask_of_a_long_row_is_refused_before_a_start(tmp_path: Path, size: int) -> None:
+    """Of a model that attends within a window."""
+    tiny.workspace(tmp_path)
+    config = tiny.config(tmp_path, actor__packing=True, actor__micro_batch_tokens=size)
+    check_inputs(config)
+    path = Path(config.model.path) / "config.json"
+    window = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}
+    path.write_text(json.dumps(json.loads(path.read_text()) | window))
+    with pytest.raises(UserError, match=MASKED) if size > 32_768 else nullcontext():
+        check_inputs(config)
+
+
+MASKED = (
+    r"^actor.packing true makes rows of actor.micro_batch_tokens = 65536 tokens, for which the layers of the actor and the reference "
+    r"need a mask of 65536 x 65536 positions: lower actor.micro_batch_tokens to 32768, or set actor.packing false"
+)
 
 
 @properties

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedModel
 
+from rlhf.batch import TrajectoryBatch
+from rlhf.engines import micro_batches, ranks
+from rlhf.engines.micro_batches import Layout, MicroBatch
+from rlhf.engines.sequence_parallel import Team
 from rlhf.engines.token_outputs import TokenOutputs
 from rlhf.errors import UserError
+from tests.largest import Largest
 
 SMALL = {
     "vocab_size": 50,
@@ -94,3 +100,43 @@ def test_packing_is_checked_though_prompts_are_shared() -> None:
     assert TokenOutputs(loaded, "policy", share_prompts=True).shares_prompts
     with pytest.raises(UserError, match="OPTForCausalLM does not tell packed sequences apart"):
         TokenOutputs(loaded, "policy", packing=True, share_prompts=True)
+
+
+@pytest.mark.parametrize(
+    ("layout", "has_team", "lengths"),
+    [
+        ("packed", False, [(100, 500), (3, 1), (50, 900), (7, 200)]),
+        ("packed", True, [(100, 500), (3, 1), (50, 900), (7, 200)]),
+        ("shared", False, [(100, 1500)]),
+    ],
+)
+def test_no_mask_has_all_positions(
+    layout: Layout, has_team: bool, lengths: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row of 131,072 tokens would take 16 GiB. Here masks of 1,024 elements are large, and a layer's tensors not."""
+    monkeypatch.setattr(micro_batches, "MASKED", 2**10)
+    monkeypatch.setattr("rlhf.engines.segments.MASK_ELEMENTS", 2**17)
+    loaded, random = model("llama"), np.random.default_rng(0)
+    draws = [[random.integers(3, 50, size).tolist() for size in pair] for pair in lengths]
+    columns = {"prompt_ids": [prompt for prompt, _ in draws], "response_ids": [response for _, response in draws]}
+    micro = MicroBatch.of(TrajectoryBatch.of(columns), range(len(lengths)), layout)
+    arguments = (micro.input_ids, micro.position_ids, micro.at, micro.targets, 1.0, ("log_probs",), micro.shared)
+    alone = [MicroBatch.of(TrajectoryBatch.of(columns), [row]) for row in range(len(lengths))]
+    expected = torch.cat(
+        [
+            TokenOutputs(loaded, "policy")(one.input_ids, None, one.at, one.targets, 1.0, ("log_probs",))["log_probs"]
+            for one in alone
+        ]
+    )
+    gradients = torch.autograd.grad(expected.sum(), list(loaded.parameters()))
+    if has_team:
+        ranks.initialized()
+    module = TokenOutputs(loaded, "policy", team=Team.of(1) if has_team else None, packing=True, share_prompts=True)
+    with Largest() as largest:
+        found = module(*arguments)["log_probs"]
+        actual = torch.autograd.grad(found.sum(), list(loaded.parameters()))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    for gradient, other in zip(actual, gradients, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-4)
+    tokens = micro.input_ids.numel()
+    assert largest.elements <= 128 * tokens < tokens**2 // 8
