@@ -183,8 +183,13 @@ class Idle:
 
 def drop_seconds(count: int) -> float:
     """Seconds until replicas have dropped a shard."""
-    replicas = [Idle() for _ in range(count)]
-    driver = Replicas(replicas, 8, lambda replica, *_: replica.generate())  # type: ignore[arg-type, attr-defined]
+
+    def generate(replica: Any, *_: object) -> list[Generated]:
+        time_is_up: list[Generated] = replica.generate()
+        return time_is_up
+
+    replicas: Any = [Idle() for _ in range(count)]
+    driver = Replicas(replicas, 8, generate)
     keys = [("generate", 0, number) for number in range(2)]
     for key in keys:
         prompts = [(f"p{number}",) for number in range(4 * count)]

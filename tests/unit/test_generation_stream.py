@@ -17,7 +17,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from zlib import crc32
 
 import pyarrow as pa
@@ -768,7 +768,11 @@ def test_replicas_drop_a_shard_all_at_once_and_while_they_generate() -> None:
     busy = [Busy(all_asked) for _ in range(4)]
     reports: Reports = SimpleQueue()
     dropped, kept = ("generate", 0, 0), ("generate", 0, 1)
-    replicas = Replicas(busy, 2, lambda replica, _, prompts: replica.generate(prompts))  # type: ignore[arg-type, attr-defined]
+
+    def generate(replica: Any, weights: Weights, prompts: Sequence[Prompt]) -> Sequence[Generated]:
+        return replica.generate(prompts)  # type: ignore[no-any-return]
+
+    replicas = Replicas(cast("Any", busy), 2, generate)
     for key in (dropped, kept):
         prompts = [(f"p{prompt}",) for prompt in range(8)]
 
