@@ -6,16 +6,17 @@
 GRPO with a reference, all models on the same GPUs, taking turns (`offload_when_idle`), with `fsdp` (one GPU: `torch`)
 and vLLM. "Before" is the code before the work on big models: SHA-256 of gathered tensors after each update, whole
 float32 weights to the rollout through /dev/shm from every process, a snapshot after every iteration in the foreground,
-memory that is not pinned, float32 residuals. "After" is what the project aims at. Lengths, micro-batches and shared
-prompts are those of the project's own code; rates are of data sheets, times what software is assumed to reach
-(`costs.Assumed`).
+memory that is not pinned, float32 residuals, log-probs shard by shard. "After" is what the project aims at. Lengths,
+micro-batches and shared prompts are those of the project's own code; rates are of data sheets, times what software is
+assumed to reach (`costs.Assumed`).
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 import numpy as np
 
@@ -34,12 +35,13 @@ from benchmarks.costs import (
     slowed,
 )
 from infra.execution.snapshots import is_affordable
-from rlhf.config.sections import CheckpointConfig, TrainerConfig, VLLMConfig
-from rlhf.engines.micro_batches import by_prompt, deal
+from rlhf.config.sections import CheckpointConfig, RolloutConfig, TrainerConfig, VLLMConfig
+from rlhf.engines.micro_batches import by_prompt, deal, in_rounds
 from rlhf.engines.model_engine import KEYS_PER_TOKEN
 from rlhf.engines.optimizers import AdamW
 from rlhf.engines.state_digest import MIX
 from rlhf.engines.token_outputs import LOGITS_BYTES
+from tasks.rows import ROWS_PER_RANK
 
 SIZES = (("0.5B", 1), ("7B", 8), ("32B", 32), ("70B", 64))
 """Models and GPUs of the tables."""
@@ -131,17 +133,15 @@ def seeds(setup: Setup) -> float:
     return float(setup.lengths.responses.sum()) / setup.engines * SEED_S
 
 
-def micro_batch_flops(setup: Setup, responses: np.ndarray) -> np.ndarray:
+def dealt(setup: Setup, responses: np.ndarray) -> list[list[tuple[int, float]]]:
     """Divide trajectories into micro-batches as the engines do, with shared prompts.
-
-    All ranks compute a micro-batch at the same time, so the rank that has most counts.
 
     Args:
         setup: the setup.
         responses: tokens of the responses, shape (prompts, n).
 
     Returns:
-        FLOPs of the forward pass of each micro-batch, on one rank.
+        Tokens of each micro-batch, and FLOPs of its forward pass, by rank.
     """
     prompts, n = responses.shape
     prompt_of = np.repeat(np.arange(prompts), n)
@@ -157,7 +157,20 @@ def micro_batch_flops(setup: Setup, responses: np.ndarray) -> np.ndarray:
         return setup.model.forward_flops(once + own.sum(), attended, own.sum() + len(rows))
 
     by_team = deal(sizes, setup.micro_batch_tokens, setup.gpus, packed=True)
-    return np.array([[flops(piece) for piece in pieces] for pieces in by_team]).max(0)
+    return [[(int(sizes[piece].sum()), flops(piece)) for piece in pieces] for pieces in by_team]
+
+
+def micro_batch_flops(setup: Setup, responses: np.ndarray) -> np.ndarray:
+    """FLOPs of the forward pass of each micro-batch of a batch, on the rank that has most: all compute in lockstep."""
+    return np.array([[flops for _, flops in pieces] for pieces in dealt(setup, responses)]).max(0)
+
+
+def together(setup: Setup, shards: Sequence[np.ndarray]) -> np.ndarray:
+    """FLOPs of each round of micro-batches of several shards, on the rank that has most; see `infer_each`."""
+    pieces = [piece for shard in shards for of_rank in dealt(setup, shard) for piece in of_rank if piece[0]]
+    by_rank = in_rounds(np.array([size for size, _ in pieces]), setup.gpus)
+    flops = [[pieces[number][1] for number in numbers] for numbers in by_rank]
+    return np.array([max(of_round) for of_round in zip_longest(*flops, fillvalue=0.0)])
 
 
 def gathered(setup: Setup, assumed: Assumed, size: float) -> float:
@@ -165,10 +178,42 @@ def gathered(setup: Setup, assumed: Assumed, size: float) -> float:
     return slowed(setup.hardware, assumed).gathering(size, setup.gpus)
 
 
-def log_probs(setup: Setup, assumed: Assumed) -> float:
-    """Seconds of a forward pass over all trajectories; layers are gathered while others compute."""
-    compute = micro_batch_flops(setup, setup.lengths.responses) / (setup.hardware.flops * assumed.mfu)
+def log_probs(setup: Setup, assumed: Assumed, rounds: Iterable[np.ndarray]) -> float:
+    """Seconds of a forward pass over all trajectories; layers are gathered while others compute.
+
+    Args:
+        setup: the setup.
+        assumed: what the software reaches.
+        rounds: FLOPs of the rounds of each call.
+    """
+    compute = np.concatenate(list(rounds)) / (setup.hardware.flops * assumed.mfu)
     return float(np.maximum(compute, gathered(setup, assumed, setup.weights)).sum())
+
+
+def at_once(setup: Setup) -> Iterator[np.ndarray]:
+    """The rounds if the trajectories were one shard, in one call."""
+    yield micro_batch_flops(setup, setup.lengths.responses)
+
+
+def by_shard(setup: Setup) -> Iterator[np.ndarray]:
+    """The rounds with a call for each shard."""
+    return (micro_batch_flops(setup, shard) for shard in shards_of(setup))
+
+
+def by_call(setup: Setup) -> Iterator[np.ndarray]:
+    """The rounds with as many shards in a call as the driver puts there if all are ready."""
+    waiting = shards_of(setup)
+    while waiting:
+        call = [waiting.pop(0)]
+        while waiting and setup.gpus > 1 and sum(shard.size for shard in call) < ROWS_PER_RANK * setup.gpus:
+            call.append(waiting.pop(0))
+        yield together(setup, call)
+
+
+def shards_of(setup: Setup) -> list[np.ndarray]:
+    """Tokens of the responses of each shard."""
+    responses, size = setup.lengths.responses, RolloutConfig().prompts_per_shard
+    return [responses[start : start + size] for start in range(0, len(responses), size)]
 
 
 def updates(setup: Setup, assumed: Assumed, *, recomputed: float, reduced: str, step_bytes: int) -> float:
@@ -238,7 +283,7 @@ def before(setup: Setup) -> dict[str, float]:
     to_host = shards / assumed.pageable
     return {
         "generate": generation(setup, assumed) + seeds(setup),
-        "log-probs of actor and reference": 2 * log_probs(setup, assumed),
+        "log-probs of actor and reference": 2 * log_probs(setup, assumed, by_shard(setup)),
         # an optimizer that is not fused reads and writes intermediate results
         "updates": updates(setup, assumed, recomputed=recomputed, reduced="each", step_bytes=60),
         "digest": gathered(setup, assumed, state) + to_host + shards / SHA256_RATE,
@@ -261,7 +306,7 @@ def after(setup: Setup) -> dict[str, float]:
     recomputed = 0.0 if fits is not None and fits[0] == "selective" else 0.5
     parts = {
         "generate": generation(setup, assumed),
-        "log-probs of actor and reference": 2 * log_probs(setup, assumed),
+        "log-probs of actor and reference": 2 * log_probs(setup, assumed, by_call(setup)),
         # parameter and moments are read and written, the gradient is read
         "updates": updates(setup, assumed, recomputed=recomputed, reduced="last", step_bytes=28),
         "digest": shards / FLOAT32 * DIGEST_BYTES / (hardware.hbm * assumed.decode),
@@ -377,6 +422,12 @@ def table(setups: Sequence[Setup]) -> str:
     lines.append("| **iteration** | " + " | ".join(sums) + " |")
     every = [f"{snapshot_every(setup, sum(pair[1].values()))}" for setup, pair in zip(setups, columns, strict=True)]
     lines.append("| snapshot every … iterations | " + " | ".join(f"1 | {number}" for number in every) + " |")
+    ratios = [
+        f"{log_probs(setup, assumed, rounds(setup)) / log_probs(setup, assumed, at_once(setup)):.2f}"
+        for setup in setups
+        for assumed, rounds in ((BEFORE, by_shard), (AFTER, by_call))
+    ]
+    lines.append("| log-probs, to those of one shard | " + " | ".join(ratios) + " |")
     return "\n".join(lines)
 
 

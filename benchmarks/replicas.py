@@ -11,6 +11,12 @@ The speed of a replica is the tokens per second of the trajectories that it comp
 stage, so the two speeds are measured at the same time and have no start and no end in them. "Ideal" is all tokens
 divided by the sum of the speeds. "Halves" is the time that the slow replica would need for half of the tokens. A
 replica "ends" with its last trajectory. The first round is warm-up and does not count; the table has the median round.
+
+    python benchmarks/replicas.py --drop 16 64
+
+Seconds until so many replicas have dropped one of two open shards, while they wait for trajectories of the other one.
+The driver's part is real; a replica is a thread that answers one call after another, as a process on Ray does, and one
+that drops shards meanwhile.
 """
 
 from __future__ import annotations
@@ -21,9 +27,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -37,10 +45,11 @@ import psutil
 
 from benchmarks import parts
 from infra.execution.driver import Driver
-from infra.execution.replicas import Feed
+from infra.execution.replicas import Feed, Replicas
+from infra.store.records import Weights
 from infra.workers.calls import Context, ShardStart
 from infra.workers.rollouts import Generated
-from infra.workers.worker import Worker
+from infra.workers.worker import WAIT_S, Worker
 from tasks.generate import GENERATE, GenerateConfig, begin
 from tasks.restore import ensure_weights
 
@@ -154,12 +163,55 @@ def staged(driver: Driver) -> Round:
     )
 
 
+class Idle:
+    """A replica whose trajectories never become complete."""
+
+    def __init__(self) -> None:
+        self.process, self.drops = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+
+    def submit(self, method: Any, *arguments: Any) -> Future[None]:
+        assert method is Worker.drop
+        return self.drops.submit(lambda: None)
+
+    def call(self, method: Any, *arguments: Any) -> None:
+        self.submit(method, *arguments).result()
+
+    def generate(self, *_: object) -> list[Generated]:
+        self.process.submit(time.sleep, WAIT_S).result()
+        return []
+
+
+def drop_seconds(count: int) -> float:
+    """Seconds until replicas have dropped a shard."""
+
+    def generate(replica: Any, *_: object) -> list[Generated]:
+        time_is_up: list[Generated] = replica.generate()
+        return time_is_up
+
+    replicas: Any = [Idle() for _ in range(count)]
+    driver = Replicas(replicas, 8, generate)
+    keys = [("generate", 0, number) for number in range(2)]
+    for key in keys:
+        prompts = [(f"p{number}",) for number in range(4 * count)]
+        driver.open(key, Weights(version=0, digest=""), lambda _, prompts=prompts: prompts, SimpleQueue())
+    while driver.feed.in_flight < 8 * count:
+        time.sleep(0.01)
+    started = time.perf_counter()
+    driver.drop(keys[:1])
+    return time.perf_counter() - started
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--trajectories", type=int, default=512)
     parser.add_argument("--max-in-flight", type=int, nargs="+", default=[32, 512])
+    parser.add_argument("--drop", type=int, nargs="+", default=[], help="only drop a shard, on so many replicas")
     options = parser.parse_args()
+    for count in options.drop:
+        print(f"{count} replicas: {drop_seconds(count):.2f} s", flush=True)
+    if options.drop:
+        return
     watch()
     prompts = options.trajectories // SAMPLES
     with tempfile.TemporaryDirectory() as folder:

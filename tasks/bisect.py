@@ -139,7 +139,7 @@ def _scored_again(driver: Driver, run: Run, iteration: int) -> pd.DataFrame:
             driver, SCORE, iteration, inputs, shard=number, config=SCORE.config.of(driver.config), began=began
         )
         rows = RowsCall(call, SCORE.compute, SCORE.writes, SCORE.begin)
-        output, _ = on_worker(driver, call.needs, partial(driver.groups.of(None).call, Worker.computed, rows))
+        [output], _ = on_worker(driver, call.needs, partial(driver.groups.of(None).call, Worker.computed, [rows]))
         frames.append(output.batch.table.select(["trajectory_id", "score", "reward_error"]).to_pandas())
     strict = pd.concat(frames, ignore_index=True).rename(columns={"score": "strict", "reward_error": "strict_error"})
     both = own_answers(run.trajectories(iteration, COLUMNS)).merge(strict, on="trajectory_id")

@@ -82,8 +82,9 @@ class Generation(Generic[C, S]):
             if number != writer
         ]
         rows = self.replicas[writer].call(Worker.finish, self.requests.pop(key), others)
-        for number in names.keys() - {writer}:
-            self.replicas[number].call(Worker.drop, (key,))
+        dropping = [self.replicas[number].submit(Worker.drop, (key,)) for number in names.keys() - {writer}]
+        for dropped in dropping:
+            dropped.result()
         return rows
 
     def journal(self) -> None:

@@ -18,6 +18,9 @@ from rlhf.seeding import generator
 from rlhf.stage_config import StageConfig, key
 from tasks.branches import trajectory_index
 
+STEPS = 4
+"""Optimizer steps of a pass over an iteration, by default."""
+
 
 class TrainerStageConfig(StageConfig):
     """The keys of a trainer's section that an update depends on."""
@@ -26,7 +29,7 @@ class TrainerStageConfig(StageConfig):
     lr_schedule: LRScheduleConfig = key("lr_schedule")
     optimizer: Optimizer = key("optimizer")
     ppo_epochs: int = key("ppo_epochs")
-    mini_batch_trajectories: int = key("mini_batch_trajectories")
+    mini_batch_trajectories: int | None = key("mini_batch_trajectories")
     grad_clip: float | None = key("grad_clip")
     micro_batch_tokens: int = key("micro_batch_tokens", operational=True)
 
@@ -46,7 +49,8 @@ def optimizer_steps(
 
     Each epoch covers all trajectories with a token in the losses, in a new order. If their number is not a multiple of
     `mini_batch_trajectories`, because some were left out, the remainder is spread over the mini-batches, so that their
-    sizes differ by at most one trajectory: a small last mini-batch would move the weights as far as a full one.
+    sizes differ by at most one trajectory: a small last mini-batch would move the weights as far as a full one. By
+    default a mini-batch has a quarter of all trajectories, those that are left out included, for the same reason.
 
     Args:
         context: Context of the update, with the column `loss_mask`.
@@ -60,10 +64,12 @@ def optimizer_steps(
         The plan; without optimizer steps if no token is in the losses.
     """
     rows = np.flatnonzero([sum(mask) > 0 for mask in context.batch.list("loss_mask")])
-    _, index = np.unique(trajectory_index(context.batch)[rows], return_inverse=True)
+    trajectories = trajectory_index(context.batch)
+    size = trainer.mini_batch_trajectories or max(1, len(np.unique(trajectories)) / STEPS)
+    _, index = np.unique(trajectories[rows], return_inverse=True)
     branches = np.split(rows[np.argsort(index, kind="stable")], np.cumsum(np.bincount(index))[:-1])
     """The rows of each trajectory, which are learned from in one step."""
-    count = max(1, round(len(branches) / trainer.mini_batch_trajectories)) if len(rows) else 0
+    count = max(1, round(len(branches) / size)) if len(rows) else 0
     mini_batches: list[tuple[int, ...]] = []
     for epoch in range(trainer.ppo_epochs if count else 0):
         draw = generator(seed, context.call.stage, context.iteration, epoch)

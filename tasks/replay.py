@@ -84,7 +84,7 @@ def replay(run: Run, iteration: int) -> Iterator[Replayed]:
             call = call_of(driver, stage, iteration, inputs, shard=number, config=config, began=began)
             rows = RowsCall(call, stage.compute, stage.writes, stage.begin)
             group = driver.groups.of(stage.role)
-            output, _ = on_worker(driver, call.needs, partial(group.call, Worker.computed, rows))
+            [output], _ = on_worker(driver, call.needs, partial(group.call, Worker.computed, [rows]))
             difference = first_difference(store.read_shard(shard), output.batch.table)
             if difference:
                 break

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Self
 
@@ -21,6 +21,10 @@ from tasks.changes import changes_since_term, fingerprint_of
 from tasks.generating import Generation
 from tasks.pipeline import stages_of
 from tasks.stage import RowsStage, Until
+
+ROWS_PER_RANK = 32
+"""Rows of a rank, on average, that are computed together at most: a crash loses what they took. With fewer, ranks wait
+for each other longer; see benchmarks/paper.py."""
 
 
 def run_rows(
@@ -122,12 +126,36 @@ class ShardJob(Generic[C, S]):
         call = call_of(self.driver, stage, self.iteration, self.inputs, shard=shard, attempt=self.attempt)
         return RowsCall(call, stage.compute, stage.writes, stage.begin)
 
-    def compute(self, shard: int) -> ShardCommit:
-        """Compute a shard; the caller commits it."""
+    def compute(self, shards: Sequence[int]) -> list[ShardCommit]:
+        """Compute shards together; the caller commits them. Those from the first one that is not finite are missing."""
         self.check()
-        request, group = self.request(shard), self.driver.groups.of(self.stage.role)
-        rows = on_worker(self.driver, request.call.needs, lambda: group.call(Worker.rows, request))
-        return self.commit(shard, rows, rows.seconds)
+        requests, group = [self.request(shard) for shard in shards], self.driver.groups.of(self.stage.role)
+        computed = on_worker(self.driver, requests[0].call.needs, lambda: group.call(Worker.rows, requests))
+        return [self.commit(shard, rows, rows.seconds) for shard, rows in zip(shards, computed, strict=False)]
+
+    def next_shards(self, done: Container[int]) -> list[int]:
+        """Choose the shards of the next call, and wait for the inputs of the first one. Ranks would wait for each other
+        at the end of each shard, so several ranks compute as many shards as are ready, up to `ROWS_PER_RANK`.
+
+        Args:
+            done: numbers of shards that are computed.
+
+        Returns:
+            Numbers of shards that are not in `done`, at least one.
+        """
+        stage = self.stage
+        sources = [handle for name, handle in self.inputs.items() if stage.reads_shard_of(name)]
+        if not sources:
+            return [next(number for number in range(self.total) if number not in done)]
+        ranks = self.driver.groups.of(stage.role).ranks if stage.infers else 1
+        enough = ROWS_PER_RANK * ranks if ranks > 1 else 0
+        chosen: list[int] = []
+        rows = 0
+        for number, shard in sources[0].shards(beside=done).items():
+            if not chosen or (rows < enough and all(source.has(number) for source in sources)):
+                chosen.append(number)
+                rows += shard.rows
+        return chosen
 
     def commit(self, shard: int, rows: Rows[S], seconds: float) -> ShardCommit:
         """The commit of a shard that was computed and written."""
@@ -145,10 +173,8 @@ class ShardJob(Generic[C, S]):
 
 def _computed(job: ShardJob[C, S], done: Mapping[int, ShardCommit]) -> Iterator[ShardCommit]:
     """Compute the shards that are not in `done`, as their inputs are committed."""
-    sources = [handle for name, handle in job.inputs.items() if job.stage.reads_shard_of(name)]
     while len(done) < job.total:
-        missing = (number for number in range(job.total) if number not in done)
-        yield job.compute(sources[0].any_shard(beside=done) if sources else next(missing))
+        yield from job.compute(job.next_shards(done))
 
 
 def _generated(
@@ -284,6 +310,6 @@ class DynamicSampling(Generic[C, S]):
                     total=config.max_prompts,
                     handle=handles[self.stage.name],
                 )
-                committed = job.compute(number)
+                [committed] = job.compute([number])
                 store.commit(committed)
             handles[follower.name] = StageHandle.so_far(follower.name, {number: committed.data})

@@ -64,7 +64,7 @@ def start(
             after()
         for name, source in inputs.items():
             if stage.reads_shard_of(name):
-                source.any_shard()
+                source.shards()
             else:
                 source.is_skipped()
         run = partial(_run, driver, stage, iteration, inputs, handle)

@@ -134,6 +134,11 @@ class RowsStage(_Stage[C], Generic[C, S]):
     def reads_shard_of(self, name: str) -> bool:
         return self.sharded and bool(self.reads[name])
 
+    @property
+    def infers(self) -> bool:
+        """Whether `compute` may use `Context.engine`, which computes several shards together."""
+        return self.begin is None and self.role not in (None, "reward")
+
     def metrics_of(self, outputs: Sequence[Mapping[str, JsonValue]]) -> dict[str, float]:
         """The stage's metrics, from the committed summaries of all shards."""
         return self.metrics([self.summary.model_validate(output) for output in outputs])

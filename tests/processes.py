@@ -16,7 +16,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Sized
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
@@ -263,14 +263,14 @@ def _count(counts: Path) -> None:
     def write(*what: Any) -> None:
         file.write(json.dumps(what) + "\n")
 
-    def after(owner: type, name: str, describe: Callable[..., tuple[Any, ...]]) -> None:
+    def after(owner: type, name: str, describe: Callable[..., list[tuple[Any, ...]]]) -> None:
         original = getattr(owner, name)
 
         @functools.wraps(original)  # so that Ray sends it by its name, and its workers call their own
         def wrapped(self: Any, *arguments: Any, **options: Any) -> Any:
             result = original(self, *arguments, **options)
-            if not isinstance(arguments[0], Sized) or len(arguments[0]):  # dynamic sampling can empty a shard
-                write(*describe(self, *arguments, **options))
+            for what in describe(self, *arguments, **options):
+                write(*what)
             return result
 
         setattr(owner, name, wrapped)
@@ -284,17 +284,18 @@ def _count(counts: Path) -> None:
             return "fit", 0, -1
         return stage, place(batch.list("trajectory_id")[0]), -1
 
-    def inferred(self: Any, batch: Any, outputs: Any, **_: Any) -> tuple[Any, ...]:
-        return of("values" if self.head == "value" else "old_log_probs" if self.optimizer else "ref_log_probs", batch)
+    def inferred(self: Any, batches: Any, outputs: Any, **_: Any) -> list[tuple[Any, ...]]:
+        stage = "values" if self.head == "value" else "old_log_probs" if self.optimizer else "ref_log_probs"
+        return [of(stage, batch) for batch in batches if len(batch)]  # dynamic sampling can empty a shard
 
-    def updated(self: Any, batch: Any, *_: Any) -> tuple[Any, ...]:
-        return of("update_critic" if self.head == "value" else "update_actor", batch)
+    def updated(self: Any, batch: Any, *_: Any) -> list[tuple[Any, ...]]:
+        return [of("update_critic" if self.head == "value" else "update_actor", batch)] if len(batch) else []
 
-    def rows(self: Any, asked: Any, *_: Any) -> tuple[Any, ...]:
-        return asked.call.stage, asked.call.iteration, asked.call.shard
+    def rows(self: Any, asked: Any) -> list[tuple[Any, ...]]:
+        return [(one.call.stage, one.call.iteration, one.call.shard) for one in asked]
 
     after(Worker, "rows", rows)
-    after(Worker, "finish", rows)  # of a shard that was generated
-    after(HFRollout, "_run", lambda self, rows, _: ("generate", place(rows[0].request.trajectory_id), -1))  # a batch
-    after(TorchEngine, "infer", inferred)
+    after(Worker, "finish", lambda self, asked, *_: rows(self, [asked]))  # of a shard that was generated
+    after(HFRollout, "_run", lambda self, rows, _: [("generate", place(rows[0].request.trajectory_id), -1)])  # a batch
+    after(TorchEngine, "infer_each", inferred)
     after(TorchEngine, "update", updated)

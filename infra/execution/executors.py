@@ -75,20 +75,24 @@ class StageHandle:
         self._wait(lambda: number in self._shards)
         return self._shards[number]
 
-    def any_shard(self, beside: Container[int] = ()) -> int:
+    def shards(self, beside: Container[int] = ()) -> dict[int, ShardRef]:
         """Wait until a shard is committed; shards are committed in any order.
 
         Args:
             beside: numbers of shards that do not count.
 
         Returns:
-            The lowest number of a committed shard, `beside` left out.
+            All shards that are committed so far, `beside` left out, by number in ascending order; at least one.
 
         Raises:
             InputLost: the stage has failed.
         """
         self._wait(lambda: any(number not in beside for number in self._shards))
-        return min(number for number in self._shards if number not in beside)
+        return {number: shard for number, shard in sorted(self._shards.items()) if number not in beside}
+
+    def has(self, number: int) -> bool:
+        """Whether shard `number` (from 0) is committed."""
+        return number in self._shards
 
     def count(self) -> int:
         """Wait until the number of shards is known.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 
 from infra.store.records import Weights
-from infra.workers.calls import ShardKey
+from infra.workers.calls import Pending, ShardKey
 from infra.workers.groups import Replica
 from infra.workers.ray_group import GroupLost
 from infra.workers.rollouts import Generated
@@ -205,8 +205,8 @@ class Replicas:
         self._replicas, self._generate = replicas, generate
         self.feed = Feed(len(replicas), limit)
         self._weights: Weights | None = None
-        self._calls = [threading.Lock() for _ in replicas]
-        """Each is held while its replica generates."""
+        self._opening = [threading.Lock() for _ in replicas]
+        """Each is held while its replica opens the shards of what it has taken."""
         self._threads = [
             threading.Thread(target=self._serve, args=(number,), name=f"replica {number}", daemon=True)
             for number in range(len(replicas))
@@ -239,11 +239,15 @@ class Replicas:
         self.feed.open(key, begin(self._replicas[0]), begin, reports)
 
     def drop(self, keys: Sequence[ShardKey]) -> None:
-        """Forget shards, and cancel what is not complete of them."""
+        """Forget shards, and cancel what is not complete of them: on all replicas at once, while they generate."""
         self.feed.drop(keys)
-        for replica, call in zip(self._replicas, self._calls, strict=True):
-            with call, suppress(GroupLost):  # not between `take` and the submission of what was taken
-                replica.call(Worker.drop, tuple(keys))
+        dropping: list[Pending[None]] = []
+        for replica, opening in zip(self._replicas, self._opening, strict=True):
+            with opening, suppress(GroupLost):  # otherwise a shard might be opened after it was dropped
+                dropping.append(replica.submit(Worker.drop, tuple(keys)))
+        for dropped in dropping:
+            with suppress(GroupLost):
+                dropped.result()
 
     def close(self) -> None:
         """End the threads."""
@@ -256,11 +260,11 @@ class Replicas:
         replica = self._replicas[number]
         try:
             while self.feed.wait(number):
-                with self._calls[number]:
+                with self._opening[number]:
                     prompts = self.feed.take(number)
                     for begin in self.feed.unopened(number, prompts):
                         begin(replica)
-                    assert self._weights is not None
-                    self.feed.put(number, self._generate(replica, self._weights, prompts))
+                assert self._weights is not None
+                self.feed.put(number, self._generate(replica, self._weights, prompts))
         except BaseException as error:
             self.feed.fail(error)

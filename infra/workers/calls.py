@@ -199,6 +199,8 @@ class Context(Generic[C]):
     """The answers of prompts that are drawn with them, by the prompt's number: of its first trajectories."""
     dialogues: Sequence[Dialogue] = ()
     """The complete trajectories of the shard, in the order of `RowsCall.begin`, for a stage that generates."""
+    together: InferenceEngine | None = None
+    """The model of the stage's role, if it computes this shard together with others."""
 
     @property
     def config(self) -> C:
@@ -215,7 +217,7 @@ class Context(Generic[C]):
     @property
     def engine(self) -> InferenceEngine:
         """The model of the stage's role, for inference."""
-        return self.engines.inference(self._role)
+        return self.engines.inference(self._role) if self.together is None else self.together
 
     @property
     def trainer(self) -> TrainEngine:

@@ -25,6 +25,11 @@ class WorkerGroup(Protocol):
     """The processes that hold the models of some roles. A call runs a method of `Worker` in each process and returns
     the first process's answer; `submit` does not wait for it."""
 
+    @property
+    def ranks(self) -> int:
+        """Number of processes."""
+        ...
+
     def call(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> R: ...
 
     def submit(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]: ...

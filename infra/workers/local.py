@@ -19,6 +19,8 @@ R = TypeVar("R")
 class LocalGroup:
     """A `WorkerGroup` of one worker in this process."""
 
+    ranks = 1
+
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
 

@@ -208,6 +208,11 @@ class RayGroup:
         """Rollout teams that have lent their devices to the engine since the last call of all processes."""
         self._lock = threading.RLock()
 
+    @property
+    def ranks(self) -> int:
+        """Number of processes."""
+        return self.pool.workers
+
     def call(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call a method in all processes and return rank 0's answer. Raises the worker's error, or `GroupLost`."""
         return self.submit(method, *args, **kwargs).result()
@@ -377,7 +382,7 @@ class RayGroup:
                 f"{_amounts(available, pool.accelerator_type)}, some of it in use: "
                 "ask for less, or add resources to the cluster"
             )
-        remote = ray.remote(concurrency_groups={"health": 1})(_with_health(RayWorker))
+        remote = ray.remote(concurrency_groups={"health": 1, "drop": 1})(_with_health(RayWorker))
         actors = [
             remote.options(
                 num_cpus=pool.cpus_per_worker,
@@ -479,11 +484,13 @@ def _counted(count: float, one: str) -> str:
 def _asked(actor: Any, term: int, call: partial[Any]) -> Any:
     if call.func is Worker.is_saved:  # answered while the process computes
         return actor.is_saved.remote(*call.args)
+    if call.func is Worker.drop:  # done while the process generates
+        return actor.drop.remote(term, call)
     return actor.do.remote(term, call)
 
 
 def _with_health(cls: type[RayWorker]) -> type[RayWorker]:
-    """A subclass whose `alive`, `serves` and `is_saved` answer while the process computes."""
+    """A subclass whose `alive`, `serves`, `is_saved` and `drop` answer while the process computes."""
     import ray
 
     class Process(cls):  # type: ignore[misc, valid-type]
@@ -494,6 +501,10 @@ def _with_health(cls: type[RayWorker]) -> type[RayWorker]:
         @ray.method(concurrency_group="health")  # type: ignore[untyped-decorator]
         def is_saved(self, role: str) -> tuple[bool, bool]:
             return True, self.worker.is_saved(role)
+
+        @ray.method(concurrency_group="drop")  # type: ignore[untyped-decorator]
+        def drop(self, term: int, call: partial[Any]) -> tuple[bool, Any]:
+            return super().do(term, call)  # type: ignore[no-any-return]
 
         @ray.method(concurrency_group="health")  # type: ignore[untyped-decorator]
         def serves(self) -> tuple[str, int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -72,7 +73,8 @@ class OpenShard:
 
 
 class Rollouts:
-    """The trajectories of one worker, by shard."""
+    """The trajectories of one worker, by shard. A shard may be dropped by another thread than the one that generates,
+    at any time: whatever is still submitted of it is left out."""
 
     def __init__(self, build: Callable[[RolloutEngine], Generator], log: Callable[[str, int], Recorder]) -> None:
         """
@@ -87,6 +89,8 @@ class Rollouts:
         """The shard of each trajectory that was submitted, by `id`."""
         self._restored: list[Dialogue] = []
         """Trajectories that were complete when they were submitted."""
+        self._changing = threading.RLock()
+        """Held while shards and owners change, and never while `wait` waits."""
 
     @property
     def is_empty(self) -> bool:
@@ -140,14 +144,16 @@ class Rollouts:
         if generator.engine is not engine or generator.version != weights.version or generator.is_paused:
             generator.resume(weights.version, engine)
         incomplete: list[tuple[Dialogue, Rules]] = []
-        for key, ids in submitted:
-            shard = self._shards[key]
-            new = [shard.by_id[name] for name in ids if id(shard.by_id[name]) not in self._owners]
-            self._owners |= {id(dialogue): key for dialogue in new}
-            self._restored += [dialogue for dialogue in new if dialogue.finish_reason]
-            incomplete += [(dialogue, shard.start.rules) for dialogue in new if not dialogue.finish_reason]
-        if incomplete:
-            generator.submit(incomplete)
+        with self._changing:
+            for key, ids in submitted:
+                if (shard := self._shards.get(key)) is None:  # it was dropped since
+                    continue
+                new = [shard.by_id[name] for name in ids if id(shard.by_id[name]) not in self._owners]
+                self._owners |= {id(dialogue): key for dialogue in new}
+                self._restored += [dialogue for dialogue in new if dialogue.finish_reason]
+                incomplete += [(dialogue, shard.start.rules) for dialogue in new if not dialogue.finish_reason]
+            if incomplete:
+                generator.submit(incomplete)
 
     def wait(self, timeout_s: float) -> list[Generated]:
         """Wait until trajectories are complete; see `Generator.wait`."""
@@ -159,12 +165,13 @@ class Rollouts:
         except BaseException:
             self._restored = complete  # for the next call: nobody submits them again
             raise
-        for dialogue in complete:
-            if id(dialogue) not in self._owners:  # it was dropped after it was complete
-                continue
-            key, name = self._owners[id(dialogue)], dialogue.request.trajectory_id
-            self._shards[key].complete[name] = dialogue
-            generated.append((key, name))
+        with self._changing:
+            for dialogue in complete:
+                if id(dialogue) not in self._owners:  # it was dropped after it was complete
+                    continue
+                key, name = self._owners[id(dialogue)], dialogue.request.trajectory_id
+                self._shards[key].complete[name] = dialogue
+                generated.append((key, name))
         return generated
 
     def journal(self, iteration: int, stage: str) -> list[dict[str, Any]]:
@@ -200,12 +207,13 @@ class Rollouts:
 
     def drop(self, keys: Sequence[ShardKey]) -> None:
         """Forget shards, and cancel what is not complete of them."""
-        for key in keys:
-            if (shard := self._shards.pop(key, None)) is not None:
-                if self._generator is not None:
-                    self._generator.cancel(shard.by_id.values())
-                for dialogue in shard.by_id.values():
-                    self._owners.pop(id(dialogue), None)
+        with self._changing:
+            for key in keys:
+                if (shard := self._shards.pop(key, None)) is not None:
+                    if self._generator is not None:
+                        self._generator.cancel(shard.by_id.values())
+                    for dialogue in shard.by_id.values():
+                        self._owners.pop(id(dialogue), None)
 
     def drop_all(self) -> None:
         """Forget all shards."""

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -48,6 +48,7 @@ from infra.workers.checkpoints import stored_state
 from infra.workers.engines import Engines
 from infra.workers.resources import Resources
 from infra.workers.rollouts import Generated, Journaled, Rollouts, newest, of_this_release
+from infra.workers.together import Together
 from rlhf.batch import TrajectoryBatch
 from rlhf.config import RunConfig
 from rlhf.data.prompts import encode
@@ -134,35 +135,59 @@ class Worker:
         """The roles whose models this worker holds."""
         return self.engines.roles
 
-    def rows(self, request: RowsCall[C, S]) -> Rows[S]:
-        """Compute one shard and write it, without committing it."""
-        output, seconds = self.computed(request)
-        return self._written(request, output, seconds)
+    def rows(self, requests: Sequence[RowsCall[C, S]]) -> list[Rows[S]]:
+        """Compute shards of a stage and write them, without committing them; see `computed`."""
+        outputs, seconds = self.computed(requests)
+        return [
+            self._written(request, output, seconds / len(outputs))
+            for request, output in zip(requests, outputs, strict=False)
+        ]
 
-    def computed(self, request: RowsCall[C, S]) -> tuple[ShardOutput[S], float]:
-        """Compute one shard without writing it.
+    def computed(self, requests: Sequence[RowsCall[C, S]]) -> tuple[list[ShardOutput[S]], float]:
+        """Compute shards of a stage without writing them. Their rows do not depend on which shards are computed
+        together.
+
+        Args:
+            requests: the calls, which need the same weights.
 
         Returns:
-            The shard's rows and summary, and the compute time in seconds.
+            Rows and summary of each shard, and the compute time in seconds. If a shard is not finite, it and those
+            after it are left out, so that what is committed does not depend on it, either.
 
         Raises:
             Fenced: a newer driver uses the worker.
-            WrongPolicyVersion: the role does not hold the weights of the call.
-            NotFinite: a column contains NaN or infinity.
+            WrongPolicyVersion: the role does not hold the weights of the calls.
+            NotFinite: a column of the first shard contains NaN or infinity.
             EngineLost: the engine died; it was discarded.
         """
-        call = request.call
-        with nullcontext() if call.role is None else self._computing[self.engines.owner(call.role)]:
-            self._check_weights(call)
+        first = requests[0]
+        assert all(request.call.needs == first.call.needs for request in requests)
+        role = first.call.role
+        with nullcontext() if role is None else self._computing[self.engines.owner(role)]:
+            self._check_weights(first.call)
             started = time.perf_counter()
-            if request.begin is None:
-                output = self._output(request, self._context(call, self._read(call)))
+            if first.begin is None:
+                outputs = self._together(requests)
             else:
                 self.engines.rollout()  # on all ranks
                 team = self.engines.team
-                own = [output for _, output in self.generated([request])] if team.leads else None
-                [output] = team.of_leader(own)
-            return output, time.perf_counter() - started
+                own = dict(self.generated(requests)) if team.leads else {}
+                outputs = team.of_leader([own[request.call.shard] for request in requests] if team.leads else None)
+            return outputs, time.perf_counter() - started
+
+    def _together(self, requests: Sequence[RowsCall[C, S]]) -> list[ShardOutput[S]]:
+        role, batches = requests[0].call.role, [self._read(request.call) for request in requests]
+        together = None if role is None else Together(partial(self.engines.inference, role), batches)
+        outputs: list[ShardOutput[S]] = []
+        for request, batch in zip(requests, batches, strict=True):
+            context = replace(self._context(request.call, batch), together=together)
+            try:
+                outputs.append(self._output(request, context))
+            except NotFinite:
+                if not outputs:
+                    raise
+                break
+        return outputs
 
     def generated(self, requests: Sequence[RowsCall[C, S]]) -> Iterator[tuple[int, ShardOutput[S]]]:
         """Compute shards of a stage that generates, all at the same time, with the weights that the rollout has.

@@ -158,8 +158,13 @@ class GAE(AdvantageEstimator):
     """
 
     type: Literal["gae"] = "gae"
-    gamma: float = Field(1.0, ge=0, le=1, description="discount per token")
-    lam: float = Field(0.95, ge=0, le=1, description="GAE's lambda: 0 trusts the critic, 1 the observed return")
+    gamma: float = Field(1.0, ge=0, le=1, description="discount per token (verl, TRL, OpenRLHF)")
+    lam: float = Field(
+        0.95,
+        ge=0,
+        le=1,
+        description="GAE's lambda: 0 trusts the critic, 1 the observed return (TRL; verl and OpenRLHF have 1)",
+    )
     whiten: bool = Field(True, description="shift and scale advantages to mean 0, variance 1 over the batch's tokens")
     needs: ClassVar[tuple[str, ...]] = ("values",)
 

@@ -237,9 +237,11 @@ class PPOClip(TokenLoss):
     """
 
     type: Literal["ppo"] = "ppo"
-    clip_ratio_low: float = Field(0.2, gt=0, lt=1, description="how far below 1 the ratio may go")
-    clip_ratio_high: float = Field(0.2, gt=0, description="how far above 1 the ratio may go")
-    clip_ratio_c: float = Field(3.0, gt=1, description="dual clip: bound of the ratio where the advantage is negative")
+    clip_ratio_low: float = Field(0.2, gt=0, lt=1, description="how far below 1 the ratio may go (verl, TRL, OpenRLHF)")
+    clip_ratio_high: float = Field(0.2, gt=0, description="how far above 1 the ratio may go (verl, TRL, OpenRLHF)")
+    clip_ratio_c: float = Field(
+        3.0, gt=1, description="dual clip: bound of the ratio where the advantage is negative (verl)"
+    )
 
     def token_losses(
         self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, mask: Tokens

@@ -110,9 +110,9 @@ def incompatible(config: RunConfig) -> Iterator[str]:
                 f"state: use {owner}.offload, a lower stage, or {owner}.engine fsdp"
             )
         size = trainer.mini_batch_trajectories
-        if size > total:
+        if size is not None and size > total:
             yield f"{owner}.mini_batch_trajectories is {size}, more than an iteration has ({sizes}): lower it"
-        elif total % size:
+        elif size is not None and total % size:
             yield (
                 f"{owner}.mini_batch_trajectories is {size}, which does not divide {total} ({sizes}): change one of "
                 "them"

@@ -1,4 +1,8 @@
-"""The sections of a run's config. The name of a size contains its unit. This module does not import torch."""
+"""The sections of a run's config. The name of a size contains its unit. This module does not import torch.
+
+The description of a number that changes what is learned names the recipe that its default comes from: verl
+(`ppo_trainer.yaml`), TRL or OpenRLHF; "ours" has no such recipe.
+"""
 
 from __future__ import annotations
 
@@ -92,8 +96,8 @@ class RunSection(Section):
 class LoRAConfig(Section):
     """Train low-rank adapters and freeze the model (arXiv 2106.09685)."""
 
-    r: int = Field(16, gt=0, description="rank of the adapters")
-    alpha: float = Field(32.0, gt=0, description="scale of the adapters: alpha / r")
+    r: int = Field(16, gt=0, description="rank of the adapters (TRL)")
+    alpha: float = Field(32.0, gt=0, description="scale of the adapters: alpha / r (TRL)")
     target_modules: OneOrMore[str] = Field(
         ("all-linear",), min_length=1, description="names of the layers that get adapters"
     )
@@ -208,8 +212,12 @@ class DataConfig(Section):
         None,
         description="draw some prompts together with answers of earlier iterations, other runs or experts; null: off",
     )
-    prompts_per_iteration: int = Field(64, gt=0, description="prompts per iteration")
-    max_prompt_tokens: int = Field(512, gt=0, description="longest prompt in tokens, including the chat template")
+    prompts_per_iteration: int = Field(
+        64, gt=0, description="prompts per iteration (ours: for one GPU; verl and OpenRLHF have 1,024)"
+    )
+    max_prompt_tokens: int = Field(
+        512, gt=0, description="longest prompt in tokens, including the chat template (verl)"
+    )
     generations: str | None = Field(
         None, description="URL of a run whose generations are used instead of new ones; null: generate"
     )
@@ -336,8 +344,10 @@ class RolloutConfig(Section):
         description="generation engine: hf (transformers, in the same process), vllm (extra vllm) or server (over "
         "HTTP)",
     )
-    n: int = Field(4, gt=0, description="trajectories per prompt")
-    temperature: float = Field(1.0, gt=0, description="sampling temperature; all log-probs are computed at it")
+    n: int = Field(4, gt=0, description="trajectories per prompt (ours: verl's examples have 5, TRL has 8)")
+    temperature: float = Field(
+        1.0, gt=0, description="sampling temperature; all log-probs are computed at it (verl, TRL, OpenRLHF)"
+    )
     top_p: float = Field(
         1.0, gt=0, le=1, description="nucleus sampling: draw from the likeliest tokens with this total probability"
     )
@@ -347,7 +357,7 @@ class RolloutConfig(Section):
     min_p: float = Field(
         0.0, ge=0, le=1, description="draw from tokens with at least this share of the likeliest one's probability"
     )
-    max_response_tokens: int = Field(512, gt=0, description="longest response in tokens")
+    max_response_tokens: int = Field(512, gt=0, description="longest response in tokens (verl)")
     seeds: Literal["trajectory", "engine"] = Field(
         "trajectory",
         description="trajectory: each draws with a seed of its own, which a resumed run uses again; engine: with the "
@@ -616,7 +626,7 @@ class AlgorithmConfig(Section):
     distillation: Distillation | None = Field(
         None, description="learn from the teacher's log-probs of what the policy wrote; null: off"
     )
-    entropy_coef: float = Field(0.0, description="weight of the entropy bonus in the actor's loss")
+    entropy_coef: float = Field(0.0, description="weight of the entropy bonus in the actor's loss (verl)")
     rollout_correction: RolloutCorrection | None = Field(
         None,
         description="correct the difference between the rollout's and the trainer's log-probs; null: {weights: {}} if "
@@ -635,7 +645,7 @@ class AlgorithmConfig(Section):
 
 class LRScheduleConfig(Section):
     type: Literal["constant", "linear", "cosine"] = Field("constant", description="shape of the decay after warm-up")
-    warmup_iterations: int = Field(0, ge=0, description="iterations over which the learning rate rises from 0")
+    warmup_iterations: int = Field(0, ge=0, description="iterations over which the learning rate rises from 0 (verl)")
     decay_iterations: int | None = Field(
         None, gt=0, description="iterations from the end of warm-up to the smallest learning rate"
     )
@@ -674,8 +684,13 @@ class TrainerConfig(Section):
         LRScheduleConfig(), description="learning rate over the iterations"
     )
     optimizer: Annotated[Optimizer, _type_may_be_left_out("adamw")] = Field(AdamW(), description="optimizer")
-    ppo_epochs: int = Field(1, gt=0, description="passes over an iteration's trajectories")
-    mini_batch_trajectories: int = Field(64, gt=0, description="trajectories per optimizer step")
+    ppo_epochs: int = Field(1, gt=0, description="passes over an iteration's trajectories (verl, OpenRLHF)")
+    mini_batch_trajectories: int | None = Field(
+        None,
+        gt=0,
+        description="trajectories per optimizer step; null: a quarter of the iteration's (verl's examples: 1,024 "
+        "prompts in steps of 256)",
+    )
     micro_batch_tokens: int = Field(
         16384, gt=0, description="tokens that a process computes at once, including padding"
     )
@@ -720,7 +735,9 @@ class TrainerConfig(Section):
         description="fsdp: free a layer's gathered weights after its forward pass; false: gather weights and sum "
         "gradients once per mini-batch, which is faster, but holds all weights and float32 gradients on each device",
     )
-    grad_clip: float | None = Field(1.0, gt=0, description="largest norm of the gradient; null: no limit")
+    grad_clip: float | None = Field(
+        1.0, gt=0, description="largest norm of the gradient (verl, TRL, OpenRLHF); null: no limit"
+    )
     gradient_checkpointing: Annotated[bool | Literal["selective"] | None, CHECKPOINTING] = Field(
         None,
         description="recompute activations in the backward pass, which saves memory and takes time: true (all within a "
@@ -730,7 +747,7 @@ class TrainerConfig(Section):
 
 
 class ActorConfig(TrainerConfig):
-    lr: float = Field(1e-6, gt=0, description="learning rate")
+    lr: float = Field(1e-6, gt=0, description="learning rate (verl, TRL, OpenRLHF)")
     ema_decay: float | None = Field(
         None,
         gt=0,
@@ -742,10 +759,14 @@ class ActorConfig(TrainerConfig):
 
 class CriticConfig(TrainerConfig):
     model: ModelConfig | None = Field(None, description="backbone of the critic; null: the actor's model")
-    lr: float = Field(1e-5, gt=0, description="learning rate")
-    warmup_iterations: int = Field(0, ge=0, description="iterations at the start in which only the critic learns")
+    lr: float = Field(1e-5, gt=0, description="learning rate (verl)")
+    warmup_iterations: int = Field(
+        0, ge=0, description="iterations at the start in which only the critic learns (verl)"
+    )
     cliprange_value: float | None = Field(
-        0.5, gt=0, description="value loss: how far a value may move from its old one; null: no limit"
+        0.5,
+        gt=0,
+        description="value loss: how far a value may move from its old one (verl, OpenRLHF); null: no limit",
     )
 
 
@@ -800,7 +821,9 @@ class ValidationConfig(Section):
         0, ge=0, description="iterations between validations; 0: only before the first iteration and after the last"
     )
     n: int = Field(1, gt=0, description="trajectories per prompt")
-    temperature: float = Field(1.0, ge=0, description="sampling temperature; 0: greedy")
+    temperature: float = Field(
+        1.0, ge=0, description="sampling temperature; 0: greedy, as in verl (ours: the training's)"
+    )
     before_train: bool = Field(True, description="validate before the first iteration")
     metric: str | None = Field(
         None,

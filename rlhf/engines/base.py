@@ -231,6 +231,23 @@ class InferenceEngine(Protocol):
         Returns:
             Columns by name: one float32 list per row of the batch, with one value per response token.
         """
+        [computed] = self.infer_each([batch], outputs, temperature=temperature, micro_batch_tokens=micro_batch_tokens)
+        return computed
+
+    def infer_each(
+        self, batches: Sequence[TrajectoryBatch], outputs: Iterable[str], *, temperature: float, micro_batch_tokens: int
+    ) -> list[dict[str, pa.Array]]:
+        """Compute the outputs of several batches together, so that fewer ranks wait for others.
+
+        Args:
+            batches: prompts and responses.
+            outputs: see `infer`.
+            temperature: see `infer`.
+            micro_batch_tokens: see `infer`.
+
+        Returns:
+            What `infer` returns for each batch, bit for bit.
+        """
         ...
 
 

@@ -186,12 +186,12 @@ class MegatronEngine(ModelEngine):
         """The module that computes this rank's part of the logits."""
         return self.decoder.output_layer  # type: ignore[no-any-return]
 
-    def infer(
-        self, batch: TrajectoryBatch, outputs: Iterable[str], *, temperature: float, micro_batch_tokens: int
-    ) -> dict[str, pa.Array]:
-        """Compute per-token outputs without gradients; see `InferenceEngine.infer`."""
+    def infer_each(
+        self, batches: Sequence[TrajectoryBatch], outputs: Iterable[str], *, temperature: float, micro_batch_tokens: int
+    ) -> list[dict[str, pa.Array]]:
+        """Compute per-token outputs of several batches; see `InferenceEngine.infer_each`."""
         self.groups.enter()
-        return super().infer(batch, outputs, temperature=temperature, micro_batch_tokens=micro_batch_tokens)
+        return super().infer_each(batches, outputs, temperature=temperature, micro_batch_tokens=micro_batch_tokens)
 
     def update(self, batch: TrajectoryBatch, objective: Objective, plan: OptimizerPlan) -> dict[str, float]:
         """Take the optimizer steps of the plan; see `TrainEngine.update`."""

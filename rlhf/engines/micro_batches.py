@@ -68,6 +68,21 @@ def deal(lengths: np.ndarray, budget: int, teams: int, *, packed: bool = False) 
     return [team_pieces + [order[:0]] * (most - len(team_pieces)) for team_pieces in by_team]
 
 
+def in_rounds(sizes: np.ndarray, teams: int) -> list[np.ndarray]:
+    """Deal pieces to teams of ranks, which compute in lockstep: a round is a piece for each team. The pieces of a round
+    are about as large, so all rounds together take at most as long as the mean of the teams and the largest piece.
+
+    Args:
+        sizes: size of each piece in tokens, shape (pieces,).
+        teams: number of teams.
+
+    Returns:
+        Numbers of each team's pieces, largest first; some teams have one less than the others.
+    """
+    order = np.argsort(-sizes, kind="stable")
+    return [order[team::teams] for team in range(teams)]
+
+
 def prompt_numbers(batch: TrajectoryBatch) -> np.ndarray:
     """Number the prompts of a batch from 0, in the order of their first row; equal prompts have the same number.
 
@@ -122,6 +137,16 @@ def _within_limit(
         sizes[-1] += int(responses[row])
         last = prompt_of[row]
     return [np.array(group) for group in groups], np.array(sizes, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a team computes at once."""
+
+    rows: np.ndarray
+    """Row numbers in the batch; none in a piece that only keeps the team in step."""
+    size: int
+    """Tokens, padding included."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
@@ -20,11 +21,20 @@ import torch
 from rlhf.algorithms.masked import LossNormalizers
 from rlhf.batch import TrajectoryBatch, ragged
 from rlhf.engines import checkpointing, prefix_sharing, ranks, state_digest
-from rlhf.engines.base import OptimizerPlan
+from rlhf.engines.base import InferenceEngine, OptimizerPlan
 from rlhf.engines.checkpointing import Checkpointing
 from rlhf.engines.host_buffers import HostBuffers, release_memory
 from rlhf.engines.kernels import Kernels
-from rlhf.engines.micro_batches import Layout, MicroBatch, by_prompt, by_token_budget, prompt_numbers
+from rlhf.engines.micro_batches import (
+    Layout,
+    MicroBatch,
+    Piece,
+    by_prompt,
+    by_token_budget,
+    deal,
+    in_rounds,
+    prompt_numbers,
+)
 from rlhf.engines.optimizers import AdamW, Optimizer
 from rlhf.engines.parts import Part
 from rlhf.engines.performance import TrainingFlops
@@ -52,7 +62,7 @@ KEYS_PER_TOKEN = 8
 """Tokens whose keys and values in attention take the memory of one token in all layers, roughly."""
 
 
-class ModelEngine(ABC):
+class ModelEngine(InferenceEngine, ABC):
     """A model with its optimizer.
 
     The optimizer's weights and state, which are saved, are float32; with bfloat16 the model computes with rounded
@@ -251,26 +261,34 @@ class ModelEngine(ABC):
         for state in self.optimizer.state.values() if self.optimizer is not None else ():
             yield from state.values()
 
-    def _free_copies(self) -> None:  # noqa: B027  (for engines that make copies)
+    def _free_copies(self) -> None:
         """Free what the device holds in addition to the weights, and can be computed from them."""
 
     # Computing.
 
-    def infer(
-        self, batch: TrajectoryBatch, outputs: Iterable[str], *, temperature: float, micro_batch_tokens: int
-    ) -> dict[str, pa.Array]:
-        """Compute per-token outputs without gradients; see `InferenceEngine.infer`."""
+    def infer_each(
+        self, batches: Sequence[TrajectoryBatch], outputs: Iterable[str], *, temperature: float, micro_batch_tokens: int
+    ) -> list[dict[str, pa.Array]]:
+        """Compute per-token outputs of several batches; see `InferenceEngine.infer_each`.
+
+        Rounding depends on the rows of a micro-batch, so none has rows of two batches: only the micro-batches are dealt
+        to the ranks together.
+        """
         names = tuple(outputs)
-        lengths = batch.lengths("response_ids")
-        starts = np.concatenate([[0], np.cumsum(lengths)])
-        flat = {name: np.zeros(starts[-1], dtype=np.float32) for name in names}
-        micro_batches = list(self._micro_batches(batch, micro_batch_tokens))
-        computed = self._outputs([micro for _, micro in micro_batches], names, temperature)
-        for (rows, _), values_by_name in zip(micro_batches, computed, strict=True):
-            where = np.concatenate([np.arange(starts[row], starts[row + 1]) for row in rows] or [np.arange(0)])
+        lengths = [batch.lengths("response_ids") for batch in batches]
+        starts = [np.concatenate([[0], np.cumsum(of_batch)]) for of_batch in lengths]
+        flat = [{name: np.zeros(of_batch[-1], dtype=np.float32) for name in names} for of_batch in starts]
+        micro_batches = self._dealt(batches, micro_batch_tokens)
+        computed = self._outputs([micro for *_, micro in micro_batches], names, temperature)
+        for (number, rows, _), values_by_name in zip(micro_batches, computed, strict=True):
+            begin, end = starts[number][:-1], starts[number][1:]
+            where = np.concatenate([np.arange(begin[row], end[row]) for row in rows] or [np.arange(0)])
             for name in names:
-                flat[name][where] = values_by_name[name].cpu().numpy()[: len(where)] if self.counts else 0
-        return {name: ragged(self._from_all(values), lengths) for name, values in flat.items()}
+                flat[number][name][where] = values_by_name[name].cpu().numpy()[: len(where)] if self.counts else 0
+        return [
+            {name: ragged(self._from_all(values), of_batch) for name, values in by_name.items()}
+            for by_name, of_batch in zip(flat, lengths, strict=True)
+        ]
 
     def update(self, batch: TrajectoryBatch, objective: Objective, plan: OptimizerPlan) -> dict[str, float]:
         """Take the optimizer steps of the plan; see `TrainEngine.update`."""
@@ -380,14 +398,52 @@ class ModelEngine(ABC):
                 whole[name][rows, : micro.horizon] = micro.padded(values)[: len(rows)] if self.counts else 0
         return {name: ranks.summed(values) for name, values in whole.items()}
 
+    def _dealt(self, batches: Sequence[TrajectoryBatch], budget: int) -> list[tuple[int, np.ndarray, MicroBatch]]:
+        """Split batches into micro-batches, and deal these to the ranks.
+
+        Returns:
+            Number of the batch, rows and micro-batch of each that this rank computes. One without rows repeats another,
+            to stay in step with the other ranks; its result is discarded.
+        """
+        split = [self._split(batch, budget) for batch in batches]
+        pieces = [
+            (number, piece)
+            for number, (_, by_team) in enumerate(split)
+            for piece in chain.from_iterable(by_team)
+            if len(piece.rows)
+        ]
+        by_team = in_rounds(np.array([piece.size for _, piece in pieces], dtype=np.int64), self.share.shares)
+        own = [(pieces[index], True) for index in by_team[self.share.number]]
+        if len(own) < len(by_team[0]):
+            own.append((pieces[by_team[0][-1]], False))
+        return [
+            (
+                number,
+                piece.rows if counts else piece.rows[:0],
+                self._micro_batch(batches[number], piece, split[number][0]),
+            )
+            for (number, piece), counts in own
+        ]
+
     def _micro_batches(
         self, batch: TrajectoryBatch, budget: int, together: int = 1
     ) -> Iterator[tuple[np.ndarray, MicroBatch]]:
         """Split this rank's share of a batch into micro-batches; yields their rows and the micro-batches.
 
-        `together` consecutive rows stay in the same micro-batch. A piece without rows still computes some row, to stay
-        in step with the other ranks; its result is discarded.
+        `together` consecutive rows stay in the same micro-batch. A piece without rows repeats another, to stay in step
+        with the other ranks; its result is discarded.
         """
+        layout, by_team = self._split(batch, budget, together)
+        pieces = [piece for piece in chain.from_iterable(by_team) if len(piece.rows)]
+        for piece in by_team[self.share.number]:
+            computed = piece if len(piece.rows) else min(pieces, key=lambda piece: piece.size)
+            yield piece.rows, self._micro_batch(batch, computed, layout)
+
+    def _micro_batch(self, batch: TrajectoryBatch, piece: Piece, layout: Layout) -> MicroBatch:
+        return MicroBatch.of(batch, piece.rows, layout, varlen=self.module.varlen)
+
+    def _split(self, batch: TrajectoryBatch, budget: int, together: int = 1) -> tuple[Layout, list[list[Piece]]]:
+        """Choose the layout of a batch's micro-batches, and their rows by team; the same on every rank."""
         prompts, responses = batch.lengths("prompt_ids"), np.maximum(batch.lengths("response_ids") - 1, 0)
         lengths = (prompts + responses).reshape(-1, together)
         layout: Layout = "packed" if self.packing else "padded"
@@ -407,10 +463,15 @@ class ModelEngine(ABC):
                 is_shared = may_share and (self.packing or shared[1].sum() <= WORTH_SHARING * padded)
             if is_shared:
                 layout, (groups, sizes) = "shared", shared
-        for chosen in ranks.pieces(sizes, budget, packed=layout != "padded", share=self.share):
-            rows = np.concatenate([groups[number] for number in chosen]) if len(chosen) else np.arange(0)
-            chosen_rows = rows if len(rows) else groups[0]
-            yield rows, MicroBatch.of(batch, chosen_rows, layout, varlen=self.module.varlen)
+        is_packed = layout != "padded"
+
+        def piece(chosen: np.ndarray) -> Piece:
+            rows = np.concatenate([groups[number] for number in chosen] or [np.arange(0)])
+            size = sizes[chosen].sum() if is_packed else len(chosen) * sizes[chosen].max(initial=0)
+            return Piece(rows, int(size))
+
+        by_team = deal(sizes, budget, self.share.shares, packed=is_packed)
+        return layout, [[piece(chosen) for chosen in pieces] for pieces in by_team]
 
     def _forward(
         self, micro: MicroBatch, outputs: Iterable[str], temperature: float, *, with_router: bool = False
@@ -585,19 +646,20 @@ class ModelEngine(ABC):
         return {name: self.weights_buffers.readable(buffer) for name, buffer in buffers.items()}
 
 
-class WithoutAdapters:
+class WithoutAdapters(InferenceEngine):
     """The reference of a LoRA actor: the actor with its adapters off, which takes no extra memory."""
 
     def __init__(self, actor: ModelEngine) -> None:
         """Wrap an actor that has adapters."""
         self.actor = actor
 
-    def infer(
-        self, batch: TrajectoryBatch, outputs: Iterable[str], *, temperature: float, micro_batch_tokens: int
-    ) -> dict[str, pa.Array]:
-        """Compute per-token outputs of the base model; see `InferenceEngine.infer`."""
+    def infer_each(
+        self, batches: Sequence[TrajectoryBatch], outputs: Iterable[str], *, temperature: float, micro_batch_tokens: int
+    ) -> list[dict[str, pa.Array]]:
+        """Compute per-token outputs of the base model; see `InferenceEngine.infer_each`."""
+        infer_each = self.actor.infer_each
         with lora.off(self.actor.model):
-            return self.actor.infer(batch, outputs, temperature=temperature, micro_batch_tokens=micro_batch_tokens)
+            return infer_each(batches, outputs, temperature=temperature, micro_batch_tokens=micro_batch_tokens)
 
 
 def copy_weights(weights: Iterable[tuple[str, Tensor]], model: PreTrainedModel) -> int:

@@ -27,8 +27,8 @@ class AdamW(Options):
     """Names of the state tensors of each parameter; they have the parameter's shape."""
 
     type: Literal["adamw"] = Field("adamw", description="which optimizer")
-    betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="decay rates of the two moments")
-    weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="decay rates of the two moments (TRL)")
+    weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay (TRL, OpenRLHF; verl has 0.01)")
 
     @staticmethod
     def build(*groups: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:

@@ -12,10 +12,6 @@ from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from rlhf.engines.micro_batches import deal
-
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
@@ -149,19 +145,3 @@ class Share:
     def of(cls, sharing: int) -> Share:
         """Return this rank's part if so many adjacent ranks have the same."""
         return cls(rank() // sharing, count() // sharing)
-
-
-def pieces(lengths: np.ndarray, budget: int, *, packed: bool = False, share: Share | None = None) -> list[np.ndarray]:
-    """Split a batch into parts, and this rank's part into pieces within a token budget; see `deal`.
-
-    Args:
-        lengths: length of each row in tokens, shape (rows,).
-        budget: maximum size of a piece in tokens.
-        packed: whether padding does not count towards the budget.
-        share: this rank's part; None: each rank has one.
-
-    Returns:
-        Row numbers of each piece of this rank.
-    """
-    share = Share.of(1) if share is None else share
-    return deal(lengths, budget, share.shares, packed=packed)[share.number]

@@ -11,6 +11,7 @@ import numpy as np
 from rlhf.data.formats import Messages
 from rlhf.data.prompts import beginning, with_response
 from rlhf.engines import ranks
+from rlhf.engines.micro_batches import deal
 from rlhf.errors import UserError
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ class RewardEngine:
         import torch
 
         lengths = np.array([len(row) for row in ids])
-        for rows in ranks.pieces(lengths, budget):
+        for rows in deal(lengths, budget, ranks.count())[ranks.rank()]:
             if not len(rows):
                 continue
             input_ids = torch.full((len(rows), int(lengths[rows].max())), self._padding(ids, rows))

@@ -269,6 +269,44 @@ def test_a_rank_may_have_nothing_to_do(engine: str, policy_folder: Path, batch: 
             assert_close(outputs, infer(alone, kind, batch.take(rows)))
 
 
+SHARDS = ([0], [7], [3, 1, 2], [4, 5, 6])
+"""Rows of the batch."""
+GROUPINGS = ([[0], [1], [2], [3]], [[0, 1, 2, 3]], [[0], [1, 2, 3]], [[3, 1], [2, 0]])
+"""Numbers of shards, by the call that computes them."""
+
+
+def run_groupings(kind: Kind, batch: TrajectoryBatch) -> list[tuple[int, list[Any]]]:
+    """For each grouping, the number of forward passes, and the outputs of each shard."""
+    engine: Any = kind.build()
+    passes: list[Any] = []
+    engine.module.register_forward_hook(lambda *_: passes.append(None))
+    found = []
+    for grouping in GROUPINGS:
+        passes.clear()
+        outputs: dict[int, Any] = {}
+        for numbers in grouping:
+            batches = [batch.take(SHARDS[number]) for number in numbers]
+            computed = engine.infer_each(batches, kind.outputs, temperature=0.7, micro_batch_tokens=20)
+            outputs |= dict(zip(numbers, computed, strict=True))
+        found.append((len(passes), [outputs[number] for number in range(len(SHARDS))]))
+    return found
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_shards_that_are_computed_together_have_the_same_bits(
+    engine: str, policy_folder: Path, batch: TrajectoryBatch, ranks: Ranks
+) -> None:
+    """And take fewer passes than one by one: of a shard with one row, a rank has none."""
+    kind = kind_of(engine, "policy", policy_folder, policy_folder)
+    alone = ENGINES["torch"](kind.folder, kind.head)
+    for (passes, one_by_one), *grouped in ranks(run_groupings, kind, batch):
+        for rows, outputs in zip(SHARDS, one_by_one, strict=True):
+            found = {name: column.to_pylist() for name, column in outputs.items()}
+            assert_close(found, infer(alone, kind, batch.take(rows)))
+        assert all(outputs == one_by_one for _, outputs in grouped)
+        assert grouped[0][0] < passes
+
+
 def run_weights(kind: Kind, dtype: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """What a rollout in a type gets from an engine that computes in it, and what the engine itself holds."""
     engine: Any = kind.build(dtype=dtype)

@@ -139,9 +139,17 @@ def test_drivers_and_workers_that_are_killed_leave_no_trace(runs: Runs) -> None:
 
     # the driver dies: the next one finds the models where they are
     config = runs.config("driver", checkpoint__background=True)
-    killed = runs.train(config, Fault("create", '{"kind":"stage","iteration":1,"stage":"update_critic"'))
+    killed = runs.train(config, Fault("create", '{"kind":"shard","iteration":0,"stage":"old_log_probs"'))
     assert killed.wait() == -signal.SIGKILL, killed.text
     assert "starting pool train" in killed.text
+    history = History.of(config)
+    assert list(history.run.store.committed_shards("old_log_probs", 0)) == [0]
+    assert len(list(runs.processes.folder.glob("runs/driver/trajectories/old_log_probs/iteration=000000/*"))) == 2, (
+        "the ranks computed both shards together; the next driver has only the second one to compute"
+    )
+    killed = runs.train(config, Fault("create", '{"kind":"stage","iteration":1,"stage":"update_critic"'))
+    assert killed.wait() == -signal.SIGKILL, killed.text
+    assert "starting pool" not in killed.text
     held = {process.pid for process in computing()}
     assert len(held) == 2
     resumed = runs.train(config)
@@ -333,7 +341,7 @@ def test_a_group_whose_ranks_part_begins_anew(runs: Runs, tmp_path: Path) -> Non
         group.call(Worker.load, "actor", weights, None)
         assert group.call(Worker.has_weights, "actor", weights)
         with pytest.raises(StoreUnavailable, match="rank 1"):
-            group.call(Worker.rows, asked)
+            group.call(Worker.rows, [asked])
         assert not group.call(Worker.has_weights, "actor", weights), "new processes hold nothing"
         group.term = 3
         group.call(Worker.load, "actor", weights, None)
@@ -355,8 +363,11 @@ def test_ranks_that_wait_in_vain_are_replaced(runs: Runs, tmp_path: Path) -> Non
     weights = Weights(version=0, digest="first")
     try:
         group.call(Worker.load, "actor", weights, None)
+        waiting = group.submit(Worker.rows, [asked])
+        for replica in group.replicas():
+            replica.call(Worker.drop, [asked.key])  # a process drops shards while it waits
         with pytest.raises(GroupLost, match=r"rank 0 failed: .*gloo.*[Tt]imed out"):
-            group.call(Worker.rows, asked)
+            waiting.result()
         assert not group.call(Worker.has_weights, "actor", weights), "new processes hold nothing"
     finally:
         group.end()

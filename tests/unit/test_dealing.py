@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import numpy as np
 import pytest
 import torch.distributed as dist
@@ -9,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf.engines import ranks
-from rlhf.engines.micro_batches import deal
+from rlhf.engines.micro_batches import deal, in_rounds
 from rlhf.engines.sequence_parallel import Team
 from tests.padded import properties
 from tests.ranks import in_another_process, only_rank
@@ -43,11 +45,35 @@ def test_teams_get_about_the_same_number_of_tokens(lengths: np.ndarray, teams: i
     assert max(tokens) - min(tokens) <= lengths.max(initial=0) - (lengths.min() if even else 0)
 
 
+@properties
+@given(st.lists(LENGTHS, min_size=1, max_size=6), st.integers(1, 64), st.integers(1, 20_000), st.booleans())
+def test_pieces_of_several_shards_keep_all_teams_busy(
+    shards: list[np.ndarray], teams: int, budget: int, packed: bool
+) -> None:
+    """As many rounds as the pieces need, and of pieces of one size: they take the mean of the teams at most, and in
+    addition the largest piece."""
+    dealt = [deal(lengths, budget, teams, packed=packed) for lengths in shards]
+    alone = sum(len(by_team[0]) for by_team in dealt)
+    pieces = [
+        lengths[piece].sum() if packed else len(piece) * lengths[piece].max()
+        for lengths, by_team in zip(shards, dealt, strict=True)
+        for piece in chain.from_iterable(by_team)
+        if len(piece)
+    ]
+    sizes = np.array(pieces, dtype=np.int64)
+    by_team = in_rounds(sizes, teams)
+    assert sorted(number for own in by_team for number in own.tolist()) == list(range(len(sizes)))
+    rounds = [max(sizes[own[number]] for own in by_team if number < len(own)) for number in range(len(by_team[0]))]
+    assert len(rounds) == -(-len(sizes) // teams) <= alone
+    assert sum(rounds) <= sizes.sum() / teams + sizes.max(initial=0)
+
+
 def dealt_to(rank: int, size: int, lengths: np.ndarray) -> tuple[list[list[int]], int, list[int]]:
     """The rows of a rank's pieces, its place in its team, and the team's ranks."""
     with only_rank(rank, 64):
         team = Team.of(size)
-        own = [piece.tolist() for piece in ranks.pieces(lengths, 16384, packed=True, share=ranks.Share.of(size))]
+        share = ranks.Share.of(size)
+        own = [piece.tolist() for piece in deal(lengths, 16384, share.shares, packed=True)[share.number]]
         return own, team.index, dist.get_process_group_ranks(team.group)
 
 

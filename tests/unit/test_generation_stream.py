@@ -10,12 +10,14 @@ import asyncio
 import itertools
 import math
 import sys
+import threading
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
 from copy import deepcopy
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from zlib import crc32
 
 import pyarrow as pa
@@ -25,11 +27,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine as Machine
 from hypothesis.stateful import initialize, invariant, precondition, rule, run_state_machine_as_test
 
-from infra.execution.replicas import Complete, Feed, Prompt, Reports
+from infra.execution.replicas import Complete, Feed, Prompt, Replicas, Reports
 from infra.store.records import Weights
 from infra.workers.calls import Call, Context, RowsCall, ShardKey, ShardStart
 from infra.workers.rollouts import Generated, Journaled, Rollouts, newest
-from infra.workers.worker import JOURNAL
+from infra.workers.worker import JOURNAL, Worker, in_background
 from rlhf.agents.sessions import Recorder
 from rlhf.engines import event_loop
 from rlhf.engines.base import Chunk, Request, RolloutEngine, Sampling, limit_of
@@ -43,6 +45,8 @@ T = TypeVar("T")
 
 STAGES = ("generate", "validate")
 """They use the same trajectory ids."""
+LIMIT_S = 60.0
+"""After which what does not happen fails a test."""
 HEARD = 7
 """The token of every letter that an environment says."""
 MAX_TURNS = 3
@@ -727,3 +731,63 @@ def test_a_replica_that_fails_is_reported_to_every_stage() -> None:
     assert not feed.wait(1)
     with pytest.raises(EngineLost):
         feed.open(("generate", 2, 0), [("a",)], lambda replica: None, stages[0])
+
+
+class Busy:
+    """A replica that generates until it has dropped a shard, and drops nothing before all replicas are asked to."""
+
+    def __init__(self, all_asked: threading.Barrier) -> None:
+        self.all_asked = all_asked
+        self.generates, self.has_dropped = threading.Event(), threading.Event()
+        self.calls: list[tuple[str, ShardKey]] = []
+
+    def begin(self, key: ShardKey) -> None:
+        self.calls.append(("begin", key))
+
+    def call(self, method: Any, *arguments: Any) -> Any:
+        return self.submit(method, *arguments).result(LIMIT_S)
+
+    def submit(self, method: Any, keys: tuple[ShardKey, ...]) -> Future[None]:
+        assert method is Worker.drop
+
+        def drop() -> None:
+            self.all_asked.wait(LIMIT_S)
+            self.calls += [("drop", key) for key in keys]
+            self.has_dropped.set()
+
+        return in_background(drop)
+
+    def generate(self, prompts: Sequence[Prompt]) -> list[Generated]:
+        self.generates.set()
+        assert self.has_dropped.wait(LIMIT_S), "it waits for a trajectory, and the drop for it"
+        return [(key, name) for key, names in prompts for name in names]
+
+
+def test_replicas_drop_a_shard_all_at_once_and_while_they_generate() -> None:
+    all_asked = threading.Barrier(4)
+    busy = [Busy(all_asked) for _ in range(4)]
+    reports: Reports = SimpleQueue()
+    dropped, kept = ("generate", 0, 0), ("generate", 0, 1)
+
+    def generate(replica: Any, weights: Weights, prompts: Sequence[Prompt]) -> Sequence[Generated]:
+        return replica.generate(prompts)  # type: ignore[no-any-return]
+
+    replicas = Replicas(cast("Any", busy), 2, generate)
+    for key in (dropped, kept):
+        prompts = [(f"p{prompt}",) for prompt in range(8)]
+
+        def begin(replica: Any, key: ShardKey = key, prompts: Any = prompts) -> Any:
+            replica.begin(key)
+            return prompts
+
+        replicas.open(key, Weights(version=0, digest=""), begin, reports)
+    assert all(replica.generates.wait(LIMIT_S) for replica in busy)
+    replicas.drop([dropped])
+    while (report := reports.get(timeout=LIMIT_S)) is None:
+        pass
+    assert isinstance(report, Complete)
+    assert report.key == kept
+    replicas.close()
+    for replica in busy:
+        assert replica.calls.count(("drop", dropped)) == 1
+        assert ("begin", dropped) not in replica.calls[replica.calls.index(("drop", dropped)) :]

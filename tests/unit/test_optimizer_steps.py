@@ -11,9 +11,12 @@ from infra.workers.engines import Engines
 from infra.workers.resources import Resources
 from rlhf.batch import TrajectoryBatch
 from rlhf.config import parse_config
+from rlhf.config.sections import ActorConfig
 from rlhf.engines.base import OptimizerPlan
 from tasks.optimizer_steps import optimizer_steps
 from tasks.update_actor import UpdateActorConfig
+
+UNSET = {"mini_batch_trajectories": ActorConfig().mini_batch_trajectories}
 
 
 def schedule(masks: list[list[int]], iteration: int = 0, skipped: int = 0, **actor: Any) -> OptimizerPlan:
@@ -21,7 +24,7 @@ def schedule(masks: list[list[int]], iteration: int = 0, skipped: int = 0, **act
     tree = {
         "model": {"path": "model"},
         "data": {"train": "prompts", "prompts_per_iteration": 16},
-        "actor": {"mini_batch_trajectories": 16, **actor},
+        "actor": {"mini_batch_trajectories": 16} | actor,
     }
     config = parse_config(tree, "here")
     seen = UpdateActorConfig.of(config)
@@ -49,6 +52,18 @@ def test_the_remainder_is_shared_out(rows: int, sizes: list[int]) -> None:
     for epoch in (steps[: len(sizes)], steps[len(sizes) :]):
         assert sorted(row for step in epoch for row in step) == list(range(rows))
     assert rows == 1 or steps[: len(sizes)] != steps[len(sizes) :], "an order of its own"
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes"), [(8192, [2048] * 4), (254, [64, 64, 63, 63]), (6, [2, 2, 1, 1]), (4, [1] * 4), (2, [1, 1])]
+)
+def test_by_default_an_iteration_has_four_steps_whatever_its_size(rows: int, sizes: list[int]) -> None:
+    assert [len(step) for step in schedule([[1]] * rows, **UNSET).mini_batches] == sizes
+
+
+def test_a_step_is_not_smaller_because_trajectories_are_left_out() -> None:
+    masks = [[0, 1] if row % 2 else [0] for row in range(64)]
+    assert [len(step) for step in schedule(masks, **UNSET).mini_batches] == [16, 16]
 
 
 def test_trajectories_without_a_token_in_the_losses_take_no_part() -> None:

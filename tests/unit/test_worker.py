@@ -1,21 +1,32 @@
-"""A worker applies an update once, or says that it cannot know."""
+"""A worker applies an update once, or says that it cannot know; and it computes shards alone or together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Event
+from typing import Any
 
+import pyarrow as pa
 import pytest
 
+from infra.execution.driver import Driver
+from infra.execution.executors import StageHandle
 from infra.store.log import Fenced, RunLog
 from infra.store.object_store import ObjectStore
-from infra.store.records import Weights
+from infra.store.records import ShardRef, Weights
 from infra.store.run_store import RunStore
 from infra.workers.calls import Call, Context, RowsCall, ShardOutput, ShardSummary, UpdateCall
 from infra.workers.engines import Engines
 from infra.workers.worker import Worker, WrongPolicyVersion
+from rlhf.batch import TrajectoryBatch
+from rlhf.errors import NotFinite
+from rlhf.schema import Column
 from rlhf.stage_config import StageConfig
+from tasks.old_log_probs import OLD_LOG_PROBS, OldLogProbsConfig, old_log_probs
+from tasks.rows import ShardJob
+from tasks.score import SCORE
 from tests import tiny
 
 BEFORE = Weights(version=3, digest="3 steps")
@@ -74,7 +85,7 @@ def test_a_worker_that_failed_in_the_middle_asks_to_be_restored(worker: Worker) 
     with pytest.raises(WrongPolicyVersion, match="actor"):
         worker.update(UpdateCall(call(), step))
     with pytest.raises(WrongPolicyVersion, match="actor"):
-        worker.rows(RowsCall(call(), nothing, ()))
+        worker.rows([RowsCall(call(), nothing, ())])
     with pytest.raises(AssertionError, match="no state to save"):
         worker.begin_save("actor")
 
@@ -168,3 +179,75 @@ def test_a_worker_of_a_deleted_run_waits_for_what_it_still_writes(
     worker.begin_save("actor")
     worker.close()
     assert written.is_set()
+
+
+def test_shards_of_one_call_have_the_rows_that_each_has_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny.workspace(tmp_path)
+    config, store = tiny.config(tmp_path), RunStore(ObjectStore(f"file://{tmp_path}/run"))
+    store.write_as(1)
+    worker = Worker(config, store, ["actor"])
+    worker.load("actor", BEFORE, None)
+    asked: list[int] = []
+    engine = worker.engines.model("actor")
+    infer_each = engine.infer_each
+
+    def watched(batches: Sequence[TrajectoryBatch], *arguments: Any, **options: Any) -> Any:
+        asked.append(len(batches))
+        return infer_each(batches, *arguments, **options)
+
+    monkeypatch.setattr(engine, "infer_each", watched)
+    requests = []
+    for shard, lengths in enumerate([[3, 9, 1], [5], [2, 8]]):
+        rows = {
+            "trajectory_id": [f"{shard}-{row}" for row in range(len(lengths))],
+            "prompt_ids": [[5] * length for length in lengths],
+            "response_ids": [[7 + length] * length for length in lengths],
+        }
+        read = store.write_shard(0, "generate", 0, shard, TrajectoryBatch.of(rows).table)
+        inputs = (((read,), ("prompt_ids", "response_ids")),)
+        of_stage = OldLogProbsConfig.of(config)
+        this = Call(1, "old_log_probs", 0, of_stage, inputs, shard=shard, role="actor", weights=BEFORE)
+        requests.append(RowsCall(this, old_log_probs, OLD_LOG_PROBS.writes))
+    together = worker.rows(requests)
+    alone = [rows for request in requests for rows in worker.rows([request])]
+    assert asked == [3, 1, 1, 1]
+    assert [rows.shard for rows in together] == [rows.shard for rows in alone], "the same files, by their digests"
+
+
+def test_a_shard_that_is_not_finite_stops_none_before_it(tmp_path: Path) -> None:
+    def compute(context: Context[StageConfig]) -> ShardOutput[ShardSummary]:
+        value = math.nan if context.shard == 1 else 1.0
+        return ShardOutput(TrajectoryBatch.of({"trajectory_id": ["a"], "value": [value]}), ShardSummary())
+
+    store = RunStore(ObjectStore(f"file://{tmp_path}"))
+    store.write_as(1)
+    worker = Worker(tiny.config(tmp_path), store, ())
+    writes = (Column("value", pa.float32(), "odd", "a number"),)
+    requests = [RowsCall(Call(1, "odd", 0, StageConfig(), shard=shard), compute, writes) for shard in range(3)]
+    [first] = worker.rows(requests)
+    assert first.shard is not None and first.shard.key.endswith("00000.parquet")
+    with pytest.raises(NotFinite, match="odd computed nan"):
+        worker.rows(requests[1:])
+
+
+@pytest.mark.parametrize(
+    ("workers", "stage", "done", "chosen"),
+    [
+        (2, OLD_LOG_PROBS, [], [0, 1]),  # 80 rows: at least 32 for each rank
+        (2, OLD_LOG_PROBS, [1], [0, 3]),
+        (3, OLD_LOG_PROBS, [], [0, 1, 3]),
+        (4, OLD_LOG_PROBS, [], [0, 1, 3]),  # the others are not ready
+        (1, OLD_LOG_PROBS, [], [0]),
+        (2, SCORE, [], [0]),
+    ],
+)
+def test_a_call_has_as_many_shards_as_the_ranks_need(
+    tmp_path: Path, workers: int, stage: Any, done: list[int], chosen: list[int]
+) -> None:
+    tiny.workspace(tmp_path)
+    config = tiny.config(tmp_path, pools={"train": {"workers": workers}})
+    store = RunStore(ObjectStore(f"file://{tmp_path}/run"))
+    shards = {number: ShardRef(key=f"{number}", sha256="", rows=40, bytes=0) for number in (0, 1, 3)}
+    handle = StageHandle.so_far("generate", shards)
+    job = ShardJob(Driver(config, store), stage, 0, {"generate": handle}, 0, 5, StageHandle(stage.name))
+    assert job.next_shards(done) == chosen
