@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -16,6 +16,7 @@ from infra.served import served
 from rlhf.data.datasets import MESSAGES
 from rlhf.data.examples import example_of
 from rlhf.data.files import read
+from rlhf.data.folders import name_of
 from rlhf.data.formats import Messages
 from rlhf.errors import UserError, counted
 
@@ -167,9 +168,9 @@ def _of_file(url: str) -> Iterator[dict[str, Any]]:
             )
         prompt, response = example
         yield {
-            "id": str(row.get("id") or f"{Path(url).stem}-{number:06d}"),
+            "id": str(row.get("id") or f"{name_of(url)}-{number:06d}"),
             "source": url,
-            "data_source": str(row.get("data_source") or Path(url).stem),
+            "data_source": str(row.get("data_source") or name_of(url)),
             "prompt": prompt,
             "response": response,
             "score": _score(row, where),
@@ -190,6 +191,9 @@ def _score(row: Mapping[str, Any], where: str) -> float | None:
     column = next((name for name in SCORES if row.get(name) is not None), None)
     if column is None:
         return None
-    if not isinstance(row[column], int | float):
+    value = row[column]
+    with suppress(ValueError):
+        value = json.loads(value.lower()) if isinstance(value, str) else value  # CSV has texts
+    if not isinstance(value, int | float):
         raise UserError(f"{where}: {column} is {row[column]!r:.60}: write a number, or true and false")
-    return float(row[column])
+    return float(value)
