@@ -877,7 +877,9 @@ def ingest(
     from rlhf.data.folders import ENDINGS
 
     is_file = [source.endswith(ENDINGS) or Path(source).is_file() for source in sources]
-    logs = [source if of_file else open_run(url_of(source, store)) for source, of_file in zip(sources, is_file, strict=True)]
+    logs = [
+        source if of_file else open_run(url_of(source, store)) for source, of_file in zip(sources, is_file, strict=True)
+    ]
     ingested = read_logs(logs, ratings, min_score)
     make_folder(output)
     for name, table in (("prompts", ingested.prompts), ("trajectories", ingested.trajectories)):

@@ -47,6 +47,8 @@ TRAJECTORIES = pa.schema(
 """Columns of the trajectories. Those of tokens are null if the log is a file of texts."""
 SCORES = ("score", "rating")
 """Columns of a rating, in order of precedence."""
+TOOLS = "tools, or /v1/completions"
+"""Why an answer is left out whose prompt a dataset cannot hold."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def ingest(sources: Sequence[Run | str], ratings: str | None = None, min_score: 
     left_out: Counter[str] = Counter()
     known = set[str]()
     for source in sources:
-        for trajectory in _of_run(source, left_out) if isinstance(source, Run) else _of_file(source):
+        for trajectory in (_of_run if isinstance(source, Run) else _of_file)(source, left_out):
             known.add(trajectory["id"])
             trajectory["score"] = rated.get(trajectory["id"], trajectory["score"])
             prompts.setdefault(
@@ -150,7 +152,7 @@ def _of_run(run: Run, left_out: Counter[str]) -> Iterator[dict[str, Any]]:
                     "policy_version": call["versions"][0] if call["versions"] else None,
                 }
             else:
-                left_out["tools, or /v1/completions"] += 1
+                left_out[TOOLS] += 1
             messages, ids = [*messages, answer], [*ids, *call["ids"]]
 
 
@@ -158,8 +160,8 @@ def _is_plain(message: Mapping[str, Any]) -> bool:
     return not message.get("tool_calls") and message["role"] != "tool" and message.get("content") is not None
 
 
-def _of_file(url: str) -> Iterator[dict[str, Any]]:
-    """The last answer of each row of a file."""
+def _of_file(url: str, left_out: Counter[str]) -> Iterator[dict[str, Any]]:
+    """The last answer of each row of a file, to chats without tools."""
     for number, (where, row) in enumerate(read(url)):
         if (example := example_of(row, where)) is None:
             raise UserError(
@@ -167,6 +169,9 @@ def _of_file(url: str) -> Iterator[dict[str, Any]]:
                 f"response; there are {', '.join(row)}"
             )
         prompt, response = example
+        if not all(map(_is_plain, prompt)):
+            left_out[TOOLS] += 1
+            continue
         yield {
             "id": str(row.get("id") or f"{name_of(url)}-{number:06d}"),
             "source": url,

@@ -44,7 +44,7 @@ from rlhf.config import (
 )
 from rlhf.config.older import changed_since
 from rlhf.data.experts import Matched
-from rlhf.data.prompts import Prompt, PromptDataset, check_length
+from rlhf.data.prompts import Prompt, PromptDataset, check_length, render
 from rlhf.environments import check_environment, environment_digest
 from rlhf.environments.calls import try_environment
 from rlhf.environments.dialogues import is_prefix_stable
@@ -515,6 +515,7 @@ def check_prompts(
     """The first problem of each kind and data source."""
     comparing = next((name for name in reward.functions if name in COMPARING), None)
     tokenizer, refuses_long = policy_tokenizer(model, environment), data.truncation == "error"
+    readers = [tokenizer, *([] if reward.model is None else [load_tokenizer(reward.model, writes=False)])]
     if refuses_long and len(dataset) > MANY_PROMPTS:
         note(f"checking the lengths of {len(dataset)} prompts")
     texts = 0
@@ -531,7 +532,13 @@ def check_prompts(
                 f"{prompt.where}: reward.function {comparing} needs reward_model.ground_truth (or a column "
                 "ground_truth, solution or answer), which is missing",
             )
-        if refuses_long and "length" not in problems:
+        if prompt.has_calls and "calls" not in problems:
+            try:
+                for reader in readers:
+                    render(prompt.after(data.system_prompt), reader, prompt.where, add_generation_prompt=True)
+            except UserError as error:
+                problems["calls"] = str(error)
+        elif refuses_long and "length" not in problems:
             try:
                 check_length(prompt, tokenizer, data.max_prompt_tokens, data.system_prompt)
             except UserError as error:

@@ -32,7 +32,9 @@ def write(path: Path, *rows: Any) -> str:
     elif path.suffix == ".json":
         path.write_text(json.dumps(rows))
     elif path.name.removesuffix(".gz").endswith((".csv", ".tsv")):
-        cells = [{name: cell if isinstance(cell, str) else json.dumps(cell) for name, cell in row.items()} for row in rows]
+        cells = [
+            {name: cell if isinstance(cell, str) else json.dumps(cell) for name, cell in row.items()} for row in rows
+        ]
         pd.DataFrame(cells).to_csv(path, sep="\t" if ".tsv" in path.name else ",", index=False)
     else:
         lines = "".join(f"{json.dumps(row)}\n" for row in rows).encode()
@@ -106,7 +108,7 @@ def test_what_pandas_writes_as_csv(tmp_path: Path) -> None:
     path = tmp_path / "sums.csv"
     frame = pd.DataFrame(
         {
-            "prompt": [json.dumps([USER]), "NA, \"null\"\nand [1, 2]"],
+            "prompt": [json.dumps([USER]), 'NA, "null"\nand [1, 2]'],
             "reward_model": [json.dumps({"ground_truth": {"a": [1]}}), None],
             "ground_truth": [None, "007"],
             "level": [1, None],
@@ -115,7 +117,7 @@ def test_what_pandas_writes_as_csv(tmp_path: Path) -> None:
     frame.to_csv(path, index=False)
     first, second = PromptDataset([path])
     assert (first.messages, first.ground_truth) == ([USER], '{"a": [1]}')
-    assert (second.original, second.ground_truth) == ("NA, \"null\"\nand [1, 2]", "007")
+    assert (second.original, second.ground_truth) == ('NA, "null"\nand [1, 2]', "007")
     assert json.loads(first.extra_info) == {"ground_truth": None, "level": "1.0"}
 
 
@@ -125,11 +127,15 @@ OTHER = "is of another format than those that are read: Parquet .*JSON .*CSV "
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("a.csv", "prompt,answer\n1 + 1?,2\nAdd 1, 2,3\n", "row 2 has more cells than the header: quote texts that hold ','"),
+        (
+            "a.csv",
+            "prompt,answer\n1 + 1?,2\nAdd 1, 2,3\n",
+            "row 2 has more cells than the header: quote texts that hold ','",
+        ),
         ("a.tsv", "prompt\nAdd 1\t2\n", "row 1 has more cells than the header: quote texts that hold"),
         ("a.csv", 'prompt\n"Add 1" to 2\n', "row 1 is not CSV in UTF-8"),
         ("a.csv", "prompt\n\udce9\n", "is not CSV in UTF-8"),
-        ("a.csv", f"messages\n\"{[USER]}\"\n", "row 1: messages is not JSON .*: write lists and objects by json.dumps"),
+        ("a.csv", f'messages\n"{[USER]}"\n', "row 1: messages is not JSON .*: write lists and objects by json.dumps"),
         ("a.csv", "prompt,reward_model\nx,2\ny,{2\n", "row 2: reward_model is not JSON"),
         ("a.csv", "prompt\n\n", "no prompts"),
         ("a.csv", "", "no prompts"),
