@@ -221,8 +221,12 @@ def ls(
     """List the runs of a store: state, iterations, best validation, age, size."""
     from flows import views
     from infra.listing import runs_of
+    from infra.runs import check_store
 
-    views.runs(console, runs_of(store), store, format.value)
+    summaries = runs_of(store)
+    if not summaries:
+        check_store(store)
+    views.runs(console, summaries, store, format.value)
 
 
 @app.command()
