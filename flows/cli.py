@@ -221,8 +221,12 @@ def ls(
     """List the runs of a store: state, iterations, best validation, age, size."""
     from flows import views
     from infra.listing import runs_of
+    from infra.runs import check_store
 
-    views.runs(console, runs_of(store), store, format.value)
+    summaries = runs_of(store)
+    if not summaries:
+        check_store(store)
+    views.runs(console, summaries, store, format.value)
 
 
 @app.command()
@@ -859,7 +863,7 @@ def ingest(
         list[str],
         typer.Argument(
             metavar="RUN|FILE...",
-            help="runs that were served, and files of chats (JSON lines or Parquet)",
+            help="runs that were served, and files of chats (Parquet, JSON, CSV)",
             autocompletion=run_names,
         ),
     ],
@@ -874,9 +878,12 @@ def ingest(
     from infra.ingest import ingest as read_logs
     from infra.parquet_file import write_parquet
     from infra.runs import open_run
+    from rlhf.data.folders import ENDINGS
 
-    files = (".parquet", ".json", ".jsonl", ".arrow")
-    logs = [source if source.endswith(files) else open_run(url_of(source, store)) for source in sources]
+    is_file = [source.endswith(ENDINGS) or Path(source).is_file() for source in sources]
+    logs = [
+        source if of_file else open_run(url_of(source, store)) for source, of_file in zip(sources, is_file, strict=True)
+    ]
     ingested = read_logs(logs, ratings, min_score)
     make_folder(output)
     for name, table in (("prompts", ingested.prompts), ("trajectories", ingested.trajectories)):
@@ -957,7 +964,7 @@ def _snapshot(run: Run, iteration: int | None, best: bool) -> int:
 @app.command()
 def sft(
     model: Annotated[str, typer.Option(help="the model to start from")],
-    data: Annotated[str, typer.Option(help="Parquet or JSON lines with prompt and response, or with messages")],
+    data: Annotated[str, typer.Option(help="Parquet, JSON or CSV with prompt and response, or with messages")],
     output: Annotated[Path, typer.Option(help="folder of the resulting model; its name is also the run's")],
     steps: Annotated[int, typer.Option(help="optimizer steps", min=1)] = 250,
     batch_examples: Annotated[int, typer.Option(help="examples per optimizer step", min=1)] = 128,
@@ -988,7 +995,7 @@ def sft(
 @app.command()
 def reward_model(
     model: Annotated[str, typer.Option(help="the model to start from, such as a supervised one")],
-    data: Annotated[str, typer.Option(help="Parquet or JSON lines with prompt, chosen and rejected")],
+    data: Annotated[str, typer.Option(help="Parquet, JSON or CSV with prompt, chosen and rejected")],
     output: Annotated[Path, typer.Option(help="folder of the resulting model; its name is also the run's")],
     validation: Annotated[str | None, typer.Option(help="held-out pairs")] = None,
     epochs: Annotated[int, typer.Option(help="passes over the pairs", min=1)] = 1,

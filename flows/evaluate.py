@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pandas as pd
 from prefect import flow
 
+from flows.overrides import Override
 from infra.execution.driver import check_prompts, say_attention
 from infra.progress import StageProgress, report
 from infra.store.object_store import ObjectStore
@@ -23,7 +24,7 @@ from tasks.validate import VALIDATE
 
 @flow(name="evaluate", flow_run_name="evaluate {config.model.path}", persist_result=False)
 @noted
-def evaluate(config: RunConfig, iteration: int = 0, overrides: Sequence[str] = ()) -> pd.DataFrame:
+def evaluate(config: RunConfig, iteration: int = 0, overrides: Sequence[Override] = ()) -> pd.DataFrame:
     """Answer the prompts of `config.validation` with the model at `config.model`.
 
     Args:

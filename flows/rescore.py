@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from prefect import flow
 
+from flows.overrides import Override
 from flows.train import train
 from infra.execution.claims import run_url
 from infra.runs import open_run
@@ -17,7 +18,7 @@ from tasks.plan import fork_run
 
 
 @flow(name="rescore", flow_run_name="{config.run.name}", persist_result=False)
-def rescore(config: RunConfig, take_over: bool = False, overrides: Sequence[str] = ()) -> None:
+def rescore(config: RunConfig, take_over: bool = False, overrides: Sequence[Override] = ()) -> None:
     """Create the run that `config` names next to the run at `data.generations`, unless it exists, and drive it.
     `overrides` change single values of `config`."""
     config = config.with_values({}, overrides)

@@ -16,6 +16,7 @@ from prefect.states import Failed
 from prefect.utilities.asyncutils import run_coro_as_sync
 
 from flows.iteration import iteration
+from flows.overrides import Override
 from flows.prefect_pages import has_pages, show_report, shown, tagged
 from flows.summary import summary
 from flows.tracking import tracking
@@ -45,7 +46,7 @@ def train(
     take_over: bool = False,
     new_run: bool = False,
     accept_changes: bool = False,
-    overrides: Sequence[str] = (),
+    overrides: Sequence[Override] = (),
 ) -> State[None] | None:
     """Start or resume the run that `config` names, until it has `train.iterations` iterations.
 

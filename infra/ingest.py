@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -16,6 +16,7 @@ from infra.served import served
 from rlhf.data.datasets import MESSAGES
 from rlhf.data.examples import example_of
 from rlhf.data.files import read
+from rlhf.data.folders import name_of
 from rlhf.data.formats import Messages
 from rlhf.errors import UserError, counted
 
@@ -46,6 +47,8 @@ TRAJECTORIES = pa.schema(
 """Columns of the trajectories. Those of tokens are null if the log is a file of texts."""
 SCORES = ("score", "rating")
 """Columns of a rating, in order of precedence."""
+TOOLS = "tools, or /v1/completions"
+"""Why an answer is left out whose prompt a dataset cannot hold."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ def ingest(sources: Sequence[Run | str], ratings: str | None = None, min_score: 
     left_out: Counter[str] = Counter()
     known = set[str]()
     for source in sources:
-        for trajectory in _of_run(source, left_out) if isinstance(source, Run) else _of_file(source):
+        for trajectory in (_of_run if isinstance(source, Run) else _of_file)(source, left_out):
             known.add(trajectory["id"])
             trajectory["score"] = rated.get(trajectory["id"], trajectory["score"])
             prompts.setdefault(
@@ -149,7 +152,7 @@ def _of_run(run: Run, left_out: Counter[str]) -> Iterator[dict[str, Any]]:
                     "policy_version": call["versions"][0] if call["versions"] else None,
                 }
             else:
-                left_out["tools, or /v1/completions"] += 1
+                left_out[TOOLS] += 1
             messages, ids = [*messages, answer], [*ids, *call["ids"]]
 
 
@@ -157,8 +160,8 @@ def _is_plain(message: Mapping[str, Any]) -> bool:
     return not message.get("tool_calls") and message["role"] != "tool" and message.get("content") is not None
 
 
-def _of_file(url: str) -> Iterator[dict[str, Any]]:
-    """The last answer of each row of a file."""
+def _of_file(url: str, left_out: Counter[str]) -> Iterator[dict[str, Any]]:
+    """The last answer of each row of a file, to chats without tools."""
     for number, (where, row) in enumerate(read(url)):
         if (example := example_of(row, where)) is None:
             raise UserError(
@@ -166,10 +169,13 @@ def _of_file(url: str) -> Iterator[dict[str, Any]]:
                 f"response; there are {', '.join(row)}"
             )
         prompt, response = example
+        if not all(map(_is_plain, prompt)):
+            left_out[TOOLS] += 1
+            continue
         yield {
-            "id": str(row.get("id") or f"{Path(url).stem}-{number:06d}"),
+            "id": str(row.get("id") or f"{name_of(url)}-{number:06d}"),
             "source": url,
-            "data_source": str(row.get("data_source") or Path(url).stem),
+            "data_source": str(row.get("data_source") or name_of(url)),
             "prompt": prompt,
             "response": response,
             "score": _score(row, where),
@@ -190,6 +196,9 @@ def _score(row: Mapping[str, Any], where: str) -> float | None:
     column = next((name for name in SCORES if row.get(name) is not None), None)
     if column is None:
         return None
-    if not isinstance(row[column], int | float):
+    value = row[column]
+    with suppress(ValueError):
+        value = json.loads(value.lower()) if isinstance(value, str) else value  # CSV has texts
+    if not isinstance(value, int | float):
         raise UserError(f"{where}: {column} is {row[column]!r:.60}: write a number, or true and false")
-    return float(row[column])
+    return float(value)

@@ -8,7 +8,7 @@ from bisect import bisect
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import fsspec
 import pyarrow as pa
@@ -17,7 +17,7 @@ from infra.execution.claims import is_fit, run_url
 from infra.progress import note
 from infra.store.log import Corrupt
 from infra.store.manifest import Checkpoint
-from infra.store.object_store import ObjectStore
+from infra.store.object_store import LocalBackend, ObjectStore
 from infra.store.records import ObjectRef, RunState, StageCommit
 from infra.store.run_store import UPDATE_ACTOR, VALIDATE, RunStore
 from rlhf.config import RunConfig, RunSection, stored_config
@@ -85,14 +85,38 @@ def run_names(store_url: str) -> list[str]:
         UserError: fsspec does not support the protocol, or the store refuses access.
         StoreUnavailable: the store does not answer.
     """
-    objects = ObjectStore(store_url)
-    fs, root = fsspec.core.url_to_fs(store_url, use_listings_cache=False)
     try:
-        entries = objects.retry("list its runs", lambda: fs.ls(root.rstrip("/"), detail=True))
+        entries = _entries(store_url)
     except FileNotFoundError:
         return []
     folders = (entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory")
     return sorted(name for name in folders if not name.startswith("."))
+
+
+def check_store(store_url: str) -> None:
+    """Check that a store exists; an object store does if its bucket does.
+
+    Args:
+        store_url: the folder of runs.
+
+    Raises:
+        UserError: there is no such folder or bucket.
+    """
+    try:
+        _entries(store_url)
+    except FileNotFoundError as error:
+        is_local = isinstance(ObjectStore(store_url).backend, LocalBackend)
+        if is_local or error.__cause__ is not None:  # of a folder that is merely empty, an object store knows nothing
+            kind = "folder" if is_local else "bucket"
+            raise UserError(f"--store {store_url}: there is no such {kind}; name that of your runs") from None
+
+
+def _entries(store_url: str) -> list[dict[str, Any]]:
+    """What the folder of runs holds, as fsspec lists it. Raises `FileNotFoundError` if there is none."""
+    objects = ObjectStore(store_url)
+    fs, root = fsspec.core.url_to_fs(store_url, use_listings_cache=False)
+    entries: list[dict[str, Any]] = objects.retry("list its runs", lambda: fs.ls(root.rstrip("/"), detail=True))
+    return entries
 
 
 def own_answers(rows: pd.DataFrame) -> pd.DataFrame:

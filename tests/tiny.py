@@ -11,6 +11,8 @@ from rlhf.config import RunConfig, parse_config
 from rlhf.data import countdown
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
     from rlhf.engines.generation import Generator
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789+-*/()=<>.,? "
@@ -21,6 +23,18 @@ CHAT_TEMPLATE = (
     "{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}{% if add_generation_prompt %}(assistant){% endif %}"
 )
 """Messages, tools and calls of tools."""
+
+
+def character_tokenizer(letters: str = LETTERS) -> PreTrainedTokenizerFast:
+    """A tokenizer with a token for each letter."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = {token: index for index, token in enumerate(["<pad>", "<eos>", "<unk>", *letters])}
+    characters = Tokenizer(models.WordLevel(tokens, unk_token="<unk>"))
+    characters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    characters.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
 def model_folder(
@@ -37,21 +51,14 @@ def model_folder(
 ) -> Path:
     """A Llama with random weights and a character tokenizer."""
     import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    tokens = {token: index for index, token in enumerate(["<pad>", "<eos>", "<unk>", *letters])}
-    characters = Tokenizer(models.WordLevel(tokens, unk_token="<unk>"))
-    characters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    characters.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
+    tokenizer = character_tokenizer(letters)
     tokenizer.save_pretrained(folder)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         config = LlamaConfig(
-            vocab_size=vocabulary or len(tokens),
+            vocab_size=vocabulary or len(tokenizer),
             hidden_size=hidden,
             intermediate_size=intermediate,
             num_hidden_layers=layers,

@@ -22,6 +22,7 @@ from infra.execution.heartbeat import beating
 from infra.execution.replicas import Replicas
 from infra.execution.snapshots import Snapshots
 from infra.execution.stopping import Stopping, on_signals
+from infra.execution.wandb_login import has_login
 from infra.execution.weight_sync import WeightSync
 from infra.progress import note
 from infra.store.log import Corrupt
@@ -44,7 +45,7 @@ from rlhf.config import (
 )
 from rlhf.config.older import changed_since
 from rlhf.data.experts import Matched
-from rlhf.data.prompts import Prompt, PromptDataset, check_length
+from rlhf.data.prompts import Prompt, PromptDataset, check_length, render
 from rlhf.environments import check_environment, environment_digest
 from rlhf.environments.calls import try_environment
 from rlhf.environments.dialogues import is_prefix_stable
@@ -542,6 +543,7 @@ def check_prompts(
     """The first problem of each kind and data source."""
     comparing = next((name for name in reward.functions if name in COMPARING), None)
     tokenizer, refuses_long = policy_tokenizer(model, environment), data.truncation == "error"
+    readers = [tokenizer, *([] if reward.model is None else [load_tokenizer(reward.model, writes=False)])]
     if refuses_long and len(dataset) > MANY_PROMPTS:
         note(f"checking the lengths of {len(dataset)} prompts")
     texts = 0
@@ -558,7 +560,13 @@ def check_prompts(
                 f"{prompt.where}: reward.function {comparing} needs reward_model.ground_truth (or a column "
                 "ground_truth, solution or answer), which is missing",
             )
-        if refuses_long and "length" not in problems:
+        if prompt.has_calls and "calls" not in problems:
+            try:
+                for reader in readers:
+                    render(prompt.after(data.system_prompt), reader, prompt.where, add_generation_prompt=True)
+            except UserError as error:
+                problems["calls"] = str(error)
+        elif refuses_long and "length" not in problems:
             try:
                 check_length(prompt, tokenizer, data.max_prompt_tokens, data.system_prompt)
             except UserError as error:
@@ -588,41 +596,53 @@ def check_prompts(
 
 
 def check_packages(config: RunConfig) -> None:
-    """Check that what the config asks for is installed.
+    """Check that what the config asks for is installed, has the GPUs that it needs, and is logged in.
 
     Raises:
-        UserError: a package is not installed.
+        UserError: something is missing; a line for each package.
     """
     engines = {trainer.engine for trainer in config.trainers.values()}
     models = (config.model, config.critic_model, config.reference_model, *config.frozen_models.values())
     adapts = config.model.lora is not None or config.critic_model.lora is not None
-    fuses = any(model.kernels == "liger" for model in models)
+    mistakes = [mistake for _, mistake in _without_gpu(config)]
+    needless = {package for package, _ in _without_gpu(config)}
     for key, asked, package, extra in (
         ("engine: deepspeed", "deepspeed" in engines, "deepspeed", "deepspeed"),
         ("engine: megatron", "megatron" in engines, "megatron.core", "megatron"),
         ("pools", bool(config.pools), "ray", "ray"),
         ("model.lora", adapts, "peft", "lora"),
-        ("model.kernels: liger", fuses, "liger_kernel", "liger"),
+        ("model.kernels: liger", any(model.kernels == "liger" for model in models), "liger_kernel", "liger"),
         ("rollout.engine: vllm", config.rollout.engine == "vllm", "vllm", "vllm"),
-        ("tracking", bool(config.tracking), "accelerate", "tracking"),
         *((f"tracking: {name}", True, name, "tracking" if name == "tensorboard" else name) for name in config.tracking),
+        ("tracking", bool(config.tracking), "accelerate", "tracking"),
     ):
-        if asked and not _is_installed(package):
-            raise UserError(f'{key} needs the package {package}: pip install "ratchet-rlhf[{extra}]"')
-    _refuse_without_gpu(config)
-    if fuses and not _has_gpus(config):
-        raise UserError(
-            "model.kernels is liger, which needs GPUs, but the trainers have none: set it to torch or compile"
+        if key == "tracking" and any(mistake.startswith("tracking: ") for mistake in mistakes):
+            continue  # whose extras have it
+        if asked and package not in needless and not _is_installed(package):
+            mistakes.append(f'{key} needs the package {package}: pip install "ratchet-rlhf[{extra}]"')
+    if "wandb" in config.tracking and _is_installed("wandb") and not has_login():
+        mistakes.append(
+            "tracking: wandb is not logged in: run `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline"
         )
+    if mistakes:
+        raise UserError("\n".join(mistakes))
 
 
-def _refuse_without_gpu(config: RunConfig) -> None:
-    """Refuse an engine that needs a GPU in a process that has none; the workers of pools say so themselves."""
+def _without_gpu(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """The packages of which a process that has no GPU can make no use, and what to do instead. For megatron, the
+    workers of pools say so themselves."""
     import torch
 
     for role, trainer in config.trainers.items():
         if trainer.engine == "megatron" and not config.pools and not torch.cuda.is_available():
-            raise UserError(f"{role}.engine megatron needs a GPU, and there is none: set {role}.engine to fsdp")
+            fix = f"{role}.engine megatron needs a GPU, and there is none: set {role}.engine to fsdp"
+            yield "megatron.core", fix
+    models = (config.model, config.critic_model, config.reference_model, *config.frozen_models.values())
+    if any(model.kernels == "liger" for model in models) and not _has_gpus(config):
+        yield (
+            "liger_kernel",
+            "model.kernels is liger, which needs GPUs, but the trainers have none: set it to torch or compile",
+        )
 
 
 def _is_installed(package: str) -> bool:

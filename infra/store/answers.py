@@ -75,7 +75,7 @@ class Answers:
         except FileExistsError:
             return _read(self._objects, digest) or answer
         except FileNotFoundError as error:
-            raise self._objects.no_bucket(error) from error
+            raise self._objects.nowhere(error) from error
         return answer
 
     def _lineage(self) -> list[ObjectStore]:

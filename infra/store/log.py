@@ -357,7 +357,7 @@ class RunLog:
                 if is_refusal(raised):
                     raise UserError(f"the store {self.objects.url} refuses to write {key}: {raised}") from raised
                 if isinstance(raised, FileNotFoundError):
-                    raise self.objects.no_bucket(raised) from raised
+                    raise self.objects.nowhere(raised) from raised
                 if not isinstance(raised, FileExistsError) and not is_transient(raised):
                     raise
                 error = raised

@@ -438,7 +438,7 @@ class ObjectStore:
         try:
             self.retry(f"write {key}", lambda: self.backend.put(key, data))
         except FileNotFoundError as error:
-            raise self.no_bucket(error) from error
+            raise self.nowhere(error) from error
 
     def get(self, key: str) -> bytes:
         """Read a whole object; see `Backend.get`."""
@@ -520,7 +520,7 @@ class ObjectStore:
             Whether at most one writer won each race, and every later writer was refused.
 
         Raises:
-            UserError: the bucket does not exist, or the store refuses to write.
+            UserError: the bucket does not exist, the folder cannot be made, or the store refuses to write.
         """
         keys = [f"{TEMPORARY}/probe-{uuid.uuid4().hex}" for _ in range(PROBE_ROUNDS)]
         try:
@@ -544,11 +544,11 @@ class ObjectStore:
         except FileExistsError:
             return False
         except FileNotFoundError as error:
-            raise self.no_bucket(error) from error
+            raise self.nowhere(error) from error
         return True
 
-    def no_bucket(self, error: FileNotFoundError) -> UserError:
-        """Make the error for a write to a bucket that does not exist.
+    def nowhere(self, error: FileNotFoundError) -> UserError:
+        """Make the error for a write to a bucket that does not exist, or to a folder that cannot be made.
 
         Args:
             error: what the write raised.
@@ -556,6 +556,8 @@ class ObjectStore:
         Returns:
             The error to raise.
         """
+        if isinstance(self.backend, LocalBackend):
+            return UserError(f"the folder {self.url} cannot be made ({error}): choose another folder in run.store")
         return UserError(f"the store {self.url} does not exist: create its bucket first ({error})")
 
     def full(self, action: str) -> StoreFull:

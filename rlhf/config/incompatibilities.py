@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rlhf.config.reading import yaml_text
@@ -24,11 +24,12 @@ def _roles_are_placed(config: RunConfig) -> Iterator[str]:
             f"placement is colocated, but there are {len(config.pools)} pools: keep one, or map each role to a pool in "
             "placement"
         )
-    for role in config.roles:
-        pool = config.pool_of(role)
-        if pool not in config.pools:
-            pool_names = ", ".join(config.pools)
-            yield f"placement puts the {role} in {pool or 'no pool'}: name one of the pools ({pool_names})"
+        return
+    missing = {role: pool for role in config.roles if (pool := config.pool_of(role)) not in config.pools}
+    if missing:
+        places = _listed([f"the {role} in {pool or 'no pool'}" for role, pool in missing.items()])
+        fix = "name pools so, or map each role" if config.placement == "separate" else "map each"
+        yield f"placement puts {places}: {fix} to one of the pools ({', '.join(config.pools)})"
 
 
 def _rollout_teams_fit(config: RunConfig) -> Iterator[str]:
@@ -58,6 +59,7 @@ def incompatible(config: RunConfig) -> Iterator[str]:
     """All incompatible combinations, one line each, which names the fix."""
     yield from _algorithms_fit(config)
     yield from _rollout_fits(config)
+    yield from _groups_have_several(config)
     yield from _judge_fits(config)
     yield from _drawing_fits(config)
     if misplaced := list(_roles_are_placed(config)):
@@ -72,6 +74,10 @@ def incompatible(config: RunConfig) -> Iterator[str]:
             "out to get the default one, or choose an advantage without a critic (grpo)"
         )
     shared = dict.fromkeys(config.frozen_models, config.actor)
+    unsupported: dict[str, dict[str, None]] = {}
+    """The owners of engine megatron that cannot have a setting, by the setting, which may be of a model of both."""
+    uncompiled: dict[str, dict[str, None]] = {}
+    """What does not work with compiled kernels, by the model."""
     for role, trainer in (config.trainers | shared).items():
         owner = "actor" if role in shared else role  # whose keys they are
         pool = config.pool_of(role)
@@ -87,14 +93,17 @@ def incompatible(config: RunConfig) -> Iterator[str]:
         model = config.model_of(role)
         own = {"critic": config.critic and config.critic.model, "reference": config.reference.model}.get(role)
         model_key = "teacher" if role == "teacher" else "model" if own is None else f"{role}.model"
-        yield from _megatron_fits(owner, trainer, model_key, model)
+        if trainer.engine == "megatron":
+            for key in _beyond_megatron(owner, trainer, model_key, model):
+                unsupported.setdefault(key, {})[owner] = None
+        yield from _megatron_fits(owner, trainer)
         if (
             model.kernels == "compile"
             and trainer.engine != "megatron"
             and (trainer.engine == "deepspeed" or trainer.tensor_parallel > 1)
         ):
             conflict = f"{owner}.engine deepspeed" if trainer.engine == "deepspeed" else f"{owner}.tensor_parallel"
-            yield f"{model_key}.kernels compile does not work with {conflict}: set {model_key}.kernels to torch"
+            uncompiled.setdefault(model_key, {})[conflict] = None
         if trainer.shard_size is not None:
             yield from _shard_size_fits(owner, role, trainer, workers)
         if not trainer.reshard_after_forward and trainer.engine != "fsdp":
@@ -104,7 +113,7 @@ def incompatible(config: RunConfig) -> Iterator[str]:
                 f"{owner}.offload already keeps the state in host memory, so {owner}.offload_when_idle does nothing: "
                 "set only one of them"
             )
-        if trainer.offload_when_idle and trainer.engine == "deepspeed" and trainer.zero_stage == 3:
+        elif trainer.offload_when_idle and trainer.engine == "deepspeed" and trainer.zero_stage == 3:
             yield (
                 f"{owner}.offload_when_idle does not work with {owner}.zero_stage 3, because DeepSpeed cannot move its "
                 f"state: use {owner}.offload, a lower stage, or {owner}.engine fsdp"
@@ -123,6 +132,11 @@ def incompatible(config: RunConfig) -> Iterator[str]:
                 f"{owner}.micro_batch_tokens is {trainer.micro_batch_tokens}, less than one trajectory may have "
                 f"(data.max_prompt_tokens + rollout.max_response_tokens = {longest}): raise it"
             )
+    for key, owners in unsupported.items():
+        engines = _listed([f"{owner}.engine" for owner in owners])
+        yield f"{key} is not supported yet by engine megatron: remove it, or set {engines} to fsdp"
+    for key, conflicts in uncompiled.items():
+        yield f"{key}.kernels compile does not work with {_listed([*conflicts])}: set {key}.kernels to torch"
     if config.critic is not None and config.critic.warmup_iterations and not config.needs_critic:
         yield (
             f"critic.warmup_iterations is set, but algorithm.advantage {config.algorithm.advantage.type} has no "
@@ -140,15 +154,17 @@ def incompatible(config: RunConfig) -> Iterator[str]:
             "data.generations uses the generations of another policy, so the old log-probs must be recomputed: set "
             "algorithm.rollout_correction.bypass: false"
         )
-    for key, is_set in (
-        ("validation.every", config.validation.every > 0),
-        ("validation.metric", config.validation.metric is not None),
-        ("validation.patience", config.validation.patience is not None),
-        ("checkpoint.keep.best", config.checkpoint.keep.best > 0),
-    ):
-        if is_set and config.validation.data is None:
-            off = 0 if key in ("validation.every", "checkpoint.keep.best") else "null"
-            yield f"{key} is set without validation.data: name a prompt file, or set {key}={off}"
+    off = {
+        "validation.every=0": config.validation.every > 0,
+        "validation.metric=null": config.validation.metric is not None,
+        "validation.patience=null": config.validation.patience is not None,
+        "checkpoint.keep.best=0": config.checkpoint.keep.best > 0,
+    }
+    needless = [setting for setting, is_set in off.items() if is_set]
+    if needless and config.validation.data is None:
+        keys = [setting.partition("=")[0] for setting in needless]
+        verb = "is" if len(keys) == 1 else "are"
+        yield f"{_listed(keys)} {verb} set without validation.data: name a prompt file, or set {_listed(needless)}"
 
 
 def _teacher_fits(config: RunConfig) -> Iterator[str]:
@@ -160,7 +176,7 @@ def _teacher_fits(config: RunConfig) -> Iterator[str]:
     if teacher is not None and teacher.lora is not None:
         yield "teacher.lora is set, but the teacher does not learn: remove it"
     advantage = config.algorithm.advantage
-    if not advantage.learns_from_reward and distillation is None and config.train.updates:
+    if not advantage.learns_from_reward and distillation is None and teacher is None and config.train.updates:
         yield (
             f"algorithm.advantage {advantage.type} leaves nothing to learn from: set algorithm.distillation, or "
             "another advantage"
@@ -215,17 +231,36 @@ def _environment_fits(config: RunConfig) -> Iterator[str]:
             yield f"{talks} does not work with {key}, which does not support turns: remove one of them"
 
 
+def _comparing(config: RunConfig) -> list[str]:
+    """The settings that compare the trajectories of a prompt."""
+    advantage, judge = config.algorithm.advantage, config.reward.judge
+    comparing = {
+        f"algorithm.advantage {advantage.type}": "group_ids" in advantage.needs,
+        "algorithm.advantage.drop_zero_std_groups": advantage.drop_zero_std_groups,
+        "algorithm.dynamic_sampling": config.algorithm.dynamic_sampling is not None,
+        f"reward.judge.mode {judge and judge.mode}": judge is not None and judge.compares,
+        "data.curriculum": config.data.curriculum is not None,
+    }
+    return [key for key, compares in comparing.items() if compares]
+
+
+def _groups_have_several(config: RunConfig) -> Iterator[str]:
+    if config.rollout.n == 1 and (keys := _comparing(config)):
+        compare = "compares" if len(keys) == 1 else "compare"
+        yield f"{_listed(keys)} {compare} the trajectories of a prompt, but rollout.n is 1: raise rollout.n"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
 def _judge_fits(config: RunConfig) -> Iterator[str]:
     judge = config.reward.judge
     if judge is None or not judge.compares:
         return
     compares = f"reward.judge.mode {judge.mode} compares the responses to a prompt"
-    counts = {"rollout.n": config.rollout.n}
-    if config.validation.data is not None:
-        counts["validation.n"] = config.validation.n
-    for key, n in counts.items():
-        if n == 1:
-            yield f"{compares}, but {key} is 1: raise {key}, or use reward.judge.mode rubric"
+    if config.validation.data is not None and config.validation.n == 1:
+        yield f"{compares}, but validation.n is 1: raise validation.n, or use reward.judge.mode rubric"
     if config.needs_greedy_scores:
         yield (
             f"{compares}, but algorithm.advantage {config.algorithm.advantage.type} scores greedy answers, each of "
@@ -299,8 +334,6 @@ def _drawing_fits(config: RunConfig) -> Iterator[str]:
     yield from _replay_fits(config)
     if curriculum is None:
         return
-    if config.rollout.n == 1:
-        yield "data.curriculum compares the trajectories of a prompt, but rollout.n is 1: raise rollout.n"
     if curriculum.lag <= config.rollout.ahead:
         yield (
             f"data.curriculum.lag is {curriculum.lag}, but rollout.mode {config.rollout.mode} draws "
@@ -339,7 +372,7 @@ def _replay_fits(config: RunConfig) -> Iterator[str]:
 
 def _experts_fit(config: RunConfig, replay: ReplayConfig) -> Iterator[str]:
     experts, own = config.algorithm.experts, config.rollout.n - replay.answers
-    if own < 1:
+    if own < 1 and (config.rollout.n > 1 or not _comparing(config)):
         yield (
             f"data.replay.answers is {replay.answers}, and rollout.n {config.rollout.n}: no answer is left to the "
             "policy: raise rollout.n, or use `ratchet sft` to learn from experts alone"
@@ -360,7 +393,8 @@ def _teams(trainer: TrainerConfig) -> Iterator[tuple[str, int]]:
     """Yield numbers of processes that compute together, and the keys that ask for them."""
     tensor, pipeline = ("tensor_parallel", trainer.tensor_parallel), ("pipeline_parallel", trainer.pipeline_parallel)
     if trainer.engine != "megatron":
-        yield tensor
+        if trainer.engine == "fsdp":  # others have none
+            yield tensor
         return
     context, expert = ("context_parallel", trainer.context_parallel), ("expert_parallel", trainer.expert_parallel)
     for keys in ((tensor, context, pipeline), (expert, pipeline)):
@@ -379,20 +413,24 @@ def _tensor_parallel_fits(config: RunConfig, role: str, trainer: TrainerConfig) 
             yield f"{role}.tensor_parallel requires {role}.engine fsdp or megatron and does not work with {key}"
 
 
-def _megatron_fits(owner: str, trainer: TrainerConfig, model_key: str, model: ModelConfig) -> Iterator[str]:
-    """Refuse what engine megatron cannot do, and its options with other engines."""
-    if trainer.engine != "megatron":
-        for key, is_set in (
-            ("pipeline_parallel", trainer.pipeline_parallel > 1),
-            ("context_parallel", trainer.context_parallel > 1),
-            ("expert_parallel", trainer.expert_parallel > 1),
-            ("distributed_optimizer", not trainer.distributed_optimizer),
-        ):
-            if is_set:
-                yield f"{owner}.{key} requires {owner}.engine megatron, not {trainer.engine}: remove it"
+def _megatron_fits(owner: str, trainer: TrainerConfig) -> Iterator[str]:
+    """Refuse the options of engine megatron with other engines, and theirs with it."""
+    if trainer.engine == "megatron":
+        if trainer.sequence_parallel > 1:
+            yield f"{owner}.sequence_parallel does not work with engine megatron: set {owner}.context_parallel instead"
         return
-    if trainer.sequence_parallel > 1:
-        yield f"{owner}.sequence_parallel does not work with engine megatron: set {owner}.context_parallel instead"
+    for key, is_set in (
+        ("pipeline_parallel", trainer.pipeline_parallel > 1),
+        ("context_parallel", trainer.context_parallel > 1),
+        ("expert_parallel", trainer.expert_parallel > 1),
+        ("distributed_optimizer", not trainer.distributed_optimizer),
+    ):
+        if is_set:
+            yield f"{owner}.{key} requires {owner}.engine megatron, not {trainer.engine}: remove it"
+
+
+def _beyond_megatron(owner: str, trainer: TrainerConfig, model_key: str, model: ModelConfig) -> Iterator[str]:
+    """The settings that engine megatron does not support."""
     for key, is_set in (
         (f"{model_key}.lora", model.lora is not None),
         (f"{model_key}.kernels {model.kernels}", model.kernels != "torch"),
@@ -401,7 +439,7 @@ def _megatron_fits(owner: str, trainer: TrainerConfig, model_key: str, model: Mo
         (f"{owner}.offload", trainer.offload),
     ):
         if is_set:
-            yield f"{key} is not supported yet by engine megatron: remove it, or set {owner}.engine to fsdp"
+            yield key
 
 
 def _shard_size_fits(owner: str, role: str, trainer: TrainerConfig, workers: int) -> Iterator[str]:
@@ -423,14 +461,6 @@ def _algorithms_fit(config: RunConfig) -> Iterator[str]:
     """Refuse algorithms that contradict each other."""
     algorithm = config.algorithm
     advantage, kl, sampling = algorithm.advantage, algorithm.kl, algorithm.dynamic_sampling
-    if config.rollout.n == 1:
-        for key, compares in (
-            (f"algorithm.advantage {advantage.type}", "group_ids" in advantage.needs),
-            ("algorithm.advantage.drop_zero_std_groups", advantage.drop_zero_std_groups),
-            ("algorithm.dynamic_sampling", sampling is not None),
-        ):
-            if compares:
-                yield f"{key} compares the trajectories of a prompt, but rollout.n is 1: raise rollout.n"
     if config.rollout.environment is None and config.rollout.agent is None and "turns" in advantage.needs:
         yield (
             f"algorithm.advantage {advantage.type} is for turns, but there is no rollout.environment or rollout.agent "

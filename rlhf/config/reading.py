@@ -257,12 +257,15 @@ def _explain_key(key: str, problem: ErrorDetails, model: type[BaseModel]) -> str
     if problem["type"] == "extra_forbidden":
         lists = "`ratchet train --help`" if "rollout" in model.model_fields else "docs/configuration.md"
         return f"{key} is not a key of the config{_near(key, model)}; {lists} lists them"
+    if problem["type"] == "missing" or given is None:
+        required = [re.sub(r"\[.*?\]", "", name) for name, _, default, _ in keys(model) if default == "required"]
+        inside = [name for name in required if name.startswith(f"{key}.")]
+        if inside or problem["type"] == "missing":
+            return "\n".join(f"{name} is missing: set it" for name in inside or [key])
     if problem["type"] in ("model_type", "model_attributes_type", "dict_type", "dataclass_type"):
         return f"{key} is {given!r}: it should be a section, such as {{key: value}}"
     if problem["type"] in ("tuple_type", "list_type"):
         return f"{key} is {given!r}: it should be a list, such as [a, b]"
-    if problem["type"] == "missing":
-        return f"{key} is missing: set it"
     message = message.removeprefix("Value error, ")
     if problem["type"] == "value_error":
         return f"{key}: {message}" if key else message

@@ -114,7 +114,7 @@ def preferences(
     pairs = 0
     for where, row in read(url):
         pairs += 1
-        pair = [_tokens(messages, response, tokenizer, padding) for messages, response in pair_of(row, where)]
+        pair = [_tokens(messages, response, tokenizer, padding, where) for messages, response in pair_of(row, where)]
         if max(map(len, pair)) <= max_tokens:
             conversations += pair
     _check_not_empty(conversations, f"{url}, up to max_tokens {max_tokens},")
@@ -147,6 +147,11 @@ def answered(value: Any, where: str, column: str, prompt: Any = None) -> tuple[M
     if messages[-1]["role"] != "assistant" or (prompt is None and messages[0]["role"] == "assistant"):
         text = "" if column in ("messages", "conversations") else "be a text after a prompt, or "
         raise UserError(f"{where}: {column} should {text}end with a message of the assistant, after others")
+    if "tool_calls" in messages[-1]:
+        raise UserError(
+            f"{where}: {column} ends with a call of a tool, and only texts are learned: leave the row out, or write "
+            "the call into the content, as the model should"
+        )
     whole = messages[0]["role"] != "assistant"
     before = messages[:-1] if whole else [*messages_of(prompt, where), *messages[:-1]]
     return before, messages[-1]["content"]
@@ -174,8 +179,10 @@ def pair_of(row: Mapping[str, Any], where: str) -> Iterator[tuple[Messages, str]
         yield answered(row[column], where, column, row.get("prompt"))
 
 
-def _tokens(messages: Messages, response: str, tokenizer: PreTrainedTokenizerBase, padding: int | None) -> list[int]:
-    text, _ = with_response(messages, response, tokenizer)
+def _tokens(
+    messages: Messages, response: str, tokenizer: PreTrainedTokenizerBase, padding: int | None, where: str
+) -> list[int]:
+    text, _ = with_response(messages, response, tokenizer, where)
     ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     ids = ids if tokenizer.chat_template else [*beginning(ids, tokenizer), *ids]
     while len(ids) > 1 and ids[-1] == padding:

@@ -122,4 +122,4 @@ def _answer_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def _key(prompt: Prompt, system_prompt: str | None) -> bytes:
-    return hashlib.sha256(json.dumps(prompt.after(system_prompt)).encode()).digest()
+    return hashlib.sha256(json.dumps(prompt.after(system_prompt), sort_keys=True).encode()).digest()

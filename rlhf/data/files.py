@@ -1,4 +1,4 @@
-"""Read the rows of Parquet, JSON and Arrow files, at a local path or any fsspec URL.
+"""Read the rows of Parquet, JSON, CSV and Arrow files, at a local path or any fsspec URL.
 
 A large file is not held in memory: its rows are read where they are, by row group (Parquet) or by offset (JSON lines),
 or are mapped into memory (Arrow).
@@ -6,20 +6,21 @@ or are mapped into memory (Arrow).
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
 import threading
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from io import BufferedReader, BytesIO
+from io import BufferedReader, BytesIO, TextIOWrapper
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rlhf.data.folders import data_files
+from rlhf.data.folders import ENDINGS, FORMATS, data_files
 from rlhf.errors import RatchetError, UserError, in_one_line
 
 if TYPE_CHECKING:
@@ -31,6 +32,13 @@ HELD_BYTES = 256 * 2**20
 """A file of JSON lines up to this size is kept in memory, and up to this size of the row groups of a Parquet file."""
 BATCH_ROWS = 1024
 """Rows of a table that are Python objects at the same time."""
+HEAD_BYTES = 1024
+"""Bytes of a file that are read to find out its format."""
+SEPARATORS = {".csv": ",", ".tsv": "\t"}
+LISTS = ("prompt", "messages", "conversations", "completion", "response", "chosen", "rejected")
+"""Columns whose cells in a CSV file may be lists, as JSON."""
+OBJECTS = ("reward_model", "extra_info")
+"""Columns whose cells in a CSV file are objects, as JSON."""
 
 
 class Rows(Protocol):
@@ -47,20 +55,32 @@ def open_rows(url: str) -> Rows:
     """Index the rows of a file.
 
     Args:
-        url: path or fsspec URL, such as ``hf://datasets/openai/gsm8k/main/....parquet``. Files end with ``.parquet``,
-            ``.arrow`` (`datasets.Dataset.save_to_disk`), or hold JSON: lines of objects or, in ``.json``, an array.
+        url: path or fsspec URL, such as ``hf://datasets/openai/gsm8k/main/....parquet``. The ending tells the format,
+            one of `FORMATS`; a file with another ending may hold JSON. ``.arrow`` is what
+            `datasets.Dataset.save_to_disk` writes. The cells of ``.csv`` and ``.tsv`` are texts, and empty ones None;
+            see `LISTS` and `OBJECTS`.
 
     Returns:
-        The rows. Those of a JSON array are held in memory.
+        The rows. Those of a JSON array, of CSV and of a compressed file are held in memory.
 
     Raises:
-        UserError: the file cannot be read.
+        UserError: the file cannot be read, or has another format.
     """
     if url.endswith(".parquet"):
         return _Parquet(url)
     if url.endswith(".arrow"):
         return _Arrow(url)
-    return _Array(url) if url.endswith(".json") and _is_array(url) else _Lines(url)
+    name = url.removesuffix(".gz")
+    if separator := SEPARATORS.get(name[-4:]):
+        return _Held(url, _csv(url, separator))
+    is_known = name.endswith(ENDINGS)
+    if name.endswith(".jsonl"):
+        return _Lines(url)
+    with _opened(url) as file:
+        begins = file.read(HEAD_BYTES).lstrip()[:1]
+    if not is_known and begins not in (b"{", b"["):
+        raise UserError(f"{url} is of another format than those that are read: {FORMATS}")
+    return _Held(url, _array(url)) if begins == b"[" else _Lines(url)
 
 
 def read(url: str) -> Iterator[Row]:
@@ -80,10 +100,10 @@ def read(url: str) -> Iterator[Row]:
 
 
 def count(url: str) -> int:
-    """Count the rows of a file; of a Parquet file, only the footer is read.
+    """Count rows; of a Parquet file, only the footer is read.
 
     Args:
-        url: path or fsspec URL, as for `read`.
+        url: as for `read`.
 
     Returns:
         The number of rows.
@@ -91,16 +111,11 @@ def count(url: str) -> int:
     Raises:
         UserError: the file cannot be read.
     """
-    import pyarrow.parquet as pq
-
-    with _opened(url) as file:
-        if url.endswith(".parquet"):
-            return int(pq.ParquetFile(file).metadata.num_rows)
-        return sum(1 for line in file if line.strip())
+    return sum(len(open_rows(file)) for file in data_files(url))
 
 
 def digest(url: str) -> str:
-    """sha256 of a file's bytes, in hexadecimal; of a folder, over the digests of its files.
+    """sha256 of a file's content, in hexadecimal; of a folder, over the digests of its files.
 
     Args:
         url: path or fsspec URL of a file, or a local folder; see `data_files`.
@@ -190,14 +205,12 @@ class _Arrow:
         return _numbered(self.url, self._table, 0)
 
 
-class _Array:
-    def __init__(self, url: str) -> None:
+class _Held:
+    """Rows in memory."""
+
+    def __init__(self, url: str, rows: Sequence[Any]) -> None:
         self.url = url
-        with _opened(url) as file:
-            try:
-                self._rows = json.load(file)
-            except ValueError as error:
-                raise UserError(f"{url} is not JSON: {error}") from None
+        self._rows = rows
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -223,7 +236,7 @@ class _Lines:
             self._is_of = self._files.ukey(self._path)
             size = self._files.size(self._path)
         with _opened(url) as file:
-            if size is None or size <= HELD_BYTES:
+            if size is None or size <= HELD_BYTES or url.endswith(".gz"):  # whose lines cannot be read by offset
                 self._content = file.read()
             position = 0
             for number, line in enumerate(file if self._content is None else BytesIO(self._content), 1):
@@ -265,9 +278,39 @@ def _numbered(url: str, table: pa.Table, start: int) -> Iterator[Row]:
             yield f"{url}, row {number}", row
 
 
-def _is_array(url: str) -> bool:
+def _array(url: str) -> list[Any]:
     with _opened(url) as file:
-        return file.read(BATCH_ROWS).lstrip().startswith(b"[")
+        try:
+            return list(json.load(file))
+        except ValueError as error:
+            raise UserError(f"{url} is not JSON: {error}") from None
+
+
+def _csv(url: str, separator: str) -> list[dict[str, Any]]:
+    """The rows of a table of texts with a header, as pandas writes it."""
+    rows: list[dict[str, Any]] = []
+    csv.field_size_limit(2**31 - 1)  # of a process: the default forbids texts of 128 KiB
+    with _opened(url) as file:
+        table = csv.DictReader(TextIOWrapper(file, "utf-8-sig", newline=""), delimiter=separator, strict=True)
+        try:
+            for row in table:
+                where = f"{url}, row {len(rows) + 1}"
+                if None in row:
+                    raise UserError(f"{where} has more cells than the header: quote texts that hold {separator!r}")
+                rows.append({column: _cell(column, cell or None, where) for column, cell in row.items()})
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise UserError(f"{url}, row {len(rows) + 1} is not CSV in UTF-8: {error}") from None
+    return rows
+
+
+def _cell(column: str, cell: str | None, where: str) -> Any:
+    """A text, or the structure that it is as JSON."""
+    if cell is None or not (column in OBJECTS or (column in LISTS and cell.lstrip().startswith("[{"))):
+        return cell
+    try:
+        return json.loads(cell)
+    except ValueError as error:
+        raise UserError(f"{where}: {column} is not JSON ({error}): write lists and objects by json.dumps") from None
 
 
 def _located(url: str) -> tuple[Any, str]:
@@ -280,10 +323,11 @@ def _located(url: str) -> tuple[Any, str]:
 
 @contextmanager
 def _opened(url: str) -> Iterator[BufferedReader]:
-    """An open file. Raises `UserError` for any error until it is closed."""
+    """An open file, decompressed. Raises `UserError` for any error until it is closed."""
     import fsspec
 
-    with _errors_of(url), fsspec.open(url, "rb", expand=False) as file:
+    compression = "gzip" if url.endswith(".gz") else None
+    with _errors_of(url), fsspec.open(url, "rb", compression=compression, expand=False) as file:
         yield file
 
 

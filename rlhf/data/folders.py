@@ -10,7 +10,9 @@ from typing import Any
 
 from rlhf.errors import UserError, in_one_line
 
-ENDINGS = (".parquet", ".jsonl", ".json", ".arrow")
+ENDINGS = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv.gz", ".tsv", ".tsv.gz", ".arrow")
+FORMATS = "Parquet (.parquet), Arrow (.arrow), JSON (.jsonl, .json) and CSV (.csv, .tsv), the last two perhaps with .gz"
+"""What `ENDINGS` mean, for errors."""
 NAMES = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),
@@ -47,14 +49,14 @@ def data_files(path: str) -> list[str]:
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read the dataset in {folder}: {in_one_line(error)}") from None
     files = splits[_chosen(folder, "split", splits, split, f"{config}/" if config else "")]
-    unread = next((file for file in files if file.suffix not in ENDINGS), None)
+    unread = next((file for file in files if not file.name.endswith(ENDINGS)), None)
     if unread is not None:
-        raise UserError(f"{unread} is not Parquet, JSON or Arrow: convert it with `ratchet data prompts`")
+        raise UserError(f"{unread} is of another format than those that are read: {FORMATS}")
     return [str(file) for file in files]
 
 
 def name_of(path: str) -> str:
-    """The name of a dataset: that of its folder, or of its file, unless the file is named after a split.
+    """The name of a dataset: of a folder its name; of a file its name without the ending and the number of a shard.
 
     Args:
         path: as for `data_files`.
@@ -64,8 +66,8 @@ def name_of(path: str) -> str:
         path = name
     if Path(path).is_dir():
         return Path(path).resolve().name
-    stem = Path(path).stem
-    return Path(path).resolve().parent.name if _split_in(stem) else stem
+    stem = Path(Path(path).name.removesuffix(".gz")).stem
+    return re.sub(r"-\d{5}-of-\d{5}$", "", stem)
 
 
 def _saved(folder: Path) -> dict[str, list[Path]]:
@@ -88,13 +90,13 @@ def _splits(folder: Path, configs: Mapping[str, Mapping[str, Any]], wanted: str)
     if not configs:
         if wanted:
             raise ValueError(f"its README lists no configs, so there is no {wanted}")
-        return _by_name(file for file in folder.rglob("*") if file.suffix in ENDINGS)
+        return _by_name(file for file in folder.rglob("*") if file.name.endswith(ENDINGS))
     default = next((name for name, config in configs.items() if config.get("default") or name == "default"), "")
     config = configs[_chosen(folder, "config", configs, wanted or default, "")]
     root = folder / _inside(str(config.get("data_dir", ".")))
     patterns = config.get("data_files")
     if patterns is None:
-        return _by_name(file for file in root.rglob("*") if file.suffix in ENDINGS)
+        return _by_name(file for file in root.rglob("*") if file.name.endswith(ENDINGS))
     splits: dict[str, list[Path]] = {}
     for entry in patterns if isinstance(patterns, list) else [patterns]:
         paths, split = (entry["path"], entry.get("split", "train")) if isinstance(entry, Mapping) else (entry, "train")
@@ -143,7 +145,7 @@ def _chosen(folder: Path, kind: str, names: Iterable[str], wanted: str, before: 
     """The wanted name, or the only one."""
     known = list(names)
     if not known:
-        raise UserError(f"{folder} has no data files (Parquet, JSON or Arrow)")
+        raise UserError(f"{folder} has no data files: {FORMATS}")
     if wanted in known:
         return wanted
     if not wanted and len(known) == 1:

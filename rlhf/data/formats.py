@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 from rlhf.errors import UserError
 
-Messages = list[dict[str, str]]
-"""Messages of a conversation, each {role, content}."""
+
+class Message(TypedDict):
+    """A message of a conversation. Other keys, such as `name`, are for the chat template."""
+
+    role: str
+    content: str
+    """Empty if the message only calls tools."""
+    tool_calls: NotRequired[list[dict[str, Any]]]
+    """Each {function: {name, arguments}}, or {name, arguments}, with the arguments as an object."""
+
+
+Messages = list[Message]
+"""A conversation."""
 SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 """Roles of ShareGPT's `from`."""
 TRUTHS = ("ground_truth", "solution", "answer")
@@ -23,8 +35,8 @@ class Question(NamedTuple):
     messages: Messages
     is_text: bool
     """Whether the row has it as a text."""
-    answer: str | None
-    """The response in the row, if there is one."""
+    answer: str | list[dict[str, Any]] | None
+    """The response in the row, if there is one: its text, or its calls of tools."""
     columns: dict[str, Any]
     """The columns that are neither the prompt nor of verl's layout."""
 
@@ -49,18 +61,22 @@ def question_of(row: Mapping[str, Any], where: str) -> Question:
     messages, answer = messages_of(row[column], where, column), None
     if column == "prompt":
         completion = row.get("completion")
-        answer = completion if completion is None else messages_of(completion, where, "completion")[-1]["content"]
+        answer = completion if completion is None else _answer(messages_of(completion, where, "completion")[-1])
     elif messages[-1]["role"] == "assistant":
-        messages, answer = messages[:-1], messages[-1]["content"]
+        messages, answer = messages[:-1], _answer(messages[-1])
     if column == "conversations":
         messages = with_system(messages, row)
-    if not any(message["content"].strip() for message in messages):
+    if not any(text_of(message).strip() for message in messages):
         raise UserError(f"{where}: the prompt is empty: give it at least one message with content")
     others = {name: value for name, value in row.items() if name not in (column, *LAYOUT)}
     return Question(messages, isinstance(row[column], str), answer, others)
 
 
-def truth_of(row: Mapping[str, Any], answer: str | None, where: str) -> Any:
+def _answer(message: Message) -> str | list[dict[str, Any]]:
+    return message.get("tool_calls") or message["content"]
+
+
+def truth_of(row: Mapping[str, Any], answer: str | list[dict[str, Any]] | None, where: str) -> Any:
     """The ground truth of a row: of `reward_model`, of a column in `TRUTHS`, or the answer.
 
     Args:
@@ -81,6 +97,10 @@ def truth_of(row: Mapping[str, Any], answer: str | None, where: str) -> Any:
 def messages_of(value: Any, where: str, column: str = "prompt") -> Messages:
     """Validate messages; a plain text becomes a message of the user.
 
+    Keys that are null are left out, because Parquet has each key of a message in all messages. The arguments of
+    `tool_calls` may be JSON in a text, as OpenAI has them, and become an object, which chat templates expect (as in
+    vLLM). A message that calls tools needs no content.
+
     Args:
         value: messages {role, content}, ShareGPT's {from, value}, or text.
         where: file and row, for errors.
@@ -89,16 +109,21 @@ def messages_of(value: Any, where: str, column: str = "prompt") -> Messages:
     Raises:
         UserError: the value is neither a text nor a non-empty list of messages.
     """
-    messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
-    if isinstance(messages, list):
-        messages = [_of_sharegpt(message, where, column) for message in messages]
-    valid = isinstance(messages, list) and all(
-        isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
-        for message in messages
-    )
-    if not messages or not valid:
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
         raise UserError(f"{where}: {column} should be a list of messages {{role, content}}")
-    return list(messages)
+    return [_message(message, where, column) for message in value]
+
+
+def text_of(message: Message) -> str:
+    """What a message says, with its calls of tools as JSON, for readers without a chat template.
+
+    Args:
+        message: the message.
+    """
+    calls = [json.dumps(call.get("function", call), ensure_ascii=False) for call in message.get("tool_calls", ())]
+    return "\n".join([message["content"], *calls] if message["content"] else calls)
 
 
 def with_system(messages: Messages, row: Mapping[str, Any]) -> Messages:
@@ -112,8 +137,46 @@ def with_system(messages: Messages, row: Mapping[str, Any]) -> Messages:
     return [{"role": "system", "content": system}, *messages] if isinstance(system, str) and system else messages
 
 
-def _of_sharegpt(message: Any, where: str, column: str) -> Any:
-    if not isinstance(message, dict) or "from" not in message or "role" in message:
+def _message(value: Mapping[str, Any], where: str, column: str) -> Message:
+    given = _of_sharegpt(_without_nulls(value), where, column)
+    calls, content = given.pop("tool_calls", None) or [], given.get("content")
+    if isinstance(content, list) and (kinds := [part.get("type") for part in content if isinstance(part, dict)]):
+        if others := [kind for kind in kinds if kind != "text"]:
+            raise UserError(f"{where}: {column} has a message with {others[0]}: models see text only")
+        content = "".join(str(part.get("text", "")) for part in content)
+    if calls and content is None:
+        content = ""
+    if not isinstance(given.get("role"), str) or not isinstance(content, str):
+        raise UserError(f"{where}: {column} should be a list of messages {{role, content}}")
+    message: dict[str, Any] = {**given, "content": content}
+    if calls:
+        message["tool_calls"] = [_call(call, where, column) for call in calls]
+    return message  # type: ignore[return-value]  # may have other keys
+
+
+def _call(call: Any, where: str, column: str) -> dict[str, Any]:
+    """A call of a tool, with its arguments as an object."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(name := function.get("name"), str):
+        raise UserError(f"{where}: {column} should have tool_calls {{function: {{name, arguments}}}}")
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError as error:
+            raise UserError(f"{where}: {column} calls {name} with arguments that are not JSON: {error}") from None
+    function = {**function, "arguments": arguments}
+    return {**call, "function": function} if "function" in call else function
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(member) for name, member in value.items() if member is not None}
+    return [_without_nulls(member) for member in value] if isinstance(value, list) else value
+
+
+def _of_sharegpt(message: dict[str, Any], where: str, column: str) -> dict[str, Any]:
+    if "from" not in message or "role" in message:
         return message
     if message["from"] not in SHAREGPT:
         raise UserError(

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from rlhf.data import drawing, files
 from rlhf.data.drawing import Drawn
 from rlhf.data.folders import data_files, name_of
-from rlhf.data.formats import Messages, question_of, truth_of
-from rlhf.errors import UserError
+from rlhf.data.formats import Messages, question_of, text_of, truth_of
+from rlhf.errors import UserError, in_one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,7 +58,12 @@ class Prompt:
 
     def size(self, system_prompt: str | None) -> int:
         """Size of the messages' contents, in bytes."""
-        return sum(len(message["content"].encode()) for message in self.after(system_prompt))
+        return sum(len(text_of(message).encode()) for message in self.after(system_prompt))
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether a message calls tools."""
+        return any("tool_calls" in message for message in self.messages)
 
 
 def structures(ground_truth: str | None, is_json: bool | None, extra_info: str) -> tuple[Any, Any]:
@@ -252,7 +257,8 @@ def _chance(chance: Callable[[int], float], dataset: PromptDataset, starts: Sequ
 def check_length(
     prompt: Prompt, tokenizer: PreTrainedTokenizerBase, max_tokens: int, system_prompt: str | None
 ) -> None:
-    """Check that a prompt is not too long. One with few enough bytes is not tokenized.
+    """Check that a prompt is not too long. One with few enough bytes is not tokenized, unless it calls tools, around
+    which templates write more.
 
     Args:
         prompt: the prompt.
@@ -263,7 +269,7 @@ def check_length(
     Raises:
         UserError: the prompt is too long.
     """
-    if prompt.size(system_prompt) + TEMPLATE > max_tokens:
+    if prompt.has_calls or prompt.size(system_prompt) + TEMPLATE > max_tokens:
         encode(prompt, tokenizer, max_tokens=max_tokens, truncation="error", system_prompt=system_prompt)
 
 
@@ -288,7 +294,7 @@ def encode(
         The text, which is never truncated, and the tokens.
 
     Raises:
-        UserError: the prompt is empty, or too long with truncation `error`.
+        UserError: the prompt is empty, or too long with truncation `error`, or cannot be rendered.
     """
     if truncation == "error" and (size := prompt.size(system_prompt)) > BYTES_A_TOKEN * max_tokens:
         raise UserError(
@@ -319,13 +325,48 @@ def tokens(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, system_prompt: st
         prompt: the prompt.
         tokenizer: tokenizer of the actor; its chat template is used. Without one, the contents are joined.
         system_prompt: system message for a prompt that has none.
+
+    Raises:
+        UserError: the prompt cannot be rendered; see `render`.
     """
-    messages = prompt.after(system_prompt)
-    if tokenizer.chat_template:  # the template writes the special tokens
-        text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    text = render(prompt.after(system_prompt), tokenizer, prompt.where, add_generation_prompt=True)
+    if tokenizer.chat_template:  # which writes the special tokens
         return text, list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    text = "\n".join(message["content"] for message in messages)
     return text, tokenize_start(text, tokenizer)
+
+
+def render(
+    messages: Messages, tokenizer: PreTrainedTokenizerBase, where: str, *, add_generation_prompt: bool = False
+) -> str:
+    """Render messages as text.
+
+    Args:
+        messages: the messages.
+        tokenizer: its chat template is used. Without one, the contents are joined.
+        where: file and row, for errors.
+        add_generation_prompt: whether the start of the assistant's next message follows.
+
+    Raises:
+        UserError: the template refuses the messages, or there are calls of tools, which it does not render.
+    """
+    from jinja2 import TemplateError
+
+    template = tokenizer.chat_template
+    if "tool_calls" not in str(template) and any("tool_calls" in message for message in messages):
+        what = "has no chat template" if not template else "has a chat template that does not render tool_calls"
+        raise UserError(f"{where}: the prompt calls tools, and the model {what}: set model.chat_template")
+    if not template:
+        return "\n".join(message["content"] for message in messages)
+    try:
+        return str(
+            tokenizer.apply_chat_template(
+                messages,  # type: ignore[arg-type]  # whose hint has only texts
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+            )
+        )
+    except (TemplateError, TypeError) as error:  # of a role, or of another form than the template expects
+        raise UserError(f"{where}: the chat template refuses the messages: {in_one_line(error)}") from None
 
 
 def tokenize_start(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -385,7 +426,9 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     return tuple(ids[: first + sum(takewhile(bool, special[first:]))])
 
 
-def with_response(messages: Messages, response: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, int | None]:
+def with_response(
+    messages: Messages, response: str, tokenizer: PreTrainedTokenizerBase, where: str = "the prompt"
+) -> tuple[str, int | None]:
     """Render a prompt and its response for a reward model.
 
     Args:
@@ -393,17 +436,19 @@ def with_response(messages: Messages, response: str, tokenizer: PreTrainedTokeni
         response: text of the response.
         tokenizer: tokenizer of the reward model; its chat template is used. Without one, the contents are joined and
             end with the end of sequence.
+        where: file and row, for errors.
 
     Returns:
         The text, and the position of the response in it; None if the template changes the response.
+
+    Raises:
+        UserError: the prompt cannot be rendered; see `render`.
     """
+    question = render(messages, tokenizer, where, add_generation_prompt=True)
     if not tokenizer.chat_template:
-        prompt = "\n".join(message["content"] for message in messages)
-        return f"{prompt}{response}{tokenizer.eos_token or ''}", len(prompt)
-    conversation = [*messages, {"role": "assistant", "content": response}]
-    text = str(tokenizer.apply_chat_template(conversation, tokenize=False))
+        return f"{question}{response}{tokenizer.eos_token or ''}", len(question)
+    text = render([*messages, {"role": "assistant", "content": response}], tokenizer, where)
     content = response.strip()  # templates may strip the content
-    question = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     start = text.find(content, len(question)) if text.startswith(question) else text.rfind(content)
     return text, start - (len(response) - len(response.lstrip())) if start >= 0 else None
 

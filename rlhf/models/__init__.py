@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 from functools import cache
 from pathlib import Path
@@ -147,7 +148,8 @@ def longest_sequence(model: ModelConfig) -> int | None:
 
 
 def check_architecture(model: ModelConfig, key: str, *, is_critic: bool) -> None:
-    """Refuse a model whose architecture transformers does not support as a policy or as a critic, or its kernels."""
+    """Refuse a model whose architecture transformers does not support as a policy or as a critic, or its kernels, if
+    they are installed."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, AutoConfig
 
     from rlhf.engines.kernels import check_liger
@@ -155,7 +157,7 @@ def check_architecture(model: ModelConfig, key: str, *, is_critic: bool) -> None
     known = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING if is_critic else MODEL_FOR_CAUSAL_LM_MAPPING
     auto_class = "AutoModelForTokenClassification" if is_critic else "AutoModelForCausalLM"
     config = AutoConfig.from_pretrained(model_folder(model, key), trust_remote_code=model.trust_remote_code)
-    if model.kernels == "liger":
+    if model.kernels == "liger" and importlib.util.find_spec("liger_kernel") is not None:
         check_liger(config.model_type)
     if type(config) in known or auto_class in (getattr(config, "auto_map", None) or {}):
         return

@@ -13,6 +13,7 @@ from hashlib import sha256
 from itertools import permutations
 from typing import Any, Literal
 
+from rlhf.data.formats import Messages, text_of
 from rlhf.rewards.chat import Chat
 from rlhf.rewards.functions import Trajectory
 
@@ -93,8 +94,8 @@ async def _all(questions: Iterable[Coroutine[Any, Any, float]]) -> list[float]:
 def _messages(task: str, form: str, rubric: str, answers: dict[str, Trajectory]) -> list[dict[str, str]]:
     trajectory = next(iter(answers.values()))
     prompt, truth = trajectory.prompt, trajectory.ground_truth
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    parts = [(f"prompt, {message['role']}", _text(message["content"])) for message in messages]
+    messages: Messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    parts = [(f"prompt, {message['role']}", text_of(message)) for message in messages]
     if truth not in (None, ""):
         parts.append(("reference answer", _text(truth)))
     for name, answer in answers.items():

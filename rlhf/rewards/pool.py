@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import string
 import subprocess
 import sys
 import threading
@@ -25,6 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from random import Random
 from typing import TYPE_CHECKING, Any, Protocol
 
 import psutil
@@ -234,11 +236,21 @@ def _requests(
     ]
 
 
-def try_rewards(reward: RewardConfig, prompts: Sequence[Prompt], tokenize: Callable[[str], list[int]]) -> Iterator[str]:
-    """Score an answer to each prompt, before anything is generated.
+_RANDOM = Random(0)
+ANSWERS = (
+    ("an empty answer", ""),
+    ("a long answer", " ".join(_RANDOM.choices(("so", "the", "answer", "is", "12", "+", "3.5", "=", "not"), k=4096))),
+    ("a random answer", "".join(_RANDOM.choices(f"{string.printable}é漢😀", k=256))),
+)
+"""What a policy may write, which is the same at each start."""
 
-    The answer is the ground truth, or "0" if that is not a text. No reward should fail on it. A function that takes
-    groups is given the answer twice.
+
+def try_rewards(reward: RewardConfig, prompts: Sequence[Prompt], tokenize: Callable[[str], list[int]]) -> Iterator[str]:
+    """Score answers to each prompt, before anything is generated.
+
+    The first is the ground truth, or "0" if that is not a text. A function of the user's is also given what a policy
+    may write: for the first prompt of each data source an empty, a long and a random answer. No reward should fail on
+    any. A function that takes groups is given each answer twice.
 
     Args:
         reward: the reward section of the config.
@@ -246,7 +258,7 @@ def try_rewards(reward: RewardConfig, prompts: Sequence[Prompt], tokenize: Calla
         tokenize: gives the tokens of an answer.
 
     Yields:
-        One line for each failure, with the file and the row.
+        One line for each prompt whose answers cannot be scored, with the file, the row and the first failure.
 
     Raises:
         RewardFailed: the reward process could not start.
@@ -259,25 +271,37 @@ def try_rewards(reward: RewardConfig, prompts: Sequence[Prompt], tokenize: Calla
     pool = RewardPool(reward.functions, options, workers=1, timeout_s=reward.timeout_s, concurrency=reward.concurrency)
     try:
         samples = 2 if pool.takes_groups else 1
-        answers = [
-            _trial(f"trial-{n}", sample, prompt, tokenize)
+        is_own = any(name not in BUILT_IN for name in reward.functions)
+        firsts = {prompt.data_source: n for n, prompt in reversed(list(enumerate(prompts)))}
+        trials = [
+            (n, kind, prompt, text)
             for n, prompt in enumerate(prompts)
+            for kind, text in [("an answer", None), *(ANSWERS if is_own and firsts[prompt.data_source] == n else ())]
+        ]
+        answers = [
+            _trial(f"trial-{number}", sample, prompt, text, tokenize)
+            for number, (_, _, prompt, text) in enumerate(trials)
             for sample in range(samples)
         ]
         scores = pool.score(answers)[::samples]
     finally:
         pool.close()
-    for prompt, score in zip(prompts, scores, strict=True):
-        if isinstance(score, RatchetError):
+    failed = set[int]()
+    for (n, kind, prompt, _), score in zip(trials, scores, strict=True):
+        if isinstance(score, RatchetError) and n not in failed:
+            failed.add(n)
             yield (
-                f"{prompt.where}: {KEY} {' + '.join(reward.functions)} cannot score an answer to this prompt: {score}"
+                f"{prompt.where}: {KEY} {' + '.join(reward.functions)} cannot score {kind} to this prompt: {score}"
                 f"{_other_built_in(reward, prompt)}"
             )
 
 
-def _trial(prompt_id: str, sample: int, prompt: Prompt, tokenize: Callable[[str], list[int]]) -> Trajectory:
+def _trial(
+    prompt_id: str, sample: int, prompt: Prompt, text: str | None, tokenize: Callable[[str], list[int]]
+) -> Trajectory:
+    """A trajectory with an answer; None: the ground truth."""
     truth, extra = structures(prompt.ground_truth, prompt.ground_truth_is_json, prompt.extra_info)
-    answer = truth if isinstance(truth, str) else "0"
+    answer = text if text is not None else truth if isinstance(truth, str) else "0"
     return Trajectory(
         data_source=prompt.data_source,
         solution_str=answer,

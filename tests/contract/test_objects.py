@@ -16,6 +16,7 @@ import pytest
 from botocore.exceptions import ClientError
 from s3fs import S3FileSystem
 
+from infra.runs import check_store
 from infra.store.object_store import FsspecBackend, LocalBackend, ObjectStore, StoreUnavailable
 from infra.store.records import Claim
 from infra.store.run_store import RunStore
@@ -206,7 +207,26 @@ def test_a_missing_bucket_is_named(each_s3: str) -> None:
         objects.honours_create()
 
 
+def test_a_store_that_is_not_there_is_named(each_s3: str, tmp_path: Path) -> None:
+    """An empty one is there, and of a folder of a bucket, an object store knows no more."""
+    (tmp_path / "empty").mkdir()
+    for url in (f"file://{tmp_path}/empty", str(tmp_path / "empty"), f"{each_s3}/nowhere"):
+        check_store(url)
+    for url, kind in ((str(tmp_path / "nothere"), "folder"), ("s3://no-such-bucket/runs", "bucket")):
+        with pytest.raises(UserError, match=f"^--store {url}: there is no such {kind}; name that of your runs$"):
+            check_store(url)
+
+
 # A folder in particular.
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="there is no folder in which none can be made")
+def test_a_folder_that_cannot_be_made_is_named() -> None:
+    for write in (lambda objects: objects.create("key", b""), ObjectStore.honours_create):
+        with pytest.raises(
+            UserError, match=r"^the folder file:///proc/no/run cannot be made .*: choose another folder"
+        ):
+            write(ObjectStore("file:///proc/no/run"))
 
 
 @pytest.fixture

@@ -91,6 +91,10 @@ def test_a_deployed_run_survives_its_process(
         wrong: dict[str, Any] = {"config": config.model_dump(mode="json") | {"model": {"path": 3}}}
         with pytest.raises(PrefectHTTPStatusError, match="409"):
             client.create_flow_run_from_deployment(deployed.id, parameters=wrong)
+        for name in ("train", "evaluate", "rescore"):
+            with pytest.raises(PrefectHTTPStatusError, match="409") as refused:
+                client.create_flow_run_from_deployment(found[name].id, parameters={"overrides": ["actor.lrr=1"]})
+            assert "'actor.lrr=1' is not one of ['KEY=VALUE, with a KEY that" in refused.value.response.json()["detail"]
 
         run = client.create_flow_run_from_deployment(deployed.id, parameters={"overrides": ["actor.lr=0.0005"]})
         wait(lambda: (tmp_path / "runs" / config.run.name / "log").exists() and History.of(config).state.iteration > 2)

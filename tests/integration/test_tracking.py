@@ -136,11 +136,80 @@ def test_a_tracker_that_fails_later_is_one_line_and_others_go_on(
     assert [event.value for event in stored.Scalars(METRIC)] == [0.25, 0.5, 0.75]
 
 
+@pytest.mark.parametrize(
+    ("missing", "lines"),
+    [
+        (["trackio"], ['tracking: trackio needs the package trackio: pip install "ratchet-rlhf[trackio]"']),
+        (["accelerate"], ['tracking needs the package accelerate: pip install "ratchet-rlhf[tracking]"']),
+        (
+            ["accelerate", "trackio", "tensorboard"],
+            [
+                'tracking: tensorboard needs the package tensorboard: pip install "ratchet-rlhf[tracking]"',
+                'tracking: trackio needs the package trackio: pip install "ratchet-rlhf[trackio]"',
+            ],
+        ),
+    ],
+)
 def test_a_tracker_that_is_not_installed_is_refused_before_anything_starts(
-    workspace: Path, monkeypatch: pytest.MonkeyPatch
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, missing: list[str], lines: list[str]
 ) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "trackio" else find(name))
+    find, others = importlib.util.find_spec, ("accelerate", "trackio", "tensorboard")
+    there = find("json")
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name: (None if name in missing else there) if name in others else find(name),
+    )
     with pytest.raises(UserError) as error:
         check_packages(tiny.config(workspace, tracking=["tensorboard", "trackio"]))
-    assert str(error.value) == 'tracking: trackio needs the package trackio: pip install "ratchet-rlhf[trackio]"'
+    assert str(error.value).splitlines() == lines
+
+
+@pytest.mark.parametrize(
+    ("files", "environment", "is_logged_in"),
+    [
+        ({}, {}, False),
+        ({}, {"WANDB_API_KEY": "k" * 40}, True),
+        ({}, {"WANDB_MODE": "offline"}, True),
+        ({}, {"WANDB_MODE": "online"}, False),
+        ({".netrc": "machine api.wandb.ai login user password k"}, {}, True),
+        ({"other": "machine api.wandb.ai login user password k"}, {"NETRC": "other"}, True),
+        ({".netrc": "machine example.com login user password k"}, {}, False),
+        ({".netrc": "machine own.com login user password k"}, {"WANDB_BASE_URL": "https://own.com:8080"}, True),
+        (
+            {
+                ".netrc": "machine own.com login user password k",
+                ".config/wandb/settings": "[default]\nbase_url = http://own.com",
+            },
+            {},
+            True,
+        ),
+        ({"wandb/settings": "[default]\nmode = offline"}, {}, True),
+        ({"wandb/settings": "no settings", ".netrc": "no netrc"}, {}, False),
+    ],
+)
+def test_wandb_that_is_not_logged_in_is_refused_before_anything_starts(
+    workspace: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    files: dict[str, str],
+    environment: dict[str, str],
+    is_logged_in: bool,
+) -> None:
+    for name in [name for name in os.environ if name.startswith("WANDB_")] + ["NETRC"]:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"HOME": str(tmp_path), **environment}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o600)
+    config = tiny.config(workspace, tracking=["wandb"])
+    if is_logged_in:
+        check_packages(config)
+        return
+    with pytest.raises(UserError) as refused:
+        check_packages(config)
+    fix = "run `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline"
+    assert str(refused.value) == f"tracking: wandb is not logged in: {fix}"

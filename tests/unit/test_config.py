@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import subprocess
 import sys
 import warnings
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
 from pydantic import ValidationError
 
 from rlhf.algorithms import GRPO, KLPenalty
-from rlhf.config import RunConfig, keys, load_config, parse_config, stored_config, yaml_text
+from rlhf.config import RunConfig, incompatibilities, keys, load_config, parse_config, stored_config, yaml_text
 from rlhf.config.older import RenamedKey, changed_since
 from rlhf.engines.optimizers import AdamW
 from rlhf.errors import UserError
+
+if TYPE_CHECKING:
+    from sys import _TraceFunction as TraceFunction
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("**/*.yaml"))
@@ -40,115 +46,156 @@ def test_the_minimal_config_is_the_documented_default(file: Path) -> None:
     assert config == parse_config(MINIMAL, "here")
 
 
-@pytest.mark.parametrize(
-    ("override", "says"),
-    [
-        # unknown keys
-        ("foo=1", "foo is not a key of the config"),
-        ("actor.mini_batch=1", "actor.mini_batch is not a key of the config"),
-        ("algorithm.advantage={type: grpo, gamma: 1}", "algorithm.advantage.gamma is not a key of the config"),
-        ("critic.model={path: x, pth: y}", "critic.model.pth is not a key of the config"),
-        # missing ones
-        ("model={}", "model.path is missing: set it"),
-        ("algorithm.advantage=gea", "algorithm.advantage.type is 'gea': input should be one of 'gae', 'grpo'"),
-        ("algorithm.advantage=gdpo", "algorithm.advantage.parts is missing: set it"),
-        ("algorithm.advantage.lamda=0.9", "algorithm.advantage.lamda is not a key of the config (is it algorithm.advantage.lam"),  # noqa: E501
-        ("algorithm.kl=0.1", "algorithm.kl is 0.1: it should be a section, such as {key: value}"),
-        ("algorithm.advantage={type: gdpo, parts: score}", "algorithm.advantage.parts is 'score': it should be a list, such as [a, b]"),  # noqa: E501
-        ("algorithm.advantage={type: gdpo, parts: [a]}; algorithm.overlong_penalty.buffer_tokens=9", "algorithm.overlong_penalty would do nothing"),  # noqa: E501
-        ("algorithm.kl={in_reward: 0, controller: {type: adaptive, target: 1}}", "algorithm.kl.in_reward, the coefficient that it adapts, is 0"),  # noqa: E501
-        ("algorithm.advantage={type: gdpo, parts: [a], weights: [1, 2]}", "algorithm.advantage: weights has 2 values for 1 parts: give one each"),  # noqa: E501
-        ("algorithm.kl.controller.type=adaptive", "algorithm.kl.controller.target is missing: set it"),
-        # wrong types and values
-        ("rollout.n=many", "rollout.n is 'many': input should be a valid integer"),
-        ("rollout.n=1.5", "rollout.n is 1.5: input should be a valid integer"),
-        ("rollout.n=0", "rollout.n is 0: input should be greater than 0"),
-        ("rollout.top_p=1.1", "rollout.top_p is 1.1: input should be less than or equal to 1"),
-        ("actor.lr=.nan", "actor.lr is nan: input should be a finite number"),
-        ("actor.lr=-1e-5", "actor.lr is -1e-05: input should be greater than 0"),
-        ("actor.optimizer.betas=[0.9, 1.0]", "actor.optimizer.betas.1 is 1.0: input should be less than 1"),
-        ("data.train=[]", "data.train is []"),
-        (
-            "data.truncation=centre",
-            "data.truncation is 'centre': input should be 'error', 'left', 'right', 'middle' or 'drop'",
-        ),
-        ("run.name=a/b", "run.name is 'a/b': string should match pattern"),
-        ("algorithm.advantage.type=gea", "algorithm.advantage.type is 'gea': input should be one of 'gae', 'grpo'"),
-        ("algorithm.loss.clip_ratio_c=1", "algorithm.loss.clip_ratio_c is 1: input should be greater than 1"),
-        ("actor.lr.peak=1", "actor.lr"),
-        # impossible combinations
-        ("actor.mini_batch_trajectories=257", "actor.mini_batch_trajectories is 257, more than an iteration has (data.prompts_per_iteration 64 x rollout.n 4 = 256): lower it"),  # noqa: E501
-        ("critic.mini_batch_trajectories=100", "critic.mini_batch_trajectories is 100, which does not divide 256"),
-        ("actor.micro_batch_tokens=1023", "actor.micro_batch_tokens is 1023, less than one trajectory may have (data.max_prompt_tokens + rollout.max_response_tokens = 1024): raise it"),  # noqa: E501
-        ("critic.sequence_parallel=2", "critic.sequence_parallel is 2, which does not divide the number of processes that hold the critic (1): change one of them"),  # noqa: E501
-        ("pools={all: {workers: 3}}; actor.sequence_parallel=2", "actor.sequence_parallel is 2, which does not divide the number of processes that hold the actor (3)"),  # noqa: E501
-        ("actor.engine=fsdp; actor.offload_when_idle=true; actor.offload=true", "actor.offload already keeps the state in host memory, so actor.offload_when_idle does nothing: set only one of them"),  # noqa: E501
-        ("critic.engine=deepspeed; critic.zero_stage=3; critic.offload_when_idle=true", "critic.offload_when_idle does not work with critic.zero_stage 3"),  # noqa: E501
-        ("pools={all: {workers: 2}}; actor.tensor_parallel=2", "actor.tensor_parallel requires actor.engine fsdp or megatron and does not work with actor.engine torch"),  # noqa: E501
-        ("pools={all: {workers: 2}}; model.lora={}; actor={engine: fsdp, tensor_parallel: 2}", "actor.tensor_parallel requires actor.engine fsdp or megatron and does not work with model.lora"),  # noqa: E501
-        ("actor.pipeline_parallel=2", "actor.pipeline_parallel requires actor.engine megatron, not torch: remove it"),
-        ("actor.distributed_optimizer=false", "actor.distributed_optimizer requires actor.engine megatron, not torch"),
-        ("pools={all: {workers: 6}}; actor={engine: megatron, tensor_parallel: 2, pipeline_parallel: 2}", "actor.tensor_parallel x pipeline_parallel is 4, which does not divide the number of processes that hold the actor (6)"),  # noqa: E501
-        ("pools={all: {workers: 2}}; actor={engine: megatron, expert_parallel: 2, pipeline_parallel: 2}", "actor.expert_parallel x pipeline_parallel is 4, which does not divide the number of processes that hold the actor (2)"),  # noqa: E501
-        ("pools={all: {workers: 2}}; actor={engine: megatron, context_parallel: 4}", "actor.context_parallel is 4, which does not divide the number of processes that hold the actor (2)"),  # noqa: E501
-        ("actor={engine: fsdp, context_parallel: 2}", "actor.context_parallel requires actor.engine megatron, not fsdp: remove it"),  # noqa: E501
-        ("actor={engine: fsdp, expert_parallel: 2}", "actor.expert_parallel requires actor.engine megatron, not fsdp: remove it"),  # noqa: E501
-        ("model.lora={}; actor.engine=megatron", "model.lora is not supported yet by engine megatron: remove it, or set actor.engine to fsdp"),  # noqa: E501
-        ("critic={engine: megatron, model: {path: judge, kernels: compile}}", "critic.model.kernels compile is not supported yet by engine megatron: remove it, or set critic.engine to fsdp"),  # noqa: E501
-        ("model.kernels=compile; actor.engine=megatron", "model.kernels compile is not supported yet by engine megatron"),  # noqa: E501
-        ("actor={engine: megatron, packing: true}", "actor.packing true is not supported yet by engine megatron"),
-        ("actor={engine: megatron, offload: true}", "actor.offload is not supported yet by engine megatron"),
-        ("pools={all: {workers: 2}}; critic={engine: megatron, sequence_parallel: 2}", "critic.sequence_parallel does not work with engine megatron: set critic.context_parallel instead"),  # noqa: E501
-        ("pools={a: {workers: 2}, b: {}}; placement={actor: a, critic: a, rollout: a, reference: b}; actor.sequence_parallel=2; algorithm.kl.in_reward=0.1", "actor.sequence_parallel is 2, which does not divide the number of processes that hold the reference (1)"),  # noqa: E501
-        ("pools={all: {workers: 2}}; actor.shard_size=2", "actor.shard_size requires actor.engine fsdp, not torch: remove it"),  # noqa: E501
-        ("model.kernels=compile; actor.engine=deepspeed", "model.kernels compile does not work with actor.engine deepspeed: set model.kernels to torch"),  # noqa: E501
-        ("critic.model={path: m, kernels: compile}; critic.engine=deepspeed", "critic.model.kernels compile does not work with critic.engine deepspeed: set critic.model.kernels to torch"),  # noqa: E501
-        ("rollout.vllm.tensor_parallel=2", "rollout.vllm.tensor_parallel is 2, but rollout.engine is hf: remove it, or set rollout.engine to vllm"),  # noqa: E501
-        ("actor.gradient_checkpointing=full", "actor.gradient_checkpointing: should be true, false, selective or null"),
-        ("actor.reshard_after_forward=false", "actor.reshard_after_forward requires actor.engine fsdp, not torch: remove it"),  # noqa: E501
-        ("pools={all: {workers: 8}}; actor={engine: fsdp, shard_size: 3}", "actor.shard_size is 3, which does not divide the number of processes that hold the actor (8): change one of them"),  # noqa: E501
-        ("pools={all: {workers: 8}}; actor={engine: fsdp, shard_size: 2, tensor_parallel: 4}", "actor.shard_size is 2, which is no multiple of actor.tensor_parallel 4: raise it"),  # noqa: E501
-        ("model.attention=flash_attention_2; model.dtype=float32", "model.attention flash_attention_2 computes in 16 bits: set model.dtype bfloat16, or use sdpa"),  # noqa: E501
-        ("rollout.quantization=fp8", "rollout.quantization fp8 is for rollout.engine vllm: remove it"),
-        ("rollout={engine: vllm, top_p: 0.9, temperature: 0.7}", "with rollout.top_p 0.9, rollout.temperature must be 1 (or 0), but is 0.7"),  # noqa: E501
-        ("rollout={engine: vllm, min_p: 0.1, temperature: 0.7}", "rollout.engine vllm gives log-probs either before min_p or at a temperature, not both: with rollout.min_p 0.1, rollout.temperature must be 1 (or 0), but is 0.7"),  # noqa: E501
-        ("rollout={engine: server, min_p: 0.1, server: {urls: 'http://a:1', api: sglang}}", "rollout.server.api sglang has no min_p for requests with a seed: remove rollout.min_p, or set rollout.seeds to engine"),  # noqa: E501
-        ("rollout={engine: server, top_k: 8, min_p: 0.1, server: {urls: 'http://a:1', api: tgi}}", "rollout.server.api tgi has no min_p: remove rollout.min_p"),  # noqa: E501
-        ("rollout.repetition_penalty=1.1", "rollout.repetition_penalty is not supported: it lowers a token's probability by what came before, which the trainer's log-probs do not"),  # noqa: E501
-        ("rollout={engine: vllm, vllm: {max_model_len: 100}}", "rollout.vllm.max_model_len is 100, less than data.max_prompt_tokens + rollout.max_response_tokens = 1024: raise it"),  # noqa: E501
-        ("pools={all: {workers: 6, gpus_per_worker: 1}}; rollout={engine: vllm, vllm: {tensor_parallel: 4}}", "rollout.vllm.tensor_parallel is 4, the GPUs of 4 workers, but pools.all.workers is 6, which is not a multiple of 4: change one of them"),  # noqa: E501
-        ("pools={all: {workers: 4, gpus_per_worker: 2}}; rollout={engine: vllm, vllm: {tensor_parallel: 3}}", "rollout.vllm.tensor_parallel is 3, which is not a multiple of pools.all.gpus_per_worker (2): change one of them"),  # noqa: E501
-        ("pools={all: {workers: 2, gpus_per_worker: 0.5}}; rollout={engine: vllm, vllm: {tensor_parallel: 2}}", "rollout.vllm.tensor_parallel is 2, but the workers of pools.all share GPUs (gpus_per_worker 0.5): set pools.all.gpus_per_worker to 1"),  # noqa: E501
-        ("reference.mix=0.5", "reference.mix is set, but the reference never changes: set reference.sync_every, too"),
-        ("reference.sync_every=4", "reference.sync_every is set, but nothing reads the reference: set algorithm.kl.in_loss or algorithm.kl.in_reward, or remove it"),  # noqa: E501
-        ("algorithm.kl.in_loss=0.1; reference={sync_every: 4, model: m}", "reference.sync_every moves the reference to the actor, so reference.model would be lost: remove one"),  # noqa: E501
-        ("algorithm.kl.in_loss=0.1; reference.sync_every=4; pools={a: {}, b: {}}; placement={actor: a, critic: a, rollout: a, reference: b}", "reference.sync_every reads the actor's weights, which are in another pool: place actor and reference in the same pool"),  # noqa: E501
-        ("model.lora={}; actor.ema_decay=0.99", "actor.ema_decay averages whole models and does not work with model.lora: remove one of them"),  # noqa: E501
-        ("actor.ema_decay=1", "actor.ema_decay is 1: input should be less than 1"),
-        ("rollout.engine=server", "rollout.engine is server, but rollout.server.urls is empty: list the servers"),
-        ("rollout={engine: server, server: {urls: 'http://a:1'}}; model.lora={}", "rollout.engine server cannot load adapters"),  # noqa: E501
-        ("critic=null", "critic is null, but algorithm.advantage gae needs values: leave critic out"),
-        ("algorithm.advantage={type: grpo}; critic.warmup_iterations=1", "critic.warmup_iterations is set, but algorithm.advantage grpo has no critic: remove it"),  # noqa: E501
-        ("algorithm.advantage={type: grpo}; rollout.n=1", "algorithm.advantage grpo compares the trajectories of a prompt, but rollout.n is 1: raise rollout.n"),  # noqa: E501
-        ("algorithm.dynamic_sampling.max_prompts=128; rollout.n=1", "algorithm.dynamic_sampling compares the trajectories of a prompt, but rollout.n is 1: raise rollout.n"),  # noqa: E501
-        ("algorithm.advantage.drop_zero_std_groups=true; rollout.n=1", "algorithm.advantage.drop_zero_std_groups compares the trajectories"),  # noqa: E501
-        ("algorithm.dynamic_sampling.max_prompts=63", "algorithm.dynamic_sampling.max_prompts is 63, less than data.prompts_per_iteration 64: raise it"),  # noqa: E501
-        ("algorithm.overlong_penalty.buffer_tokens=513", "algorithm.overlong_penalty.buffer_tokens is 513, more than rollout.max_response_tokens 512: lower it"),  # noqa: E501
-        ("algorithm.advantage=egpo; algorithm.rollout_correction.bypass=true", "algorithm.advantage egpo needs the entropy"),  # noqa: E501
-        ("algorithm.rollout_correction={bypass: true, weights: {}}", "algorithm.rollout_correction: bypass uses the rollout's log-probs as the old ones"),  # noqa: E501
-        ("algorithm.advantage={type: gdpo, parts: [a]}; algorithm.kl.in_reward=0.1", "algorithm.kl.in_reward would do nothing: use algorithm.kl.in_loss"),  # noqa: E501
-        ("validation.every=1", "validation.every is set without validation.data: name a prompt file, or set validation.every=0"),  # noqa: E501
-        ("validation.patience=2", "validation.patience is set without validation.data: name a prompt file, or set validation.patience=null"),  # noqa: E501
-        ("validation.metric=m", "validation.metric is set without validation.data: name a prompt file, or set validation.metric=null"),  # noqa: E501
-        ("checkpoint.keep.best=1", "checkpoint.keep.best is set without validation.data: name a prompt file, or set checkpoint.keep.best=0"),  # noqa: E501
-        ("actor.lr_schedule.type=cosine", "actor.lr_schedule: a cosine schedule needs decay_iterations"),
-        # overrides that are none
-        ("actor.lr", "'actor.lr' is not an override: write key.subkey=value"),
-        ("=1", "'=1' is not an override"),
-        ("++=1", "'++=1' is not an override"),
-        ("actor.lr=[1", "'[1' is not a YAML value"),
-    ],
-)  # fmt: skip
+WRONG = [
+    # unknown keys
+    ("foo=1", "foo is not a key of the config"),
+    ("actor.mini_batch=1", "actor.mini_batch is not a key of the config"),
+    ("algorithm.advantage={type: grpo, gamma: 1}", "algorithm.advantage.gamma is not a key of the config"),
+    ("critic.model={path: x, pth: y}", "critic.model.pth is not a key of the config"),
+    # missing ones
+    ("model={}", "model.path is missing: set it"),
+    ("model=null", "model.path is missing: set it"),
+    ("reward={function: judge, judge: {model: m}}", "reward.judge.url is missing: set it"),
+    ("algorithm.advantage=gea", "algorithm.advantage.type is 'gea': input should be one of 'gae', 'grpo'"),
+    ("algorithm.advantage=gdpo", "algorithm.advantage.parts is missing: set it"),
+    ("algorithm.advantage.lamda=0.9", "algorithm.advantage.lamda is not a key of the config (is it algorithm.advantage.lam"),  # noqa: E501
+    ("algorithm.kl=0.1", "algorithm.kl is 0.1: it should be a section, such as {key: value}"),
+    ("algorithm.advantage={type: gdpo, parts: score}", "algorithm.advantage.parts is 'score': it should be a list, such as [a, b]"),  # noqa: E501
+    ("algorithm.advantage={type: gdpo, parts: [a]}; algorithm.overlong_penalty.buffer_tokens=9", "algorithm.overlong_penalty would do nothing"),  # noqa: E501
+    ("algorithm.kl={in_reward: 0, controller: {type: adaptive, target: 1}}", "algorithm.kl.in_reward, the coefficient that it adapts, is 0"),  # noqa: E501
+    ("algorithm.advantage={type: gdpo, parts: [a], weights: [1, 2]}", "algorithm.advantage: weights has 2 values for 1 parts: give one each"),  # noqa: E501
+    ("algorithm.kl.controller.type=adaptive", "algorithm.kl.controller.target is missing: set it"),
+    # wrong types and values
+    ("rollout.n=many", "rollout.n is 'many': input should be a valid integer"),
+    ("rollout.n=1.5", "rollout.n is 1.5: input should be a valid integer"),
+    ("rollout.n=0", "rollout.n is 0: input should be greater than 0"),
+    ("rollout.top_p=1.1", "rollout.top_p is 1.1: input should be less than or equal to 1"),
+    ("actor.lr=.nan", "actor.lr is nan: input should be a finite number"),
+    ("actor.lr=-1e-5", "actor.lr is -1e-05: input should be greater than 0"),
+    ("actor.optimizer.betas=[0.9, 1.0]", "actor.optimizer.betas.1 is 1.0: input should be less than 1"),
+    ("data.train=[]", "data.train is []"),
+    (
+        "data.truncation=centre",
+        "data.truncation is 'centre': input should be 'error', 'left', 'right', 'middle' or 'drop'",
+    ),
+    ("run.name=a/b", "run.name is 'a/b': string should match pattern"),
+    ("algorithm.advantage.type=gea", "algorithm.advantage.type is 'gea': input should be one of 'gae', 'grpo'"),
+    ("algorithm.loss.clip_ratio_c=1", "algorithm.loss.clip_ratio_c is 1: input should be greater than 1"),
+    ("actor.lr.peak=1", "actor.lr"),
+    # impossible combinations
+    ("actor.mini_batch_trajectories=257", "actor.mini_batch_trajectories is 257, more than an iteration has (data.prompts_per_iteration 64 x rollout.n 4 = 256): lower it"),  # noqa: E501
+    ("critic.mini_batch_trajectories=100", "critic.mini_batch_trajectories is 100, which does not divide 256"),
+    ("actor.micro_batch_tokens=1023", "actor.micro_batch_tokens is 1023, less than one trajectory may have (data.max_prompt_tokens + rollout.max_response_tokens = 1024): raise it"),  # noqa: E501
+    ("critic.sequence_parallel=2", "critic.sequence_parallel is 2, which does not divide the number of processes that hold the critic (1): change one of them"),  # noqa: E501
+    ("pools={all: {workers: 3}}; actor.sequence_parallel=2", "actor.sequence_parallel is 2, which does not divide the number of processes that hold the actor (3)"),  # noqa: E501
+    ("actor.engine=fsdp; actor.offload_when_idle=true; actor.offload=true", "actor.offload already keeps the state in host memory, so actor.offload_when_idle does nothing: set only one of them"),  # noqa: E501
+    ("critic.engine=deepspeed; critic.zero_stage=3; critic.offload_when_idle=true", "critic.offload_when_idle does not work with critic.zero_stage 3"),  # noqa: E501
+    ("pools={all: {workers: 2}}; actor.tensor_parallel=2", "actor.tensor_parallel requires actor.engine fsdp or megatron and does not work with actor.engine torch"),  # noqa: E501
+    ("pools={all: {workers: 2}}; model.lora={}; actor={engine: fsdp, tensor_parallel: 2}", "actor.tensor_parallel requires actor.engine fsdp or megatron and does not work with model.lora"),  # noqa: E501
+    ("actor.pipeline_parallel=2", "actor.pipeline_parallel requires actor.engine megatron, not torch: remove it"),
+    ("actor.distributed_optimizer=false", "actor.distributed_optimizer requires actor.engine megatron, not torch"),
+    ("pools={all: {workers: 6}}; actor={engine: megatron, tensor_parallel: 2, pipeline_parallel: 2}", "actor.tensor_parallel x pipeline_parallel is 4, which does not divide the number of processes that hold the actor (6)"),  # noqa: E501
+    ("pools={all: {workers: 2}}; actor={engine: megatron, expert_parallel: 2, pipeline_parallel: 2}", "actor.expert_parallel x pipeline_parallel is 4, which does not divide the number of processes that hold the actor (2)"),  # noqa: E501
+    ("pools={all: {workers: 2}}; actor={engine: megatron, context_parallel: 4}", "actor.context_parallel is 4, which does not divide the number of processes that hold the actor (2)"),  # noqa: E501
+    ("actor={engine: fsdp, context_parallel: 2}", "actor.context_parallel requires actor.engine megatron, not fsdp: remove it"),  # noqa: E501
+    ("actor={engine: fsdp, expert_parallel: 2}", "actor.expert_parallel requires actor.engine megatron, not fsdp: remove it"),  # noqa: E501
+    ("model.lora={}; actor.engine=megatron", "model.lora is not supported yet by engine megatron: remove it, or set actor.engine to fsdp"),  # noqa: E501
+    ("critic={engine: megatron, model: {path: judge, kernels: compile}}", "critic.model.kernels compile is not supported yet by engine megatron: remove it, or set critic.engine to fsdp"),  # noqa: E501
+    ("model.kernels=compile; actor.engine=megatron", "model.kernels compile is not supported yet by engine megatron"),
+    ("actor={engine: megatron, packing: true}", "actor.packing true is not supported yet by engine megatron"),
+    ("actor={engine: megatron, offload: true}", "actor.offload is not supported yet by engine megatron"),
+    ("pools={all: {workers: 2}}; critic={engine: megatron, sequence_parallel: 2}", "critic.sequence_parallel does not work with engine megatron: set critic.context_parallel instead"),  # noqa: E501
+    ("pools={a: {workers: 2}, b: {}}; placement={actor: a, critic: a, rollout: a, reference: b}; actor.sequence_parallel=2; algorithm.kl.in_reward=0.1", "actor.sequence_parallel is 2, which does not divide the number of processes that hold the reference (1)"),  # noqa: E501
+    ("pools={all: {workers: 2}}; actor.shard_size=2", "actor.shard_size requires actor.engine fsdp, not torch: remove it"),  # noqa: E501
+    ("model.kernels=compile; actor.engine=deepspeed", "model.kernels compile does not work with actor.engine deepspeed: set model.kernels to torch"),  # noqa: E501
+    ("critic.model={path: m, kernels: compile}; critic.engine=deepspeed", "critic.model.kernels compile does not work with critic.engine deepspeed: set critic.model.kernels to torch"),  # noqa: E501
+    ("rollout.vllm.tensor_parallel=2", "rollout.vllm.tensor_parallel is 2, but rollout.engine is hf: remove it, or set rollout.engine to vllm"),  # noqa: E501
+    ("actor.gradient_checkpointing=full", "actor.gradient_checkpointing: should be true, false, selective or null"),
+    ("actor.reshard_after_forward=false", "actor.reshard_after_forward requires actor.engine fsdp, not torch: remove it"),  # noqa: E501
+    ("pools={all: {workers: 8}}; actor={engine: fsdp, shard_size: 3}", "actor.shard_size is 3, which does not divide the number of processes that hold the actor (8): change one of them"),  # noqa: E501
+    ("pools={all: {workers: 8}}; actor={engine: fsdp, shard_size: 2, tensor_parallel: 4}", "actor.shard_size is 2, which is no multiple of actor.tensor_parallel 4: raise it"),  # noqa: E501
+    ("model.attention=flash_attention_2; model.dtype=float32", "model.attention flash_attention_2 computes in 16 bits: set model.dtype bfloat16, or use sdpa"),  # noqa: E501
+    ("rollout.quantization=fp8", "rollout.quantization fp8 is for rollout.engine vllm: remove it"),
+    ("rollout={engine: vllm, top_p: 0.9, temperature: 0.7}", "with rollout.top_p 0.9, rollout.temperature must be 1 (or 0), but is 0.7"),  # noqa: E501
+    ("rollout={engine: vllm, min_p: 0.1, temperature: 0.7}", "rollout.engine vllm gives log-probs either before min_p or at a temperature, not both: with rollout.min_p 0.1, rollout.temperature must be 1 (or 0), but is 0.7"),  # noqa: E501
+    ("rollout={engine: server, min_p: 0.1, server: {urls: 'http://a:1', api: sglang}}", "rollout.server.api sglang has no min_p for requests with a seed: remove rollout.min_p, or set rollout.seeds to engine"),  # noqa: E501
+    ("rollout={engine: server, top_k: 8, min_p: 0.1, server: {urls: 'http://a:1', api: tgi}}", "rollout.server.api tgi has no min_p: remove rollout.min_p"),  # noqa: E501
+    ("rollout.repetition_penalty=1.1", "rollout.repetition_penalty is not supported: it lowers a token's probability by what came before, which the trainer's log-probs do not"),  # noqa: E501
+    ("rollout={engine: vllm, vllm: {max_model_len: 100}}", "rollout.vllm.max_model_len is 100, less than data.max_prompt_tokens + rollout.max_response_tokens = 1024: raise it"),  # noqa: E501
+    ("pools={all: {workers: 6, gpus_per_worker: 1}}; rollout={engine: vllm, vllm: {tensor_parallel: 4}}", "rollout.vllm.tensor_parallel is 4, the GPUs of 4 workers, but pools.all.workers is 6, which is not a multiple of 4: change one of them"),  # noqa: E501
+    ("pools={all: {workers: 4, gpus_per_worker: 2}}; rollout={engine: vllm, vllm: {tensor_parallel: 3}}", "rollout.vllm.tensor_parallel is 3, which is not a multiple of pools.all.gpus_per_worker (2): change one of them"),  # noqa: E501
+    ("pools={all: {workers: 2, gpus_per_worker: 0.5}}; rollout={engine: vllm, vllm: {tensor_parallel: 2}}", "rollout.vllm.tensor_parallel is 2, but the workers of pools.all share GPUs (gpus_per_worker 0.5): set pools.all.gpus_per_worker to 1"),  # noqa: E501
+    ("reference.mix=0.5", "reference.mix is set, but the reference never changes: set reference.sync_every, too"),
+    ("reference.sync_every=4", "reference.sync_every is set, but nothing reads the reference: set algorithm.kl.in_loss or algorithm.kl.in_reward, or remove it"),  # noqa: E501
+    ("algorithm.kl.in_loss=0.1; reference={sync_every: 4, model: m}", "reference.sync_every moves the reference to the actor, so reference.model would be lost: remove one"),  # noqa: E501
+    ("algorithm.kl.in_loss=0.1; reference.sync_every=4; pools={a: {}, b: {}}; placement={actor: a, critic: a, rollout: a, reference: b}", "reference.sync_every reads the actor's weights, which are in another pool: place actor and reference in the same pool"),  # noqa: E501
+    ("model.lora={}; actor.ema_decay=0.99", "actor.ema_decay averages whole models and does not work with model.lora: remove one of them"),  # noqa: E501
+    ("actor.ema_decay=1", "actor.ema_decay is 1: input should be less than 1"),
+    ("rollout.engine=server", "rollout.engine is server, but rollout.server.urls is empty: list the servers"),
+    ("rollout={engine: server, server: {urls: 'http://a:1'}}; model.lora={}", "rollout.engine server cannot load adapters"),  # noqa: E501
+    ("critic=null", "critic is null, but algorithm.advantage gae needs values: leave critic out"),
+    ("algorithm.advantage={type: grpo}; critic.warmup_iterations=1", "critic.warmup_iterations is set, but algorithm.advantage grpo has no critic: remove it"),  # noqa: E501
+    ("algorithm.advantage={type: grpo}; rollout.n=1", "algorithm.advantage grpo compares the trajectories of a prompt, but rollout.n is 1: raise rollout.n"),  # noqa: E501
+    ("algorithm.dynamic_sampling.max_prompts=128; rollout.n=1", "algorithm.dynamic_sampling compares the trajectories of a prompt, but rollout.n is 1: raise rollout.n"),  # noqa: E501
+    ("algorithm.advantage.drop_zero_std_groups=true; rollout.n=1", "algorithm.advantage.drop_zero_std_groups compares the trajectories"),  # noqa: E501
+    ("algorithm.dynamic_sampling.max_prompts=63", "algorithm.dynamic_sampling.max_prompts is 63, less than data.prompts_per_iteration 64: raise it"),  # noqa: E501
+    ("algorithm.overlong_penalty.buffer_tokens=513", "algorithm.overlong_penalty.buffer_tokens is 513, more than rollout.max_response_tokens 512: lower it"),  # noqa: E501
+    ("algorithm.advantage=egpo; algorithm.rollout_correction.bypass=true", "algorithm.advantage egpo needs the entropy"),  # noqa: E501
+    ("algorithm.rollout_correction={bypass: true, weights: {}}", "algorithm.rollout_correction: bypass uses the rollout's log-probs as the old ones"),  # noqa: E501
+    ("algorithm.advantage={type: gdpo, parts: [a]}; algorithm.kl.in_reward=0.1", "algorithm.kl.in_reward would do nothing: use algorithm.kl.in_loss"),  # noqa: E501
+    ("validation.every=1", "validation.every is set without validation.data: name a prompt file, or set validation.every=0"),  # noqa: E501
+    ("validation.patience=2", "validation.patience is set without validation.data: name a prompt file, or set validation.patience=null"),  # noqa: E501
+    ("validation.metric=m", "validation.metric is set without validation.data: name a prompt file, or set validation.metric=null"),  # noqa: E501
+    ("checkpoint.keep.best=1", "checkpoint.keep.best is set without validation.data: name a prompt file, or set checkpoint.keep.best=0"),  # noqa: E501
+    ("placement=separate", "placement is separate, but there are no pools: name them in pools"),
+    ("pools={a: {}, b: {}}", "placement is colocated, but there are 2 pools: keep one, or map each role to a pool in placement"),  # noqa: E501
+    ("pools={a: {}}; placement=separate", "placement puts the actor in actor, the critic in critic and the rollout in rollout: name pools so, or map each role to one of the pools (a)"),  # noqa: E501
+    ("pools={a: {}}; placement={actor: b, critic: a}", "placement puts the actor in b and the rollout in no pool: map each to one of the pools (a)"),  # noqa: E501
+    ("actor.tensor_parallel=2", "actor.tensor_parallel requires actor.engine fsdp or megatron and does not work with actor.engine torch"),  # noqa: E501
+    ("actor={engine: deepspeed, zero_stage: 3, offload: true, offload_when_idle: true}", "actor.offload already keeps the state in host memory"),  # noqa: E501
+    ("model.lora={}; actor.engine=megatron; critic.engine=megatron", "model.lora is not supported yet by engine megatron: remove it, or set actor.engine and critic.engine to fsdp"),  # noqa: E501
+    ("model.kernels=compile; actor.engine=deepspeed; critic.engine=deepspeed", "model.kernels compile does not work with actor.engine deepspeed and critic.engine deepspeed: set model.kernels to torch"),  # noqa: E501
+    ("reference={model: {path: m, lora: {}}}", "reference.model.lora is set, but the reference does not learn: remove it"),  # noqa: E501
+    ("algorithm.distillation={}", "algorithm.distillation is set without a teacher: set teacher.path"),
+    ("algorithm.advantage=none; teacher.path=t", "teacher is set, but nothing learns from it: set algorithm.distillation={}, or remove it"),  # noqa: E501
+    ("algorithm.advantage=none", "algorithm.advantage none leaves nothing to learn from: set algorithm.distillation, or another advantage"),  # noqa: E501
+    ("teacher={path: t, lora: {}}; algorithm.distillation={}", "teacher.lora is set, but the teacher does not learn: remove it"),  # noqa: E501
+    ("reward.function=null", "reward.function names no function: set a function"),
+    ("rollout.agent=a.py:run; rollout.environment=calculator", "rollout.agent and rollout.environment are both set"),
+    ("rollout.agent=a.py:run; reward.model={path: m, kind: process}", "reward.model.kind process scores the steps of one response"),  # noqa: E501
+    ("rollout.environment=calculator; rollout.ignore_eos=true", "rollout.environment does not work with rollout.ignore_eos"),  # noqa: E501
+    ("reward={function: judge, judge: {url: 'http://a:1/v1', model: m, mode: pairwise}}; validation={data: v.jsonl, n: 1}", "reward.judge.mode pairwise compares the responses to a prompt, but validation.n is 1: raise validation.n, or use"),  # noqa: E501
+    ("reward={function: judge, judge: {url: 'http://a:1/v1', model: m, mode: pairwise}}; algorithm.advantage=remax", "but algorithm.advantage remax scores greedy answers, each of which is alone"),  # noqa: E501
+    ("reward={function: judge, judge: {url: 'http://a:1/v1', model: m, mode: pairwise}}; algorithm={advantage: {type: grpo, drop_zero_std_groups: true}, dynamic_sampling: {max_prompts: 128}}; data.curriculum={solved_score: 1}; rollout.n=1", "algorithm.advantage grpo, algorithm.advantage.drop_zero_std_groups, algorithm.dynamic_sampling, reward.judge.mode pairwise and data.curriculum compare the trajectories of a prompt, but rollout.n is 1: raise rollout.n"),  # noqa: E501
+    ("rollout.partial=true", "rollout.partial requires rollout.mode async, but rollout.mode is sync"),
+    ("rollout.seeds=engine", "rollout.seeds engine is for rollout.engine vllm and server"),
+    ("rollout={engine: vllm, seeds: engine}; run.deterministic=true", "rollout.seeds engine draws responses that cannot be repeated"),  # noqa: E501
+    ("rollout={engine: server, server: {urls: 'http://a:1', api: tgi, weights_folder: w}}", "rollout.server.api tgi cannot load new weights"),  # noqa: E501
+    ("data.generations=r; algorithm.rollout_correction.bypass=true", "data.generations uses the generations of another policy"),  # noqa: E501
+    ("data.generations=r; train.epochs=1", "train.epochs is set, but data.generations draws no prompts: remove one of them"),  # noqa: E501
+    ("train.epochs=1; algorithm.dynamic_sampling.max_prompts=128", "train.epochs is set, but algorithm.dynamic_sampling draws as many prompts as it needs"),  # noqa: E501
+    ("data.curriculum={solved_score: 1, lag: 1}; rollout.mode=one_step_off", "data.curriculum.lag is 1, but rollout.mode one_step_off draws 1 iterations ahead"),  # noqa: E501
+    ("data.curriculum={}; reward.function=length", "data.curriculum needs the smallest score of a solved answer"),
+    ("data.replay={}; rollout.environment=calculator", "data.replay does not work with rollout.environment: remove one of them"),  # noqa: E501
+    ("data.replay={}; algorithm.rollout_correction.bypass=true", "data.replay draws answers of earlier policies"),
+    ("data.replay={files: [x], answers: 4}", "data.replay.answers is 4, and rollout.n 4: no answer is left to the policy: raise rollout.n"),  # noqa: E501
+    ("data.replay={files: [x]}; algorithm.advantage=grpo; rollout.n=1", "algorithm.advantage grpo compares the trajectories of a prompt, but rollout.n is 1: raise rollout.n"),  # noqa: E501
+    ("data.replay={files: [x], answers: 3}; algorithm.advantage=grpo; algorithm.experts=sft", "algorithm.experts sft compares the policy's own answers with each other"),  # noqa: E501
+    ("data.replay={files: [x]}; algorithm.experts=sft", "algorithm.experts sft gives an expert's answers no returns that a critic could learn"),  # noqa: E501
+    ("algorithm.advantage=gigpo", "algorithm.advantage gigpo is for turns, but there is no rollout.environment or rollout.agent"),  # noqa: E501
+    ("algorithm.kl={in_loss: 0.1, loss_estimator: k1}", "algorithm.kl.loss_estimator k1 has a gradient of 0 on average"),  # noqa: E501
+    ("validation={every: 2, metric: m, patience: 1}; checkpoint.keep.best=2", "validation.every, validation.metric, validation.patience and checkpoint.keep.best are set without validation.data: name a prompt file, or set validation.every=0, validation.metric=null, validation.patience=null and checkpoint.keep.best=0"),  # noqa: E501
+    ("actor.lr_schedule.type=cosine", "actor.lr_schedule: a cosine schedule needs decay_iterations"),
+    # overrides that are none
+    ("actor.lr", "'actor.lr' is not an override: write key.subkey=value"),
+    ("=1", "'=1' is not an override"),
+    ("++=1", "'++=1' is not an override"),
+    ("actor.lr=[1", "'[1' is not a YAML value"),
+]  # fmt: skip
+"""Overrides with one mistake, and what the error says."""
+
+
+@pytest.mark.parametrize(("override", "says"), WRONG)
 def test_what_is_wrong_is_said_in_one_line(file: Path, override: str, says: str) -> None:
     with pytest.raises(UserError) as refused:
         load_config(file, override.split("; "))
@@ -156,6 +203,40 @@ def test_what_is_wrong_is_said_in_one_line(file: Path, override: str, says: str)
     assert says in message
     assert "\n" not in message
     assert refused.value.exit_code == 2
+
+
+def test_a_data_section_that_is_missing_names_its_key(file: Path) -> None:
+    """As many lines as keys to set, each of which is the fix."""
+    file.write_text("{}")
+    with pytest.raises(UserError) as refused:
+        load_config(file)
+    said = [line.removeprefix(f"{file}: ") for line in str(refused.value).splitlines()]
+    assert said == ["model.path is missing: set it", "data.train is missing: set it"]
+    assert load_config(file, [f"{line.split()[0]}=somewhere" for line in said]).model.path == "somewhere"
+
+
+def test_every_combination_that_is_refused_is_tried_alone(file: Path) -> None:
+    """So that each is known to give one line: `WRONG` reaches every `yield` of the combinations."""
+    path = Path(incompatibilities.__file__)
+    yields = {node.lineno for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Yield)}
+    reached = set[int]()
+
+    def trace(frame: FrameType, event: str, argument: object) -> TraceFunction | None:
+        if frame.f_code.co_filename != str(path):
+            return None
+        reached.add(frame.f_lineno)
+        return trace
+
+    before = sys.gettrace()
+    for override, _ in WRONG:
+        sys.settrace(trace)
+        try:
+            with suppress(UserError):
+                load_config(file, override.split("; "))
+        finally:
+            sys.settrace(before)
+    missed = [path.read_text().splitlines()[line - 1 : line + 1] for line in sorted(yields - reached)]
+    assert not missed, "add a case to WRONG"
 
 
 def test_all_mistakes_are_said_at_once(file: Path) -> None:
@@ -169,7 +250,7 @@ def test_all_combinations_that_do_not_work_are_said_at_once(file: Path) -> None:
     with pytest.raises(UserError) as refused:
         load_config(file, ["validation.every=1", "actor.tensor_parallel=2", "critic=null", "pools={a: {workers: 3}}"])
     keys = [line.removeprefix(f"{file}: ").split()[0] for line in str(refused.value).splitlines()]
-    assert keys == ["critic", "actor.tensor_parallel", "actor.tensor_parallel", "validation.every"]
+    assert keys == ["critic", "actor.tensor_parallel", "validation.every"]
 
 
 def test_a_mistake_of_actor_and_reference_is_said_once(file: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -29,8 +31,14 @@ def write(path: Path, *rows: Any) -> str:
             stream.write_table(table)
     elif path.suffix == ".json":
         path.write_text(json.dumps(rows))
+    elif path.name.removesuffix(".gz").endswith((".csv", ".tsv")):
+        cells = [
+            {name: cell if isinstance(cell, str) else json.dumps(cell) for name, cell in row.items()} for row in rows
+        ]
+        pd.DataFrame(cells).to_csv(path, sep="\t" if ".tsv" in path.name else ",", index=False)
     else:
-        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        lines = "".join(f"{json.dumps(row)}\n" for row in rows).encode()
+        path.write_bytes(gzip.compress(lines) if path.suffix == ".gz" else lines)
     return str(path)
 
 
@@ -68,12 +76,22 @@ def test_sharegpt_may_have_a_system_message_and_several_turns(tmp_path: Path) ->
     assert prompt.ground_truth == "Yes."
 
 
-def test_a_file_named_after_its_split_has_its_folders_name(tmp_path: Path) -> None:
-    [prompt] = PromptDataset([write(tmp_path / "gsm8k" / "train-00000-of-00001.parquet", {"prompt": "x"})])
-    assert prompt.data_source == "gsm8k"
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("b/val.jsonl", "val"),
+        ("b/sums.jsonl.gz", "sums"),
+        ("gsm8k/train.parquet", "train"),
+        ("gsm8k/math-00000-of-00002.parquet", "math"),
+        ("gsm8k/math.v2.csv", "math.v2"),
+    ],
+)
+def test_a_row_without_a_data_source_has_its_files_name(tmp_path: Path, name: str, source: str) -> None:
+    [prompt] = PromptDataset([write(tmp_path / name, {"prompt": "x"})])
+    assert prompt.data_source == source
 
 
-@pytest.mark.parametrize("ending", ["parquet", "jsonl", "json", "arrow"])
+@pytest.mark.parametrize("ending", ["parquet", "jsonl", "json", "arrow", "csv", "tsv", "jsonl.gz", "csv.gz", "rows"])
 def test_all_kinds_of_files_hold_the_same_rows(tmp_path: Path, ending: str) -> None:
     rows = [{"prompt": str(number), "answer": str(-number)} for number in range(3000)]
     opened = files.open_rows(write(tmp_path / f"a.{ending}", *rows))
@@ -82,6 +100,58 @@ def test_all_kinds_of_files_hold_the_same_rows(tmp_path: Path, ending: str) -> N
     assert [row for _, row in opened] == rows
     assert opened[7][0] == list(opened)[7][0]
     assert opened[7][0].endswith("8")
+    assert files.count(str(tmp_path / f"a.{ending}")) == 3000
+
+
+def test_what_pandas_writes_as_csv(tmp_path: Path) -> None:
+    """Cells are texts, and a cell that is empty is None. Messages and objects are JSON."""
+    path = tmp_path / "sums.csv"
+    frame = pd.DataFrame(
+        {
+            "prompt": [json.dumps([USER]), 'NA, "null"\nand [1, 2]'],
+            "reward_model": [json.dumps({"ground_truth": {"a": [1]}}), None],
+            "ground_truth": [None, "007"],
+            "level": [1, None],
+        }
+    )
+    frame.to_csv(path, index=False)
+    first, second = PromptDataset([path])
+    assert (first.messages, first.ground_truth) == ([USER], '{"a": [1]}')
+    assert (second.original, second.ground_truth) == ('NA, "null"\nand [1, 2]', "007")
+    assert json.loads(first.extra_info) == {"ground_truth": None, "level": "1.0"}
+
+
+OTHER = "is of another format than those that are read: Parquet .*JSON .*CSV "
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        (
+            "a.csv",
+            "prompt,answer\n1 + 1?,2\nAdd 1, 2,3\n",
+            "row 2 has more cells than the header: quote texts that hold ','",
+        ),
+        ("a.tsv", "prompt\nAdd 1\t2\n", "row 1 has more cells than the header: quote texts that hold"),
+        ("a.csv", 'prompt\n"Add 1" to 2\n', "row 1 is not CSV in UTF-8"),
+        ("a.csv", "prompt\n\udce9\n", "is not CSV in UTF-8"),
+        ("a.csv", f'messages\n"{[USER]}"\n', "row 1: messages is not JSON .*: write lists and objects by json.dumps"),
+        ("a.csv", "prompt,reward_model\nx,2\ny,{2\n", "row 2: reward_model is not JSON"),
+        ("a.csv", "prompt\n\n", "no prompts"),
+        ("a.csv", "", "no prompts"),
+        ("a.xlsx", "PK", OTHER),
+        ("a.txt", "prompt,answer\n", OTHER),
+        ("a.jsonl", "prompt,answer\n", "line 1 is not JSON"),
+        ("a.jsonl.gz", "{}", "cannot read .*a.jsonl.gz"),
+    ],
+)
+def test_another_format_is_refused_in_a_line(tmp_path: Path, name: str, content: str, says: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(UserError, match=says) as refused:
+        list(PromptDataset([path]))
+    assert str(path) in str(refused.value)
+    assert "\n" not in str(refused.value)
 
 
 README = """---
@@ -138,7 +208,7 @@ def test_without_a_readme_the_names_of_files_tell_the_split(hub: Path) -> None:
     (hub / "README.md").unlink()
     assert answers(f"{hub}/main:test") == ["2"]
     assert answers(f"{hub}/socratic") == ["3"]
-    (hub / "socratic" / "more.csv").write_text("prompt\nx\n")
+    (hub / "socratic" / "more.txt").write_text("prompt\nx\n")
     assert answers(f"{hub}/socratic") == ["3"]
     (hub / "empty").mkdir()
     with pytest.raises(UserError, match="has no data files"):

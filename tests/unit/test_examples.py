@@ -83,6 +83,10 @@ def test_supervised_examples_in_every_spelling(
             {"messages": [USER]},
             "line 1: messages should end with a message of the assistant, after others",
         ),
+        (
+            {"messages": [USER, {**ANSWER, "content": None, "tool_calls": [{"name": "add"}]}]},
+            "line 1: messages ends with a call of a tool, and only texts are learned",
+        ),
         ({"messages": [ANSWER]}, "line 1: messages should end with a message of the assistant"),
         ({"prompt": "a" * 46, "response": "good"}, "up to max_tokens 50, has no examples"),
         ({"prompt": "", "response": "good"}, "line 1: the prompt is empty"),

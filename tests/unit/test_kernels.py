@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from infra.execution.driver import check_inputs
+from infra.execution.driver import check_inputs, check_packages
 from rlhf.config import ModelConfig
 from rlhf.engines.kernels import as_written, check_liger, compile_layers, layers
 from rlhf.errors import UserError
@@ -36,16 +36,23 @@ def liger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_liger_that_is_not_installed(tmp_path: Path) -> None:
     tiny.workspace(tmp_path)
-    with pytest.raises(UserError, match=r"^model.kernels: liger needs the package liger_kernel: pip install"):
-        check_inputs(tiny.config(tmp_path, model__kernels="liger"))
+    pools = {"all": {"gpus_per_worker": 1}}
+    with pytest.raises(UserError) as refused:
+        check_packages(tiny.config(tmp_path, model__kernels="liger", pools=pools))
+    fix = 'pip install "ratchet-rlhf[liger]"'
+    assert str(refused.value) == f"model.kernels: liger needs the package liger_kernel: {fix}"
 
 
-@pytest.mark.usefixtures("liger")
+@pytest.mark.parametrize("is_installed", [True, False])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_liger_without_a_gpu(tmp_path: Path) -> None:
+def test_liger_without_a_gpu(tmp_path: Path, request: pytest.FixtureRequest, is_installed: bool) -> None:
+    if is_installed:
+        request.getfixturevalue("liger")
     tiny.workspace(tmp_path)
-    with pytest.raises(UserError, match=r"^model.kernels is liger, which needs GPUs, but the trainers have none"):
+    with pytest.raises(UserError) as refused:
         check_inputs(tiny.config(tmp_path, model__kernels="liger"))
+    fix = "set it to torch or compile"
+    assert str(refused.value) == f"model.kernels is liger, which needs GPUs, but the trainers have none: {fix}"
 
 
 @pytest.mark.usefixtures("liger")

@@ -29,10 +29,14 @@ def annotation(selected: str | None, *, tie: bool = False, skipped: bool = False
     return {"id": 1, "result": result, "was_cancelled": skipped, "lead_time": 4.2, "completed_by": 3}
 
 
-def test_a_table_of_labels(tmp_path: Path) -> None:
-    rows = {"pair_id": ["p1", "p2", "p3", "p4"], "preferred": ["a", "B ", "tie", None]}
-    pq.write_table(pa.table(rows), tmp_path / "l.parquet")
-    labels = read_labels(str(tmp_path / "l.parquet"), IDS)
+@pytest.mark.parametrize("name", ["l.parquet", "l.csv"])
+def test_a_table_of_labels(tmp_path: Path, name: str) -> None:
+    table = pa.table({"pair_id": ["p1", "p2", "p3", "p4"], "preferred": ["a", "B ", "tie", None]})
+    if name == "l.csv":
+        table.to_pandas().to_csv(tmp_path / name)
+    else:
+        pq.write_table(table, tmp_path / name)
+    labels = read_labels(str(tmp_path / name), IDS)
     assert labels.preferred == {"p1": "a", "p2": "b", "p3": "tie"}
     assert labels.skipped == 1
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from rlhf.data.prompts import Prompt, PromptDataset, check_length, encode
 from rlhf.errors import UserError
+from tests import tiny
 from tests.padded import properties
 
 ROW = {
@@ -24,6 +25,7 @@ ROW = {
     "reward_model": {"style": "rule", "ground_truth": "2"},
     "extra_info": {"index": 3},
 }
+USER = {"role": "user", "content": "1 + 1?"}
 PROMPT = Prompt("gsm8k", [{"role": "user", "content": "1 + 1?"}], "2", False, json.dumps({"index": 3}))
 
 
@@ -53,6 +55,29 @@ def test_what_a_row_may_leave_out_or_put_differently(tmp_path: Path) -> None:
     assert (found[2].ground_truth, found[2].extra_info) == (None, "{}")
 
 
+CALLS = """
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{% if m.content %}{{ m.content }}{% endif %}
+{%- for call in m.tool_calls or [] %}<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}
+{%- if 'name' in m %} ({{ m.name }}){% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+"""A chat template like Qwen's."""
+
+
+def conversation(arguments: Any, **absent: Any) -> list[dict[str, Any]]:
+    """A conversation with a call of a tool; a Parquet file has each key in all messages."""
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    return [
+        {"role": "user", "content": "1 + 1?", **absent},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2", "tool_call_id": "c1", "name": "add"},
+        {"role": "user", "content": "And twice that?"},
+    ]
+
+
 MALFORMED: list[tuple[Any, str]] = [
     (["a list"], "is not a JSON object"),
     ({**ROW, "prompt": []}, "prompt should be a list of messages"),
@@ -63,6 +88,10 @@ MALFORMED: list[tuple[Any, str]] = [
     ({**ROW, "reward_model": '{"ground_truth": "2"}'}, "reward_model should be an object"),
     ({**ROW, "prompt": [{"role": "user"}]}, "prompt should be a list of messages"),
     ({**ROW, "prompt": [{"role": "user", "content": 1}]}, "prompt should be a list of messages"),
+    ({**ROW, "prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, "with image_url"),
+    ({**ROW, "prompt": [USER, {"role": "assistant", "content": None}]}, "prompt should be a list of messages"),
+    ({**ROW, "prompt": [USER, {"role": "assistant", "tool_calls": ["add"]}]}, "should have tool_calls {function"),
+    ({**ROW, "prompt": conversation("{1")}, "prompt calls add with arguments that are not JSON"),
     ({"messages": [{"role": "assistant", "content": "2"}]}, "the prompt is empty"),
     ({"conversations": [{"from": "narrator", "value": "x"}]}, "conversations has a message from 'narrator'"),
     ({"conversations": [{"from": "human", "text": "x"}]}, "conversations should be a list of messages"),
@@ -105,6 +134,62 @@ def test_what_is_no_prompt_file(tmp_path: Path, name: str, content: bytes | None
     with pytest.raises(UserError, match=says) as refused:
         list(PromptDataset([path]))
     assert str(path) in str(refused.value)
+
+
+def with_template(template: str | None) -> Any:
+    tokenizer = tiny.character_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+@pytest.mark.parametrize("arguments", ['{"a": 1, "b": [1]}', {"a": 1, "b": [1]}])
+def test_calls_of_tools_are_rendered_as_transformers_does(tmp_path: Path, ending: str, arguments: Any) -> None:
+    path, row = tmp_path / f"a.{ending}", {**ROW, "prompt": conversation(arguments, tool_calls=None, name=None)}
+    if ending == "parquet":
+        pq.write_table(pa.Table.from_pylist([row]), path)
+    else:
+        json_lines(path, row)
+    [prompt] = PromptDataset([path])
+    tokenizer = with_template(CALLS)
+    text, _ = encode(prompt, tokenizer, max_tokens=1000, truncation="error")
+    expected = [
+        {"role": "user", "content": "1 + 1?"},
+        {
+            "role": "assistant",
+            "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": [1]}}}],
+        },
+        {"role": "tool", "name": "add", "content": "2"},
+        {"role": "user", "content": "And twice that?"},
+    ]
+    assert text == tokenizer.apply_chat_template(expected, tokenize=False, add_generation_prompt=True)
+    assert '{"name": "add", "arguments": {"a": 1, "b": [1]}}' in text
+    assert prompt.original == prompt.messages
+    assert set(prompt.messages[0]) == {"role", "content"}
+
+
+def test_what_cannot_render_calls_says_so(tmp_path: Path) -> None:
+    [prompt] = PromptDataset([json_lines(tmp_path / "a.jsonl", {**ROW, "prompt": conversation({})})])
+    for template, says in (
+        (None, "the prompt calls tools, and the model has no chat template: set model.chat_template"),
+        ("{{ messages[0].content }}", "a chat template that does not render tool_calls: set model.chat_template"),
+        (
+            "{{ raise_exception('no role tool') }}{# tool_calls #}",
+            "the chat template refuses the messages: no role tool",
+        ),
+        ("{{ messages[1].tool_calls + 1 }}", "the chat template refuses the messages: can only concatenate list"),
+    ):
+        with pytest.raises(UserError, match=says) as refused:
+            check_length(prompt, with_template(template), 1000, None)
+        assert str(refused.value).startswith(f"{tmp_path / 'a.jsonl'}, line 1: ")
+
+
+def test_a_call_of_a_tool_may_be_the_answer(tmp_path: Path) -> None:
+    asked, answered, *_ = conversation('{"a": 1}')
+    [prompt] = PromptDataset([json_lines(tmp_path / "a.jsonl", {"messages": [asked, answered]})])
+    assert [call["function"] for call in json.loads(prompt.ground_truth or "")] == [
+        {"name": "add", "arguments": {"a": 1}}
+    ]
 
 
 def test_the_digest_is_of_the_bytes_in_order(tmp_path: Path) -> None:

@@ -171,6 +171,15 @@ def test_a_name_that_a_file_lacks_is_named_by_the_file(tmp_path: Path) -> None:
     assert "mine_" not in str(refused.value), "the name of the module is of no use to people"
 
 
+def test_a_store_that_does_not_exist_has_no_list(command: Command) -> None:
+    code, _, said = command.ratchet("ls", "--store", "nothere")
+    assert (code, said.strip()) == (2, "error: --store nothere: there is no such folder; name that of your runs")
+    (command.folder / "empty").mkdir()
+    code, out, _ = command.ratchet("ls", "--store", command.folder / "empty")
+    assert code == 0
+    assert "there are no runs" in out
+
+
 def test_the_list_tells_runs_that_failed_from_those_that_never_started(command: Command) -> None:
     command("fork", "run", "--at", "1", "--run", "child")
     rows = {row["run"]: row for row in map(json.loads, command("ls", "--format", "json").splitlines())}

@@ -151,3 +151,36 @@ def test_a_reward_is_tried_on_each_file(tmp_path: Path) -> None:
     prompts = list(PromptDataset([str(tmp_path / "train.jsonl"), str(tmp_path / "held_out.jsonl")]))
     [failure] = try_rewards(RewardConfig(function="countdown"), prompts, letters_of)
     assert f"{tmp_path}/held_out.jsonl, line 1" in failure
+
+
+@pytest.mark.parametrize(
+    ("code", "fails_on"),
+    [
+        ("return float(solution_str)", ("an empty answer", "ValueError: could not convert string to float: ''")),
+        ("return 1 / (len(solution_str) < 9999)", ("a long answer", "ZeroDivisionError")),
+        ("return len(solution_str.encode('ascii'))", ("a random answer", "UnicodeEncodeError")),
+        ("return len(solution_str)", None),
+    ],
+)
+@pytest.mark.parametrize("takes_group", [False, True])
+def test_a_reward_is_tried_on_what_a_policy_may_write(
+    tmp_path: Path, code: str, fails_on: tuple[str, str] | None, takes_group: bool
+) -> None:
+    """A line for each prompt, and the answers other than the truth for the first prompt of a data source."""
+    file = tmp_path / "mine.py"
+    one = f"def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    {code}\n"
+    several = "def compute_scores(group):\n    return [one(None, answer.solution_str, None) for answer in group]\n"
+    file.write_text(one.replace("compute_score", "one") + several if takes_group else one)
+    row = {"data_source": "sums", "prompt": "1 + 1?", "reward_model": {"ground_truth": "2"}}
+    (tmp_path / "sums.jsonl").write_text(2 * f"{json.dumps(row)}\n")
+    prompts = list(PromptDataset([str(tmp_path / "sums.jsonl")]))
+    failures = list(try_rewards(RewardConfig(function=str(file)), prompts, letters_of))
+    if fails_on is None:
+        assert not failures
+        return
+    [failure] = failures
+    answer, error = fails_on
+    assert failure.startswith(f"{tmp_path}/sums.jsonl, line 1: reward.function {file} cannot score {answer} to this")
+    assert error in failure
+    assert "at mine.py:2 in" in failure
+    assert "\n" not in failure

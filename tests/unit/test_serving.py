@@ -219,22 +219,16 @@ def test_logs_become_prompts_and_trajectories(
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     ask(client, [{"role": "user", "content": "a tool"}], tools=[tool])
     client.completions.create(model="policy", prompt="text", max_tokens=4)
-    ratings = tmp_path / "ratings.jsonl"
-    ratings.write_text(
-        "".join(
-            json.dumps(row) + "\n"
-            for row in (
-                {"id": second.id, "rating": True},
-                {"id": "own", "score": 0.25},
-                {"id": "of nothing", "score": 1},
-            )
-        )
-    )
+    ratings = tmp_path / "ratings.csv"
+    ratings.write_text(f"id,rating,score\n{second.id},True,\nown,,0.25\nof nothing,,1\n")
+    called = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
     chats = tmp_path / "chats.jsonl"
     chats.write_text(
         json.dumps({"id": "own", "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})
         + "\n"
         + json.dumps({"prompt": "c", "response": "d", "rating": 0.5, "data_source": "forum"})
+        + "\n"
+        + json.dumps({"prompt": [{"role": "user", "content": "a"}, called], "response": "e"})
         + "\n"
     )
     ingested = ingest([Run(store), str(chats)], str(ratings))
@@ -251,7 +245,7 @@ def test_logs_become_prompts_and_trajectories(
     assert rows[1]["response_ids"] == stored[1]["ids"] and rows[1]["policy_version"] == 7
     assert rows[1]["rollout_log_probs"] == stored[1]["log_probs"]
     assert rows[2]["response_ids"] is None, "a text has no tokens yet"
-    assert ingested.left_out == {"tools, or /v1/completions": 2, "cut off at the token limit": 1}
+    assert ingested.left_out == {"tools, or /v1/completions": 3, "cut off at the token limit": 1}
     assert ingested.unknown == 1
     liked = ingest([Run(store), str(chats)], str(ratings), min_score=0.5)
     assert [row["id"] for row in liked.trajectories.to_pylist()] == [second.id, "chats-000001"]

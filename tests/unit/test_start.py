@@ -165,6 +165,27 @@ def test_prompts_that_are_texts_are_rendered_unless_told_otherwise(root: Path, t
     assert r"""tokens: "1 + 1?\u001b""" in first_prompt(config)
 
 
+def test_prompts_that_call_tools_are_rendered_or_refused_by_their_row(root: Path, tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "user", "content": "1 + 1?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+    ]
+    path = tmp_path / "calls.jsonl"
+    path.write_text(json.dumps({"data_source": "any", "prompt": messages}) + "\n")
+    changes: dict[str, Any] = {"data__train": [str(path)], "data__max_prompt_tokens": 500, "reward__function": "length"}
+    changes |= {"actor__micro_batch_tokens": 1024, "critic__micro_batch_tokens": 1024}
+    fix = "the prompt calls tools, and the model has no chat template: set model.chat_template"
+    assert refusal(tiny.config(root, **changes)) == [f"{path}, line 1: {fix}"]
+    (tmp_path / "template.jinja").write_text(tiny.CHAT_TEMPLATE)
+    model = {"path": str(root / "model"), "chat_template": str(tmp_path / "template.jinja"), "dtype": "float32"}
+    config = tiny.config(root, model=model, **changes)
+    check_inputs(config)
+    rendered = '(user)1 + 1?(assistant)<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    assert json.dumps(rendered)[1:-1] in first_prompt(config)
+
+
 def notes_of(config: RunConfig) -> str:
     notes: list[str] = []
     with listening(lambda event: notes.append(event.text) if isinstance(event, Note) else None):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rlhf.algorithms import PolicyLoss
 from rlhf.config.counterparts.base import Assumed, Converted, NoEqual, Settings, Value
+from rlhf.data.folders import ENDINGS
 
 
 def sole_file(names: Sequence[str]) -> Value | Assumed:
@@ -113,7 +114,7 @@ def data_file(settings: Settings, key: str) -> Converted:
     if not settings.has(key):
         return {}
     names = settings.texts(key)
-    if all(name.endswith((".parquet", ".jsonl", ".json")) for name in names):
+    if all(name.endswith(ENDINGS) for name in names):
         return {"data.train": names}
     local = [f"data/{run_name(name)}/train.parquet" for name in names]
     return {"data.train": Assumed(local, f"write {', '.join(names)} there, in verl's columns (`ratchet data --help`)")}

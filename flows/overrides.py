@@ -1,0 +1,36 @@
+"""Overrides of a config as a parameter of flows, which the server checks when a flow run is asked for."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from pydantic import WithJsonSchema
+
+from rlhf.config import RunConfig, keys
+from rlhf.config.older import NEEDLESS, RENAMED
+
+FORM = "KEY=VALUE, with a KEY that `ratchet train --help` lists"
+
+
+def _pattern() -> str:
+    """A regular expression of the overrides whose key exists: a section, a key, a former name, or what a mapping
+    holds."""
+    known = dict.fromkeys((*RENAMED, *NEEDLESS), False)
+    for key, kind, *_ in keys(RunConfig):
+        name = re.sub(r"\[.*?\]", "", key)
+        parts = name.split(".")
+        known |= {
+            ".".join(parts[:depth]): False for depth in range(1, len(parts)) if ".".join(parts[:depth]) not in known
+        }
+        known[name] = known.get(name, False) or "mapping" in kind
+    names = (name.replace(".", r"\.") + (r"(\..+)?" if holds_any else "") for name, holds_any in known.items())
+    return rf"^\+?\+?({'|'.join(names)})="
+
+
+Override = Annotated[
+    str,
+    WithJsonSchema({"type": "string", "if": {"not": {"pattern": _pattern()}}, "then": {"enum": [FORM]}}),
+]
+"""A change of a value of a config, such as ``actor.lr=1e-5``. A pattern alone would be all that the server's error
+shows; the enumeration makes it name the override and what overrides look like."""
