@@ -25,7 +25,6 @@ import argparse
 import asyncio
 import json
 import os
-import signal
 import socket
 import statistics
 import subprocess
@@ -48,6 +47,7 @@ import numpy as np
 
 from benchmarks import parts
 from infra.workers.calls import Context, ShardStart
+from rlhf import child_processes
 from rlhf.engines.server_rollout import AT_ONCE
 from tasks.generate import GENERATE, GenerateConfig, begin
 from tasks.stage import RowsStage
@@ -145,8 +145,7 @@ def serving(options: dict[str, Any], log: Path) -> Iterator[str]:
                 time.sleep(0.5)
         yield url
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        child_processes.end(process)
 
 
 def posted(url: str, model: str, prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> float:
