@@ -194,13 +194,13 @@ class Engine:
     def finish_update(self) -> None:
         """Generate with the new weights from now on, and clear the prefix cache."""
         self.llm.collective_rpc("finish_weight_update")
-        self.llm.reset_prefix_cache()
+        assert self.llm.reset_prefix_cache(), "a request is running: what old weights computed would be used again"
 
     def forget_adapter(self, adapter: int | None) -> None:
         """Remove an old adapter, by number, and clear the prefix cache; the next request names the new adapter."""
         if adapter is not None:
             self.llm.llm_engine.remove_lora(adapter)
-        self.llm.reset_prefix_cache()
+        assert self.llm.reset_prefix_cache(), "a request is running: what old weights computed would be used again"
 
     def sleep(self, level: int) -> None:
         """Free the cache, and the weights after a copy to host memory (level 1) or without one (level 2)."""

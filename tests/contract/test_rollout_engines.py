@@ -16,9 +16,10 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -72,13 +73,19 @@ def hf_rollout(folder: Path, **options: Any) -> RolloutEngine:
 
 
 @cache  # a start takes a quarter of a minute
-def vllm_rollout(folder: Path, **options: Any) -> RolloutEngine:
+def vllm_rollout(folder: Path, of: type[VLLMRollout] = VLLMRollout, **options: Any) -> RolloutEngine:
     STARTED.append(
-        VLLMRollout(
-            folder, eos_token_ids=EOS, max_model_len=256, enforce_eager=True, gpu_memory_utilization=0.1, **options
-        )
+        of(folder, eos_token_ids=EOS, max_model_len=256, enforce_eager=True, gpu_memory_utilization=0.1, **options)
     )
     return STARTED[-1]
+
+
+class AsyncScheduling(VLLMRollout):
+    """vLLM with the scheduler that GPUs use by default; it schedules a step before it has the tokens of the last."""
+
+    def environment(self) -> dict[str, str]:
+        paths = [str(Path(__file__).parents[1] / "vllm_async"), os.environ.get("PYTHONPATH", "")]
+        return super().environment() | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 @cache
@@ -118,6 +125,7 @@ if os.environ.get("RATCHET_VLLM") or find_spec("vllm"):  # which CI says there i
     # It has either a temperature or top_p before its log-probs; its attention on the CPU rounds more, and what it has
     # cached is computed once.
     ENGINES["vllm"] = Kind(vllm_rollout, replace(SAMPLING, top_p=1.0), 1e-3, exact=False)
+    ENGINES["vllm-async"] = replace(ENGINES["vllm"], build=partial(vllm_rollout, of=AsyncScheduling))
     ENGINES["server"] = replace(ENGINES["vllm"], build=server_rollout)
 if sglang_server.installed():
     ENGINES["sglang"] = Kind(sglang_rollout, SAMPLING, CLOSE, exact=False)
@@ -138,7 +146,7 @@ def kind(request: pytest.FixtureRequest) -> Kind:
     return ENGINES[request.param]
 
 
-@pytest.fixture(params=[name for name in ENGINES if name not in ("server", "sglang")])
+@pytest.fixture(params=[name for name in ENGINES if name in ("hf", "vllm")])
 def own(request: pytest.FixtureRequest) -> Kind:
     """What can be started in many ways: a server is what it is."""
     return ENGINES[request.param]
@@ -268,6 +276,15 @@ def test_options_that_vllm_refuses_are_a_mistake_of_the_user(policy_folder: Path
         engine.close()
 
 
+@pytest.mark.skipif("vllm" not in ENGINES, reason="vLLM is not installed: `make vllm`")
+def test_vllm_schedules_ahead_where_tests_say_so(policy_folder: Path) -> None:
+    kind = ENGINES["vllm-async"]
+    engine = kind.build(policy_folder)
+    assert isinstance(engine, VLLMRollout)
+    engine.generate(requests(1), kind.sampling)
+    assert "asynchronous scheduling: True" in (engine.scratch / "log").read_text()
+
+
 @pytest.mark.skipif("sglang" not in ENGINES, reason=sglang_server.NEEDS)
 def test_what_sglang_cannot_do_is_said(policy_folder: Path) -> None:
     """Rather than a response that is cut, or a server that dies."""
@@ -376,6 +393,12 @@ def test_a_stop_text_ends_a_response_and_stays_in_it(kind: Kind, engine: Rollout
     stop = next(text[3:5] for text in texts if text[:5].count(text[3:5]) == 1)
     stopped = engine.generate(asked, replace(endless, stop=(stop, "never to be seen")))
     assert any(stop in text for text in texts)
+    with ThreadPoolExecutor(2) as threads:  # some of the requests that run together have one, and some have none
+        plain, beside = threads.map(
+            lambda sampling: engine.generate(asked, sampling), (endless, replace(endless, stop=(stop, "never")))
+        )
+    for found, expected in zip([*plain, *beside], [*whole, *stopped], strict=True):
+        kind.assert_agree(found, expected)
     for before, after, text in zip(whole, stopped, texts, strict=True):
         length = text.find(stop) + 2 if stop in text else len(text)
         kind.assert_agree(after, replace(cut(before, length), finish_reason="stop" if stop in text else "length"))
@@ -393,6 +416,7 @@ def test_an_engines_own_noise_is_not_repeated(engine: str, policy_folder: Path) 
     assert seeded not in found
 
 
+@pytest.mark.parametrize("own", [name for name in ENGINES if name in ("hf", "vllm", "vllm-async")], indirect=True)
 def test_an_engine_that_made_room_answers_as_before(own: Kind, policy_folder: Path) -> None:
     """With the weights that it kept, and with those that it is given again. On the CPU vLLM ignores sleep, except that
     it runs no request until all of its memory is said to be back."""
