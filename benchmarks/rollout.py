@@ -17,6 +17,11 @@ streaming (256 at a time, as the engine), shows what the protocol itself costs. 
 
 measures only what a seed per request costs (`rollout.seeds`): vLLM called directly, with and without seeds in turn,
 with responses of 32 tokens; in seconds of the processor, which other processes hardly disturb.
+
+    OMP_NUM_THREADS=1 python benchmarks/rollout.py --host [--rounds 6] [--prompts 64]
+
+measures what a step costs beside the model, in microseconds of the processor for each running request: vLLM's engine
+core (which schedules, and updates its requests), and what follows it, by vLLM's `LLMEngine.step` and by ours in turn.
 """
 
 from __future__ import annotations
@@ -25,7 +30,6 @@ import argparse
 import asyncio
 import json
 import os
-import signal
 import socket
 import statistics
 import subprocess
@@ -48,6 +52,7 @@ import numpy as np
 
 from benchmarks import parts
 from infra.workers.calls import Context, ShardStart
+from rlhf import child_processes
 from rlhf.engines.server_rollout import AT_ONCE
 from tasks.generate import GENERATE, GenerateConfig, begin
 from tasks.stage import RowsStage
@@ -145,8 +150,7 @@ def serving(options: dict[str, Any], log: Path) -> Iterator[str]:
                 time.sleep(0.5)
         yield url
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        child_processes.end(process)
 
 
 def posted(url: str, model: str, prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> float:
@@ -246,6 +250,61 @@ def measure_seeds(root: Path, options: argparse.Namespace) -> None:
     print(f"\nratio {medians[True] / medians[False]:.3f}; {per_step:.2f} ms per step and 100 requests")
 
 
+def measure_host(root: Path, options: argparse.Namespace) -> None:
+    """Print what a step costs beside the model."""
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    from rlhf.engines.vllm_child import FLUSH_S, Engine
+
+    config = parts.run_config(root, "vllm", options.prompts, {"max_prompt_tokens": PROMPT}, ROLLOUT_OF_SEEDS)
+    engine = Engine(parts.vllm_options(config))
+    core, spent = engine.llm.llm_engine.engine_core, defaultdict[str, float](float)
+
+    def timed(owner: Any, name: str, part: str) -> None:
+        call = getattr(owner, name)
+
+        def timed_call(*arguments: Any, **named: Any) -> Any:
+            began = time.thread_time()
+            try:
+                return call(*arguments, **named)
+            finally:
+                spent[part] += time.thread_time() - began
+
+        setattr(owner, name, timed_call)
+
+    timed(core, "get_output", "core")
+    for name in ("execute_model", "sample_tokens"):
+        timed(core.engine_core.model_executor, name, "model")
+    texts = [ids for ids in parts.prompt_ids(options.prompts, PROMPT) for _ in range(SAMPLES)]
+    lengths = np.random.default_rng(0).integers(16, 112, len(texts)).tolist()
+    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for number in range(options.rounds + 1):
+        for loop in ("vLLM's", "ours") if number % 2 else ("ours", "vLLM's"):
+            spent.clear()
+            for row, (ids, length) in enumerate(zip(texts, lengths, strict=True)):
+                parameters = {"max_tokens": length, "logprobs": 0, "ignore_eos": True, "detokenize": False, "stop": []}
+                engine.submit((row, ids, parameters, None))
+            flushed = time.monotonic()
+            while engine.is_busy:
+                began = time.thread_time()
+                if loop == "ours":
+                    engine.step()
+                    if time.monotonic() - flushed > FLUSH_S:
+                        engine.new_tokens()
+                        flushed = time.monotonic()
+                else:
+                    engine.llm.llm_engine.step()
+                spent["all"] += time.thread_time() - began
+            engine.cancel(list(range(len(texts))))
+            micro = 1e6 / sum(lengths)
+            found[loop].append((micro * (spent["core"] - spent["model"]), micro * (spent["all"] - spent["core"])))
+    print("| loop | engine core without the model, µs | after it, µs | of each round |\n|---|---|---|---|")
+    for loop, rounds in found.items():
+        inside, after = (statistics.median(one[place] for one in rounds[1:]) for place in (0, 1))
+        print(f"| {loop} | {inside:.1f} | {after:.1f} | {', '.join(f'{one[1]:.1f}' for one in rounds[1:])} |")
+    ratios = [theirs[1] / own[1] for theirs, own in zip(found["vLLM's"][1:], found["ours"][1:], strict=True)]
+    print(f"\nratio within a round: {statistics.median(ratios):.1f} ({min(ratios):.1f} to {max(ratios):.1f})")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
@@ -253,12 +312,15 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
     parser.add_argument("--prompts", type=int, default=PROMPTS)
     parser.add_argument("--seeds", action="store_true")
+    parser.add_argument("--host", action="store_true")
     parser.add_argument("--direct", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.direct:
         return direct(json.loads(options.direct))
     with tempfile.TemporaryDirectory() as folder:
         parts.model_folder(Path(folder) / "model", options.size)
+        if options.host:
+            return measure_host(Path(folder), options)
         if options.seeds:
             return measure_seeds(Path(folder), options)
         lengths = response_lengths(options.prompts)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import httpx
+
+from rlhf import child_processes
 
 _running: list[subprocess.Popen[bytes]] = []
 
@@ -44,7 +45,4 @@ def served(command: Sequence[str | Path], port: int, log: Path, environment: Map
 def end_servers() -> None:
     """End all servers."""
     while _running:
-        process = _running.pop()
-        with suppress(ProcessLookupError):  # the others of its session may run though it has died
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        child_processes.end(_running.pop())

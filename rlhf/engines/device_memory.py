@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
+
+from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from rlhf.errors import UserError
 
@@ -12,6 +14,8 @@ if TYPE_CHECKING:
     from rlhf.config import ModelConfig, RunConfig, TrainerConfig
 
 GIB = 2**30
+ROOM_S = 30.0
+"""Seconds that a killed process of another worker or run gets to return its memory."""
 
 
 def resident(config: RunConfig, parameters: Mapping[str, int], ranks: int, *, idle: bool = False) -> dict[str, float]:
@@ -124,6 +128,28 @@ def check_fits(utilization: float, total: float, held: Mapping[str, float]) -> N
         f"{utilization * total / GIB:.1f} GiB, but {parts} GiB stay on the GPU, which leaves {max(left, 0) / GIB:.1f}: "
         f"{lower}let the models take turns (actor.offload_when_idle, critic.offload_when_idle)"
     )
+
+
+def await_room(
+    utilization: float, free_and_total: Callable[[], tuple[int, int]], *, wait_s: float = ROOM_S, every_s: float = 0.2
+) -> None:
+    """Check that vLLM can have the share of a GPU that it asks for; wait a while for what others give back.
+
+    Args:
+        utilization: `rollout.vllm.gpu_memory_utilization`.
+        free_and_total: reads the free and the total memory of the GPU, in bytes.
+        wait_s: time limit in seconds.
+        every_s: seconds between two readings.
+
+    Raises:
+        UserError: it cannot.
+    """
+    for attempt in Retrying(
+        retry=retry_if_exception_type(UserError), stop=stop_after_delay(wait_s), wait=wait_fixed(every_s), reraise=True
+    ):
+        with attempt:
+            free, total = free_and_total()
+            check_fits(utilization, total, {"other models and processes": total - free})
 
 
 def check_config(config: RunConfig, roles: Iterable[str], total: float) -> None:

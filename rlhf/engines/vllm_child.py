@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,7 +22,8 @@ NewTokens = tuple[int, list[int], list[float], "str | None"]
 """Number of the request, its new tokens, their log-probs in nats, and the finish reason (None: it is incomplete)."""
 
 FLUSH_S = 0.2
-"""Seconds after which new tokens are sent although no response has ended. The parent takes silence for a hang."""
+"""Seconds between messages with the new tokens of responses that have not ended. The parent takes silence for a hang.
+"""
 
 
 def main() -> None:
@@ -72,10 +74,12 @@ def _serve(pipe: Connection, engine: Engine) -> None:
             else:
                 method, arguments = content
                 pipe.send(("answer", True, method(engine, *arguments)))
-        has_ended = engine.step()
-        if has_ended or time.monotonic() - flushed > FLUSH_S:
-            pipe.send(("tokens", engine.new_tokens()))
+        tokens = engine.step()
+        if is_due := time.monotonic() - flushed > FLUSH_S:
+            tokens += engine.new_tokens()
             flushed = time.monotonic()
+        if tokens or is_due:
+            pipe.send(("tokens", tokens))
 
 
 def _end_with(parent: int, scratch: Path) -> None:
@@ -84,6 +88,15 @@ def _end_with(parent: int, scratch: Path) -> None:
         time.sleep(0.5)
     shutil.rmtree(scratch, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
+
+
+@dataclass
+class _Running:
+    """A request that is running, and those of its tokens that are not sent yet."""
+
+    number: int
+    ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
 
 
 class Engine:
@@ -99,8 +112,10 @@ class Engine:
         # long would seem to hang, so it is part of the start
         first = SamplingParams(max_tokens=2, seed=0, logprobs=0)
         self.llm.generate(TokensPrompt(prompt_token_ids=[0]), first, use_tqdm=False)
-        self._new: dict[int, tuple[list[int], list[float], str | None]] = {}
-        """What is not sent yet, by number of the request."""
+        self._running: dict[str, _Running] = {}
+        """Requests by vLLM's own id."""
+        self._with_stop: set[str] = set()
+        """Those that a text may end."""
 
     @property
     def is_busy(self) -> bool:
@@ -114,43 +129,58 @@ class Engine:
         from vllm.sampling_params import RequestOutputKind
 
         number, prompt, parameters, adapter = submission
-        self.llm.llm_engine.add_request(
+        own_id = self.llm.llm_engine.add_request(
             str(number),
             TokensPrompt(prompt_token_ids=prompt),
             SamplingParams(**parameters, output_kind=RequestOutputKind.DELTA),
             lora_request=None if adapter is None else LoRARequest(str(adapter[0]), adapter[0], str(adapter[1])),
         )
-        self._new[number] = ([], [], None)
+        self._running[own_id] = _Running(number)
+        if parameters["stop"]:
+            self._with_stop.add(own_id)
 
     def cancel(self, numbers: list[int]) -> None:
         """Remove requests."""
-        for number in numbers:
-            self._new.pop(number, None)
-        self.llm.llm_engine.abort_request([str(number) for number in numbers])
+        cancelled = [own_id for own_id, running in self._running.items() if running.number in numbers]
+        self.llm.llm_engine.abort_request(cancelled, internal=True)
+        for own_id in cancelled:
+            self._forget(own_id)
 
-    def step(self) -> bool:
-        """Generate a token for every running request; returns whether a response has ended."""
-        has_ended = False
-        for answer in self.llm.llm_engine.step():
-            number = int(answer.request_id)
-            if number not in self._new:
+    def step(self) -> list[NewTokens]:
+        """Generate a token for every running request; returns the last tokens of the responses that have ended."""
+        engine = self.llm.llm_engine
+        outputs = engine.engine_core.get_output().outputs
+        # to build an output object takes vLLM longer than everything else that follows a step, for each request: it
+        # gets only what it has to decide or to clear away
+        decides = [one for one in outputs if one.finish_reason is not None or one.request_id in self._with_stop]
+        stopped = engine.output_processor.process_outputs(decides).reqs_to_abort  # by a text; later tokens are removed
+        engine.engine_core.abort_requests(stopped)
+        ended: list[NewTokens] = []
+        for output in outputs:
+            running = self._running.get(output.request_id)
+            if running is None:
                 continue  # cancelled
-            [output] = answer.outputs
-            ids, log_probs, _ = self._new[number]
-            new = list(output.token_ids)
-            candidates: Any = output.logprobs
-            ids += new
-            log_probs += [float(candidates[place][token].logprob) for place, token in enumerate(new)]
-            if answer.finished:
-                self._new[number] = (ids, log_probs, "stop" if output.finish_reason == "stop" else "length")
-                has_ended = True
-        return has_ended
+            if output.new_token_ids:
+                running.ids += output.new_token_ids
+                running.log_probs += [candidates[0] for candidates in output.new_logprobs.logprobs.tolist()]
+            if output.finish_reason is not None or output.request_id in stopped:
+                by_length = output.request_id not in stopped and str(output.finish_reason) != "stop"
+                ended.append((running.number, running.ids, running.log_probs, "length" if by_length else "stop"))
+                self._forget(output.request_id)
+        return ended
 
     def new_tokens(self) -> list[NewTokens]:
-        """The tokens since the last call."""
-        new = [(number, *tokens) for number, tokens in self._new.items() if tokens[0] or tokens[2]]
-        self._new = {number: ([], [], None) for number, (_, _, reason) in self._new.items() if reason is None}
+        """The tokens of running requests since the last call."""
+        new: list[NewTokens] = []
+        for running in self._running.values():
+            if running.ids:
+                new.append((running.number, running.ids, running.log_probs, None))
+                running.ids, running.log_probs = [], []
         return new
+
+    def _forget(self, own_id: str) -> None:
+        del self._running[own_id]
+        self._with_stop.discard(own_id)
 
     def begin_update(self) -> None:
         """Prepare for new weights, which `update` brings."""
@@ -164,13 +194,13 @@ class Engine:
     def finish_update(self) -> None:
         """Generate with the new weights from now on, and clear the prefix cache."""
         self.llm.collective_rpc("finish_weight_update")
-        self.llm.reset_prefix_cache()
+        assert self.llm.reset_prefix_cache(), "a request is running: what old weights computed would be used again"
 
-    def forget(self, adapter: int | None) -> None:
+    def forget_adapter(self, adapter: int | None) -> None:
         """Remove an old adapter, by number, and clear the prefix cache; the next request names the new adapter."""
         if adapter is not None:
             self.llm.llm_engine.remove_lora(adapter)
-        self.llm.reset_prefix_cache()
+        assert self.llm.reset_prefix_cache(), "a request is running: what old weights computed would be used again"
 
     def sleep(self, level: int) -> None:
         """Free the cache, and the weights after a copy to host memory (level 1) or without one (level 2)."""

@@ -15,7 +15,6 @@ import os
 import re
 import secrets
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -29,8 +28,10 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
+import psutil
 import torch
 
+from rlhf import child_processes
 from rlhf.engines import determinism, device_memory, event_loop
 from rlhf.engines.base import Chunk, Request, RolloutEngine, Sampling, limit_of, seed_of
 from rlhf.engines.vllm_child import Engine, NewTokens, Submission
@@ -49,6 +50,8 @@ START_S = 900.0
 """Time limit for starting vLLM, in seconds."""
 MEMORY = ("weights", "kv_cache")
 """vLLM's tags of the memory that it frees when it sleeps."""
+_lingering: list[psutil.Process] = []
+"""Processes of killed vLLMs that did not end in time; they may hold the memory that the next vLLM asks for."""
 
 
 def without_expandable_segments(environment: Mapping[str, str]) -> dict[str, str]:
@@ -89,6 +92,7 @@ class Child:
         self._answers = SimpleQueue[tuple[bool, Any]]()
         self._calling = threading.Lock()
         self._sending = threading.Lock()
+        self._ending = threading.Lock()
         self._waits = False  # for the answer of a call
         self._has_ended = False
         self._last = time.monotonic()
@@ -143,13 +147,12 @@ class Child:
         return result
 
     def end(self) -> None:
-        """Kill the process and the worker processes of its vLLM."""
-        self._has_ended = True
-        self._pipe.close()
-        with suppress(ProcessLookupError):  # it ended before it had a group, or the whole group has ended
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.kill()
-        self._process.wait()
+        """Kill the process and the worker processes of its vLLM, and wait until their memory is free."""
+        with self._ending:
+            if not self._has_ended:
+                self._has_ended = True
+                self._pipe.close()
+                _lingering.extend(child_processes.end(self._process))
 
     def _read(self) -> None:
         """Receive messages until the process is lost or ended."""
@@ -284,7 +287,8 @@ class VLLMRollout(RolloutEngine):
 
     async def stream(self, request: Request, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
         """Generate a response; see `RolloutEngine.stream`."""
-        child = await asyncio.to_thread(self._running) if self._child is None else self._running()
+        is_there = self._child is not None and self._child.lost is None
+        child = self._running() if is_there else await asyncio.to_thread(self._running)
         number, chunks = next(self._numbers), asyncio.Queue[Chunk | EngineLost]()
         child.requests[number] = chunks
         if not self._submitted:  # sent together with all requests of this turn of the event loop
@@ -330,7 +334,7 @@ class VLLMRollout(RolloutEngine):
         sent = write_weights(weights, folder, "adapter_model")
         (folder / "adapter_config.json").write_bytes(adapter_config)
         self._adapter, old = (self._loads, folder), self._adapter
-        child.call(Engine.forget, None if old is None else old[0])
+        child.call(Engine.forget_adapter, None if old is None else old[0])
         if old is not None:
             shutil.rmtree(old[1])
         return sent
@@ -393,14 +397,18 @@ class VLLMRollout(RolloutEngine):
         with self._starting:
             if self._child is not None and self._child.lost is not None:
                 lost, self._child = self._child, None
+                lost.end()  # which its own thread may be doing
                 if not lost.lost_at_work:
                     assert lost.lost is not None
                     raise lost.lost
             if self._child is None:
-                if self.on_gpu and not self._has_started:  # later the memory of the last process may still be in use
-                    free, total = torch.cuda.mem_get_info()
-                    utilization = self.options["gpu_memory_utilization"]
-                    device_memory.check_fits(utilization, total, {"other models and processes": total - free})
+                _lingering[:] = child_processes.remaining(_lingering)
+                if _lingering:
+                    raise EngineLost(
+                        f"the last vLLM was killed, but holds its memory: {child_processes.described(_lingering)}"
+                    )
+                if self.on_gpu and not self._has_started:
+                    device_memory.await_room(self.options["gpu_memory_utilization"], torch.cuda.mem_get_info)
                 self._asleep, self._has_started = set(), True
                 # what requests without a seed draw from; the same noise after a restart would repeat earlier draws
                 options = {**self.options, "seed": secrets.randbits(32)}

@@ -15,21 +15,19 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import secrets
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import textwrap
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
+from rlhf import child_processes
 from rlhf.errors import UserError
 
 MAX_OUTPUT = 1 << 20
@@ -144,9 +142,7 @@ def run(program: str, given: str, asserts: bool, *, seconds: float, memory_mb: i
             except subprocess.TimeoutExpired:
                 return None
             finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # and what it has started
-                process.wait()
+                child_processes.end(process)
             stdout.seek(0)
             return stdout.read(MAX_OUTPUT).decode(errors="replace") if process.returncode == 0 else None
 

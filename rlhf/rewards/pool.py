@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import string
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import psutil
 
+from rlhf import child_processes
 from rlhf.data.prompts import structures
 from rlhf.errors import RatchetError
 from rlhf.rewards import BUILT_IN, JUDGE, auto
@@ -469,13 +469,10 @@ class _Child:
     def end(self) -> None:
         if self.process is None:
             return
+        descendants: list[psutil.Process] = []
         with suppress(psutil.NoSuchProcess):
-            for child in psutil.Process(self.process.pid).children(recursive=True):  # even those in other sessions
-                with suppress(psutil.NoSuchProcess):
-                    child.kill()
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # includes descendants that have lost their parent
-        self.process.wait()
+            descendants = psutil.Process(self.process.pid).children(recursive=True)  # even those in other sessions
+        child_processes.end(self.process, descendants)
         self.pipe.close()
         self.process = None
 

@@ -10,14 +10,16 @@ sees, and a wrong mask, position or temperature moves them by more than 1e-2.
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import threading
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -72,13 +74,19 @@ def hf_rollout(folder: Path, **options: Any) -> RolloutEngine:
 
 
 @cache  # a start takes a quarter of a minute
-def vllm_rollout(folder: Path, **options: Any) -> RolloutEngine:
+def vllm_rollout(folder: Path, of: type[VLLMRollout] = VLLMRollout, **options: Any) -> RolloutEngine:
     STARTED.append(
-        VLLMRollout(
-            folder, eos_token_ids=EOS, max_model_len=256, enforce_eager=True, gpu_memory_utilization=0.1, **options
-        )
+        of(folder, eos_token_ids=EOS, max_model_len=256, enforce_eager=True, gpu_memory_utilization=0.1, **options)
     )
     return STARTED[-1]
+
+
+class AsyncScheduling(VLLMRollout):
+    """vLLM with the scheduler that GPUs use by default; it schedules a step before it has the tokens of the last."""
+
+    def environment(self) -> dict[str, str]:
+        paths = [str(Path(__file__).parents[1] / "vllm_async"), os.environ.get("PYTHONPATH", "")]
+        return super().environment() | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 @cache
@@ -119,10 +127,17 @@ OF_VLLM = Kind(vllm_rollout, replace(SAMPLING, top_p=1.0), 1e-3, exact=False)
 ENGINES: dict[str, Kind] = {
     "hf": Kind(hf_rollout, SAMPLING, CLOSE, exact=True),
     "vllm": OF_VLLM,
+    "vllm-async": replace(OF_VLLM, build=partial(vllm_rollout, of=AsyncScheduling)),
     "server": replace(OF_VLLM, build=server_rollout),
     "sglang": Kind(sglang_rollout, SAMPLING, CLOSE, exact=False),
 }
-NEEDS = {"hf": (), "vllm": needs("vllm"), "server": needs("vllm"), "sglang": needs("sglang")}
+NEEDS = {
+    "hf": (),
+    "vllm": needs("vllm"),
+    "vllm-async": needs("vllm"),
+    "server": needs("vllm"),
+    "sglang": needs("sglang"),
+}
 
 
 def engines(*names: str) -> list[ParameterSet]:
@@ -275,6 +290,15 @@ def test_options_that_vllm_refuses_are_a_mistake_of_the_user(policy_folder: Path
         engine.close()
 
 
+@needs("vllm")
+def test_vllm_schedules_ahead_where_tests_say_so(policy_folder: Path) -> None:
+    kind = ENGINES["vllm-async"]
+    engine = kind.build(policy_folder)
+    assert isinstance(engine, VLLMRollout)
+    engine.generate(requests(1), kind.sampling)
+    assert "asynchronous scheduling: True" in (engine.scratch / "log").read_text()
+
+
 @needs("sglang")
 def test_what_sglang_cannot_do_is_said(policy_folder: Path) -> None:
     """Rather than a response that is cut, or a server that dies."""
@@ -383,6 +407,12 @@ def test_a_stop_text_ends_a_response_and_stays_in_it(kind: Kind, engine: Rollout
     stop = next(text[3:5] for text in texts if text[:5].count(text[3:5]) == 1)
     stopped = engine.generate(asked, replace(endless, stop=(stop, "never to be seen")))
     assert any(stop in text for text in texts)
+    with ThreadPoolExecutor(2) as threads:  # some of the requests that run together have one, and some have none
+        plain, beside = threads.map(
+            lambda sampling: engine.generate(asked, sampling), (endless, replace(endless, stop=(stop, "never")))
+        )
+    for found, expected in zip([*plain, *beside], [*whole, *stopped], strict=True):
+        kind.assert_agree(found, expected)
     for before, after, text in zip(whole, stopped, texts, strict=True):
         length = text.find(stop) + 2 if stop in text else len(text)
         kind.assert_agree(after, replace(cut(before, length), finish_reason="stop" if stop in text else "length"))
@@ -400,6 +430,7 @@ def test_an_engines_own_noise_is_not_repeated(engine: str, policy_folder: Path) 
     assert seeded not in found
 
 
+@pytest.mark.parametrize("own", engines("hf", "vllm", "vllm-async"), indirect=True)
 def test_an_engine_that_made_room_answers_as_before(own: Kind, policy_folder: Path) -> None:
     """With the weights that it kept, and with those that it is given again. On the CPU vLLM ignores sleep, except that
     it runs no request until all of its memory is said to be back."""
