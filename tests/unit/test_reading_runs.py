@@ -22,10 +22,11 @@ from flows.views import lineage, runs
 from infra.execution.driver import Driver
 from infra.execution.heartbeat import beating
 from infra.execution.stopping import Stopped, Stopping
+from infra.forks import fork
 from infra.listing import RunSummary
 from infra.runs import Run, no_run, open_run
 from infra.store.manifest import Fingerprint, Manifest
-from infra.store.records import ShardCommit, StageCommit
+from infra.store.records import Claim, ShardCommit, StageCommit
 from infra.store.run_store import RunStore
 from rlhf.config import stored_config
 from rlhf.errors import UserError, counted
@@ -37,6 +38,7 @@ from tasks.generate import GENERATE
 from tasks.pipeline import STAGES, stage_called
 from tasks.reward_model import REWARD_MODEL
 from tasks.score import SCORE
+from tasks.stage import Stage
 from tasks.validate import VALIDATE
 from tests.integration.test_cli import Ratchet
 
@@ -252,21 +254,43 @@ def test_status_explains_what_it_shows(command: Command) -> None:
     assert "13/?: the number of shards depends on the prompts of validation.data" in command("status", "new")
 
 
-def test_a_pause_between_two_drivers_is_no_time_of_the_iteration(command: Command) -> None:
+def commit_stages(store: RunStore, claimed: Claim, began: float, *stages: Stage, **metrics: float) -> None:
+    """Claim the run, and commit stages of iteration 0 that take 10 seconds each, with pauses of 10."""
+    store.log.claim(claimed)
+    for stage in stages:
+        place, parts = {"iteration": 0, "stage": stage.name}, Fingerprint(parts={})
+        times = {"began": began, "ended": began + 10, "seconds": 9.0}
+        known = {"term": store.log.term, "attempt": 0, "fingerprint": parts, "config": {}, "metrics": metrics}
+        manifest = store.write_manifest(Manifest(**place, **known, **times))
+        store.commit(StageCommit(**place, manifest=manifest, fingerprint=parts.digest))
+        began += 20
+
+
+def test_time_that_this_run_did_not_spend_is_no_time_of_the_iteration(command: Command) -> None:
     store, claimed = RunStore.at(f"file://{command.folder}/new"), open_run(f"file://{command.folder}/run").state.claim
     assert claimed is not None
-    for term, began, stages in ((1, 100.0, (GENERATE, REWARD_MODEL)), (2, 90_000.0, (SCORE,))):
-        store.log.claim(claimed)
-        for stage in stages:
-            place, parts = {"iteration": 0, "stage": stage.name}, Fingerprint(parts={})
-            times = {"began": began, "ended": began + 10, "seconds": 9.0}
-            manifest = Manifest(**place, term=term, attempt=0, fingerprint=parts, config={}, metrics={}, **times)
-            commit = StageCommit(**place, manifest=store.write_manifest(manifest), fingerprint=parts.digest)
-            store.commit(commit)
-            began += 20
-    metrics = iteration_metrics(Driver(stored_config(claimed.config, "test"), store), 0)
-    assert metrics["perf/time_per_step"] == metrics["timing_s/step"] == 30.0 + 10.0
+    config = stored_config(claimed.config, "test")
+    commit_stages(store, claimed, 100.0, GENERATE, REWARD_MODEL)
+    commit_stages(store, claimed, 90_000.0, SCORE)
+    metrics = iteration_metrics(Driver(config, store), 0)
+    assert metrics["perf/time_per_step"] == metrics["timing_s/step"] == 30.0 + 10.0, "without the pause between them"
     assert metrics["timing_s/stages"] == 27.0
+
+    child = RunStore.at(f"file://{command.folder}/child")
+    fork(store, child.objects, claimed.config, 0, [GENERATE.name], "0:score")
+    commit_stages(child, claimed, 95_000.0, SCORE, **{"perf/prompt_tokens": 6.0, "perf/response_tokens": 4.0})
+    metrics = iteration_metrics(Driver(config, child), 0)
+    assert metrics["timing_s/step"] == 10.0 and metrics["timing_s/stages"] == 9.0, "without the parent's generation"
+    assert "timing_s/gen" not in metrics
+    assert metrics["perf/total_num_tokens"] == 10.0 and "perf/throughput" not in metrics, "half of the work is no speed"
+
+
+def test_scores_have_the_metrics_of_learning_where_nothing_is_learned() -> None:
+    shards = [{"sum_of_scores": 1.5, "scored": 2, "extremes": (0.5, 1.0)}, {"sum_of_scores": 0.0, "scored": 0}]
+    mean = {"reward/mean": 0.75, "critic/score/mean": 0.75}
+    assert SCORE.metrics_of(shards) == mean | {"critic/score/min": 0.5, "critic/score/max": 1.0}
+    of_an_older_release = {"sum_of_scores": 0.75, "scored": 1}
+    assert SCORE.metrics_of([*shards, of_an_older_release]) == mean
 
 
 def test_nothing_is_shown_as_minus_zero() -> None:
