@@ -22,7 +22,7 @@ from flows.temporary_server import TemporaryServer
 from flows.terminal import visible
 from rlhf.config import JudgeConfig, RewardTraining, RunConfig, SFTConfig, keys, load_config, overridden, validated
 from rlhf.config.older import RenamedKey
-from rlhf.errors import RatchetError, UserError, counted
+from rlhf.errors import RatchetError, UserError, counted, reached
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -1097,13 +1097,14 @@ def _announce(config: RunConfig, accept_changes: bool) -> None:
     _quiet()
     from flows.summary import first_prompt, summary
     from flows.terminal import progress
-    from infra.execution.driver import check_start, with_iterations
+    from infra.execution.driver import check_start, say_what_changed, with_iterations
     from tasks.changes import check_open_iteration
 
     with progress(console):
         config = with_iterations(config)
         state = check_start(config, take_over=True, accept_changes=accept_changes, check=check_open_iteration)
-    for line in (*summary(config, state.iteration), first_prompt(config)):
+        say_what_changed(state, config)
+    for line in (*summary(config, state), first_prompt(config)):
         console.print(visible(line), highlight=False)
 
 
@@ -1120,10 +1121,10 @@ def _drive(config: RunConfig, take_over: bool = False, accept_changes: bool = Fa
     _train_to_the_end(config, server, take_over, accept_changes)
     elsewhere = "" if config.run.store == DEFAULT_STORE else f" --store {config.run.store}"
     done = open_run(run_url(config.run.store, config.run.name)).state.iteration
-    total = counted(config.iterations, "iteration")
-    reached = f"its {total}" if done == config.iterations else f"{done} of {total}"
+    is_whole = done == config.iterations
+    has = f"its {counted(done, 'iteration')}" if is_whole else reached(done, config.iterations)
     console.print(
-        f"run {config.run.name} has {reached}\n"
+        f"run {config.run.name} has {has}\n"
         f"  ratchet status {config.run.name}{elsewhere}    what each iteration did\n"
         f"  ratchet show {config.run.name}{elsewhere}      the trajectories"
     )

@@ -23,7 +23,7 @@ from infra.runs import Run, open_run, own_answers
 from infra.store.run_store import VALIDATE
 from rlhf.agents.transcripts import transcript
 from rlhf.config import RunConfig, parse_config
-from rlhf.errors import UserError, counted
+from rlhf.errors import UserError, counted, reached
 from rlhf.schema import TRAJECTORY
 from rlhf.validation import means, sums
 
@@ -67,8 +67,8 @@ def _status(console: Console, run: Run, last: int) -> None:
     state, config = run.state, run.config
     first = max(0, state.iteration - last)
     stages = stages_of(config)
-    done = f"{state.iteration} of {counted(config.iterations, 'iteration')}"
-    table = Table(title=f"{config.run.name}: {done}", box=box.SIMPLE_HEAD)
+    title = f"{config.run.name}: {reached(state.iteration, config.iterations)}"
+    table = Table(title=title, box=box.SIMPLE_HEAD)
     table.add_column("it", justify="right")
     for stage in stages:
         table.add_column(stage.label, justify="center", overflow="fold")
