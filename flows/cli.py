@@ -234,12 +234,15 @@ def show(
     columns: Annotated[str | None, typer.Option(help="columns, separated by commas, or `all`")] = None,
     limit: Annotated[int, typer.Option(help="maximum number of rows", min=1)] = 20,
     format: Annotated[Format, typer.Option(help="output format")] = Format.table,
+    full: Annotated[
+        bool, typer.Option("--full", help="with what all prompts begin with, which a table otherwise folds")
+    ] = False,
 ) -> None:
     """Show trajectories, with the columns of all stages."""
     from flows import views
     from infra.runs import open_run
 
-    views.show(console, open_run(url_of(name, store)), iteration, where, columns, limit, format.value)
+    views.show(console, open_run(url_of(name, store)), iteration, where, columns, limit, format.value, full)
 
 
 @app.command()

@@ -8,11 +8,13 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
@@ -194,15 +196,31 @@ def test_the_list_tells_runs_that_failed_from_those_that_never_started(command: 
         assert (f"no driver is at work; the last one failed: {why}" in command("status", "run")) == (state == "failed")
 
 
-def test_a_metric_with_a_long_name_pushes_no_column_off() -> None:
+@pytest.mark.parametrize(("width", "lines"), [(80, 2), (120, 1), (None, 1)])
+def test_a_run_is_a_line_or_two_that_break_at_words(width: int | None, lines: int) -> None:
     best = ("val-core/a_dataset_whose_name_is_long/reward/mean@16", 0.5)
-    console = Console(file=io.StringIO(), width=80, soft_wrap=True)
-    runs(console, [RunSummary("countdown", "", "ended early", 12, 100, best, 7300.0, 25_100_000)], "", "table")
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    for shown in ("countdown", "ended early", "12/100", "2 h", "25.1 MB"):
-        assert shown in text
-    cells = [line.split("│")[-2].strip() for line in text.splitlines() if "│" in line]
-    assert "".join(cells) == f"0.500{best[0]}"
+    long_name = "a-run-whose-name-is-so-long-that-no-other-column-fits-beside-it-on-a-terminal"
+    listed = [
+        RunSummary("countdown", "", "ended early", 12, 100, best, 7300.0, 25_100_000),
+        RunSummary("日本語", "", "running", 1, 2, ("val-core/a/reward/mean@1", 0.25), 1.0, 1000),
+        RunSummary(long_name, "", "finished", 2, 2, None, 1.0, 1000),
+    ]
+    console = Console(file=io.StringIO(), force_terminal=width is not None, width=width or 80, soft_wrap=True)
+    runs(console, listed[:2], "", "table")
+    text = Text.from_ansi(console.file.getvalue()).plain  # type: ignore[attr-defined]
+    first, second = ["countdown", "ended early", "12/100", "2 h", "25.1 MB"], [f"0.500 {best[0]}"]
+    shown = [re.split(" {2,}", line.strip()) for line in text.splitlines()]
+    assert shown[0] == ["run", "state", "iterations", "age", "size", "best validation"]
+    assert shown[1 : 1 + lines] == ([[*first, *second]] if lines == 1 else [first, second])
+    assert shown[-1] == ["日本語", "running", "1/2", "1 s", "1.0 kB", "0.250 val-core/a/reward/mean@1"]
+    assert len(shown) == 2 + lines
+    console.file = io.StringIO()
+    runs(console, listed, "", "table")
+    text = Text.from_ansi(console.file.getvalue()).plain
+    assert max(map(cell_len, text.splitlines())) <= (width or 200)
+    shown = [re.split(" {2,}", line.strip()) for line in text.splitlines()]
+    cells = [[long_name], ["finished", "2/2", "1 s", "1.0 kB"]]
+    assert shown[-lines:] == (cells if lines == 2 else [[*cells[0], *cells[1]]])
 
 
 @pytest.mark.parametrize("stage", ["advantages", "adv"])
@@ -224,6 +242,32 @@ def test_show_says_how_many_it_shows(command: Command) -> None:
     half = "trajectory_id like '%s00'"
     assert "iteration 0: the first 2 of 4 that match, of 8" in command("show", "run", "--limit", 2, "--where", half)
     assert 'Nearest columns: "score"' in command.error("show", "run", "--where", "scor > 0")
+
+
+SYSTEM = "<|im_start|>system\n" + "You may call a tool.\n" * 11 + "<|im_end|>\n"
+QUESTIONS = ("Who?\nAnd why?", "Who?\nAnd when?")
+
+
+@pytest.mark.parametrize("asked", [QUESTIONS, QUESTIONS[:1] * 2])
+def test_show_folds_what_all_prompts_begin_with(command: Command, asked: Sequence[str]) -> None:
+    store = RunStore.at(f"file://{command.folder}/new")
+    claimed = open_run(f"file://{command.folder}/run").state.claim
+    assert claimed is not None
+    rows = {
+        "trajectory_id": ["a", "b"],
+        "messages": [json.dumps([{"role": "user", "content": question}]) for question in asked],
+        "prompt": [f"{SYSTEM}<|im_start|>user\n{question}<|im_end|>\n" for question in asked],
+        "response": ["Me.", "You."],
+    }
+    store.log.claim(claimed)
+    shard = store.write_shard(0, GENERATE.name, 0, 0, pa.table(rows))
+    store.commit(ShardCommit(iteration=0, stage=GENERATE.name, shard=0, data=shard, term=1, seconds=0.0))
+    out = command("show", "new")
+    begin = f"{SYSTEM}<|im_start|>user\n"
+    assert out.count(f"[14 lines, {len(begin)} characters: --full]") == 2
+    assert "You may call a tool." not in out and out.count("Who?") == 2, "nothing of the question is folded"
+    for whole in (command("show", "new", "--full"), command("show", "new", "--format", "json")):
+        assert whole.count("You may call a tool.") == 2 * 11 and "[14 lines" not in whole
 
 
 def test_a_dataset_says_what_it_left_out(command: Command, tmp_path: Path) -> None:
