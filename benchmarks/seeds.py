@@ -61,7 +61,7 @@ def main() -> None:
         table.add_row(
             f"{name}: {len(results)}",
             str(sum(result.verdict == "no difference" for result in results)),
-            str(sum(verdict_of(difference.low, difference.high) == "no difference" for difference in alone)),
+            str(sum(verdict_of(entry.low, entry.high, 1.0) == "no difference" for entry in alone)),
             f"{np.median([(result.high - result.low) / 2 for result in results]):.3f}",
         )
     console.print(table)

@@ -22,7 +22,7 @@ from flows.temporary_server import TemporaryServer
 from flows.terminal import visible
 from rlhf.config import JudgeConfig, RewardTraining, RunConfig, SFTConfig, keys, load_config, overridden, validated
 from rlhf.config.older import RenamedKey
-from rlhf.errors import RatchetError, UserError, counted
+from rlhf.errors import RatchetError, UserError, counted, reached
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -238,12 +238,15 @@ def show(
     columns: Annotated[str | None, typer.Option(help="columns, separated by commas, or `all`")] = None,
     limit: Annotated[int, typer.Option(help="maximum number of rows", min=1)] = 20,
     format: Annotated[Format, typer.Option(help="output format")] = Format.table,
+    full: Annotated[
+        bool, typer.Option("--full", help="with what all prompts begin with, which a table otherwise folds")
+    ] = False,
 ) -> None:
     """Show trajectories, with the columns of all stages."""
     from flows import views
     from infra.runs import open_run
 
-    views.show(console, open_run(url_of(name, store)), iteration, where, columns, limit, format.value)
+    views.show(console, open_run(url_of(name, store)), iteration, where, columns, limit, format.value, full)
 
 
 @app.command()
@@ -1104,13 +1107,14 @@ def _announce(config: RunConfig, accept_changes: bool) -> None:
     _quiet()
     from flows.summary import first_prompt, summary
     from flows.terminal import progress
-    from infra.execution.driver import check_start, with_iterations
+    from infra.execution.driver import check_start, say_what_changed, with_iterations
     from tasks.changes import check_open_iteration
 
     with progress(console):
         config = with_iterations(config)
         state = check_start(config, take_over=True, accept_changes=accept_changes, check=check_open_iteration)
-    for line in (*summary(config, state.iteration), first_prompt(config)):
+        say_what_changed(state, config)
+    for line in (*summary(config, state), first_prompt(config)):
         console.print(visible(line), highlight=False)
 
 
@@ -1127,10 +1131,10 @@ def _drive(config: RunConfig, take_over: bool = False, accept_changes: bool = Fa
     _train_to_the_end(config, server, take_over, accept_changes)
     elsewhere = "" if config.run.store == DEFAULT_STORE else f" --store {config.run.store}"
     done = open_run(run_url(config.run.store, config.run.name)).state.iteration
-    total = counted(config.iterations, "iteration")
-    reached = f"its {total}" if done == config.iterations else f"{done} of {total}"
+    is_whole = done == config.iterations
+    has = f"its {counted(done, 'iteration')}" if is_whole else reached(done, config.iterations)
     console.print(
-        f"run {config.run.name} has {reached}\n"
+        f"run {config.run.name} has {has}\n"
         f"  ratchet status {config.run.name}{elsewhere}    what each iteration did\n"
         f"  ratchet show {config.run.name}{elsewhere}      the trajectories"
     )

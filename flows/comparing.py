@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Literal
@@ -11,8 +13,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from flows.run_arguments import DEFAULT_STORE
 from flows.terminal import visible
-from infra.comparison import Beside, Comparison, Difference, Flip, Kind
+from infra.comparison import Beside, Comparison, Difference, Flip, Kind, Rewards
 from rlhf.errors import counted
 
 ROWS = 10
@@ -149,9 +152,32 @@ def _left_out(comparison: Comparison) -> list[str]:
         lines.append("the verdict is about training scores, since the runs have no validation in common")
     if comparison.unpaired[comparison.kind] > comparison.answers:
         lines.append("most answers are left out: the verdict is about the few that pair")
-    if comparison.rewards:
-        lines.append(visible(f"the scores are of other rewards ({'; '.join(comparison.rewards)}): mind what they mean"))
+    if comparison.rewards is not None:
+        lines += map(visible, _rewards(comparison, comparison.rewards))
     return lines
+
+
+def _rewards(comparison: Comparison, rewards: Rewards) -> list[str]:
+    """The reward of each run, and the commands that make the scores comparable."""
+    store = os.environ.get("RATCHET_STORE", DEFAULT_STORE)
+    names = [url.removeprefix(f"{store}/") for url in (comparison.a, comparison.b)]
+    lines = []
+    for place, side in enumerate("AB"):
+        parts = [f"{key}: {values[place]}" for key, values in rewards.changed.items()]
+        if rewards.code is not None:
+            parts.append(f"code {rewards.code[place][:12]}")
+        lines.append(f"the scores of {side} are those of {', '.join(parts)}")
+    with_bs = shlex.join(f"{key}={b}" for key, (_, b) in rewards.changed.items())
+    again = [f"{name}-rescored" for name in names]
+    if not comparison.same_seed and rewards.changed:
+        evaluate = f"ratchet evaluate {names[0]} {with_bs}"
+        return [*lines, f"score answers of A with the reward of B: `{evaluate}`, and compare with the validations of B"]
+    commands = [f"ratchet rescore {names[0]} --run {again[0].rpartition('/')[2]} {with_bs}".rstrip()]
+    if not rewards.changed:  # both with the code as it is now
+        commands.append(f"ratchet rescore {names[1]} --run {again[1].rpartition('/')[2]}")
+    commands.append(f"ratchet compare {again[0]} {names[1] if rewards.changed else again[1]}")
+    then = ", then ".join(f"`{command}`" for command in commands)
+    return [*lines, f"score the training answers of both with one reward: {then}"]
 
 
 def _verdict(comparison: Comparison) -> str:
@@ -169,7 +195,9 @@ def _verdict(comparison: Comparison) -> str:
         held = "the prompts' noise and that of training"
     if comparison.validations == 1 and comparison.kind == "validation":
         held = "the prompts' noise and, as one validation shows none, a guess of that of training: validate more often"
+    wide = "" if comparison.low is None else f", wider than half of the range of scores, {comparison.spread:.3g}"
     return (
-        f"{comparison.verdict}: {comparison.difference:+z.3f}, {interval}, in {where} over "
+        f"{comparison.verdict}: {comparison.difference:+z.3f}, {interval}"
+        f"{wide if comparison.verdict == 'cannot tell' else ''}, in {where} over "
         f"{counted(comparison.prompts, 'prompt')} (the interval holds {held})"
     )

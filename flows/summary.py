@@ -7,30 +7,36 @@ import json
 from rich import filesize
 
 from infra.execution.snapshots import describe
+from infra.store.records import RunState
 from rlhf.config import ModelConfig, RunConfig
 from rlhf.data.prompts import PromptDataset, encode
 from rlhf.engines.device_memory import gradients, resident
 from rlhf.environments.policy_tokenizer import policy_tokenizer
-from rlhf.errors import counted
+from rlhf.errors import counted, reached
 from rlhf.models import model_folder, parameter_count
 
 SHOWN = 300
 """Characters of a prompt that are shown."""
 
 
-def summary(config: RunConfig, iteration: int) -> list[str]:
+def summary(config: RunConfig, state: RunState) -> list[str]:
     """Say what a run will do.
 
     Args:
         config: Its config.
-        iteration: The number of iterations that it has.
+        state: Where it is.
 
     Returns:
         Lines for the user: the models, the size of an iteration, the memory of a process without activations, and the
         snapshots.
     """
-    at = f"continues after {iteration} of" if iteration else "new,"
-    lines = [f"run {config.run.name} in {config.run.store}: {at} {counted(config.iterations, 'iteration')}"]
+    at = f"continues after {reached(state.iteration, config.iterations)}"
+    if not (state.iteration or state.stages or state.shards):
+        at = f"new, {counted(config.iterations, 'iteration')}"
+    elif state.iteration >= config.iterations:
+        more = f"train.iterations={state.iteration + 1}"
+        at = f"nothing is left to train, it has {reached(state.iteration, config.iterations)}: {more} or more continues it"
+    lines = [f"run {config.run.name} in {config.run.store}: {at}"]
     totals: dict[str, float] = {}
     for role, model in _models(config).items():
         parameters, place = parameter_count(model_folder(model)), _place(config, role)

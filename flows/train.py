@@ -82,7 +82,7 @@ def drive(config: RunConfig, take_over: bool, accept_changes: bool = False) -> N
         _shared_client(),
     ):
         if driver.state.iteration < config.iterations:
-            note("\n".join(summary(config, driver.state.iteration)))
+            note("\n".join(summary(config, driver.state)))
         scores = Run(driver.store).deciding_scores()
         while (k := driver.state.iteration) < config.iterations:
             if config.ends_early(scores):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os.path
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich import box, filesize
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -23,7 +25,7 @@ from infra.runs import Run, open_run, own_answers
 from infra.store.run_store import VALIDATE
 from rlhf.agents.transcripts import transcript
 from rlhf.config import RunConfig, parse_config
-from rlhf.errors import UserError, counted
+from rlhf.errors import UserError, counted, reached
 from rlhf.schema import TRAJECTORY
 from rlhf.validation import means, sums
 
@@ -39,6 +41,10 @@ if TYPE_CHECKING:
     from infra.verify import Finding
     from tasks.bisect import Hack, Rescored
     from tasks.explain import Origin
+
+
+FOLDED_LINES, FOLDED_CHARACTERS = 3, 200
+"""What all prompts begin with is folded if it has as many lines or characters."""
 
 
 def status(console: Console, run: Run, last: int) -> None:
@@ -67,8 +73,8 @@ def _status(console: Console, run: Run, last: int) -> None:
     state, config = run.state, run.config
     first = max(0, state.iteration - last)
     stages = stages_of(config)
-    done = f"{state.iteration} of {counted(config.iterations, 'iteration')}"
-    table = Table(title=f"{config.run.name}: {done}", box=box.SIMPLE_HEAD)
+    title = f"{config.run.name}: {reached(state.iteration, config.iterations)}"
+    table = Table(title=title, box=box.SIMPLE_HEAD)
     table.add_column("it", justify="right")
     for stage in stages:
         table.add_column(stage.label, justify="center", overflow="fold")
@@ -112,15 +118,42 @@ def runs(console: Console, summaries: Sequence[RunSummary], store: str, format: 
         problems = [summary.problem for summary in summaries]
         rows(console, pd.DataFrame(cells, columns=columns).assign(problem=problems), format)
         return
-    table = Table()
-    for name in columns:  # only the last one wraps, whose metric may have a long name
-        table.add_column(name, overflow="fold", no_wrap=name in columns[1:-1])
-    for texts in cells:
-        table.add_row(*map(visible, texts))
-    console.print(table)
+    shown = [columns, *(tuple(map(visible, texts)) for texts in cells)]
+    lines = _in_columns(shown, console.width if console.is_terminal else None)
+    console.print(*lines, sep="\n", highlight=False)
     for summary in summaries:
         if summary.problem:
             console.print(f"{summary.name}: {summary.state}: {visible(summary.problem)}", highlight=False)
+
+
+def _in_columns(rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
+    """Align rows in columns, to the left the first two and the last.
+
+    Args:
+        rows: the cells of each row.
+        width: the largest width; None: any. Of a row that is wider, the cells that do not fit are in another line.
+
+    Returns:
+        The lines.
+    """
+    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+    limit = sum(widths) + 2 * len(widths) if width is None else width
+    widths[0] = min(
+        widths[0], max(limit - sum(widths[1:-1]) - 2 * (len(widths) - 2), 0)
+    )  # a long name has its own line
+    lines: list[str] = []
+    for row in rows:
+        line = ""
+        for number, (text, room) in enumerate(zip(row, widths, strict=True)):
+            is_last, padding = number == len(widths) - 1, " " * (room - cell_len(text))
+            cell = text if is_last else padding + text if number > 1 else text + padding
+            if line and text and cell_len(f"{line}  {cell}") > limit:
+                lines.append(line.rstrip())
+                line = f"  {text}"
+            else:
+                line = f"{line}  {cell}" if number else cell
+        lines.append(line.rstrip())
+    return lines
 
 
 def _cells(summary: RunSummary) -> tuple[str, ...]:
@@ -146,8 +179,10 @@ def show(
     columns: str | None,
     limit: int,
     format: str,
+    full: bool = False,
 ) -> None:
-    """Print trajectories of an iteration (None: the last closed one)."""
+    """Print trajectories of an iteration (None: the last closed one). Without `full`, a table folds what all prompts
+    begin with, such as the system message."""
     import duckdb
 
     chosen = max(run.state.iteration - 1, 0) if iteration is None else iteration
@@ -179,7 +214,39 @@ def show(
         raise UserError(f"--where {where!r}: {reason(error)}") from None
     among = f"{count} that match, of {len(trajectories)}" if where else f"{count} trajectories"
     which = f"the first {len(matching)} of {among}" if len(matching) < count else among
+    if format == "table" and not full:
+        for name in ("prompt", "calls"):
+            if name in matching:
+                matching[name] = _folded([_text(value) for value in matching[name]], _questions(trajectories, name))
     rows(console, matching, format, f"{run.config.run.name}, iteration {chosen}: {which}")
+
+
+def _questions(trajectories: pd.DataFrame, column: str) -> dict[str, str]:
+    """The first message of the user by the text of the prompt, where the prompt has one."""
+    if column != "prompt" or "messages" not in trajectories:
+        return {}
+    found: dict[str, str] = {}
+    for prompt, messages in zip(trajectories["prompt"], trajectories["messages"], strict=True):
+        said = [message["content"] for message in json.loads(messages) if message["role"] == "user"]
+        if said and isinstance(said[0], str):
+            found[prompt] = said[0]
+    return found
+
+
+def _folded(texts: Sequence[str], questions: Mapping[str, str]) -> list[str]:
+    """Fold what all texts begin with, up to the user's first message, into one line that says how much it is."""
+    distinct = list(dict.fromkeys(texts))
+    if len(distinct) == 1 and distinct[0] not in questions:
+        return list(texts)
+    shared = os.path.commonprefix(distinct)
+    ends = [text.find(questions[text]) for text in distinct if text in questions]
+    shared = shared[: min((end for end in ends if end >= 0), default=len(shared))]
+    if (line_end := shared.rfind("\n")) >= 0:
+        shared = shared[: line_end + 1]
+    if shared.count("\n") < FOLDED_LINES and len(shared) < FOLDED_CHARACTERS:
+        return list(texts)
+    size = f"{counted(len(shared.splitlines()), 'line')}, {counted(len(shared), 'character')}"
+    return [f"[{size}: --full]\n{text[len(shared) :]}" for text in texts]
 
 
 def rows(console: Console, frame: pd.DataFrame, format: str, title: str | None = None) -> None:

@@ -14,24 +14,30 @@ validations since the runs parted, and :math:`v` the variance of the bootstrap o
 is the mean square of the steps, with the noise of the prompts as one more step; it is all there is to go by if the runs
 were validated only once. Each resampled difference gets a wobble, drawn from a Student distribution with m + 1 degrees
 of freedom and scaled by :math:`\\sqrt w`.
+
+An interval that holds 0 is no sign that the runs are equal, unless it is narrow: it then excludes a difference that
+matters. If it is wider than `TOO_WIDE` of the range of the scores, the verdict is that nobody can tell.
 """
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+from pydantic import JsonValue
 
 from infra.runs import Run, own_answers
 from infra.store.log import Corrupt, RunLog
 from infra.store.records import Fork, StageCommit
 from infra.store.run_store import VALIDATE
 from rlhf.config import differences as config_differences
+from rlhf.config import yaml_text
 from rlhf.errors import UserError, counted
 from rlhf.schema import TRAJECTORY
 
@@ -39,12 +45,14 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Kind = Literal["validation", "train"]
-Verdict = Literal["B is better", "B is worse", "no difference"]
+Verdict = Literal["B is better", "B is worse", "no difference", "cannot tell"]
 
 RESAMPLES = 2000
 """With others, the ends of an interval would move by about 2 % of its width. The same scores always give the same
 interval."""
 ENDS = (0.025, 0.975)
+TOO_WIDE = 0.5
+"""Share of the range of scores: an interval that is wider and holds 0 says nothing."""
 ALL = "all"
 """The data source of a difference over several data sources."""
 COLUMNS = (
@@ -137,9 +145,22 @@ def interval(scores: PairedScores, steps: Sequence[float] | None = None) -> tupl
     return float(low), float(high)
 
 
-def verdict_of(low: float, high: float) -> Verdict:
-    """What an interval of the difference says about B."""
-    return "B is better" if low > 0 else "B is worse" if high < 0 else "no difference"
+def verdict_of(low: float, high: float, spread: float) -> Verdict:
+    """What an interval of the difference says about B.
+
+    Args:
+        low: its lower end.
+        high: its upper end.
+        spread: the range of the scores of both runs, largest minus smallest.
+
+    Returns:
+        The verdict; "no difference" excludes one of `TOO_WIDE` times the range.
+    """
+    if low > 0:
+        return "B is better"
+    if high < 0:
+        return "B is worse"
+    return "cannot tell" if high - low > TOO_WIDE * spread else "no difference"
 
 
 @dataclass(frozen=True)
@@ -196,6 +217,16 @@ class Beside:
 
 
 @dataclass(frozen=True)
+class Rewards:
+    """How the rewards of two runs differ."""
+
+    changed: Mapping[str, tuple[str, str]]
+    """Keys of the config that differ, such as `reward.function`, with the values of A and B as text."""
+    code: tuple[str, str] | None
+    """If the code of the functions differs, too, or alone: its digests in A and B."""
+
+
+@dataclass(frozen=True)
 class Comparison:
     """What two runs share, and how their scores differ."""
 
@@ -212,8 +243,8 @@ class Comparison:
     """One for each iteration with a difference."""
     flips: tuple[Flip, ...] | None
     """Prompts that flipped in the iteration of the verdict; None if no score says whether an answer is right."""
-    rewards: tuple[str, ...]
-    """Those of the keys that change what a score means."""
+    rewards: Rewards | None
+    """What changes the meaning of a score; None: nothing does."""
     unpaired: dict[Kind, int]
     """Answers of both runs that are left out: the other run has none to the same prompt. Training scores are compared
     only if the seed is the same: otherwise each run draws other prompts."""
@@ -231,6 +262,8 @@ class Comparison:
     low: float | None
     """Ends of its interval, which also holds the noise of training; None if there is only one prompt."""
     high: float | None
+    spread: float
+    """The range of all scores that were compared, largest minus smallest."""
     verdict: Verdict
 
     def falls_short(self, margin: float) -> bool:
@@ -260,6 +293,7 @@ def compare(a: Run, b: Run) -> Comparison:
     differences: list[Difference] = []
     whole: dict[Kind, dict[int, PairedScores]] = {"validation": {}, "train": {}}
     last_pairs: dict[Kind, pd.DataFrame] = {}
+    seen: dict[Kind, list[float]] = {"validation": [], "train": []}
     same_seed = configs[0].run.seed == configs[1].run.seed
     talk = any(config.rollout.agent is not None for config in configs)
     kinds: tuple[Kind, ...] = ("validation", "train") if same_seed else ("validation",)
@@ -271,12 +305,14 @@ def compare(a: Run, b: Run) -> Comparison:
                 differences += _differences(pairs, iteration, kind)
                 whole[kind][iteration] = _scores(pairs)
                 last_pairs[kind] = pairs
+                seen[kind] += [end for side in "ab" for end in pairs[f"score_{side}"].agg(["min", "max"])]
     if not last_pairs:
         raise _nothing_pairs(runs, same_seed, unpaired)
     kind = next(iter(last_pairs))  # validations come first
     iteration, scores = max(whole[kind].items())
     moved = [scores.difference for at, scores in sorted(whole[kind].items()) if at > parted] or [scores.difference]
     low, high = interval(scores, np.diff(moved).tolist())
+    spread = max(seen[kind]) - min(seen[kind])
     old, new = (config.model_dump(mode="json", exclude={"run": {"name", "store"}}) for config in configs)
     compared = {difference.iteration for difference in differences}
     return Comparison(
@@ -288,7 +324,7 @@ def compare(a: Run, b: Run) -> Comparison:
         differences=tuple(differences),
         beside=_beside(runs, sorted(compared)),
         flips=_flips(runs, kind, iteration, last_pairs[kind]),
-        rewards=tuple(config_differences(*(config.learned_from()["reward"] for config in configs))),
+        rewards=_rewards(runs, iteration, VALIDATE if kind == "validation" else "score"),
         unpaired=unpaired,
         kind=kind,
         iteration=iteration,
@@ -298,8 +334,25 @@ def compare(a: Run, b: Run) -> Comparison:
         difference=scores.difference,
         low=_finite(low),
         high=_finite(high),
-        verdict=verdict_of(low, high),
+        spread=spread,
+        verdict=verdict_of(low, high, spread),
     )
+
+
+def _rewards(runs: tuple[Run, Run], iteration: int, stage: str) -> Rewards | None:
+    """How the rewards differ that a stage used in an iteration."""
+    a, b = (run.config.learned_from()["reward"] for run in runs)
+    whole = [run.config.model_dump(mode="json")["reward"] for run in runs]
+    names = [name for name in a if a[name] != b.get(name)]
+    changed = {f"reward.{name}": (_one_line(whole[0][name]), _one_line(whole[1][name])) for name in names}
+    digests = [run.store.manifests(iteration)[stage].fingerprint.parts.get("reward") for run in runs]
+    code = (str(digests[0]), str(digests[1])) if None not in digests and digests[0] != digests[1] else None
+    return Rewards(changed, code) if changed or code is not None else None
+
+
+def _one_line(value: JsonValue) -> str:
+    """A value as the command line takes it, and with the quotes that a shell leaves alone."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else yaml_text(value)
 
 
 def _parted(a: Run, b: Run) -> str | None:

@@ -22,7 +22,7 @@ from infra.store.records import ObjectRef, RunState, StageCommit
 from infra.store.run_store import UPDATE_ACTOR, VALIDATE, RunStore
 from rlhf.config import RunConfig, RunSection, stored_config
 from rlhf.config.published import published_text
-from rlhf.errors import RatchetError, UserError, counted
+from rlhf.errors import RatchetError, UserError, counted, reached
 from rlhf.metrics import current
 from rlhf.schema import TRAJECTORY, trajectory_of
 
@@ -161,7 +161,7 @@ class Run:
         closed = self.state.iteration
         if self.is_fit:
             return f"Run({self.store.url!r}, a fit with {counted(closed, 'round')})"
-        return f"Run({self.store.url!r}, {closed} of {counted(self.config.iterations, 'iteration')})"
+        return f"Run({self.store.url!r}, {reached(closed, self.config.iterations)})"
 
     @property
     def state(self) -> RunState:

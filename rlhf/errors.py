@@ -42,6 +42,13 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def reached(done: int, total: int) -> str:
+    """How far a run is, such as ``2 of 3 iterations``; a run may have more than its config asks for."""
+    if done <= total:
+        return f"{done} of {counted(total, 'iteration')}"
+    return f"{counted(done, 'iteration')}, more than train.iterations {total}"
+
+
 def in_one_line(error: BaseException) -> str:
     """The message of an error without line breaks."""
     return " ".join(str(error).split())

@@ -86,6 +86,7 @@ _NEW_LOG_PROBS = "the iteration has `old_log_probs`"
 _WEIGHTS = "`algorithm.rollout_correction.weights`"
 _GPU = "the actor is on GPUs"
 _PEAK = "the GPU's peak FLOP/s are known"
+_ALL_OWN = "`advantages`, and no stage that another run computed"
 
 METRICS = (
     Metric("val/reward_errors", "validate", "answers whose reward failed", "trajectories", _ERRORS),
@@ -118,7 +119,7 @@ METRICS = (
         )
     ),
     Metric("reward/greedy_errors", "greedy_baseline", "greedy answers whose reward failed", "prompts", _ERRORS),
-    *_spread("critic/score", "advantages", "score"),
+    *_spread("critic/score", "advantages", "score of what is learned from, or of everything without `advantages`"),
     *_spread("critic/rewards", "advantages", "score less length and KL penalties"),
     *_spread("critic/advantages", "advantages", "advantage of a token"),
     *_spread("critic/returns", "advantages", "return of a token"),
@@ -236,11 +237,12 @@ METRICS = (
         "the rollout does not share the actor's tensors",
     ),
     Metric("timing_s/save_checkpoint", CLOSE, "time to take the snapshot", "seconds", "a snapshot is due"),
-    Metric("timing_s/stages", CLOSE, "compute time of all stages", "seconds"),
+    Metric("timing_s/stages", CLOSE, "compute time of all stages that this run computed", "seconds"),
     Metric(
         "timing_s/step",
         CLOSE,
-        "time from the first stage's start to the last one's end, without pauses between drivers",
+        "time from the start of the first stage that this run computed to the end of the last, without pauses between "
+        "drivers",
         "seconds",
     ),
     Metric("perf/time_per_step", CLOSE, "the same as `timing_s/step`", "seconds"),
@@ -252,13 +254,13 @@ METRICS = (
         "the rollout does not share the actor's tensors",
     ),
     Metric("perf/total_num_tokens", CLOSE, "tokens of prompts and responses", "tokens", "`advantages`"),
-    Metric("perf/throughput", CLOSE, "total_num_tokens per second and device", "tokens per second", "`advantages`"),
+    Metric("perf/throughput", CLOSE, "total_num_tokens per second and device", "tokens per second", _ALL_OWN),
     Metric(
         "perf/response_tokens_per_s",
         CLOSE,
         "response tokens per second of compute time",
         "tokens per second",
-        "`advantages`",
+        _ALL_OWN,
     ),
 )
 """All metrics but those of validation, whose names contain the data source."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from infra.execution.driver import Driver
 from infra.progress import IterationClosed, note, report
 from infra.store.manifest import Manifest
-from infra.store.records import Commit
+from infra.store.records import Commit, StageCommit
 from infra.store.run_store import RunStore
 from rlhf.metrics import current, names, timer
 from tasks.pipeline import in_order
@@ -65,20 +65,26 @@ def _reward_errors(store: RunStore, iteration: int, count: int) -> str:
 
 
 def iteration_metrics(driver: Driver, iteration: int) -> dict[str, float]:
-    """The metrics of an iteration's stages, and the seconds that each stage computed."""
+    """The metrics of an iteration's stages, and the seconds that each stage computed. Times and speeds are those of
+    this run: they leave out the stages that another run computed, and which this one shares."""
     metrics: dict[str, float] = {}
     manifests = in_order(driver.store.manifests(iteration))
+    commits = driver.store.iteration_state(iteration).stages
+    own: list[Manifest] = []
     for name, manifest in manifests.items():
         metrics |= current(manifest.metrics)
-        metrics[timer(name)] = manifest.seconds
-    computing = metrics["timing_s/stages"] = sum(manifest.seconds for manifest in manifests.values())
-    elapsed = _elapsed(manifests.values())
+        commit = commits[name]
+        if isinstance(commit, StageCommit) and commit.manifest.run is None:
+            own.append(manifest)
+            metrics[timer(name)] = manifest.seconds
+    computing = metrics["timing_s/stages"] = sum(manifest.seconds for manifest in own)
+    elapsed = _elapsed(own)
     metrics |= {"timing_s/step": elapsed, "perf/time_per_step": elapsed}
     if "perf/response_tokens" in metrics:
-        tokens = metrics["perf/prompt_tokens"] + metrics["perf/response_tokens"]
-        metrics["perf/total_num_tokens"] = tokens
-        metrics["perf/throughput"] = tokens / max(elapsed, 1e-9) / driver.config.devices
-        metrics["perf/response_tokens_per_s"] = metrics["perf/response_tokens"] / max(computing, 1e-9)
+        tokens = metrics["perf/total_num_tokens"] = metrics["perf/prompt_tokens"] + metrics["perf/response_tokens"]
+        if len(own) == len(manifests):
+            metrics["perf/throughput"] = tokens / max(elapsed, 1e-9) / driver.config.devices
+            metrics["perf/response_tokens_per_s"] = metrics["perf/response_tokens"] / max(computing, 1e-9)
     return metrics
 
 

@@ -68,6 +68,8 @@ class ScoreConfig(StageConfig):
 class ScoreSummary(ShardSummary):
     sum_of_scores: float
     scored: int
+    extremes: tuple[float, float] | None = None
+    """The smallest and the largest score; None: nothing was scored, or an older release scored it."""
     errors: int = 0
     prompts_that_differ: int = 0
 
@@ -86,6 +88,7 @@ def score(context: Context[ScoreConfig]) -> ShardOutput[ScoreSummary]:
     summary = ScoreSummary(
         sum_of_scores=float(sum(counted)),
         scored=len(counted),
+        extremes=(min(counted), max(counted)) if counted else None,
         errors=sum(error is not None for error in columns["reward_error"]),
         prompts_that_differ=len(np.unique(group[differ.numpy()])),
     )
@@ -97,12 +100,20 @@ def score(context: Context[ScoreConfig]) -> ShardOutput[ScoreSummary]:
     return ShardOutput(TrajectoryBatch.of({"trajectory_id": rows.array("trajectory_id"), **every}), summary)
 
 
-def mean_score(summaries: Sequence[ScoreSummary]) -> dict[str, float]:
-    """Mean over everything that was scored; the metrics of `advantages` are over the trajectories learned from."""
+def score_metrics(summaries: Sequence[ScoreSummary]) -> dict[str, float]:
+    """Metrics of everything that was scored. In an iteration that learns, `critic/score` is that of `advantages`
+    instead, over the trajectories learned from."""
     count = sum(shard.scored for shard in summaries)
     errors = sum(shard.errors for shard in summaries)
-    mean = {"reward/mean": sum(shard.sum_of_scores for shard in summaries) / count} if count else {}
-    return mean | ({"reward/errors": float(errors)} if errors else {})
+    metrics = {"reward/errors": float(errors)} if errors else {}
+    if count:
+        mean = sum(shard.sum_of_scores for shard in summaries) / count
+        metrics |= {"reward/mean": mean, "critic/score/mean": mean}
+    ends = [shard.extremes for shard in summaries if shard.scored]
+    known = [end for end in ends if end is not None]
+    if known and len(known) == len(ends):
+        metrics |= {"critic/score/min": min(known)[0], "critic/score/max": max(high for _, high in known)}
+    return metrics
 
 
 def counting(on_error: OnError, errors: Sequence[str | None]) -> np.ndarray:
@@ -275,6 +286,6 @@ SCORE = RowsStage(
     writes=TRAJECTORY.of("score"),
     compute=score,
     summary=ScoreSummary,
-    metrics=mean_score,
+    metrics=score_metrics,
     outside=("reward",),
 )

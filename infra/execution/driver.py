@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache, cached_property, partial
-from typing import Any, Literal
+from typing import Literal
 
 from infra.execution.claims import begin, claim, code_digest, package_versions, run_url
 from infra.execution.devices import check_devices
@@ -764,8 +764,7 @@ def _open(
     driver = Driver(config, store)
     state = _check(driver, take_over, accept_changes, check)
     checked = store.state.slot
-    if state.claim is not None:
-        _say_what_changed(state.claim.config, config)
+    say_what_changed(state, config)
     claim(
         store,
         config,
@@ -780,9 +779,16 @@ def _open(
     return driver
 
 
-def _say_what_changed(stored: Mapping[str, Any], config: RunConfig) -> None:
-    """Report changed settings: a run may continue with them, but the user should notice."""
-    before = stored_config(stored, "the claim")
+def say_what_changed(state: RunState, config: RunConfig) -> None:
+    """Report changed settings: a run may continue with them, but the user should notice.
+
+    Args:
+        state: the run's state, before it is claimed with `config`.
+        config: the config that it continues with.
+    """
+    if state.claim is None:
+        return
+    before = stored_config(state.claim.config, "the claim")
     old, new = (settings.model_dump(mode="json", exclude={"run": {"name", "store"}}) for settings in (before, config))
-    if changed := differences(old, new) + changed_since(stored):
-        note(f"continues with different settings: {'; '.join(changed)}")
+    if changed := differences(old, new) + changed_since(state.claim.config):
+        note(f"continues with different settings from iteration {state.iteration} on: {'; '.join(changed)}")

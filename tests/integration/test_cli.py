@@ -62,14 +62,22 @@ def test_a_run_from_training_to_export(ratchet: Ratchet, config_file: Path, tmp_
     assert "it    0/1" in out
     code, out, _ = ratchet("train", config_file)
     assert code == 0
-    assert "continues with different settings: train.iterations 1 -> 2\n" in out
+    assert "continues with different settings from iteration 1 on: train.iterations 1 -> 2\n" in out
     assert "it    1/2" in out
     assert "run cli has its 2 iterations" in out
 
     code, out, _ = ratchet("train", config_file)  # done already: nothing runs again
     assert code == 0
     assert "it    1/2" not in out
-    assert "other settings" not in out
+    assert "different settings" not in out
+
+    code, out, _ = ratchet("train", config_file, "--dry-run", "actor.lr=1", "train.iterations=1")
+    assert code == 0
+    assert (
+        "continues with different settings from iteration 2 on: actor.lr 0.001 -> 1.0; train.iterations 2 -> 1" in out
+    )
+    has = "nothing is left to train, it has 2 iterations, more than train.iterations 1"
+    assert f": {has}: train.iterations=3 or more continues it\n" in out
 
     code, out, _ = ratchet("status", "cli", *store)
     assert code == 0

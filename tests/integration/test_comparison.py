@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+import shutil
 from pathlib import Path
 
 import pytest
 
 from infra.comparison import compare
 from infra.runs import open_run
+from tests.integration.test_cli import Ratchet, ratchet  # noqa: F401  (a fixture)
 
 
 def test_runs_of_one_seed_are_paired_in_training(shown_runs: Path) -> None:
@@ -29,3 +33,25 @@ def test_a_fork_that_has_not_trained_differs_in_nothing(shown_runs: Path) -> Non
     result = compare(*(open_run(f"file://{shown_runs}/{name}") for name in ("ppo", "open")))
     assert (result.fork, result.kind, result.iteration) == ("2:score", "validation", 2)
     assert (result.low, result.high, result.verdict) == (0, 0, "no difference")
+
+
+def test_what_to_do_about_different_rewards_works(
+    ratchet: Ratchet,  # noqa: F811
+    shown_runs: Path,
+    tmp_path: Path,
+) -> None:
+    for name in ("ppo", "grpo"):
+        shutil.copytree(shown_runs / name, tmp_path / name)
+    store = f"file://{tmp_path}"
+    assert ratchet("rescore", "grpo", "--reward", "tests.rewards:digits", "--run", "b", "--store", store)[0] == 0
+    code, out, err = ratchet("compare", "ppo", "b", "--store", store)
+    assert code == 0, err
+    assert "the scores of A are those of reward.function: tests.rewards:letters" in out
+    assert "the scores of B are those of reward.function: tests.rewards:digits" in out
+    *prepare, compared = re.findall("`ratchet ([^`]*)`", out)
+    for command in prepare:
+        code, _, err = ratchet(*shlex.split(command))
+        assert code == 0, err
+    code, out, err = ratchet(*shlex.split(compared))
+    assert code == 0, err
+    assert "the scores of" not in out, "both are those of one reward"

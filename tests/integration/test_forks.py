@@ -359,6 +359,10 @@ def test_rescore_compares_new_scores_with_the_old(ratchet: Ratchet, parent: Hist
     means = (old["score"].mean(), new["score"].mean())
     assert "24 trajectories of parent are scored again: mean {:.3f} -> {:.3f}".format(*means) in out
     assert f"the new scores are in the run other, {run.store.url}/trajectories/score" in out
+    metrics, scores = run.metrics(), new.groupby("iteration")["score"]
+    for statistic in ("mean", "min", "max"):
+        assert metrics[f"critic/score/{statistic}"].tolist() == pytest.approx(scores.agg(statistic).tolist())
+    assert "timing_s/gen" in parent.run.metrics() and "timing_s/gen" not in metrics, "nothing is generated"
     assert ratchet("resume", "other", *store)[0] == 0  # it is done
     as_in_the_demo = "algorithm.rollout_correction={bypass: true}"  # which matters only if somebody learns
     assert ratchet("rescore", "parent", *reward, "--run", "bypass", *store, as_in_the_demo)[0] == 0

@@ -50,7 +50,7 @@ def test_the_same_scores_show_no_difference(rows: list[tuple[str, float, float]]
     scores = paired([(prompt, a, a) for prompt, a, _ in rows])
     low, high = interval(scores, [])
     assert scores.difference == 0
-    assert verdict_of(low, high) == "no difference"
+    assert verdict_of(low, high, 2) == ("cannot tell" if len(scores.answers) == 1 else "no difference")
     assert (low, high) == (0, 0) or len(scores.answers) == 1
 
 
@@ -71,26 +71,39 @@ def test_an_interval_holds_the_true_difference_between_prompts() -> None:
     assert 0.915 < covered / trials < 0.98
 
 
-def verdicts(effect: float, trials: int = 200) -> list[str]:
-    """Verdicts on pairs of simulated runs, validated six times on 400 prompts: both learn, and each has luck of its
-    own, which it keeps (a random walk that ends at 0.03: two runs differ by more than their prompts' noise of 0.03).
-    B also has an effect, which grows as they learn."""
+def verdicts(effect: float, trials: int = 200, prompts: int = 400) -> list[str]:
+    """Verdicts on pairs of simulated runs, validated six times on `prompts`: both learn, and each has luck of its
+    own, which it keeps (a random walk that ends at 0.03: two runs differ by more than the noise of 400 prompts, 0.03).
+    B also has an effect, which grows as they learn. Scores are 0 or 1."""
     generator, found = np.random.default_rng(0), []
     for _ in range(trials):
-        easy = generator.uniform(0.05, 0.4, 400)
+        easy = generator.uniform(0.05, 0.4, prompts)
         luck = generator.normal(0, 0.03 / np.sqrt(6), (6, 2)).cumsum(0)
         differences = []
         for time in range(6):
             gains = 0.05 * time + luck[time] + np.array([0, effect]) * (time + 1) / 6
-            a, b = (generator.random(400) < np.clip(easy + gain, 0, 1) for gain in gains)
-            scores = PairedScores.of(np.arange(400).tolist(), a, b)
+            a, b = (generator.random(prompts) < np.clip(easy + gain, 0, 1) for gain in gains)
+            scores = PairedScores.of(np.arange(prompts).tolist(), a, b)
             differences.append(scores.difference)
-        found.append(verdict_of(*interval(scores, np.diff(differences).tolist())))
+        found.append(verdict_of(*interval(scores, np.diff(differences).tolist()), 1))
     return found
 
 
 def test_runs_that_differ_in_luck_alone_show_no_difference_19_of_20_times() -> None:
     assert verdicts(effect=0).count("no difference") >= 190
+
+
+def test_few_prompts_cannot_tell() -> None:
+    alike = verdicts(effect=0, prompts=10)
+    assert alike.count("cannot tell") >= 190
+    assert alike.count("B is better") + alike.count("B is worse") <= 10
+
+
+@pytest.mark.parametrize("prompts", [10, 20, 40])
+def test_no_difference_excludes_one_of_half_the_range(prompts: int) -> None:
+    found = verdicts(effect=0.5, prompts=prompts)
+    assert found.count("no difference") <= 10
+    assert found.count("B is worse") <= 5
 
 
 def test_an_effect_is_found() -> None:
@@ -105,7 +118,12 @@ ROWS = ("1 + 1", "2 + 2", "3 + 3", "4 + 4", "5 + 5", "6 + 6", "7 + 7", "8 + 8")
 
 
 def made(
-    folder: Path, name: str, validations: Sequence[Sequence[float]], prompts: Sequence[str] = ROWS, **changes: Any
+    folder: Path,
+    name: str,
+    validations: Sequence[Sequence[float]],
+    prompts: Sequence[str] = ROWS,
+    code: str = "none",
+    **changes: Any,
 ) -> Run:
     """A run whose validations have these scores, one before each iteration: real files and records, no model."""
     stored = open_run(f"file://{STORE}/run").state.claim
@@ -123,7 +141,7 @@ def made(
             "prompt_id": ids,
             "sample": pa.array([0] * len(scores), pa.int32()),
             "data_source": ["plus" if number % 2 else "sum" for number in range(len(scores))],
-            "prompt": list(prompts),
+            "prompt": list(prompts)[: len(scores)],
             "response": [f"{name}\x1b[2J says {score}" for score in scores],
             "score": pa.array(scores, pa.float32()),
             "reward_error": pa.array([None] * len(scores), pa.string()),
@@ -132,7 +150,7 @@ def made(
         place: dict[str, Any] = {"iteration": iteration, "stage": VALIDATE}
         shard = store.write_shard(iteration, VALIDATE, 0, 0, pa.table(rows))
         committed = ShardCommit(**place, shard=0, data=shard, term=1, seconds=0.0)
-        times, parts = {"began": 0.0, "ended": 1.0, "seconds": 1.0}, Fingerprint(parts={})
+        times, parts = {"began": 0.0, "ended": 1.0, "seconds": 1.0}, Fingerprint(parts={"reward": code})
         manifest = Manifest(
             **place, term=1, attempt=0, fingerprint=parts, config={}, metrics={}, shards=(shard,), **times
         )
@@ -201,6 +219,13 @@ def test_what_was_not_validated_is_said(tmp_path: Path) -> None:
         compare(a, other)
 
 
+def test_an_interval_that_is_too_wide_cannot_tell(tmp_path: Path) -> None:
+    a, b = made(tmp_path, "a", [[0] * 8, [0, 1, 0, 5]]), made(tmp_path, "b", [[0] * 8, [0, 0, 5, 0]])
+    result = compare(a, b)
+    assert result.high - result.low > 0.5 * result.spread == 2.5
+    assert result.verdict == "cannot tell", "of four prompts"
+
+
 def test_a_fork_is_compared_from_where_it_begins(tmp_path: Path) -> None:
     a = made(tmp_path, "a", [[0, 1] * 4] * 4)
     for child, at in (("b", 2), ("c", 1)):
@@ -229,3 +254,25 @@ def test_the_command_prints_what_it_found(command: Command, tmp_path: Path) -> N
     assert code == 0
     assert json.loads(out)["verdict"] == "B is worse"
     assert "is it run?" in command.error("compare", "a", "rum")
+
+
+def test_the_command_says_which_rewards_differ_and_what_to_do(command: Command) -> None:  # noqa: F811
+    options = {"mine.py:score": {"strict": True}}
+    made(command.folder, "a", [[0] * 8, [0, 1] * 4])
+    made(command.folder, "b", [[0] * 8, [1, 0] * 4], reward__function="mine.py:score", reward__options=options)
+    made(command.folder, "c", [[0] * 8, [1, 0] * 4], reward__function="constant", run__seed=1)
+    made(command.folder, "d", [[0] * 8, [1, 0] * 4], code="abcdef0123456789")
+    at = f"file://{command.folder}"
+    text = '{"mine.py:score": {"strict": true}}'
+    values = f"reward.function=mine.py:score 'reward.options={text}'"
+    out = command("compare", "a", "b")
+    assert "the scores of A are those of reward.function: countdown, reward.options: {}\n" in out
+    assert f"the scores of B are those of reward.function: mine.py:score, reward.options: {text}\n" in out
+    assert f"`ratchet rescore {at}/a --run a-rescored {values}`, then `ratchet compare {at}/a-rescored {at}/b`" in out
+    assert "cannot tell: +0.000, 95 % interval" in out and "wider than half of the range of scores, 1, in" in out
+    assert f"`ratchet evaluate {at}/a reward.function=constant`" in command("compare", "a", "c")
+    out = command("compare", "a", "d")
+    assert "the scores of A are those of code none\nthe scores of B are those of code abcdef012345\n" in out
+    again = [f"`ratchet rescore {at}/{name} --run {name}-rescored`" for name in "ad"]
+    assert f"{', then '.join(again)}, then `ratchet compare {at}/a-rescored {at}/d-rescored`" in out
+    assert "the scores of" not in command("compare", "a", "a")

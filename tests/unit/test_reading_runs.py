@@ -8,11 +8,13 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
@@ -22,10 +24,11 @@ from flows.views import lineage, runs
 from infra.execution.driver import Driver
 from infra.execution.heartbeat import beating
 from infra.execution.stopping import Stopped, Stopping
+from infra.forks import fork
 from infra.listing import RunSummary
 from infra.runs import Run, no_run, open_run
 from infra.store.manifest import Fingerprint, Manifest
-from infra.store.records import ShardCommit, StageCommit
+from infra.store.records import Claim, ShardCommit, StageCommit
 from infra.store.run_store import RunStore
 from rlhf.config import stored_config
 from rlhf.errors import UserError, counted
@@ -37,6 +40,7 @@ from tasks.generate import GENERATE
 from tasks.pipeline import STAGES, stage_called
 from tasks.reward_model import REWARD_MODEL
 from tasks.score import SCORE
+from tasks.stage import Stage
 from tasks.validate import VALIDATE
 from tests.integration.test_cli import Ratchet
 
@@ -201,15 +205,31 @@ def test_the_list_tells_runs_that_failed_from_those_that_never_started(command: 
         assert (f"no driver is at work; the last one failed: {why}" in command("status", "run")) == (state == "failed")
 
 
-def test_a_metric_with_a_long_name_pushes_no_column_off() -> None:
+@pytest.mark.parametrize(("width", "lines"), [(80, 2), (120, 1), (None, 1)])
+def test_a_run_is_a_line_or_two_that_break_at_words(width: int | None, lines: int) -> None:
     best = ("val-core/a_dataset_whose_name_is_long/reward/mean@16", 0.5)
-    console = Console(file=io.StringIO(), width=80, soft_wrap=True)
-    runs(console, [RunSummary("countdown", "", "ended early", 12, 100, best, 7300.0, 25_100_000)], "", "table")
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    for shown in ("countdown", "ended early", "12/100", "2 h", "25.1 MB"):
-        assert shown in text
-    cells = [line.split("│")[-2].strip() for line in text.splitlines() if "│" in line]
-    assert "".join(cells) == f"0.500{best[0]}"
+    long_name = "a-run-whose-name-is-so-long-that-no-other-column-fits-beside-it-on-a-terminal"
+    listed = [
+        RunSummary("countdown", "", "ended early", 12, 100, best, 7300.0, 25_100_000),
+        RunSummary("日本語", "", "running", 1, 2, ("val-core/a/reward/mean@1", 0.25), 1.0, 1000),
+        RunSummary(long_name, "", "finished", 2, 2, None, 1.0, 1000),
+    ]
+    console = Console(file=io.StringIO(), force_terminal=width is not None, width=width or 80, soft_wrap=True)
+    runs(console, listed[:2], "", "table")
+    text = Text.from_ansi(console.file.getvalue()).plain  # type: ignore[attr-defined]
+    first, second = ["countdown", "ended early", "12/100", "2 h", "25.1 MB"], [f"0.500 {best[0]}"]
+    shown = [re.split(" {2,}", line.strip()) for line in text.splitlines()]
+    assert shown[0] == ["run", "state", "iterations", "age", "size", "best validation"]
+    assert shown[1 : 1 + lines] == ([[*first, *second]] if lines == 1 else [first, second])
+    assert shown[-1] == ["日本語", "running", "1/2", "1 s", "1.0 kB", "0.250 val-core/a/reward/mean@1"]
+    assert len(shown) == 2 + lines
+    console.file = io.StringIO()
+    runs(console, listed, "", "table")
+    text = Text.from_ansi(console.file.getvalue()).plain
+    assert max(map(cell_len, text.splitlines())) <= (width or 200)
+    shown = [re.split(" {2,}", line.strip()) for line in text.splitlines()]
+    cells = [[long_name], ["finished", "2/2", "1 s", "1.0 kB"]]
+    assert shown[-lines:] == (cells if lines == 2 else [[*cells[0], *cells[1]]])
 
 
 @pytest.mark.parametrize("stage", ["advantages", "adv"])
@@ -231,6 +251,32 @@ def test_show_says_how_many_it_shows(command: Command) -> None:
     half = "trajectory_id like '%s00'"
     assert "iteration 0: the first 2 of 4 that match, of 8" in command("show", "run", "--limit", 2, "--where", half)
     assert 'Nearest columns: "score"' in command.error("show", "run", "--where", "scor > 0")
+
+
+SYSTEM = "<|im_start|>system\n" + "You may call a tool.\n" * 11 + "<|im_end|>\n"
+QUESTIONS = ("Who?\nAnd why?", "Who?\nAnd when?")
+
+
+@pytest.mark.parametrize("asked", [QUESTIONS, QUESTIONS[:1] * 2])
+def test_show_folds_what_all_prompts_begin_with(command: Command, asked: Sequence[str]) -> None:
+    store = RunStore.at(f"file://{command.folder}/new")
+    claimed = open_run(f"file://{command.folder}/run").state.claim
+    assert claimed is not None
+    rows = {
+        "trajectory_id": ["a", "b"],
+        "messages": [json.dumps([{"role": "user", "content": question}]) for question in asked],
+        "prompt": [f"{SYSTEM}<|im_start|>user\n{question}<|im_end|>\n" for question in asked],
+        "response": ["Me.", "You."],
+    }
+    store.log.claim(claimed)
+    shard = store.write_shard(0, GENERATE.name, 0, 0, pa.table(rows))
+    store.commit(ShardCommit(iteration=0, stage=GENERATE.name, shard=0, data=shard, term=1, seconds=0.0))
+    out = command("show", "new")
+    begin = f"{SYSTEM}<|im_start|>user\n"
+    assert out.count(f"[14 lines, {len(begin)} characters: --full]") == 2
+    assert "You may call a tool." not in out and out.count("Who?") == 2, "nothing of the question is folded"
+    for whole in (command("show", "new", "--full"), command("show", "new", "--format", "json")):
+        assert whole.count("You may call a tool.") == 2 * 11 and "[14 lines" not in whole
 
 
 def test_a_dataset_says_what_it_left_out(command: Command, tmp_path: Path) -> None:
@@ -261,21 +307,43 @@ def test_status_explains_what_it_shows(command: Command) -> None:
     assert "13/?: the number of shards depends on the prompts of validation.data" in command("status", "new")
 
 
-def test_a_pause_between_two_drivers_is_no_time_of_the_iteration(command: Command) -> None:
+def commit_stages(store: RunStore, claimed: Claim, began: float, *stages: Stage, **metrics: float) -> None:
+    """Claim the run, and commit stages of iteration 0 that take 10 seconds each, with pauses of 10."""
+    store.log.claim(claimed)
+    for stage in stages:
+        place, parts = {"iteration": 0, "stage": stage.name}, Fingerprint(parts={})
+        times = {"began": began, "ended": began + 10, "seconds": 9.0}
+        known = {"term": store.log.term, "attempt": 0, "fingerprint": parts, "config": {}, "metrics": metrics}
+        manifest = store.write_manifest(Manifest(**place, **known, **times))
+        store.commit(StageCommit(**place, manifest=manifest, fingerprint=parts.digest))
+        began += 20
+
+
+def test_time_that_this_run_did_not_spend_is_no_time_of_the_iteration(command: Command) -> None:
     store, claimed = RunStore.at(f"file://{command.folder}/new"), open_run(f"file://{command.folder}/run").state.claim
     assert claimed is not None
-    for term, began, stages in ((1, 100.0, (GENERATE, REWARD_MODEL)), (2, 90_000.0, (SCORE,))):
-        store.log.claim(claimed)
-        for stage in stages:
-            place, parts = {"iteration": 0, "stage": stage.name}, Fingerprint(parts={})
-            times = {"began": began, "ended": began + 10, "seconds": 9.0}
-            manifest = Manifest(**place, term=term, attempt=0, fingerprint=parts, config={}, metrics={}, **times)
-            commit = StageCommit(**place, manifest=store.write_manifest(manifest), fingerprint=parts.digest)
-            store.commit(commit)
-            began += 20
-    metrics = iteration_metrics(Driver(stored_config(claimed.config, "test"), store), 0)
-    assert metrics["perf/time_per_step"] == metrics["timing_s/step"] == 30.0 + 10.0
+    config = stored_config(claimed.config, "test")
+    commit_stages(store, claimed, 100.0, GENERATE, REWARD_MODEL)
+    commit_stages(store, claimed, 90_000.0, SCORE)
+    metrics = iteration_metrics(Driver(config, store), 0)
+    assert metrics["perf/time_per_step"] == metrics["timing_s/step"] == 30.0 + 10.0, "without the pause between them"
     assert metrics["timing_s/stages"] == 27.0
+
+    child = RunStore.at(f"file://{command.folder}/child")
+    fork(store, child.objects, claimed.config, 0, [GENERATE.name], "0:score")
+    commit_stages(child, claimed, 95_000.0, SCORE, **{"perf/prompt_tokens": 6.0, "perf/response_tokens": 4.0})
+    metrics = iteration_metrics(Driver(config, child), 0)
+    assert metrics["timing_s/step"] == 10.0 and metrics["timing_s/stages"] == 9.0, "without the parent's generation"
+    assert "timing_s/gen" not in metrics
+    assert metrics["perf/total_num_tokens"] == 10.0 and "perf/throughput" not in metrics, "half of the work is no speed"
+
+
+def test_scores_have_the_metrics_of_learning_where_nothing_is_learned() -> None:
+    shards = [{"sum_of_scores": 1.5, "scored": 2, "extremes": (0.5, 1.0)}, {"sum_of_scores": 0.0, "scored": 0}]
+    mean = {"reward/mean": 0.75, "critic/score/mean": 0.75}
+    assert SCORE.metrics_of(shards) == mean | {"critic/score/min": 0.5, "critic/score/max": 1.0}
+    of_an_older_release = {"sum_of_scores": 0.75, "scored": 1}
+    assert SCORE.metrics_of([*shards, of_an_older_release]) == mean
 
 
 def test_nothing_is_shown_as_minus_zero() -> None:

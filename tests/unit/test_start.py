@@ -7,13 +7,16 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import torch
 
-from flows.summary import first_prompt
+from flows.summary import first_prompt, summary
 from infra.execution.devices import check_devices
-from infra.execution.driver import check_inputs
+from infra.execution.driver import check_inputs, say_what_changed
 from infra.progress import Note, listening
+from infra.store.records import Claim, ShardCommit
+from infra.store.run_store import RunStore
 from rlhf.config import RunConfig
 from rlhf.errors import UserError
 from rlhf.models import longest_sequence
@@ -31,6 +34,30 @@ def refusal(config: RunConfig) -> list[str]:
     with pytest.raises(UserError) as refused:
         check_inputs(config)
     return str(refused.value).splitlines()
+
+
+def test_a_run_that_exists_is_not_new(root: Path, tmp_path: Path) -> None:
+    config = tiny.config(root, run__name="run", run__store=f"file://{tmp_path}", train__iterations=2, actor__lr=0.003)
+    store = RunStore.at(f"file://{tmp_path}/run")
+    assert summary(config, store.log.read())[0].endswith(": new, 2 iterations")
+    values = config.model_dump(mode="json")
+    store.log.claim(Claim(config=values, code="", packages={}, threads=1, host="here", initial={}))
+    assert summary(config, store.state)[0].endswith(": new, 2 iterations"), "nothing is committed"
+    shard = store.write_shard(0, "generate", 0, 0, pa.table({"trajectory_id": ["a"]}))
+    store.commit(ShardCommit(iteration=0, stage="generate", shard=0, data=shard, term=1, seconds=0.0))
+    assert summary(config, store.state)[0].endswith(": continues after 0 of 2 iterations")
+    state = store.state.model_copy(update={"iteration": 2, "shards": {}})
+    done = "nothing is left to train, it has 2 of 2 iterations: train.iterations=3 or more continues it"
+    assert summary(config, state)[0].endswith(f": {done}")
+    fewer = config.with_values({"train.iterations": 1, "actor.lr": 1})
+    more = "nothing is left to train, it has 2 iterations, more than train.iterations 1"
+    assert summary(fewer, state)[0].endswith(f": {more}: train.iterations=3 or more continues it")
+    notes: list[object] = []
+    with listening(notes.append):
+        say_what_changed(state, config)
+        say_what_changed(state, fewer)
+    changes = "actor.lr 0.003 -> 1.0; train.iterations 2 -> 1"
+    assert notes == [Note(f"continues with different settings from iteration 2 on: {changes}")]
 
 
 @without_gpus
