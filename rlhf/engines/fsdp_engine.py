@@ -126,8 +126,8 @@ class FSDPEngine(TorchEngine):
         """Whether there are gradients that are not summed over the ranks yet."""
 
     def _give_memory(self) -> None:
-        """Give memory to the shards, which are all that this rank will hold; without FSDP's pinning of each by itself if
-        they are on the host."""
+        """Give memory to the shards, which are all that this rank will hold. On the host they are cut from slabs, so
+        that FSDP does not pin each by itself."""
         shards = [tensor for tensor in (*self.module.parameters(), *self.module.buffers()) if tensor.is_meta]
         on_host: dict[int, Tensor] = {}
         if self.offload:

@@ -108,8 +108,9 @@ def test_a_mask_of_a_long_row_is_refused_before_a_start(tmp_path: Path, size: in
 
 
 MASKED = (
-    r"^actor.packing true makes rows of actor.micro_batch_tokens = 65536 tokens, for which the layers of the actor and the reference "
-    r"need a mask of 65536 x 65536 positions: lower actor.micro_batch_tokens to 32768, or set actor.packing false"
+    r"^actor.packing true makes rows of actor.micro_batch_tokens = 65536 tokens, for which the layers of "
+    r"the actor and the reference need a mask of 65536 x 65536 positions: lower actor.micro_batch_tokens to 32768, "
+    r"or set actor.packing false"
 )
 
 

@@ -113,7 +113,7 @@ def test_packing_is_checked_though_prompts_are_shared() -> None:
 def test_no_mask_has_all_positions(
     layout: Layout, has_team: bool, lengths: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A row of 131,072 tokens would take 16 GiB. Here masks of 1,024 elements are large, and a layer's tensors not."""
+    """Of a row of 131,072 tokens it would take 16 GiB. Here masks of 131,072 elements are large."""
     monkeypatch.setattr(micro_batches, "MASKED", 2**10)
     monkeypatch.setattr("rlhf.engines.segments.MASK_ELEMENTS", 2**17)
     loaded, random = model("llama"), np.random.default_rng(0)
