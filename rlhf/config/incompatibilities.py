@@ -118,13 +118,13 @@ def incompatible(config: RunConfig) -> Iterator[str]:
                 f"{owner}.offload_when_idle does not work with {owner}.zero_stage 3, because DeepSpeed cannot move its "
                 f"state: use {owner}.offload, a lower stage, or {owner}.engine fsdp"
             )
-        size = trainer.mini_batch_trajectories
-        if size is not None and size > total:
-            yield f"{owner}.mini_batch_trajectories is {size}, more than an iteration has ({sizes}): lower it"
-        elif size is not None and total % size:
+        mini_batch = trainer.mini_batch_trajectories
+        if mini_batch is not None and mini_batch > total:
+            yield f"{owner}.mini_batch_trajectories is {mini_batch}, more than an iteration has ({sizes}): lower it"
+        elif mini_batch is not None and total % mini_batch:
             yield (
-                f"{owner}.mini_batch_trajectories is {size}, which does not divide {total} ({sizes}): change one of "
-                "them"
+                f"{owner}.mini_batch_trajectories is {mini_batch}, which does not divide {total} ({sizes}): change "
+                "one of them"
             )
         longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
         if trainer.micro_batch_tokens < longest:
