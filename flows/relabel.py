@@ -330,8 +330,12 @@ async def _judged(pairs: Sequence[Mapping[str, Any]], asked: JudgeConfig, object
 
 
 def _pairs(url: str) -> Iterator[Iterator[tuple[Messages, str]]]:
-    """The preferences of a file."""
-    return (pair_of(row, where) for where, row in read(url))
+    """The preferences of a file. Raises `UserError` for a prompt that calls tools, which the columns cannot hold."""
+    for where, row in read(url):
+        pair = list(pair_of(row, where))
+        if any("tool_calls" in message for messages, _ in pair for message in messages):
+            raise UserError(f"{where}: the prompt calls tools, which relabel cannot keep: leave the row out")
+        yield iter(pair)
 
 
 class _KeptAnswers:
@@ -359,7 +363,7 @@ def _metadata(pair: Mapping[str, Any], side: str) -> Metadata:
     )
 
 
-def _preference(messages: Sequence[Mapping[str, str]], chosen: str, rejected: str) -> dict[str, Any]:
+def _preference(messages: Messages, chosen: str, rejected: str) -> dict[str, Any]:
     prompt = [{"role": message["role"], "content": message["content"]} for message in messages]
     answers = {"chosen": chosen, "rejected": rejected}
     return {"prompt": prompt} | {side: [{"role": "assistant", "content": text}] for side, text in answers.items()}

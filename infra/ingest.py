@@ -89,7 +89,7 @@ def ingest(sources: Sequence[Run | str], ratings: str | None = None, min_score: 
     left_out: Counter[str] = Counter()
     known = set[str]()
     for source in sources:
-        for trajectory in (_of_run if isinstance(source, Run) else _of_file)(source, left_out):
+        for trajectory in _of_run(source, left_out) if isinstance(source, Run) else _of_file(source, left_out):
             known.add(trajectory["id"])
             trajectory["score"] = rated.get(trajectory["id"], trajectory["score"])
             prompts.setdefault(

@@ -11,8 +11,9 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from rlhf.data.formats import Message
 from rlhf.data.prompts import tokenize_start
 from rlhf.environments.dialogues import Dialogue, content_ids
 
@@ -199,7 +200,7 @@ class Completion(Conversation):
         return str(message["content"])
 
 
-def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+def _plain(message: Mapping[str, Any]) -> Message:
     """A message as chat templates expect it: text contents, and tool calls whose arguments are structures."""
     role = message["role"]
     plain: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": _text(message)}
@@ -212,7 +213,7 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
             }
             for call in message["tool_calls"]
         ]
-    return plain | {name: message[name] for name in ("name", "tool_call_id") if message.get(name)}
+    return cast(Message, plain | {name: message[name] for name in ("name", "tool_call_id") if message.get(name)})
 
 
 def _text(message: Mapping[str, Any]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, NamedTuple, NotRequired, TypedDict
+from typing import Any, NamedTuple, NotRequired, TypedDict, cast
 
 from rlhf.errors import UserError
 
@@ -17,6 +17,9 @@ class Message(TypedDict):
     """Empty if the message only calls tools."""
     tool_calls: NotRequired[list[dict[str, Any]]]
     """Each {function: {name, arguments}}, or {name, arguments}, with the arguments as an object."""
+    tool_call_id: NotRequired[str]
+    """Of a message of the role `tool`, the call that it answers."""
+    name: NotRequired[str]
 
 
 Messages = list[Message]
@@ -151,7 +154,7 @@ def _message(value: Mapping[str, Any], where: str, column: str) -> Message:
     message: dict[str, Any] = {**given, "content": content}
     if calls:
         message["tool_calls"] = [_call(call, where, column) for call in calls]
-    return message  # type: ignore[return-value]  # may have other keys
+    return cast(Message, message)
 
 
 def _call(call: Any, where: str, column: str) -> dict[str, Any]:

@@ -360,7 +360,7 @@ def render(
     try:
         return str(
             tokenizer.apply_chat_template(
-                messages,  # type: ignore[arg-type]  # whose hint has only texts
+                messages,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
             )

@@ -24,7 +24,7 @@ from rlhf.engines.optimizers import AdamW
 from rlhf.errors import UserError
 
 if TYPE_CHECKING:
-    from sys import _TraceFunction as TraceFunction
+    from _typeshed import TraceFunction
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("**/*.yaml"))
