@@ -7,9 +7,11 @@ the backend, in each worker process because it is named as the workers' extensio
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -19,9 +21,6 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from rlhf.engines.vllm_rollout import HOST_MEMORY
 from rlhf.engines.weight_transfer import Packed, mapped
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass
@@ -57,11 +56,10 @@ class HostMemoryEngine(WeightTransferEngine):  # type: ignore[misc]
         initialize_layerwise_reload(self.model)
         if self.device.type == "cpu":
             _pack_experts_again(self.model)
+        self._experts = Experts(self.model, self.device)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load a bucket. vLLM's own method also waits for a GPU, which may not exist."""
-        import torch
-
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -71,7 +69,11 @@ class HostMemoryEngine(WeightTransferEngine):  # type: ignore[misc]
         memory = mapped(update_info.path, update_info.nbytes)
         tensors = Packed.from_json(update_info.packed).tensors(memory)
         # a layer keeps its tensors until it is complete, and then the bucket may already hold others
-        self.model.load_weights((name, tensor.to(self.device, copy=True)) for name, tensor in tensors)
+        self.model.load_weights(
+            (name, tensor.to(self.device, copy=True))
+            for name, tensor in tensors
+            if not self._experts.take(name, tensor)
+        )
 
     def finish_weight_update(self) -> None:
         """Give the layers their new weights."""
@@ -81,6 +83,62 @@ class HostMemoryEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """There is nothing to release."""
+
+
+class Experts:
+    """Collects the matrices of a layer's experts and gives them to vLLM in three pieces.
+
+    vLLM's `load_weights` loads each matrix by itself, and twice while it reloads: once to count its elements.
+    """
+
+    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
+        """Find the layers of a model on this device. Quantized or distributed experts are left to vLLM."""
+        from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+        self._device = device
+        self._layers: dict[str, Any] = {
+            path.removesuffix(".routed_experts"): layer
+            for path, layer in model.named_modules()
+            if isinstance(layer, RoutedExperts)
+            and type(layer.quant_method).__name__ == "UnquantizedFusedMoEMethod"
+            and layer.moe_config.moe_parallel_config.ep_size == 1
+        }
+        self._stacks: dict[tuple[str, str], tuple[torch.Tensor, set[int]]] = {}
+        """What is incomplete: the matrices of all experts, and which of them are there."""
+
+    def take(self, name: str, tensor: torch.Tensor) -> bool:
+        """Take a tensor if it is a matrix of an expert of these layers; returns whether it is.
+
+        Args:
+            name: its name in a checkpoint.
+            tensor: it is copied.
+        """
+        match = re.fullmatch(r"(.+\.experts)\.(\d+)\.(\w+)\.weight", name)
+        layer = None if match is None else self._layers.get(match[1])
+        if match is None or layer is None:
+            return False
+        shards = {layer.ckpt_gate_proj_name: "w1", layer.ckpt_down_proj_name: "w2", layer.ckpt_up_proj_name: "w3"}
+        shard, count = shards[match[3]], layer.moe_config.num_experts
+        if (match[1], shard) not in self._stacks:
+            stack = torch.empty((count, *tensor.shape), dtype=tensor.dtype, device=self._device)
+            self._stacks[match[1], shard] = stack, set()
+        stack, there = self._stacks[match[1], shard]
+        stack[int(match[2])].copy_(tensor)
+        there.add(int(match[2]))
+        if len(there) == count:
+            del self._stacks[match[1], shard]
+            weight = "w2_weight" if shard == "w2" else "w13_weight"
+            parameter = getattr(layer, weight)
+            loaded = parameter.weight_loader(
+                param=parameter,
+                loaded_weight=stack,
+                weight_name=f"{layer.layer_name}.{weight}",
+                shard_id=shard,
+                expert_id=0,
+                return_success=True,
+            )
+            assert loaded, f"vLLM did not take {name}"
+        return True
 
 
 def _pack_experts_again(model: torch.nn.Module) -> None:
