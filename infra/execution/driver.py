@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache, cached_property, partial
-from typing import Any, Literal
+from typing import Literal
 
 from infra.execution.claims import begin, claim, code_digest, package_versions, run_url
 from infra.execution.devices import check_devices
