@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Flag, auto
@@ -34,8 +35,8 @@ class Display:
     format: str = ".4g"
 
     def text(self, value: float) -> str:
-        """The value as it is shown; never as -0.00."""
-        return f"{value:z{self.format}}"
+        """The value as it is shown; never as -0.00, and empty if there is none."""
+        return "" if math.isnan(value) else f"{value:z{self.format}}"
 
     @property
     def heading(self) -> str:
@@ -47,7 +48,10 @@ class Display:
 CATALOGUE = (
     Display("critic/score/mean", LINE | STATUS | PAGES | REPORT, ".3f"),
     Display("reward/mean", PAGES),
-    Display("reward/errors", LINE | PAGES, ".0f"),
+    Display("rollout/errors", LINE | STATUS | PAGES, ".0f"),
+    Display("rollout/tool_errors", LINE | STATUS | PAGES, ".0f"),
+    Display("reward/errors", LINE | STATUS | PAGES, ".0f"),
+    Display("reward/greedy_errors", LINE | STATUS | PAGES, ".0f"),
     Display("critic/rewards/mean", REPORT),
     Display("actor/ref_kl", LINE | STATUS | PAGES | REPORT, ".4f"),
     Display("actor/kl_loss", REPORT),

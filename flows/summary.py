@@ -34,8 +34,8 @@ def summary(config: RunConfig, state: RunState) -> list[str]:
     if not (state.iteration or state.stages or state.shards):
         at = f"new, {counted(config.iterations, 'iteration')}"
     elif state.iteration >= config.iterations:
-        more = f"train.iterations={state.iteration + 1}"
-        at = f"nothing is left to train, it has {reached(state.iteration, config.iterations)}: {more} or more continues it"
+        has = reached(state.iteration, config.iterations)
+        at = f"nothing is left to train, it has {has}: train.iterations={state.iteration + 1} or more continues it"
     lines = [f"run {config.run.name} in {config.run.store}: {at}"]
     totals: dict[str, float] = {}
     for role, model in _models(config).items():

@@ -74,6 +74,7 @@ class _Terminal:
         self._bar(name, event.done, event.total, f"{name} · {event.in_flight} in flight" if event.in_flight else None)
         if event.stage == VALIDATE and event.metrics:
             scores = [f"{name} {value:.3f}" for name, value in event.metrics.items() if "/reward/mean@" in name]
+            scores += [f"{name} {value:.0f}" for name, value in event.metrics.items() if name.endswith("_errors")]
             self._print(f"before iteration {event.iteration}: {'  '.join(scores)}")
 
     def _closed(self, iteration: int, metrics: Mapping[str, float]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os.path
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -99,10 +98,22 @@ def _status(console: Console, run: Run, last: int) -> None:
         numbers.add_row(f"{row['iteration']:.0f}", *(display.text(row[display.name]) for display in shown))
     if shown:
         console.print(numbers)
+    _failures(console, run, metrics)
     snapshots = ", ".join(map(str, sorted(state.snapshots))) or "none"
     console.print(f"term {state.term}, {state.slot + 1} log records, snapshots after iterations: {snapshots}")
     if state.iteration < config.iterations and config.ends_early(run.deciding_scores()):
         console.print(f"ended early: the last {config.validation.patience} validations were no better")
+
+
+def _failures(console: Console, run: Run, metrics: pd.DataFrame) -> None:
+    """Print the first failures of the newest iteration that had some."""
+    from tasks.failures import METRICS, told  # imports torch
+
+    failed = metrics[metrics[[name for name in METRICS if name in metrics]].gt(0).any(axis=1)]
+    if len(failed):
+        for manifest in run.store.manifests(int(failed["iteration"].max())).values():
+            for text in told(run.store, run.config, manifest):
+                console.print(visible(text), highlight=False)
 
 
 def runs(console: Console, summaries: Sequence[RunSummary], store: str, format: str) -> None:
@@ -238,7 +249,9 @@ def _folded(texts: Sequence[str], questions: Mapping[str, str]) -> list[str]:
     distinct = list(dict.fromkeys(texts))
     if len(distinct) == 1 and distinct[0] not in questions:
         return list(texts)
-    shared = os.path.commonprefix(distinct)
+    first, last = min(distinct), max(distinct)  # in order, the two that differ the earliest
+    differs = (number for number, (one, other) in enumerate(zip(first, last, strict=False)) if one != other)
+    shared = first[: next(differs, len(first))]
     ends = [text.find(questions[text]) for text in distinct if text in questions]
     shared = shared[: min((end for end in ends if end >= 0), default=len(shared))]
     if (line_end := shared.rfind("\n")) >= 0:

@@ -90,7 +90,8 @@ _ALL_OWN = "`advantages`, and no stage that another run computed"
 
 METRICS = (
     Metric("val/reward_errors", "validate", "answers whose reward failed", "trajectories", _ERRORS),
-    Metric("val/rollout_errors", "validate", "answers whose environment failed", "trajectories", _ERRORS),
+    Metric("val/rollout_errors", "validate", "answers whose environment or agent failed", "trajectories", _ERRORS),
+    Metric("val/tool_errors", "validate", "answers in which a tool failed", "trajectories", _ERRORS),
     Metric("perf/generated_tokens", "generate", "tokens that the model wrote, also in what is left out", "tokens"),
     *_spread(
         "num_turns",
@@ -106,7 +107,15 @@ METRICS = (
         "trajectories",
         "`data.replay`",
     ),
-    Metric("rollout/errors", "generate", "trajectories whose environment failed", "trajectories", _ERRORS),
+    Metric(
+        "rollout/first_turn_clip_ratio",
+        "generate",
+        "conversations that were at rollout.max_response_tokens after one turn",
+        "share",
+        "several turns are possible",
+    ),
+    Metric("rollout/errors", "generate", "trajectories whose environment or agent failed", "trajectories", _ERRORS),
+    Metric("rollout/tool_errors", "generate", "trajectories in which a tool failed", "trajectories", _ERRORS),
     Metric("reward/mean", "score", "score of all responses, also of those left out, mean"),
     Metric("reward/errors", "score", "responses whose reward failed", "trajectories", _ERRORS),
     Metric("sampling/dropped", "select", "trajectories left out because something failed", "trajectories", _ERRORS),

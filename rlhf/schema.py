@@ -169,6 +169,13 @@ TRAJECTORY = TrajectorySchema(
             null="nothing failed",
         ),
         Column(
+            "tool_error",
+            pa.string(),
+            "generate",
+            "first error of a tool in the trajectory, which read it and went on",
+            null="no tool failed, or there are none",
+        ),
+        Column(
             "environment_reward",
             pa.float32(),
             "generate",

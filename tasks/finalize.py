@@ -9,15 +9,13 @@ import time
 from collections.abc import Iterable
 
 from infra.execution.driver import Driver
-from infra.progress import IterationClosed, note, report
+from infra.progress import IterationClosed, report
 from infra.store.manifest import Manifest
 from infra.store.records import Commit, StageCommit
-from infra.store.run_store import RunStore
 from rlhf.metrics import current, names, timer
 from tasks.pipeline import in_order
 from tasks.recording import recorded_task
 from tasks.restore import ensure_weights
-from tasks.score import SCORE
 from tasks.validate import validation_columns
 
 
@@ -48,20 +46,9 @@ def finalize(driver: Driver, iteration: int) -> dict[str, float]:
             commits = driver.snapshots.finish()
         metrics["timing_s/save_checkpoint"] = time.perf_counter() - started
     metrics |= driver.weight_sync.take().metrics()
-    if metrics.get("reward/errors"):
-        note(f"iteration {iteration}: {_reward_errors(store, iteration, int(metrics['reward/errors']))}")
     store.close(metrics, *commits, columns=names(validation_columns(driver)))
     report(IterationClosed(iteration=iteration, metrics=metrics))
     return metrics
-
-
-def _reward_errors(store: RunStore, iteration: int, count: int) -> str:
-    """What to tell about rewards that failed."""
-    shards = store.manifests(iteration)[SCORE.name].shards
-    tables = (store.read_shard(shard, ["trajectory_id", "reward_error"]) for shard in shards)
-    first = next(row for table in tables for row in table.to_pylist() if row["reward_error"] is not None)
-    failed = "the reward of 1 response" if count == 1 else f"the rewards of {count} responses"
-    return f"{failed} failed; the first: {first['trajectory_id']}: {first['reward_error']}"
 
 
 def iteration_metrics(driver: Driver, iteration: int) -> dict[str, float]:

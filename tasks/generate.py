@@ -37,6 +37,7 @@ from tasks.experience import draw_experience
 from tasks.score import ScoreSummary
 from tasks.stage import RowsStage, Until
 
+FIRST_TURN_CLIP_RATIO = "rollout/first_turn_clip_ratio"
 KINDS = {"rollout.environment": "the environment", "rollout.agent": "the agent"}
 """What the policy takes turns with, by the config's section."""
 
@@ -105,6 +106,11 @@ class GenerateSummary(ShardSummary):
     oldest_version: int | None = None
     """The oldest version of the policy that drew any of the tokens; None: an older release, or there are no tokens."""
     errors: int = 0
+    tool_errors: int = 0
+    conversations: int = 0
+    """Trajectories that may take several turns."""
+    cut_in_first_turn: int = 0
+    """Those of them that were at `rollout.max_response_tokens` after one turn of the policy."""
     num_turns: dict[int, int] = {}
     """With an environment or an agent: how many conversations have a number of turns."""
     num_branches: dict[int, int] = {}
@@ -134,8 +140,10 @@ def share_that_differs(config: RunConfig, scored: Sequence[Mapping[str, JsonValu
 
 
 def generation_metrics(summaries: Sequence[GenerateSummary]) -> dict[str, float]:
-    errors = sum(shard.errors for shard in summaries)
+    errors, tool_errors = (sum(getattr(shard, name) for shard in summaries) for name in ("errors", "tool_errors"))
     metrics = {"perf/generated_tokens": float(sum(shard.tokens for shard in summaries))}
+    if conversations := sum(shard.conversations for shard in summaries):
+        metrics[FIRST_TURN_CLIP_RATIO] = sum(shard.cut_in_first_turn for shard in summaries) / conversations
     if turns := [turns for shard in summaries for turns in Counter(shard.num_turns).elements()]:
         mean = sum(turns) / len(turns)
         metrics |= {"num_turns/min": float(min(turns)), "num_turns/max": float(max(turns)), "num_turns/mean": mean}
@@ -143,6 +151,7 @@ def generation_metrics(summaries: Sequence[GenerateSummary]) -> dict[str, float]
         metrics["num_branches/mean"] = sum(branches) / len(branches)
     replayed = sum(shard.replayed for shard in summaries)
     metrics |= {"rollout/replayed": float(replayed)} if replayed else {}
+    metrics |= {"rollout/tool_errors": float(tool_errors)} if tool_errors else {}
     return metrics | ({"rollout/errors": float(errors)} if errors else {})
 
 
@@ -164,6 +173,13 @@ class Prompts:
     def talks(self) -> EnvironmentStageConfig | AgentStageConfig | None:
         """What the policy takes turns with."""
         return self.environment or self.agent
+
+    @property
+    def max_turns(self) -> int:
+        """The largest number of turns of the policy in a trajectory."""
+        if self.agent is not None:
+            return self.agent.max_calls
+        return 1 if self.environment is None else self.environment.max_turns
 
 
 def _numbers(config: GenerateConfig, shard: int) -> range:
@@ -266,11 +282,19 @@ def generate(context: Context[GenerateConfig]) -> ShardOutput[GenerateSummary]:
         replayed=len(context.dialogues) - len(generated),
         oldest_version=min((version for dialogue in conversations for version in dialogue.versions), default=None),
         errors=sum(dialogue.error is not None for dialogue in context.dialogues),
+        tool_errors=sum(dialogue.tool_error is not None for dialogue in generated),
+        conversations=len(generated) if prompts.max_turns > 1 else 0,
+        cut_in_first_turn=sum(map(_is_cut_in_first_turn, generated)) if prompts.max_turns > 1 else 0,
         num_turns=Counter(dialogue.num_turns for dialogue in conversations) if talks else {},
         num_branches=Counter(len(dialogue.branches) for dialogue in context.dialogues) if prompts.agent else {},
         cursor=context.call.cursor + prompts.rows[-1][0] + 1,
     )
     return ShardOutput(batch, summary)
+
+
+def _is_cut_in_first_turn(trajectory: Dialogue) -> bool:
+    turns = sum(len(dialogue.turn_ends) for dialogue in trajectory.conversations)
+    return trajectory.finish_reason == "length" and turns == 1
 
 
 def begin_trajectories(context: Context[C], prompts: Prompts) -> ShardStart:
@@ -331,6 +355,7 @@ def _repeat(dialogue: Dialogue, answer: Answer) -> None:
             "turn_ends": [len(answer.ids)],
             "turn_rewards": [],
             "finish_reason": answer.finish_reason,
+            "tool_error": None,
         }
     )
     dialogue.replayed_from, dialogue.by_expert = answer.source, answer.by_expert
@@ -385,6 +410,7 @@ def trajectories(context: Context[C], prompts: Prompts) -> TrajectoryBatch:
                 "token_versions": dialogue.versions if len(set(dialogue.versions)) > 1 else None,
                 "turns": dialogue.turns(tokenizer) if talks else None,
                 "rollout_error": trajectory.error,
+                "tool_error": trajectory.tool_error,
                 "environment_reward": _environment_reward(trajectory, prompts),
                 "turn_rewards": None if prompts.environment is None else [*dialogue.turn_rewards, *[0.0] * unanswered],
                 "turn_ends": dialogue.turn_ends if talks else None,

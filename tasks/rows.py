@@ -18,6 +18,7 @@ from infra.workers.calls import C, Rows, RowsCall, S
 from infra.workers.worker import Worker
 from tasks.calling import Handles, call_of, on_worker
 from tasks.changes import changes_since_term, fingerprint_of
+from tasks.failures import told
 from tasks.generating import Generation
 from tasks.pipeline import stages_of
 from tasks.stage import RowsStage, Until
@@ -92,6 +93,8 @@ def run_rows(
     # what dynamic sampling drew and does not need
     store.objects.delete([*beyond, *(shard.data.key for number, shard in done.items() if number >= len(shards))])
     report(StageProgress(iteration=iteration, stage=stage.name, done=total, total=total, metrics=manifest.metrics))
+    for text in told(store, driver.config, manifest):
+        note(text)
     return manifest, False
 
 

@@ -44,6 +44,7 @@ WRITES = tuple(
         "reward_parts",
         "reward_error",
         "rollout_error",
+        "tool_error",
     )
 )
 
@@ -74,6 +75,7 @@ class ValidateSummary(ShardSummary):
     sums: Sums
     errors: int = 0
     rollout_errors: int = 0
+    tool_errors: int = 0
     n: int = 1
     """Answers per prompt; older releases did not store it."""
 
@@ -123,6 +125,7 @@ def validate(context: Context[ValidateConfig]) -> ShardOutput[ValidateSummary]:
         sums=sums(sources, prompt_ids, texts, counted, config.n, solved),
         errors=sum(error is not None for error in scored["reward_error"]),
         rollout_errors=int((~complete).sum()),
+        tool_errors=sum(error is not None for error in answers.list("tool_error")),
         n=config.n,
     )
     names = [column.name for column in WRITES]
@@ -132,13 +135,15 @@ def validate(context: Context[ValidateConfig]) -> ShardOutput[ValidateSummary]:
 
 def validation_metrics(summaries: Sequence[ValidateSummary]) -> dict[str, float]:
     by_source = means(shard.sums for shard in summaries)
-    errors = sum(shard.errors for shard in summaries)
-    rollout_errors = sum(shard.rollout_errors for shard in summaries)
     metrics: dict[str, float] = {}
     for source, statistics in by_source.items():
         metrics |= named(source, statistics, max(shard.n for shard in summaries))
-    metrics |= {"val/reward_errors": float(errors)} if errors else {}
-    return metrics | ({"val/rollout_errors": float(rollout_errors)} if rollout_errors else {})
+    failed = {
+        "val/reward_errors": sum(shard.errors for shard in summaries),
+        "val/rollout_errors": sum(shard.rollout_errors for shard in summaries),
+        "val/tool_errors": sum(shard.tool_errors for shard in summaries),
+    }
+    return metrics | {name: float(count) for name, count in failed.items() if count}
 
 
 def validation_columns(driver: Driver) -> list[str]:

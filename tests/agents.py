@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -59,3 +60,18 @@ def remembers(task: Any, base_url: str, api_key: str, model: str, diary: str = "
         if turn == 1:
             messages = [messages[0], messages[-2], {"role": "user", "content": "so"}]
     return float(letters)
+
+
+STUMBLES = count()
+
+
+def stumbles(task: Any, base_url: str, api_key: str, model: str) -> float:
+    """Two turns, the first of which may be as long as the policy likes; every fourth program raises."""
+    client = CLIENT.with_options(base_url=base_url, api_key=api_key)
+    if next(STUMBLES) % 4 == 3:
+        raise ValueError("it stumbled")
+    messages: list[Any] = [*task["messages"]]
+    for _ in range(2):
+        answer = client.chat.completions.create(model=model, messages=messages).choices[0].message
+        messages += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": "more"}]
+    return 1.0

@@ -29,9 +29,9 @@ def of_this_release(rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, 
     """
     for row in rows:
         if "turn_rewards" in row:
-            yield row
+            yield {"tool_error": None, **row}
         elif not row["answered"]:
-            yield {**row, "turn_rewards": []}
+            yield {**row, "turn_rewards": [], "tool_error": None}
 
 
 def newest(rows: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:

@@ -80,6 +80,7 @@ JOURNAL = pa.schema(
         "turn_ends": pa.list_(pa.int32()),
         "turn_rewards": pa.list_(pa.float64()),
         "finish_reason": pa.string(),
+        "tool_error": pa.string(),
     }
 )
 """Columns of a journal; see `Dialogue`."""

@@ -357,7 +357,12 @@ class RolloutConfig(Section):
     min_p: float = Field(
         0.0, ge=0, le=1, description="draw from tokens with at least this share of the likeliest one's probability"
     )
-    max_response_tokens: int = Field(512, gt=0, description="longest response in tokens (verl)")
+    max_response_tokens: int = Field(
+        512,
+        gt=0,
+        description="longest response in tokens (verl); with an environment, tools or an agent, the budget of the whole "
+        "conversation after its prompt: all turns of the policy, and what it is answered",
+    )
     seeds: Literal["trajectory", "engine"] = Field(
         "trajectory",
         description="trajectory: each draws with a seed of its own, which a resumed run uses again; engine: with the "

@@ -305,6 +305,7 @@ class Generator:
         assert environments is not None and turn is not None
         observation = await environments.step(dialogue, environments.text_of(dialogue, turn, self.tokenizer))
         dialogue.turn_rewards.append(float(observation.reward))
+        dialogue.tool_error = dialogue.tool_error or observation.error
         if observation.content is None:
             dialogue.finish_reason = "stop"
             return

@@ -29,6 +29,8 @@ class Observation:
     `tool`) that are rendered by the chat template, and that the policy answers; or None: the trajectory ends."""
     reward: float = 0.0
     """Reward of the turn: it is added to the trajectory's score, and placed on the last token of the turn."""
+    error: str | None = None
+    """What failed, such as a tool, although the trajectory goes on: the first one is stored as `tool_error`."""
 
 
 class Environment(Protocol):

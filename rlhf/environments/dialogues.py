@@ -35,6 +35,7 @@ JOURNALED = (
     "turn_ends",
     "turn_rewards",
     "finish_reason",
+    "tool_error",
 )
 """The state of a trajectory."""
 CALL_ID = "000000000"
@@ -94,6 +95,8 @@ class Dialogue:
     wrote `max_turns`), or error (the environment failed). Empty until the dialogue ends."""
     error: str | None = None
     """The error of the environment that ended the dialogue."""
+    tool_error: str | None = None
+    """The first error in it that did not end the dialogue, such as that of a tool."""
     calls: list[Call] = field(default_factory=list)
     """The calls of an agent, one per turn."""
     branches: list[Dialogue] = field(default_factory=list)

@@ -28,6 +28,10 @@ class CallFailed(Exception):
     """A tool refused its arguments, or failed; the policy reads the message."""
 
 
+class ToolFailed(CallFailed):
+    """A tool took its arguments, and failed: perhaps no fault of the policy, which reads the message all the same."""
+
+
 class ServerLost(Exception):
     """An MCP server does not answer any more: no fault of the policy, which does not read the message."""
 
@@ -97,11 +101,11 @@ class FunctionTool(Tool):
             else:
                 result = await asyncio.to_thread(self._function, *bound.args, **bound.kwargs)
         except Exception as error:
-            raise CallFailed(f"{self.name} raised {raised(error)}") from None
+            raise ToolFailed(f"{self.name} raised {raised(error)}") from None
         try:
             return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
         except (TypeError, ValueError) as error:
-            raise CallFailed(f"{self.name} returned something that is not JSON: {error}") from None
+            raise ToolFailed(f"{self.name} returned something that is not JSON: {error}") from None
 
 
 class MCPServer:
@@ -183,7 +187,7 @@ class MCPServer:
             raise ServerLost(f"{MCP_KEY} {self.where}: {_reason(error)}: start it again, and resume") from None
         text = "\n".join(part.text for part in result.content if part.type == "text")
         if result.is_error:
-            raise CallFailed(f"{name}: {text}")
+            raise ToolFailed(f"{name}: {text}")
         return text
 
 

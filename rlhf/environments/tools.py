@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from rlhf.data.formats import Messages
 from rlhf.environments import Observation
-from rlhf.environments.tool_sources import CallFailed, Tool, tools_of
+from rlhf.environments.tool_sources import CallFailed, Tool, ToolFailed, tools_of
 
 JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
 HERMES = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
@@ -74,15 +74,22 @@ class Environment:
             return Observation([{"role": "tool", "content": f"error: {error}"}])
         if not calls:
             return Observation(None)
-        return Observation([{"role": "tool", "name": call.name, "content": await self._result(call)} for call in calls])
+        errors: list[str] = []
+        results = [
+            {"role": "tool", "name": call.name, "content": await self._result(call, errors.append)} for call in calls
+        ]
+        return Observation(results, error=errors[0] if errors else None)
 
-    async def _result(self, call: ToolCall) -> str:
+    async def _result(self, call: ToolCall, failed: Callable[[str], None]) -> str:
+        """What the policy reads; `failed` hears of a tool that failed."""
         tool: Tool | None = self._tools.get(call.name)
         if tool is None:
             return f"error: there is no tool {call.name}; there are {', '.join(self._tools)}"
         try:
             return await tool.call(call.arguments)
         except CallFailed as error:
+            if isinstance(error, ToolFailed):
+                failed(str(error)[:LONGEST_ERROR])
             return f"error: {str(error)[:LONGEST_ERROR]}"
 
 

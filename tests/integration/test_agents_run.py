@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -162,6 +163,25 @@ def test_an_answer_that_a_program_got_is_never_asked_for_again(start: Any) -> No
     # the two trajectories of a prompt ask the same at first, in each of two iterations
     assert all(len(answers) <= 4 for answers in asked.values())
     assert set(stored) == {answer for _, answer in whole}, "no program got an answer that is not in the rows"
+
+
+def test_programs_that_fail_and_budgets_that_end_are_told(start: Any, processes: Processes) -> None:
+    agent = {"name": "tests.agents:stumbles", "on_error": "drop"}
+    config, child = start("stumbles", rollout__agent=agent, rollout__max_response_tokens=8, train__iterations=1)
+    assert child.wait() == 0, child.text
+    told = (
+        "iteration 0: the agent failed for 2 trajectories; the first: rollout.agent raised ValueError: it stumbled at "
+    )
+    [line] = [line for line in child.text.splitlines() if line.startswith(told)]
+    place = re.fullmatch(r"agents.py:(\d+) in stumbles \((it000000-p0000\d-s0\d)\)", line.removeprefix(told))
+    assert place is not None, line
+    assert "raise ValueError" in (Path(__file__).parents[1] / "agents.py").read_text().splitlines()[int(place[1]) - 1]
+    assert "  rollout/errors 2  " in child.text, "in the line of the iteration"
+    assert "iteration 0: 75% of the conversations ended in their first turn, which took all of " in child.text
+    assert "rollout.max_response_tokens 8, the budget of a whole conversation: raise it" in child.text
+    shown = processes.cli("status", "stumbles", "--store", config.run.store)
+    assert shown.wait() == 0, shown.text
+    assert line in shown.text
 
 
 def test_too_many_failed_programs_stop_the_run(start: Any) -> None:

@@ -73,9 +73,7 @@ def test_a_run_from_training_to_export(ratchet: Ratchet, config_file: Path, tmp_
 
     code, out, _ = ratchet("train", config_file, "--dry-run", "actor.lr=1", "train.iterations=1")
     assert code == 0
-    assert (
-        "continues with different settings from iteration 2 on: actor.lr 0.001 -> 1.0; train.iterations 2 -> 1" in out
-    )
+    assert "different settings from iteration 2 on: actor.lr 0.001 -> 1.0; train.iterations 2 -> 1" in out
     has = "nothing is left to train, it has 2 iterations, more than train.iterations 1"
     assert f": {has}: train.iterations=3 or more continues it\n" in out
 

@@ -114,7 +114,7 @@ def test_a_reward_that_cannot_score_the_prompts_is_found_before_anything_starts(
     assert re.search(r"The first error: it000000-\S+: the reward raised .*ground_truth must be an object", line)
     allowed = train(processes, kinder.with_values({"reward.max_error_share": 1}))
     assert allowed.wait() == 0, "what the message says to do works"
-    counted = "iteration 0: the rewards of 8 responses failed; the first: it000000-"
+    counted = "iteration 0: the reward failed for 8 trajectories; the first: it000000-"
     assert counted in allowed.text
     assert "reward/errors 8" in allowed.text, "in the line of the iteration"
     fixed = train(processes, config.with_values({"run.name": "fixed", "reward.function": "gsm8k"}))

@@ -73,6 +73,13 @@ def test_turns_are_those_of_all_shards() -> None:
     assert "num_turns/mean" not in generation_metrics([GenerateSummary(tokens=1)])
 
 
+def test_conversations_that_their_budget_ends_at_once_are_a_share() -> None:
+    shards = [GenerateSummary(tokens=1, conversations=4, cut_in_first_turn=n, tool_errors=n) for n in (0, 1)]
+    metrics = generation_metrics(shards)
+    assert metrics["rollout/first_turn_clip_ratio"] == 1 / 8 and metrics["rollout/tool_errors"] == 1
+    assert "rollout/first_turn_clip_ratio" not in generation_metrics([GenerateSummary(tokens=1)])
+
+
 def test_stages_have_verls_names_in_timings() -> None:
     assert (timer("generate"), timer("update_actor"), timer("budget")) == (
         "timing_s/gen",

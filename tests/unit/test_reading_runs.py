@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -35,8 +35,10 @@ from rlhf.errors import UserError, counted
 from rlhf.metrics import timer
 from rlhf.named import load_named
 from tasks.explain import Origin
+from tasks.failures import told
 from tasks.finalize import iteration_metrics
 from tasks.generate import GENERATE
+from tasks.greedy_baseline import GREEDY_BASELINE
 from tasks.pipeline import STAGES, stage_called
 from tasks.reward_model import REWARD_MODEL
 from tasks.score import SCORE
@@ -305,6 +307,47 @@ def test_status_explains_what_it_shows(command: Command) -> None:
     shard = store.write_shard(0, VALIDATE.name, 0, 0, pa.table({"trajectory_id": ["a"]}))
     store.commit(ShardCommit(iteration=0, stage=VALIDATE.name, shard=0, data=shard, term=1, seconds=0.0))
     assert "13/?: the number of shards depends on the prompts of validation.data" in command("status", "new")
+
+
+def test_each_kind_of_failure_is_told_with_the_first(command: Command) -> None:
+    store, claimed = RunStore.at(f"file://{command.folder}/new"), open_run(f"file://{command.folder}/run").state.claim
+    assert claimed is not None
+    config = stored_config(claimed.config, "test")
+    store.log.claim(claimed)
+    ids = ["it000000-p00000-s00", "it000000-p00001-s00"]
+
+    def told_of(stage: Stage, columns: Mapping[str, list[str | None]], metrics: Mapping[str, float]) -> list[str]:
+        rows = pa.table({"trajectory_id": ids, **{name: pa.array(column) for name, column in columns.items()}})
+        place = {"iteration": 0, "stage": stage.name, "term": 1}
+        shard = store.write_shard(0, stage.name, 0, 0, rows)
+        known = {"attempt": 0, "fingerprint": Fingerprint(parts={}), "config": {}, "shards": (shard,)}
+        manifest = Manifest(**place, **known, metrics=dict(metrics))
+        committed = ShardCommit(**place, shard=0, data=shard, seconds=0.0)
+        digest = manifest.fingerprint.digest
+        commit = StageCommit(iteration=0, stage=stage.name, manifest=store.write_manifest(manifest), fingerprint=digest)
+        store.commit(committed, commit)
+        return list(told(store, config, manifest))
+
+    assert told_of(VALIDATE, {"reward_error": ["no number", None]}, {"val/reward_errors": 1.0}) == [
+        f"the validation before iteration 0: the reward failed for 1 trajectory; the first: {ids[0]}: no number"
+    ]
+    of_rollouts = {"rollout_error": [None, f"left ({ids[1]})"], "tool_error": [None, "f raised KeyError: 1 at f.py:3"]}
+    counts = {"rollout/errors": 1.0, "rollout/tool_errors": 1.0, "rollout/first_turn_clip_ratio": 0.1}
+    of_rollout = told_of(GENERATE, of_rollouts, counts)
+    assert of_rollout == [
+        f"iteration 0: the environment failed for 1 trajectory; the first: left ({ids[1]})",
+        f"iteration 0: a tool failed for 1 trajectory; the first: {ids[1]}: f raised KeyError: 1 at f.py:3",
+    ]
+    assert told_of(SCORE, {"reward_error": [None, "no number"]}, {}) == [], "nothing is counted"
+    assert told_of(GREEDY_BASELINE, {"greedy_error": ["a", "b"]}, {"reward/greedy_errors": 2.0}) == [
+        f"iteration 0: the reward failed for 2 trajectories; the first: {ids[0]}: a"
+    ]
+    store.close(counts)
+    out = command("status", "new")
+    for text in (*of_rollout, "the validation before iteration 0: the reward failed for 1 trajectory"):
+        assert text in out
+    assert "rollout/tool_errors" in " ".join(out.split())
+    assert line(counts) == "rollout/errors 1  rollout/tool_errors 1"
 
 
 def commit_stages(store: RunStore, claimed: Claim, began: float, *stages: Stage, **metrics: float) -> None:

@@ -250,20 +250,32 @@ def test_what_a_tool_answers(turn: str, content: str) -> None:
     observation = answer(Environment(FUNCTIONS), turn)
     assert isinstance(observation.content, list)
     assert [message["content"] for message in observation.content] == [content]
+    assert observation.error == (content.removeprefix("error: ") if " raised " in content else None), "of the tool"
     assert answer(Environment(FUNCTIONS), "done").content is None
 
 
-def test_a_policy_reads_what_its_tool_answers(folder: Path) -> None:
+RAISED = "fails raised RuntimeError: because at tool_functions.py:34 in fails"
+
+
+@pytest.mark.parametrize(
+    ("call", "result", "error"),
+    [
+        (call_text("shout", text="hey"), "HEY", None),
+        (call_text("fails", reason="because"), f"error: {RAISED}", RAISED),
+    ],
+)
+def test_a_policy_reads_what_its_tool_answers(folder: Path, call: str, result: str, error: str | None) -> None:
     tokenizer = policy_tokenizer(model_of(folder, "hermes"), environment_of(*FUNCTIONS))
-    turns = ["let me see " + call_text("shout", text="hey") + "<eos>", "it says HEY<eos>"]
+    turns = ["let me see " + call + "<eos>", "it says so<eos>"]
     engine = ScriptedEngine(tokenizer, [turns])
     calls = EnvironmentCalls(Environment, {"functions": FUNCTIONS})
     generator, [dialogue] = Generator(engine, tokenizer, interruptible=True), dialogues_for("truth")
     generator.resume(0)
     generator.submit([(dialogue, Rules(replace(SAMPLING, max_tokens=400), calls, max_turns=5))])
     wait_for(generator, [dialogue])
-    assert dialogue.finish_reason == "stop"
-    heard = ".<im_start>user.<tool_response>HEY</tool_response><eos>.<im_start>assistant."
+    assert (dialogue.finish_reason, dialogue.error, dialogue.tool_error) == ("stop", None, error)
+    assert dialogue.journaled()["tool_error"] == error
+    heard = f".<im_start>user.<tool_response>{result}</tool_response><eos>.<im_start>assistant."
     assert tokenizer.decode(dialogue.ids) == turns[0] + heard + turns[1]
     by_policy = [token for token, wrote in zip(dialogue.ids, dialogue.mask, strict=True) if wrote]
     assert tokenizer.decode(by_policy) == "".join(turns), "and learns only what it wrote"

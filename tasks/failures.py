@@ -1,0 +1,81 @@
+"""What a stage has to tell the user when it is committed: failures that the run goes on without, and tight budgets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from infra.store.manifest import Manifest
+from infra.store.run_store import RunStore
+from rlhf.config import RunConfig
+from tasks.generate import FIRST_TURN_CLIP_RATIO, GENERATE, KINDS
+from tasks.greedy_baseline import GREEDY_BASELINE
+from tasks.score import SCORE
+from tasks.validate import VALIDATE
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A kind of failure of trajectories."""
+
+    metric: str
+    """Counts the trajectories."""
+    column: str
+    """The error, with its place."""
+    what: str | None
+    """What failed; None: the environment or the agent, by the config."""
+
+
+REWARD = "the reward"
+FAILURES: dict[str, tuple[Failure, ...]] = {
+    VALIDATE.name: (
+        Failure("val/rollout_errors", "rollout_error", None),
+        Failure("val/tool_errors", "tool_error", "a tool"),
+        Failure("val/reward_errors", "reward_error", REWARD),
+    ),
+    GENERATE.name: (
+        Failure("rollout/errors", "rollout_error", None),
+        Failure("rollout/tool_errors", "tool_error", "a tool"),
+    ),
+    SCORE.name: (Failure("reward/errors", "reward_error", REWARD),),
+    GREEDY_BASELINE.name: (Failure("reward/greedy_errors", "greedy_error", REWARD),),
+}
+"""By the stage that commits them."""
+METRICS = frozenset(failure.metric for failures in FAILURES.values() for failure in failures)
+MANY_CUT = 0.1
+"""Share of an iteration's conversations that may end by budget in their first turn before the user is told."""
+
+
+def told(store: RunStore, config: RunConfig, manifest: Manifest) -> Iterator[str]:
+    """What a committed stage has to tell.
+
+    Args:
+        store: The run.
+        config: Its config.
+        manifest: The stage's manifest.
+
+    Yields:
+        A line for each kind of failure, with the first one and its place, and for a budget that is too small.
+    """
+    place = f"{'the validation before ' if manifest.stage == VALIDATE.name else ''}iteration {manifest.iteration}"
+    for failure in FAILURES.get(manifest.stage, ()):
+        if count := int(manifest.metrics.get(failure.metric, 0)):
+            what = failure.what or KINDS["rollout.environment" if config.rollout.agent is None else "rollout.agent"]
+            trajectories = "1 trajectory" if count == 1 else f"{count} trajectories"
+            yield f"{place}: {what} failed for {trajectories}; the first: {_first(store, manifest, failure.column)}"
+    if (share := manifest.metrics.get(FIRST_TURN_CLIP_RATIO, 0.0)) > MANY_CUT:
+        yield (
+            f"{place}: {share:.0%} of the conversations ended in their first turn, which took all of "
+            f"rollout.max_response_tokens {config.rollout.max_response_tokens}, the budget of a whole conversation: "
+            "raise it, or shorten the turns"
+        )
+
+
+def _first(store: RunStore, manifest: Manifest, column: str) -> str:
+    """The first error in a column, with its trajectory."""
+    for shard in manifest.shards:
+        for row in store.read_shard(shard, ["trajectory_id", column]).to_pylist():
+            if (error := row[column]) is not None:
+                named: str = row["trajectory_id"]
+                return str(error) if named in error else f"{named}: {error}"
+    raise AssertionError(f"{column} has no error, though {manifest.stage} counts some")
