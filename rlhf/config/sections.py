@@ -360,8 +360,8 @@ class RolloutConfig(Section):
     max_response_tokens: int = Field(
         512,
         gt=0,
-        description="longest response in tokens (verl); with an environment, tools or an agent, the budget of the whole "
-        "conversation after its prompt: all turns of the policy, and what it is answered",
+        description="longest response in tokens (verl); with an environment, tools or an agent, the budget of the "
+        "whole conversation after its prompt: all turns of the policy, and what it is answered",
     )
     seeds: Literal["trajectory", "engine"] = Field(
         "trajectory",
