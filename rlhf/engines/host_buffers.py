@@ -159,8 +159,8 @@ class HostBuffers:
             return tensor
         _, buffer = self._away[local.untyped_storage()._cdata]
         spread = sum((size - 1) * stride for size, stride in zip(local.size(), local.stride(), strict=True))
-        start = local.storage_offset() * local.itemsize
-        end = start + (spread + 1) * local.itemsize if local.numel() else start
+        start = int(local.storage_offset()) * local.itemsize
+        end = start + (int(spread) + 1) * local.itemsize if local.numel() else start
         on_host = _range(buffer, start, end).view(local.dtype)
         on_host = on_host.as_strided(local.size(), local.stride(), on_host.storage_offset())
         # what `.cpu()` makes of a sharded tensor
@@ -201,7 +201,7 @@ def local_of(tensor: Tensor) -> Tensor:
 def _parts(storage: UntypedStorage, buffer: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield each part of a buffer, and the bytes of the device's memory that it is for."""
     sizes = [len(part) for part in buffer]
-    yield from zip(buffer, _bytes_of(storage).split(sizes), strict=True)
+    yield from zip(buffer, torch.split(_bytes_of(storage), sizes), strict=True)
 
 
 def _range(buffer: list[Tensor], start: int, end: int) -> Tensor:

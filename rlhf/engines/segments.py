@@ -158,7 +158,7 @@ def _attend_piece(query: Tensor, key: Tensor, value: Tensor, scale: float | None
                 use_reentrant=False,
                 preserve_rng_state=False,
             )
-            for rows_of_query, end in zip(query.split(rows, dim=2), ends, strict=True)
+            for rows_of_query, end in zip(torch.split(query, rows, dim=2), ends, strict=True)
         ],
         dim=2,
     )
