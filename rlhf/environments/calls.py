@@ -242,6 +242,8 @@ def _check(observation: Any) -> None:
         raise TypeError(f"step returned {observation!r}, which is not an Observation")
     if not isfinite(observation.reward):
         raise ValueError(f"step gave the reward {observation.reward}")
+    if not isinstance(observation.error, str | None):
+        raise TypeError(f"step gave the error {observation.error!r}: it should be a text, or None")
     content = observation.content
     if content is None or isinstance(content, str):
         return

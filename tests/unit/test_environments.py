@@ -198,6 +198,8 @@ def test_an_environment_that_fails_is_named(tokenizer: Any) -> None:
     fails_with(r"step returned None, which is not an Observation \(it000000-p00000-s00, turn 'a'\)", [None])
     nan = Observation("", math.nan)
     fails_with(r"step gave the reward nan \(it000000-p00000-s01, turn 'b'\)", [Observation(None)], [nan])
+    no_text = Observation("", error=7)  # type: ignore[arg-type]
+    fails_with(r"step gave the error 7: it should be a text, or None \(it000000-p00000-s00, turn 'a'\)", [no_text])
     for content in (7, {"role": "user", "content": "?"}, [{"role": "user"}], ["?"], []):
         message = r"it should be a text, None, or messages .* \(it000000-p00000-s00, turn 'a'\)"
         fails_with(message, [Observation(content)])  # type: ignore[arg-type]
