@@ -71,6 +71,11 @@ rgw_zone = default
 """
 
 
+def missing() -> str | None:
+    """Why there is no Ceph here, or None if there is one."""
+    return None if UNPACKED.exists() else "Ceph is not here: `make ceph`"
+
+
 @contextmanager
 def ceph_server(folder: Path) -> Iterator[str]:
     """The gateway's URL, with a bucket. All processes that name the same folder share one, which ends when the last of

@@ -54,7 +54,7 @@ EXTRAS = {
     "megatron": Extra(_package("megatron"), "pip install ratchet-rlhf[megatron]", is_large=True, is_extra=False),
     "vllm": Extra(_package("vllm"), "make vllm", is_large=True),
     "sglang": Extra(sglang_server.PYTHON.exists, "make sglang", is_large=True),
-    "ceph": Extra(ceph.UNPACKED.exists, "make ceph"),
+    "ceph": Extra(lambda: ceph.missing() is None, "make ceph"),
     "chromium": Extra(lambda: chromium() is not None, "make browser"),
     "bubblewrap": Extra(lambda: shutil.which("bwrap") is not None, "apt-get install bubblewrap"),
     "verifiers": Extra(_package("verifiers"), "pip install ratchet-rlhf[verifiers]"),

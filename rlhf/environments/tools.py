@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from rlhf.data.formats import Messages
+from rlhf.data.formats import Message, Messages
 from rlhf.environments import Observation
 from rlhf.environments.tool_sources import CallFailed, Tool, ToolFailed, tools_of
 
@@ -75,7 +75,7 @@ class Environment:
         if not calls:
             return Observation(None)
         errors: list[str] = []
-        results = [
+        results: list[Message] = [
             {"role": "tool", "name": call.name, "content": await self._result(call, errors.append)} for call in calls
         ]
         return Observation(results, error=errors[0] if errors else None)

@@ -69,7 +69,7 @@ class Attention(torch.nn.Module):
                 for of in (key, value)
             )
             segments = _own_segments(time, sequences, self.group.rank(), self.contexts, query.device)
-            attended = segments.attend(query.transpose(0, 1).flatten(0, 1), key, value, None)
+            attended: Tensor = segments.attend(query.transpose(0, 1).flatten(0, 1), key, value, None)
             return attended.reshape(sequences, time, -1).transpose(0, 1)
         query, key, value = (heads.permute(1, 2, 0, 3) for heads in (query, key, value))
         attended = scaled_dot_product_attention(
