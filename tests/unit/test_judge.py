@@ -286,7 +286,7 @@ def test_a_judge_in_the_config() -> None:
         ({"judge": JUDGE | {"url": "localhost:8000"}}, {}, "localhost:8000 is not the URL of a server"),
         ({"judge": JUDGE | {"url": "https://me:secret@host/v1"}}, {}, "put the key into an environment variable"),
         ({"judge": JUDGE | {"url": "https://host/v1?key=secret"}}, {}, "put the key into an environment variable"),
-        ({"judge": JUDGE | {"mode": "ranking"}}, {"rollout": {"n": 1}}, "rollout.n is 1: raise rollout.n, or use"),
+        ({"judge": JUDGE | {"mode": "ranking"}}, {"rollout": {"n": 1}}, "rollout.n is 1: raise rollout.n"),
         (
             {"judge": JUDGE | {"mode": "pairwise"}},
             {"validation": {"data": "v"}},
