@@ -140,7 +140,8 @@ def share_that_differs(config: RunConfig, scored: Sequence[Mapping[str, JsonValu
 
 
 def generation_metrics(summaries: Sequence[GenerateSummary]) -> dict[str, float]:
-    errors, tool_errors = (sum(getattr(shard, name) for shard in summaries) for name in ("errors", "tool_errors"))
+    errors = sum(shard.errors for shard in summaries)
+    tool_errors = sum(shard.tool_errors for shard in summaries)
     metrics = {"perf/generated_tokens": float(sum(shard.tokens for shard in summaries))}
     if conversations := sum(shard.conversations for shard in summaries):
         metrics[FIRST_TURN_CLIP_RATIO] = sum(shard.cut_in_first_turn for shard in summaries) / conversations
