@@ -14,6 +14,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pydantic import JsonValue
 from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
@@ -382,10 +383,13 @@ def test_time_that_this_run_did_not_spend_is_no_time_of_the_iteration(command: C
 
 
 def test_scores_have_the_metrics_of_learning_where_nothing_is_learned() -> None:
-    shards = [{"sum_of_scores": 1.5, "scored": 2, "extremes": (0.5, 1.0)}, {"sum_of_scores": 0.0, "scored": 0}]
+    shards: list[dict[str, JsonValue]] = [
+        {"sum_of_scores": 1.5, "scored": 2, "extremes": [0.5, 1.0]},
+        {"sum_of_scores": 0.0, "scored": 0},
+    ]
     mean = {"reward/mean": 0.75, "critic/score/mean": 0.75}
     assert SCORE.metrics_of(shards) == mean | {"critic/score/min": 0.5, "critic/score/max": 1.0}
-    of_an_older_release = {"sum_of_scores": 0.75, "scored": 1}
+    of_an_older_release: dict[str, JsonValue] = {"sum_of_scores": 0.75, "scored": 1}
     assert SCORE.metrics_of([*shards, of_an_older_release]) == mean
 
 
