@@ -31,7 +31,7 @@ class Extra:
     is_large: bool = False
     """Whether it takes gigabytes when it starts: no two such tests run at the same time on one machine."""
     is_extra: bool = True
-    """Whether `make test` installs it not: `make test-extras` runs those tests."""
+    """Whether `make test` does not install it: `make test-extras` runs those tests."""
 
 
 def _package(name: str) -> Callable[[], bool]:
