@@ -105,7 +105,7 @@ def test_a_stage(
 ) -> None:
     """One file and one line: it is trained with, killed, resumed, forked at, replayed, and shows its metrics."""
     store = ("--store", f"file://{tmp_path}/runs")
-    reward = {"function": "tests.held_rewards:held_letters", "timeout_s": 600}
+    reward = {"function": "tests.rewards_of_responses:held_letters", "timeout_s": 600}
     config = tiny.config(workspace, run__name="mine", run__store=store[1], reward=reward)
     hold = tmp_path / "hold"  # no iteration ends as long as it exists
     hold.touch()

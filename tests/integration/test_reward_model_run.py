@@ -158,7 +158,7 @@ def test_a_process_reward_besides_a_rule_with_dynamic_sampling(workspace: Path, 
         run__store=f"file://{processes.folder}/runs",
         rollout__max_response_tokens=24,
         reward={
-            "function": "tests.rewards:fails_on_some",
+            "function": "tests.rewards_of_responses:fails_on_some",
             "timeout_s": 1.0,
             "on_error": "zero",
             "model": {"path": str(judge), "dtype": "float32", "kind": "process", "step_separator": "e", "weight": 2.0},

@@ -128,7 +128,7 @@ def test_a_failed_reward_is_recorded_and_the_policy_decides(workspace: Path, pro
             run__name=policy,
             run__store=f"file://{processes.folder}/runs",
             reward={
-                "function": "tests.rewards:fails_on_some",
+                "function": "tests.rewards_of_responses:fails_on_some",
                 "timeout_s": 1.0,
                 "on_error": policy,
                 "max_error_share": 1.0,  # a shard has four responses
@@ -177,7 +177,11 @@ def test_what_is_left_without_a_comparison_is_left_out(workspace: Path, processe
             workspace,
             run__name=estimator,
             run__store=f"file://{processes.folder}/runs",
-            reward={"function": "tests.rewards:fails_on_a_third", "on_error": "drop", "max_error_share": 1.0},
+            reward={
+                "function": "tests.rewards_of_responses:fails_on_a_third",
+                "on_error": "drop",
+                "max_error_share": 1.0,
+            },
             algorithm={"advantage": estimator},
             data__prompts_per_iteration=8,
             train__iterations=1,

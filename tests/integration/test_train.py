@@ -252,7 +252,7 @@ def test_a_finished_run_goes_on_and_is_left_alone(ratchet: Ratchet, workspace: P
 
 
 def test_a_reward_that_is_not_a_number_commits_nothing(ratchet: Ratchet) -> None:
-    refused = done(ratchet(reward__function="tests.rewards:not_a_number"), 1)
+    refused = done(ratchet(reward__function="tests.rewards_of_responses:not_a_number"), 1)
     assert "nan" in refused
     without = ROWS - {"score", "advantages"}
     assert set(ratchet.history.stages) == {(stage, 0) for stage in without}, "what does not depend on it is kept"
@@ -262,7 +262,7 @@ def test_a_reward_that_is_not_a_number_commits_nothing(ratchet: Ratchet) -> None
 
 
 def test_a_reward_that_is_not_a_number_can_be_passed_over(ratchet: Ratchet, workspace: Path) -> None:
-    bad: dict[str, Any] = {"reward__function": "tests.rewards:not_a_number", "train__on_nan": "skip"}
+    bad: dict[str, Any] = {"reward__function": "tests.rewards_of_responses:not_a_number", "train__on_nan": "skip"}
     bad |= {"accept_changes": True}
     killed = ratchet(dies_after("skip", "update_actor", 0), **bad)
     assert killed.wait() == -9
@@ -286,7 +286,7 @@ def test_a_reward_that_is_not_a_number_can_be_passed_over(ratchet: Ratchet, work
 
 def test_prompts_of_a_generation_that_was_given_up_are_passed_over_once(ratchet: Ratchet) -> None:
     bad: dict[str, Any] = {
-        "reward__function": "tests.rewards:not_a_number",
+        "reward__function": "tests.rewards_of_responses:not_a_number",
         "train__on_nan": "skip",
         "train__iterations": 1,
         "algorithm__dynamic_sampling": {"max_prompts": 8},
