@@ -112,15 +112,15 @@ class Feed:
             self._changed.wait_for(lambda: self._has_ended or self._queue or self._in_flight[replica])
             return not self._has_ended
 
-    def take(self, replica: int) -> list[Prompt]:
+    def take(self, replica: int) -> tuple[list[Prompt], list[Callable[[Replica], object]]]:
         """Take work.
 
         Args:
             replica: number of the replica.
 
         Returns:
-            The trajectories to submit now, not more than the replica's share of those that wait; empty if it only has
-            to generate what it has.
+            The trajectories to submit now, not more than the replica's share of those that wait, none if it only has
+            to generate what it has; and what opens those of their shards that are not open on the replica.
         """
         with self._changed:
             taken: list[Prompt] = []
@@ -138,16 +138,11 @@ class Feed:
             for key, names in taken:
                 self._shards[key].replica_of |= dict.fromkeys(names, replica)
                 self._in_flight[replica] += len(names)
-            return taken
-
-    def unopened(self, replica: int, prompts: Sequence[Prompt]) -> list[Callable[[Replica], object]]:
-        """What opens the shards of these prompts that are not open on a replica."""
-        with self._changed:
-            shards = [self._shards[key] for key in dict.fromkeys(key for key, _ in prompts)]
+            shards = [self._shards[key] for key in dict.fromkeys(key for key, _ in taken)]
             unopened = [shard for shard in shards if replica not in shard.opened_on]
             for shard in unopened:
                 shard.opened_on.add(replica)
-            return [shard.begin for shard in unopened]
+            return taken, [shard.begin for shard in unopened]
 
     def put(self, replica: int, generated: Iterable[Generated]) -> None:
         """Note which trajectories a replica has completed."""
@@ -261,8 +256,8 @@ class Replicas:
         try:
             while self.feed.wait(number):
                 with self._opening[number]:
-                    prompts = self.feed.take(number)
-                    for begin in self.feed.unopened(number, prompts):
+                    prompts, begins = self.feed.take(number)
+                    for begin in begins:
                         begin(replica)
                 assert self._weights is not None
                 self.feed.put(number, self._generate(replica, self._weights, prompts))

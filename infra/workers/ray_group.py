@@ -71,6 +71,7 @@ class RayWorker:
         self.worker = Worker(config, RunStore(ObjectStore(url)), roles)
         self.busy = 0
         self.last = time.monotonic()
+        self._fencing = threading.Lock()
         threading.Thread(target=self._end_when_idle, daemon=True).start()
 
     def alive(self) -> bool:
@@ -109,8 +110,9 @@ class RayWorker:
         """Run a call for a driver's term. Returns True and its result, or False and an error for the driver."""
         self.busy += 1
         try:
-            self.worker.accept_term(term)
-            self.worker.store.write_as(term)
+            with self._fencing:  # a drop is done beside another call, which may be a newer driver's
+                self.worker.accept_term(term)
+                self.worker.store.write_as(term)
             return True, call.func(self.worker, *call.args, **call.keywords)
         except (RatchetError, WrongPolicyVersion) as error:
             return False, error

@@ -177,7 +177,10 @@ class Rollouts:
     def journal(self, iteration: int, stage: str) -> list[dict[str, Any]]:
         """What the trajectories of a stage's open shards have so far, one row each; none for those without tokens, and
         for those of agents, whose answers are stored one by one."""
-        shards = [shard for (name, number, _), shard in self._shards.items() if (name, number) == (stage, iteration)]
+        with self._changing:
+            shards = [
+                shard for (name, number, _), shard in self._shards.items() if (name, number) == (stage, iteration)
+            ]
         dialogues = [
             dialogue for shard in shards if shard.start.rules.agents is None for dialogue in shard.by_id.values()
         ]

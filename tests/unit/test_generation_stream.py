@@ -605,6 +605,36 @@ def test_replicas_that_share_a_shard_journal_and_finish_it_together(loop: StillL
     assert list(replicas[0].rollouts.finish(key, others).dialogues) == written
 
 
+def test_what_is_submitted_of_a_dropped_shard_is_left_out(loop: StillLoop) -> None:
+    worker, key = Streaming(loop), ("generate", 0, 0)
+    worker.start(interruptible=True)
+    worker.shards[key] = Shard.of(key, [3])
+    worker.generate(worker.shards[key], ["p0-s0"])
+    worker.rollouts.drop([key])
+    weights = Weights(version=0, digest="")
+    worker.rollouts.submit(worker.engine, weights, [(key, ["p0-s0"])])
+    assert worker.rollouts.wait(0.0) == []
+    assert worker.rollouts.journal(0, "generate") == []
+
+
+def test_shards_may_be_dropped_while_a_stage_is_journaled(loop: StillLoop) -> None:
+    worker = Streaming(loop)
+    worker.start(interruptible=True)
+    shards = [Shard.of(("generate", 0, number), [3]) for number in range(1000)]
+    for shard in shards:
+        worker.rollouts.begin(shard.opening(loop), None, Journaled(), records=False)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # threads take turns within every loop
+    try:
+        dropped = in_background(lambda: [worker.rollouts.drop([shard.key]) for shard in shards])
+        while not dropped.done():
+            worker.rollouts.journal(0, "generate")
+        dropped.result()
+    finally:
+        sys.setswitchinterval(before)
+    assert worker.rollouts.is_empty
+
+
 # The queue of the replicas.
 
 
@@ -638,7 +668,7 @@ class Feeding(Machine):
         if not had and not waiting:
             return
         assert self.feed.wait(number), "it returns at once"
-        taken = self.feed.take(number)
+        taken, begins = self.feed.take(number)
         assert taken == self.queue[: len(taken)], "prompts are given once, and in order"
         del self.queue[: len(taken)]
         self.running[number] += [(key, name) for key, names in taken for name in names]
@@ -653,7 +683,7 @@ class Feeding(Machine):
             assert not taken or busy <= self.limit or (not had and len(taken) == 1), "too many"
             assert len(taken) <= share, "it takes what others have room for"
             assert len(taken) == share or not fits, "it waits though it has room"
-        for begin in self.feed.unopened(number, taken):
+        for begin in begins:
             begin(number)
         assert len(self.opened) == len(set(self.opened)), "a shard is opened twice on a replica"
         assert number == 0 or {(key, number) for key, _ in taken} <= set(self.opened)
@@ -761,6 +791,40 @@ class Busy:
         self.generates.set()
         assert self.has_dropped.wait(LIMIT_S), "it waits for a trajectory, and the drop for it"
         return [(key, name) for key, names in prompts for name in names]
+
+
+def test_a_replica_opens_what_it_has_taken_before_it_drops_it() -> None:
+    """Otherwise the shard would be opened after it was dropped, for good."""
+    opens, may_open, drops = threading.Event(), threading.Event(), threading.Event()
+    calls: list[str] = []
+
+    class Opening:
+        def submit(self, method: Any, keys: tuple[ShardKey, ...]) -> Future[None]:
+            drops.set()
+            return in_background(lambda: calls.append("drop"))
+
+    def begin(replica: Any) -> Any:
+        if replica is second:
+            opens.set()
+            assert may_open.wait(LIMIT_S)
+            calls.append("begin")
+        return [("a",), ("b",)]
+
+    first, second = Busy(threading.Barrier(1)), Opening()
+    replicas = Replicas(
+        cast("Any", [first, second]),
+        1,
+        lambda replica, weights, prompts: first.generate(prompts) if replica is first else [],
+    )
+    key = ("generate", 0, 0)
+    replicas.open(key, Weights(version=0, digest=""), begin, SimpleQueue())
+    assert opens.wait(LIMIT_S)
+    dropping = in_background(lambda: replicas.drop([key]))
+    assert not drops.wait(0.2), "it is asked to drop what it is about to open"
+    may_open.set()
+    dropping.result(LIMIT_S)
+    replicas.close()
+    assert calls == ["begin", "drop"]
 
 
 def test_replicas_drop_a_shard_all_at_once_and_while_they_generate() -> None:
