@@ -1,7 +1,8 @@
 """What some tests need and other machines may lack, how to get it, and which of it takes gigabytes when it starts.
 
 This is the only place that decides whether such a test runs: it looks at what is installed. `RATCHET_REQUIRE=vllm,ceph`
-fails the tests that lack one of those, instead of skipping them, so that CI notices a broken installation.
+fails the tests that lack one of those, instead of skipping them, so that CI notices a broken installation. (tests/gpu
+looks for itself: it also runs where the packages of other tests are missing.)
 """
 
 from __future__ import annotations
@@ -82,16 +83,20 @@ def mark_extra(item: pytest.Item) -> None:
 
 def check(item: pytest.Item) -> None:
     """Skip a test that lacks something, or fail it if that is required."""
-    missing = [name for name in _needed(item) if not EXTRAS[name].is_here()]
-    if missing:
+    if missing := _missing(item):
         reason = ", ".join(f"{name} is not here: `{EXTRAS[name].get}`" for name in missing)
-        required = set(os.environ.get("RATCHET_REQUIRE", "").split(",")) & set(missing)
-        pytest.fail(reason, pytrace=False) if required else pytest.skip(reason)
+        required = {name for name in os.environ.get("RATCHET_REQUIRE", "").split(",") if name}
+        assert required <= EXTRAS.keys(), required
+        pytest.fail(reason, pytrace=False) if required & set(missing) else pytest.skip(reason)
+
+
+def _missing(item: pytest.Item) -> list[str]:
+    return [name for name in _needed(item) if not EXTRAS[name].is_here()]
 
 
 def is_large(item: pytest.Item | None) -> bool:
-    """Whether a test takes gigabytes: it starts Ray, vLLM, Megatron or the like."""
-    return item is not None and any(EXTRAS[name].is_large for name in _needed(item))
+    """Whether a test runs and takes gigabytes: it starts Ray, vLLM, Megatron or the like."""
+    return item is not None and any(EXTRAS[name].is_large for name in _needed(item)) and not _missing(item)
 
 
 class LargeTests:
