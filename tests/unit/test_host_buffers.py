@@ -5,13 +5,19 @@ On the CPU the memory of the device is host memory, too; the code is the same.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen2Config
 
+from rlhf.config import ModelConfig
 from rlhf.engines import host_buffers
-from rlhf.engines.host_buffers import HostBuffers, release_memory
+from rlhf.engines.fsdp_engine import FSDPEngine
+from rlhf.engines.host_buffers import HostBuffers, host_memory, local_of, release_memory
+from rlhf.models import actor_skeleton
 from rlhf.models.skeleton import without_memory
+from tests import tiny
 from tests.unit.test_big_layouts import CONFIGS, LAYERS
 
 CPU = torch.device("cpu")
@@ -135,3 +141,19 @@ def test_slabs_take_hardly_more_than_what_leaves(
         buffers.give_back()
     assert sum(slabs) <= 1.05 * needed
     assert len(slabs) <= 1.05 * needed / host_buffers.SLAB + 10
+
+
+def test_shards_that_stay_on_the_host_are_cut_from_slabs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP would pin each of them by itself."""
+    slabs: list[torch.Tensor] = []
+
+    def allocate(size: int, device: torch.device) -> torch.Tensor:
+        slabs.append(host_memory(size, device))
+        return slabs[-1]
+
+    monkeypatch.setattr(host_buffers, "host_memory", allocate)
+    engine = FSDPEngine(actor_skeleton(ModelConfig(path=str(tiny.model_folder(tmp_path)))), "policy", offload=True)
+    places = {slab.untyped_storage().data_ptr() for slab in slabs}
+    shards = [local_of(parameter) for parameter in engine.parameters.values()]
+    assert len(slabs) < len(shards)
+    assert {shard.untyped_storage().data_ptr() for shard in shards} <= places
