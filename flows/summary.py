@@ -33,7 +33,7 @@ def summary(config: RunConfig, state: RunState) -> list[str]:
     at = f"continues after {reached(state.iteration, config.iterations)}"
     if not (state.iteration or state.stages or state.shards):
         at = f"new, {counted(config.iterations, 'iteration')}"
-    elif state.iteration >= config.iterations:
+    elif state.iteration == config.iterations:
         has = reached(state.iteration, config.iterations)
         at = f"nothing is left to train, it has {has}: train.iterations={state.iteration + 1} or more continues it"
     lines = [f"run {config.run.name} in {config.run.store}: {at}"]

@@ -11,7 +11,7 @@ from infra.store.manifest import Fingerprint, Manifest
 from infra.store.records import Ahead, RunState, Skip, Weights
 from infra.workers.worker import WEIGHTS_OF
 from rlhf.config import RunConfig, stored_config
-from rlhf.errors import UserError, counted
+from rlhf.errors import UserError, counted, reached
 from tasks.experience import check_experience
 from tasks.generate import GenerateSummary
 from tasks.pipeline import STAGES, names_of, stage_named
@@ -136,9 +136,14 @@ def check_open_iteration(driver: Driver) -> None:
     """Check, before a claim, that the open iteration and those ahead of it are valid under the driver's config.
 
     Raises:
-        UserError: if config, data or code have changed in a way that invalidates a committed stage or shard, or if the
-            runs of `data.replay` do not fit.
+        UserError: if config, data or code have changed in a way that invalidates a committed stage or shard, if the
+            runs of `data.replay` do not fit, or if the run has more iterations than the config asks for: the config
+            would be recorded as that of a run that it trained nothing of.
     """
+    done, config = driver.state.iteration, driver.config
+    if done > config.iterations:
+        has = reached(done, config.iterations)
+        raise UserError(f"run {config.run.name} has {has}: set train.iterations={done + 1} or more to continue it")
     check_experience(driver)
     places: dict[int, RunState | Ahead] = {driver.state.iteration: driver.state, **driver.state.ahead}
     for iteration, place in places.items():

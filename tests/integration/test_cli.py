@@ -71,11 +71,15 @@ def test_a_run_from_training_to_export(ratchet: Ratchet, config_file: Path, tmp_
     assert "it    1/2" not in out
     assert "different settings" not in out
 
-    code, out, _ = ratchet("train", config_file, "--dry-run", "actor.lr=1", "train.iterations=1")
+    code, out, _ = ratchet("train", config_file, "--dry-run", "actor.lr=1")
     assert code == 0
-    assert "different settings from iteration 2 on: actor.lr 0.001 -> 1.0; train.iterations 2 -> 1" in out
-    has = "nothing is left to train, it has 2 iterations, more than train.iterations 1"
-    assert f": {has}: train.iterations=3 or more continues it\n" in out
+    assert "different settings from iteration 2 on: actor.lr 0.001 -> 1.0" in out
+    assert ": nothing is left to train, it has 2 of 2 iterations: train.iterations=3 or more continues it\n" in out
+    for dry in ([], ["--dry-run"]):
+        code, _, err = ratchet("train", config_file, "actor.lr=1", "train.iterations=1", *dry)
+        has = "run cli has 2 iterations, more than train.iterations 1"
+        assert (code, err) == (2, f"error: {has}: set train.iterations=3 or more to continue it\n")
+    assert open_run(f"{store[1]}/cli").config.actor.lr == 0.001, "settings of what is not trained are not recorded"
 
     code, out, _ = ratchet("status", "cli", *store)
     assert code == 0
