@@ -141,7 +141,8 @@ class Engine:
 
     def cancel(self, numbers: list[int]) -> None:
         """Remove requests."""
-        cancelled = [own_id for own_id, running in self._running.items() if running.number in numbers]
+        gone = set(numbers)
+        cancelled = [own_id for own_id, running in self._running.items() if running.number in gone]
         self.llm.llm_engine.abort_request(cancelled, internal=True)
         for own_id in cancelled:
             self._forget(own_id)
@@ -153,8 +154,10 @@ class Engine:
         # to build an output object takes vLLM longer than everything else that follows a step, for each request: it
         # gets only what it has to decide or to clear away
         decides = [one for one in outputs if one.finish_reason is not None or one.request_id in self._with_stop]
-        stopped = engine.output_processor.process_outputs(decides).reqs_to_abort  # by a text; later tokens are removed
-        engine.engine_core.abort_requests(stopped)
+        processed = engine.output_processor.process_outputs(decides)
+        engine.engine_core.abort_requests(processed.reqs_to_abort)  # a text has ended them; later tokens are removed
+        # the last token that a request may have can complete a text, which the engine core does not know
+        reasons = {one.request_id: one.outputs[0].finish_reason for one in processed.request_outputs}
         ended: list[NewTokens] = []
         for output in outputs:
             running = self._running.get(output.request_id)
@@ -163,9 +166,9 @@ class Engine:
             if output.new_token_ids:
                 running.ids += output.new_token_ids
                 running.log_probs += [candidates[0] for candidates in output.new_logprobs.logprobs.tolist()]
-            if output.finish_reason is not None or output.request_id in stopped:
-                by_length = output.request_id not in stopped and str(output.finish_reason) != "stop"
-                ended.append((running.number, running.ids, running.log_probs, "length" if by_length else "stop"))
+            reason = reasons.get(str(running.number))
+            if reason is not None:
+                ended.append((running.number, running.ids, running.log_probs, "stop" if reason == "stop" else "length"))
                 self._forget(output.request_id)
         return ended
 

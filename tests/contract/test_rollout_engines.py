@@ -416,6 +416,11 @@ def test_a_stop_text_ends_a_response_and_stays_in_it(kind: Kind, engine: Rollout
     for before, after, text in zip(whole, stopped, texts, strict=True):
         length = text.find(stop) + 2 if stop in text else len(text)
         kind.assert_agree(after, replace(cut(before, length), finish_reason="stop" if stop in text else "length"))
+    # where the last token that a response may have completes the text, it is the text that ends it
+    limited = [replace(one, max_tokens=len(found.response_ids)) for one, found in zip(asked, stopped, strict=True)]
+    again = engine.generate(limited, replace(endless, stop=(stop, "never to be seen")))
+    for found, expected in zip(again, stopped, strict=True):
+        kind.assert_agree(found, expected)
 
 
 @pytest.mark.parametrize("engine", engines("vllm", "server", "sglang"))  # which the config refuses
