@@ -86,7 +86,6 @@ def test_trackio_has_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 SCRIPT = """
 from pathlib import Path
 from tests.integration.test_tracking import logged
-from tests.extras import needs
 assert logged(Path("."), 0.25, tracking="wandb", run__project="games", run__group="sweep", run__tags="short") == []
 """
 
