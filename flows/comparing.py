@@ -169,9 +169,13 @@ def _rewards(comparison: Comparison, rewards: Rewards) -> list[str]:
         lines.append(f"the scores of {side} are those of {', '.join(parts)}")
     with_bs = shlex.join(f"{key}={b}" for key, (_, b) in rewards.changed.items())
     again = [f"{name}-rescored" for name in names]
-    if not comparison.same_seed and rewards.changed:
-        evaluate = f"ratchet evaluate {names[0]} {with_bs}"
-        return [*lines, f"score answers of A with the reward of B: `{evaluate}`, and compare with the validations of B"]
+    if not comparison.same_seed:  # whose training scores do not pair, and rescored runs have no validations
+        a, b = (f"ratchet evaluate {name}" for name in names)
+        if rewards.changed:
+            then = f"score answers of A with the reward of B: `{a} {with_bs}`, and compare with the validations of B"
+        else:
+            then = f"score answers of both with the code as it is now: `{a}`, then `{b}`, and compare what they print"
+        return [*lines, then]
     commands = [f"ratchet rescore {names[0]} --run {again[0].rpartition('/')[2]} {with_bs}".rstrip()]
     if not rewards.changed:  # both with the code as it is now
         commands.append(f"ratchet rescore {names[1]} --run {again[1].rpartition('/')[2]}")

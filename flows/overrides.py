@@ -14,8 +14,8 @@ FORM = "KEY=VALUE, with a KEY that `ratchet train --help` lists"
 
 
 def _pattern() -> str:
-    """A regular expression of the overrides whose key exists: a section, a key, a former name, or what a mapping
-    holds."""
+    """A regular expression of the overrides whose key exists: a section, a key, the type of an algorithm, a former
+    name, or what a mapping holds."""
     known = dict.fromkeys((*RENAMED, *NEEDLESS), False)
     for key, kind, *_ in keys(RunConfig):
         name = re.sub(r"\[.*?\]", "", key)
@@ -24,6 +24,7 @@ def _pattern() -> str:
             ".".join(parts[:depth]): False for depth in range(1, len(parts)) if ".".join(parts[:depth]) not in known
         }
         known[name] = known.get(name, False) or "mapping" in kind
+        known |= {f"{section}.type": False for section in re.findall(r"^([^\[]+)\[", key)}
     names = (name.replace(".", r"\.") + (r"(\..+)?" if holds_any else "") for name, holds_any in known.items())
     return rf"^\+?\+?({'|'.join(names)})="
 

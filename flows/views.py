@@ -149,9 +149,8 @@ def _in_columns(rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
     """
     widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
     limit = sum(widths) + 2 * len(widths) if width is None else width
-    widths[0] = min(
-        widths[0], max(limit - sum(widths[1:-1]) - 2 * (len(widths) - 2), 0)
-    )  # a long name has its own line
+    # A long name has its own line.
+    widths[0] = min(widths[0], max(limit - sum(widths[1:-1]) - 2 * (len(widths) - 2), 0))
     lines: list[str] = []
     for row in rows:
         line = ""

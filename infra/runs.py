@@ -542,9 +542,8 @@ class Run:
         else:
             for name, data in files.items():
                 (target / name).write_bytes(data)
-            if (
-                named_base is not None
-            ):  # the stored one tells no task, and names the folder of a download of the base model
+            if named_base is not None:
+                # The stored one tells no task, and names the folder of a download of the base model.
                 task = "TOKEN_CLS" if role == "critic" else "CAUSAL_LM"
                 settings = json.loads(files[ADAPTER_CONFIG]) | {
                     "base_model_name_or_path": named_base,

@@ -560,13 +560,16 @@ def check_prompts(
                 f"{prompt.where}: reward.function {comparing} needs reward_model.ground_truth (or a column "
                 "ground_truth, solution or answer), which is missing",
             )
-        if prompt.has_calls and "calls" not in problems:
+        if prompt.has_calls:
+            if "calls" in problems:
+                continue
             try:
                 for reader in readers:
                     render(prompt.after(data.system_prompt), reader, prompt.where, add_generation_prompt=True)
             except UserError as error:
                 problems["calls"] = str(error)
-        elif refuses_long and "length" not in problems:
+                continue
+        if refuses_long and "length" not in problems:
             try:
                 check_length(prompt, tokenizer, data.max_prompt_tokens, data.system_prompt)
             except UserError as error:

@@ -8,7 +8,10 @@ import os
 from pathlib import Path
 from urllib.parse import urlsplit
 
-SERVER = "https://api.wandb.ai"
+SERVER = "https://api.forge.coreweave.com"
+"""The default of wandb 0.31."""
+FORMER = "api.wandb.ai"
+"""The machine of older versions' default, whose logins serve that of today, too."""
 KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 
 
@@ -20,7 +23,9 @@ def has_login() -> bool:
     if mode != "online" or any(os.environ.get(name) for name in KEYS) or "api_key" in settings:
         return True
     server = os.environ.get("WANDB_BASE_URL") or settings.get("base_url") or SERVER
-    return (urlsplit(server).hostname or server) in _netrc_hosts()
+    machine = urlsplit(server).netloc
+    own = urlsplit(SERVER).netloc
+    return any(map(_has_key, (own, FORMER) if machine in (own, own.removeprefix("api.")) else (machine,)))
 
 
 def _settings() -> dict[str, str]:
@@ -34,12 +39,12 @@ def _settings() -> dict[str, str]:
     return dict(parser.defaults())
 
 
-def _netrc_hosts() -> set[str]:
+def _has_key(machine: str) -> bool:
+    """Whether the netrc file that wandb reads, the first that exists, has a password for a server's host and port."""
     files = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
-    hosts = set[str]()
-    for file in files:
-        try:
-            hosts |= netrc.netrc(Path(file).expanduser()).hosts.keys()
-        except (OSError, netrc.NetrcParseError):
-            continue
-    return hosts
+    paths = [Path(file).expanduser() for file in files]
+    try:
+        found = netrc.netrc(next(filter(Path.exists, paths), paths[0])).authenticators(machine)
+    except (OSError, netrc.NetrcParseError):
+        return False
+    return found is not None and bool(found[2])

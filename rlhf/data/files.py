@@ -21,6 +21,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rlhf.data.folders import ENDINGS, FORMATS, data_files
+from rlhf.data.formats import without_nulls
 from rlhf.errors import RatchetError, UserError, in_one_line
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ HEAD_BYTES = 1024
 """Bytes of a file that are read to find out its format."""
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 LISTS = ("prompt", "messages", "conversations", "completion", "response", "chosen", "rejected")
-"""Columns whose cells in a CSV file may be lists, as JSON."""
+"""Columns that may hold lists of messages, as JSON in a CSV file."""
 OBJECTS = ("reward_model", "extra_info")
 """Columns whose cells in a CSV file are objects, as JSON."""
 
@@ -73,12 +74,11 @@ def open_rows(url: str) -> Rows:
     name = url.removesuffix(".gz")
     if separator := SEPARATORS.get(name[-4:]):
         return _Held(url, _csv(url, separator))
-    is_known = name.endswith(ENDINGS)
     if name.endswith(".jsonl"):
         return _Lines(url)
     with _opened(url) as file:
         begins = file.read(HEAD_BYTES).lstrip()[:1]
-    if not is_known and begins not in (b"{", b"["):
+    if not url.endswith(ENDINGS) and begins not in (b"{", b"["):
         raise UserError(f"{url} is of another format than those that are read: {FORMATS}")
     return _Held(url, _array(url)) if begins == b"[" else _Lines(url)
 
@@ -160,8 +160,7 @@ class _Parquet:
 
     def __getitem__(self, index: int) -> Row:
         group = bisect_right(self._starts, index) - 1
-        [row] = self._group(group).slice(index - self._starts[group], 1).to_pylist()
-        return f"{self.url}, row {index + 1}", row
+        return next(_numbered(self.url, self._group(group).slice(index - self._starts[group], 1), index))
 
     def __iter__(self) -> Iterator[Row]:
         import pyarrow.parquet as pq
@@ -198,8 +197,7 @@ class _Arrow:
         return int(self._table.num_rows)
 
     def __getitem__(self, index: int) -> Row:
-        [row] = self._table.slice(index, 1).to_pylist()
-        return f"{self.url}, row {index + 1}", row
+        return next(_numbered(self.url, self._table.slice(index, 1), index))
 
     def __iter__(self) -> Iterator[Row]:
         return _numbered(self.url, self._table, 0)
@@ -271,11 +269,14 @@ class _Lines:
 
 
 def _numbered(url: str, table: pa.Table, start: int) -> Iterator[Row]:
+    """The rows of a table, in which each message, and the arguments of each call, have the keys of all: those that are
+    null are left out."""
     number = start
     for batch in table.to_batches(max_chunksize=BATCH_ROWS):
         for row in batch.to_pylist():
             number += 1
-            yield f"{url}, row {number}", row
+            messages = {column: without_nulls(row[column]) for column in LISTS if column in row}
+            yield f"{url}, row {number}", {**row, **messages}
 
 
 def _array(url: str) -> list[Any]:

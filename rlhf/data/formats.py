@@ -100,9 +100,9 @@ def truth_of(row: Mapping[str, Any], answer: str | list[dict[str, Any]] | None, 
 def messages_of(value: Any, where: str, column: str = "prompt") -> Messages:
     """Validate messages; a plain text becomes a message of the user.
 
-    Keys that are null are left out, because Parquet has each key of a message in all messages. The arguments of
-    `tool_calls` may be JSON in a text, as OpenAI has them, and become an object, which chat templates expect (as in
-    vLLM). A message that calls tools needs no content.
+    Keys that are null are left out, but not those of arguments. The arguments of `tool_calls` may be JSON in a text, as
+    OpenAI has them, and become an object, which chat templates expect (as in vLLM). A message that calls tools needs no
+    content.
 
     Args:
         value: messages {role, content}, ShareGPT's {from, value}, or text.
@@ -129,6 +129,22 @@ def text_of(message: Message) -> str:
     return "\n".join([message["content"], *calls] if message["content"] else calls)
 
 
+def without_nulls(value: Any, but: str | None = None) -> Any:
+    """A value without the keys that are null, at any depth.
+
+    Args:
+        value: JSON.
+        but: a key whose value stays as it is.
+    """
+    if isinstance(value, dict):
+        return {
+            name: member if name == but else without_nulls(member, but)
+            for name, member in value.items()
+            if member is not None
+        }
+    return [without_nulls(member, but) for member in value] if isinstance(value, list) else value
+
+
 def with_system(messages: Messages, row: Mapping[str, Any]) -> Messages:
     """The messages after the text in the column `system` of a ShareGPT row, if it has one.
 
@@ -141,7 +157,7 @@ def with_system(messages: Messages, row: Mapping[str, Any]) -> Messages:
 
 
 def _message(value: Mapping[str, Any], where: str, column: str) -> Message:
-    given = _of_sharegpt(_without_nulls(value), where, column)
+    given = _of_sharegpt(without_nulls(value, but="arguments"), where, column)
     calls, content = given.pop("tool_calls", None) or [], given.get("content")
     if isinstance(content, list) and (kinds := [part.get("type") for part in content if isinstance(part, dict)]):
         if others := [kind for kind in kinds if kind != "text"]:
@@ -170,12 +186,6 @@ def _call(call: Any, where: str, column: str) -> dict[str, Any]:
             raise UserError(f"{where}: {column} calls {name} with arguments that are not JSON: {error}") from None
     function = {**function, "arguments": arguments}
     return {**call, "function": function} if "function" in call else function
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _without_nulls(member) for name, member in value.items() if member is not None}
-    return [_without_nulls(member) for member in value] if isinstance(value, list) else value
 
 
 def _of_sharegpt(message: dict[str, Any], where: str, column: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from flows.tracking import tracking
 from infra.execution.driver import check_packages
+from infra.execution.wandb_login import has_login
 from infra.progress import Event, Note, listening
 from rlhf.errors import UserError
 from tests import tiny
@@ -86,7 +87,6 @@ def test_trackio_has_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 SCRIPT = """
 from pathlib import Path
 from tests.integration.test_tracking import logged
-from tests.extras import needs
 assert logged(Path("."), 0.25, tracking="wandb", run__project="games", run__group="sweep", run__tags="short") == []
 """
 
@@ -165,20 +165,33 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_starts(
     assert str(error.value).splitlines() == lines
 
 
+KEY = "k" * 40
+
+
+def at_home(home: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], environment: dict[str, str]) -> None:
+    """Work in a home folder that has nothing but these files, with no settings of wandb but these."""
+    for name in [name for name in os.environ if name.startswith("WANDB_")] + ["NETRC"]:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"HOME": str(home), **environment}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(home)
+    for name, text in files.items():
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
+        (home / name).write_text(text)
+        (home / name).chmod(0o600)
+
+
 @pytest.mark.parametrize(
     ("files", "environment", "is_logged_in"),
     [
         ({}, {}, False),
-        ({}, {"WANDB_API_KEY": "k" * 40}, True),
+        ({}, {"WANDB_API_KEY": KEY}, True),
         ({}, {"WANDB_MODE": "offline"}, True),
         ({}, {"WANDB_MODE": "online"}, False),
-        ({".netrc": "machine api.wandb.ai login user password k"}, {}, True),
-        ({"other": "machine api.wandb.ai login user password k"}, {"NETRC": "other"}, True),
-        ({".netrc": "machine example.com login user password k"}, {}, False),
-        ({".netrc": "machine own.com login user password k"}, {"WANDB_BASE_URL": "https://own.com:8080"}, True),
+        ({".netrc": f"machine api.wandb.ai login user password {KEY}"}, {}, True),
         (
             {
-                ".netrc": "machine own.com login user password k",
+                ".netrc": f"machine own.com login user password {KEY}",
                 ".config/wandb/settings": "[default]\nbase_url = http://own.com",
             },
             {},
@@ -196,15 +209,7 @@ def test_wandb_that_is_not_logged_in_is_refused_before_anything_starts(
     environment: dict[str, str],
     is_logged_in: bool,
 ) -> None:
-    for name in [name for name in os.environ if name.startswith("WANDB_")] + ["NETRC"]:
-        monkeypatch.delenv(name, raising=False)
-    for name, value in {"HOME": str(tmp_path), **environment}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.chdir(tmp_path)
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o600)
+    at_home(tmp_path, monkeypatch, files, environment)
     config = tiny.config(workspace, tracking=["wandb"])
     if is_logged_in:
         check_packages(config)
@@ -213,3 +218,40 @@ def test_wandb_that_is_not_logged_in_is_refused_before_anything_starts(
         check_packages(config)
     fix = "run `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline"
     assert str(refused.value) == f"tracking: wandb is not logged in: {fix}"
+
+
+LOGIN = f"login user password {KEY}"
+
+
+@pytest.mark.parametrize(
+    ("files", "environment", "is_logged_in"),
+    [
+        ({".netrc": f"machine api.forge.coreweave.com {LOGIN}"}, {}, True),
+        ({".netrc": f"machine api.wandb.ai {LOGIN}"}, {}, True),
+        ({".netrc": f"machine api.wandb.ai {LOGIN}"}, {"WANDB_BASE_URL": "https://api.forge.coreweave.com"}, True),
+        ({".netrc": f"machine api.wandb.ai {LOGIN}"}, {"WANDB_BASE_URL": "https://api.wandb.ai"}, True),
+        ({".netrc": f"machine api.forge.coreweave.com {LOGIN}"}, {"WANDB_BASE_URL": "https://api.wandb.ai"}, False),
+        ({".netrc": f"machine example.com {LOGIN}"}, {}, False),
+        ({".netrc": f"machine own.com {LOGIN}"}, {"WANDB_BASE_URL": "https://own.com:8080"}, False),
+        ({".netrc": f"machine own.com:8080 {LOGIN}"}, {"WANDB_BASE_URL": "https://own.com:8080"}, True),
+        ({".netrc": f"default {LOGIN}"}, {}, True),
+        ({".netrc": 'machine api.wandb.ai login user password ""'}, {}, False),
+        ({"_netrc": f"machine api.wandb.ai {LOGIN}"}, {}, True),
+        ({".netrc": "", "_netrc": f"machine api.wandb.ai {LOGIN}"}, {}, False),
+        ({"other": f"machine api.wandb.ai {LOGIN}"}, {"NETRC": "other"}, True),
+        ({".netrc": f"machine api.wandb.ai {LOGIN}"}, {"NETRC": "none"}, False),
+    ],
+)
+def test_a_login_is_one_that_wandb_reads(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    files: dict[str, str],
+    environment: dict[str, str],
+    is_logged_in: bool,
+) -> None:
+    from wandb.sdk.lib.urls import DEFAULT_BASE_URL
+    from wandb.sdk.lib.wbauth import read_netrc_auth
+
+    at_home(tmp_path, monkeypatch, files, environment)
+    theirs = read_netrc_auth(host=environment.get("WANDB_BASE_URL", DEFAULT_BASE_URL)) is not None
+    assert has_login() == theirs == is_logged_in

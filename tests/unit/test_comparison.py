@@ -275,4 +275,8 @@ def test_the_command_says_which_rewards_differ_and_what_to_do(command: Command) 
     assert "the scores of A are those of code none\nthe scores of B are those of code abcdef012345\n" in out
     again = [f"`ratchet rescore {at}/{name} --run {name}-rescored`" for name in "ad"]
     assert f"{', then '.join(again)}, then `ratchet compare {at}/a-rescored {at}/d-rescored`" in out
+    made(command.folder, "e", [[0] * 8, [1, 0] * 4], code="abcdef0123456789", run__seed=1)
+    out = command("compare", "a", "e")
+    assert f"now: `ratchet evaluate {at}/a`, then `ratchet evaluate {at}/e`, and compare what they print\n" in out
+    assert "ratchet rescore" not in out, "such runs would have nothing in common"
     assert "the scores of" not in command("compare", "a", "a")

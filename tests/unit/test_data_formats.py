@@ -141,13 +141,15 @@ OTHER = "is of another format than those that are read: Parquet .*JSON .*CSV "
         ("a.csv", "", "no prompts"),
         ("a.xlsx", "PK", OTHER),
         ("a.txt", "prompt,answer\n", OTHER),
+        ("a.parquet.gz", gzip.compress(b"PAR1", mtime=0), OTHER),
+        ("a.arrow.gz", gzip.compress(b"\xff\xff\xff\xff", mtime=0), OTHER),
         ("a.jsonl", "prompt,answer\n", "line 1 is not JSON"),
         ("a.jsonl.gz", "{}", "cannot read .*a.jsonl.gz"),
     ],
 )
-def test_another_format_is_refused_in_a_line(tmp_path: Path, name: str, content: str, says: str) -> None:
+def test_another_format_is_refused_in_a_line(tmp_path: Path, name: str, content: str | bytes, says: str) -> None:
     path = tmp_path / name
-    path.write_bytes(content.encode(errors="surrogateescape"))
+    path.write_bytes(content if isinstance(content, bytes) else content.encode(errors="surrogateescape"))
     with pytest.raises(UserError, match=says) as refused:
         list(PromptDataset([path]))
     assert str(path) in str(refused.value)

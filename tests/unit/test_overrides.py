@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from flows.evaluate import evaluate
 from flows.rescore import rescore
 from flows.train import train
 from rlhf.config import RunConfig, keys
+from tests import tiny
 
 FLOWS: list[Any] = [train, evaluate, rescore]
 
@@ -23,8 +26,16 @@ def check(flow: Any, *overrides: str) -> None:
     validate({"overrides": list(overrides)}, schema, raise_on_error=True, ignore_required=True)
 
 
-def test_all_that_a_run_takes_is_taken() -> None:
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """The paths of the values in a config of plain values."""
+    for name, value in tree.items():
+        yield from leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else [prefix + name]
+
+
+def test_all_that_a_run_takes_is_taken(tmp_path: Path) -> None:
     names = [re.sub(r"\[.*?\]", "", name) for name, *_ in keys(RunConfig)]
+    names += leaves(tiny.config(tmp_path).model_dump())
+    assert {f"algorithm.{name}.type" for name in ("advantage", "loss", "kl.controller", "experts")} <= {*names}
     others = ("+actor.lr=1", "++actor.lr=1", "algorithm.advantage=grpo", "rollout={engine: vllm, top_p: 0.9}")
     within = ("reward.options.mine.x=1", "pools.a.workers=2", "placement.actor=a", "rollout.environment.options.x=\n1")
     former = ("actor.by_turns=true",)

@@ -168,6 +168,24 @@ def test_calls_of_tools_are_rendered_as_transformers_does(tmp_path: Path, ending
     assert set(prompt.messages[0]) == {"role", "content"}
 
 
+@pytest.mark.parametrize("ending", ["jsonl", "json", "parquet"])
+def test_nulls_among_arguments_are_kept_unless_the_file_added_them(tmp_path: Path, ending: str) -> None:
+    path, given = tmp_path / f"a.{ending}", {"a": None, "b": {"c": None}}
+    rows = [{**ROW, "prompt": conversation(arguments)} for arguments in (given, json.dumps(given))]
+    if ending == "parquet":  # whose struct has the keys of both rows
+        rows = [{**ROW, "prompt": conversation(arguments)} for arguments in ({"a": 1}, {"b": 2})]
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif ending == "json":
+        path.write_text(json.dumps(rows))
+    else:
+        json_lines(path, *rows)
+    prompts = PromptDataset([path])
+    expected = [{"a": 1}, {"b": 2}] if ending == "parquet" else [given, given]
+    for found in (list(prompts), [prompts[index] for index in range(2)]):
+        calls = [prompt.messages[1]["tool_calls"][0] for prompt in found]
+        assert [call["function"]["arguments"] for call in calls] == expected
+
+
 def test_what_cannot_render_calls_says_so(tmp_path: Path) -> None:
     [prompt] = PromptDataset([json_lines(tmp_path / "a.jsonl", {**ROW, "prompt": conversation({})})])
     for template, says in (

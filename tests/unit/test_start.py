@@ -198,7 +198,7 @@ def test_prompts_that_call_tools_are_rendered_or_refused_by_their_row(root: Path
         {"role": "tool", "content": "2"},
     ]
     path = tmp_path / "calls.jsonl"
-    path.write_text(json.dumps({"data_source": "any", "prompt": messages}) + "\n")
+    path.write_text((json.dumps({"data_source": "any", "prompt": messages}) + "\n") * 2)
     changes: dict[str, Any] = {"data__train": [str(path)], "data__max_prompt_tokens": 500, "reward__function": "length"}
     changes |= {"actor__micro_batch_tokens": 1024, "critic__micro_batch_tokens": 1024}
     fix = "the prompt calls tools, and the model has no chat template: set model.chat_template"
@@ -207,8 +207,22 @@ def test_prompts_that_call_tools_are_rendered_or_refused_by_their_row(root: Path
     model = {"path": str(root / "model"), "chat_template": str(tmp_path / "template.jinja"), "dtype": "float32"}
     config = tiny.config(root, model=model, **changes)
     check_inputs(config)
+    [line] = refusal(config.with_values({"data.max_prompt_tokens": 50}))
+    assert line.startswith(f"{path}, line 1: the prompt has 103 tokens, more than data.max_prompt_tokens 50 ")
     rendered = '(user)1 + 1?(assistant)<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
     assert json.dumps(rendered)[1:-1] in first_prompt(config)
+
+
+def test_auto_goes_by_the_name_of_the_file_and_the_fix_that_it_names_works(root: Path, tmp_path: Path) -> None:
+    path = tmp_path / "gsm8k" / "train.jsonl"
+    path.parent.mkdir()
+    path.write_text(json.dumps({"prompt": "1 + 1?", "answer": "1 + 1 = 2\n#### 2"}) + "\n")
+    config = tiny.config(root, data__train=[str(path)])
+    [line] = refusal(config)
+    assert line.startswith(f"{path}, line 1: reward.function auto has no built-in reward for data_source train: ")
+    assert "a built-in (reward.function: gsm8k)" in line
+    check_inputs(config.with_values({"reward.function": "gsm8k"}))
+    check_inputs(config.with_values({"data.train": [f"{path.parent}:train"]}))
 
 
 def notes_of(config: RunConfig) -> str:
