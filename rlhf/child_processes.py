@@ -17,21 +17,18 @@ from contextlib import suppress
 import psutil
 
 END_S = 60.0
-"""Time limit for killed processes to end, in seconds."""
+"""Time limit for killed processes to end, in seconds: one in an uninterruptible system call ends when that returns."""
 
 
-def end(
-    leader: subprocess.Popen[bytes], also: Iterable[psutil.Process] = (), wait_s: float = END_S
-) -> list[psutil.Process]:
+def end(leader: subprocess.Popen[bytes], also: Iterable[psutil.Process] = ()) -> list[psutil.Process]:
     """Kill a process and the members of its process group, and wait until they have ended.
 
     Args:
         leader: the process; it leads its process group, or is about to. It may have ended.
         also: further processes to kill.
-        wait_s: time limit in seconds: a process in an uninterruptible system call ends when that call returns.
 
     Returns:
-        The processes that have not ended within the time limit, which also raises a warning.
+        The processes that have not ended within `END_S`, which also raises a warning.
     """
     with suppress(ProcessLookupError):  # it ended before it had a group, or the whole group has ended
         os.killpg(leader.pid, signal.SIGKILL)
@@ -40,14 +37,14 @@ def end(
     for process in killed:
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    deadline, pause_s = time.monotonic() + wait_s, 0.001
+    deadline, pause_s = time.monotonic() + END_S, 0.001
     while (left := remaining(killed)) and time.monotonic() < deadline:
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.1)
     with suppress(subprocess.TimeoutExpired):
         leader.wait(max(0.0, deadline - time.monotonic()))
     if left:
-        warnings.warn(f"killed {wait_s:.0f} s ago, and still there: {described(left)}", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"killed {END_S:.0f} s ago, and still there: {described(left)}", RuntimeWarning, stacklevel=2)
     return left
 
 
@@ -62,6 +59,10 @@ def described(processes: Iterable[psutil.Process]) -> str:
 
 
 def _of_group(group: int) -> Iterator[psutil.Process]:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:  # nobody is left, as after most programs: a look at every process takes milliseconds
+        return
     for pid in psutil.pids():
         with suppress(ProcessLookupError, PermissionError, psutil.NoSuchProcess):
             if os.getpgid(pid) == group:

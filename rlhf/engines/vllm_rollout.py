@@ -179,9 +179,11 @@ class Child:
     def _lose(self, error: EngineLost) -> None:
         self.lost_at_work = bool(self.requests) or self._waits
         self.lost = error
-        self.end()
-        self._answers.put((False, error))
-        event_loop.loop().call_soon_threadsafe(self._fail, error)
+        try:
+            self.end()
+        finally:  # whatever that raises, nobody waits for ever
+            self._answers.put((False, error))
+            event_loop.loop().call_soon_threadsafe(self._fail, error)
 
     def _deliver(self, new_tokens: list[NewTokens]) -> None:
         for number, ids, log_probs, reason in new_tokens:

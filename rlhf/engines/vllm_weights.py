@@ -79,6 +79,7 @@ class HostMemoryEngine(WeightTransferEngine):  # type: ignore[misc]
         """Give the layers their new weights."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
+        self._experts.check_complete()
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
@@ -104,7 +105,7 @@ class Experts:
             and layer.moe_config.moe_parallel_config.ep_size == 1
         }
         self._stacks: dict[tuple[str, str], tuple[torch.Tensor, set[int]]] = {}
-        """What is incomplete: the matrices of all experts, and which of them are there."""
+        """What is incomplete, by layer and projection: the matrices of all experts, and which of them are there."""
 
     def take(self, name: str, tensor: torch.Tensor) -> bool:
         """Take a tensor if it is a matrix of an expert of these layers; returns whether it is.
@@ -118,15 +119,17 @@ class Experts:
         if match is None or layer is None:
             return False
         shards = {layer.ckpt_gate_proj_name: "w1", layer.ckpt_down_proj_name: "w2", layer.ckpt_up_proj_name: "w3"}
-        shard, count = shards[match[3]], layer.moe_config.num_experts
-        if (match[1], shard) not in self._stacks:
+        shard, count = shards.get(match[3]), layer.moe_config.num_experts
+        if shard is None:
+            return False
+        if (match[1], match[3]) not in self._stacks:
             stack = torch.empty((count, *tensor.shape), dtype=tensor.dtype, device=self._device)
-            self._stacks[match[1], shard] = stack, set()
-        stack, there = self._stacks[match[1], shard]
+            self._stacks[match[1], match[3]] = stack, set()
+        stack, there = self._stacks[match[1], match[3]]
         stack[int(match[2])].copy_(tensor)
         there.add(int(match[2]))
         if len(there) == count:
-            del self._stacks[match[1], shard]
+            del self._stacks[match[1], match[3]]
             weight = "w2_weight" if shard == "w2" else "w13_weight"
             parameter = getattr(layer, weight)
             loaded = parameter.weight_loader(
@@ -139,6 +142,15 @@ class Experts:
             )
             assert loaded, f"vLLM did not take {name}"
         return True
+
+    def check_complete(self) -> None:
+        """Raise ValueError if matrices are missing: the layers would keep all of their old ones."""
+        if self._stacks:
+            incomplete = ", ".join(
+                f"{len(there)} of the {len(stack)} matrices {path}.*.{projection}.weight"
+                for (path, projection), (stack, there) in self._stacks.items()
+            )
+            raise ValueError(f"the new weights have only {incomplete}")
 
 
 def _pack_experts_again(model: torch.nn.Module) -> None:

@@ -540,6 +540,12 @@ def test_experts_are_taken_over(own: Kind, mixture: str, tmp_path_factory: pytes
     second = engine.generate(requests(), own.sampling)
     assert tokens(second) != tokens(first)
     assert_log_probs(trainer, second, own)
+    if isinstance(engine, VLLMRollout):
+        lost = next(name for name, _ in trainer.weights() if ".experts.1." in name)
+        with pytest.raises(
+            EngineLost, match=r"the new weights have only \d+ of the \d+ matrices .*\.experts\.\*\.\w+\.weight"
+        ):
+            engine.load_weights((name, tensor) for name, tensor in trainer.weights() if name != lost)
 
 
 STEP = OptimizerPlan(

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 
 import psutil
 import pytest
@@ -42,14 +48,46 @@ def test_what_a_process_has_started_is_gone_when_it_is_ended(then: str) -> None:
     assert leader.returncode == (-9 if then else 0)
 
 
-def test_what_does_not_end_is_said() -> None:
-    """Here because nobody waits: half a gigabyte is not given back at once."""
+PTRACE_SEIZE, PTRACE_DETACH, PTRACE_O_TRACEEXIT, WALL = 0x4206, 17, 0x40, 0x40000000
+
+
+def ptrace(request: int, process: psutil.Process, options: int = 0) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.ptrace(request, process.pid, None, ctypes.c_void_p(options)) != 0:
+        raise OSError(ctypes.get_errno(), f"ptrace of process {process.pid}")
+
+
+@contextmanager
+def held(process: psutil.Process) -> Iterator[None]:
+    """A killed process does not end before the end of this: its tracer, this thread, does not let it."""
+    ptrace(PTRACE_SEIZE, process, PTRACE_O_TRACEEXIT)
+    try:
+        yield
+    finally:
+        process.kill()
+        os.waitpid(process.pid, WALL)
+        ptrace(PTRACE_DETACH, process)
+        while child_processes.remaining([process]):
+            time.sleep(0.01)
+
+
+def test_what_does_not_end_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     leader, child = started("worker.wait()")
-    with pytest.warns(RuntimeWarning, match=rf"killed 0 s ago, and still there: .*process {child.pid}, \w+\)"):
-        left = child_processes.end(leader, wait_s=0.0)
-    assert child in left
+    with held(child), monkeypatch.context() as patch:
+        patch.setattr(child_processes, "END_S", 0.0)
+        with pytest.warns(RuntimeWarning, match=rf"killed 0 s ago, and still there: .*process {child.pid}, [\w-]+\)"):
+            left = child_processes.end(leader)
+        assert child in left
     child_processes.end(leader)
     assert child_processes.remaining(left) == []
+
+
+def test_a_group_that_is_empty_is_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among thousands of processes, after each program of a reward."""
+    leader = subprocess.Popen(["true"], start_new_session=True)
+    leader.wait()
+    monkeypatch.setattr(psutil, "pids", lambda: pytest.fail("it lists every process"))
+    assert child_processes.end(leader) == []
 
 
 def workers() -> list[psutil.Process]:
@@ -64,21 +102,60 @@ def is_killed(engine: VLLMRollout, worker: psutil.Process) -> None:
         engine.load_weights([])
 
 
-@pytest.mark.parametrize("ends", [lambda engine, worker: engine.close(), is_killed], ids=["closed", "killed"])
-def test_vllm_has_ended_when_its_memory_is_free(
-    ends: Callable[[VLLMRollout, psutil.Process], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The next one would ask for more than there is: worker processes end after the one that started them."""
+@pytest.fixture
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[VLLMRollout]:
+    """It runs the stand-in for vLLM."""
     tests = Path(__file__).parents[1]
     monkeypatch.setenv("PYTHONPATH", f"{tests / 'vllm_stand_in'}:{tests.parent}")
     engine = VLLMRollout(tmp_path, eos_token_ids=(1,), max_model_len=64)
     try:
         assert engine.load_weights([]) == 0, "which starts it"
-        [worker] = workers()
-        ends(engine, worker)
-        assert child_processes.remaining([worker]) == []
+        yield engine
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("ends", [lambda engine, worker: engine.close(), is_killed], ids=["closed", "killed"])
+def test_vllm_has_ended_when_its_memory_is_free(
+    ends: Callable[[VLLMRollout, psutil.Process], None], engine: VLLMRollout
+) -> None:
+    """The next one would ask for more than there is: worker processes end after the one that started them."""
+    [worker] = workers()
+    ends(engine, worker)
+    assert child_processes.remaining([worker]) == []
+
+
+@pytest.mark.filterwarnings("ignore:killed 0 s ago:RuntimeWarning")
+def test_vllm_is_not_started_beside_one_that_holds_its_memory(
+    engine: VLLMRollout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is tried again, as after every loss: there may be nothing for the user to change."""
+    [worker] = workers()
+    with held(worker), monkeypatch.context() as patch:
+        patch.setattr(child_processes, "END_S", 0.0)
+        is_killed(engine, worker)
+        with pytest.raises(EngineLost, match=rf"was killed, but holds its memory: .*process {worker.pid}, "):
+            engine.load_weights([])
+    assert engine.load_weights([]) == 0
+
+
+@pytest.mark.filterwarnings("error:killed 0 s ago:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_warning_that_is_an_error_keeps_nobody_waiting(engine: VLLMRollout, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard = SimpleQueue[BaseException]()
+
+    def sleep() -> None:
+        """The stand-in cannot, and is lost."""
+        try:
+            engine.place(model=False, optimizer=False)
+        except EngineLost as error:
+            heard.put(error)
+
+    [worker] = workers()
+    with held(worker), monkeypatch.context() as patch:
+        patch.setattr(child_processes, "END_S", 0.0)
+        threading.Thread(target=sleep, daemon=True).start()
+        assert "vLLM failed: AttributeError" in str(heard.get(timeout=60))
 
 
 def test_memory_that_another_process_gives_back_is_waited_for() -> None:
