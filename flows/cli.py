@@ -288,7 +288,8 @@ def compare(
         float | None,
         typer.Option(
             metavar="X",
-            help="exit with 1 if the whole interval is below X (B is confidently worse than A + X), else with 0",
+            help="exit with 1 if the whole interval is below X (B is confidently worse than A + X) or if the rewards "
+            "differ, else with 0",
         ),
     ] = None,
     flips: Annotated[int, typer.Option(help="how many of the prompts that only one run solves to show", min=0)] = 5,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from flows.run_arguments import DEFAULT_STORE
+from flows.run_arguments import run_argument
 from flows.terminal import visible
 from infra.comparison import Beside, Comparison, Difference, Flip, Kind, Rewards
 from rlhf.errors import counted
@@ -49,9 +48,17 @@ def show(
     for line in (*_left_out(comparison), _verdict(comparison)):
         console.print(line, highlight=False)
     if at_least is not None:
-        outcome = "fails, the whole interval is below" if comparison.falls_short(at_least) else "holds"
-        interval = "" if comparison.falls_short(at_least) else ", the interval is not wholly below"
-        console.print(f"--at-least {at_least:g}: {outcome}{interval} {at_least:g}", highlight=False)
+        console.print(f"--at-least {at_least:g}: {_outcome(comparison, at_least)}", highlight=False)
+
+
+def _outcome(comparison: Comparison, margin: float) -> str:
+    if comparison.rewards is not None:
+        return "fails, scores of different rewards cannot be compared"
+    if comparison.falls_short(margin):
+        return f"fails, the whole interval is below {margin:g}"
+    if comparison.high is None:
+        return "holds, there is no interval that could be below it"
+    return f"holds, the interval is not wholly below {margin:g}"
 
 
 def _what_they_share(comparison: Comparison) -> str:
@@ -159,14 +166,16 @@ def _left_out(comparison: Comparison) -> list[str]:
 
 def _rewards(comparison: Comparison, rewards: Rewards) -> list[str]:
     """The reward of each run, and the commands that make the scores comparable."""
-    store = os.environ.get("RATCHET_STORE", DEFAULT_STORE)
-    names = [url.removeprefix(f"{store}/") for url in (comparison.a, comparison.b)]
+    names = [run_argument(url) for url in (comparison.a, comparison.b)]
     lines = []
     for place, side in enumerate("AB"):
-        parts = [f"{key}: {values[place]}" for key, values in rewards.changed.items()]
+        parts = [f"{key} {both[place]}" for key, both in rewards.changed.items() if key != "reward.function"]
         if rewards.code is not None:
             parts.append(f"code {rewards.code[place][:12]}")
-        lines.append(f"the scores of {side} are those of {', '.join(parts)}")
+        details = f" ({', '.join(parts)})" if parts else ""
+        lines.append(f"{side} is scored by {rewards.names[place]}{details}")
+    if comparison.same_answers:
+        return [*lines, "both score the same answers: the difference is one of the rewards, not of the policies"]
     with_bs = shlex.join(f"{key}={b}" for key, (_, b) in rewards.changed.items())
     again = [f"{name}-rescored" for name in names]
     if not comparison.same_seed:  # whose training scores do not pair, and rescored runs have no validations
@@ -185,23 +194,27 @@ def _rewards(comparison: Comparison, rewards: Rewards) -> list[str]:
 
 
 def _verdict(comparison: Comparison) -> str:
-    where = f"{PLACES[comparison.kind]} {comparison.iteration}"
-    interval = (
-        f"95 % interval {_interval(comparison.low, comparison.high)}"
-        if comparison.low is not None
-        else "without an interval, since there is only one prompt"
-    )
-    held = (
-        f"the prompts' noise and that of training, as {counted(comparison.validations, EACH[comparison.kind][:-1])} "
-        "show it"
-    )
-    if comparison.kind == "train":
-        held = "the prompts' noise and that of training"
-    if comparison.validations == 1 and comparison.kind == "validation":
-        held = "the prompts' noise and, as one validation shows none, a guess of that of training: validate more often"
-    wide = "" if comparison.low is None else f", wider than half of the range of scores, {comparison.spread:.3g}"
+    """The verdict, and what its interval covers."""
+    where = f"in {PLACES[comparison.kind]} {comparison.iteration} over {counted(comparison.prompts, 'prompt')}"
+    if comparison.doubt == "different rewards":
+        return f"cannot tell: the scores are of different rewards, {where}"
+    if comparison.doubt == "equal scores":
+        return f"cannot tell: all scores are equal, {where}"
+    difference = f"{comparison.verdict}: {comparison.difference:+z.3f}"
+    if comparison.doubt == "one prompt":
+        return f"{difference}, without an interval, since there is only one prompt, {where}"
+    wide = f", wider than half of the range of scores, {comparison.spread:.3g}" if comparison.doubt else ""
     return (
-        f"{comparison.verdict}: {comparison.difference:+z.3f}, {interval}"
-        f"{wide if comparison.verdict == 'cannot tell' else ''}, in {where} over "
-        f"{counted(comparison.prompts, 'prompt')} (the interval holds {held})"
+        f"{difference}, 95 % interval {_interval(comparison.low, comparison.high)}{wide}, {where}\n{_noise(comparison)}"
     )
+
+
+def _noise(comparison: Comparison) -> str:
+    """What the interval of the verdict covers."""
+    if comparison.kind == "validation" and comparison.validations == 1:
+        return (
+            "the interval covers the noise of the prompts, and a guess at that of training, which one validation "
+            "cannot show: validate more often (validation.every)"
+        )
+    shown = f", as {comparison.validations} validations show it" if comparison.kind == "validation" else ""
+    return f"the interval covers the noise of the prompts and that of training{shown}"

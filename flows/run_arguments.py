@@ -46,3 +46,12 @@ def url_of(name: str, store: str) -> str:
     if "://" in name:
         return name.rstrip("/")
     return f"file://{Path(name).resolve()}" if Path(name).is_dir() and "/" in name else run_url(store, name)
+
+
+def run_argument(url: str) -> str:
+    """What a command of this environment takes for a run: its name in the default store, otherwise its URL.
+
+    Args:
+        url: the run's URL.
+    """
+    return url.removeprefix(f"{os.environ.get('RATCHET_STORE', DEFAULT_STORE)}/")

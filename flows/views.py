@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from flows.metrics import STATUS, shown_in
+from flows.run_arguments import run_argument
 from flows.terminal import visible
 from infra.execution import heartbeat
 from infra.execution.claims import run_url
@@ -198,12 +200,15 @@ def show(
     chosen = max(run.state.iteration - 1, 0) if iteration is None else iteration
     trajectories = run.trajectories(iterations=[chosen])
     if trajectories.empty:
-        raise UserError(f"iteration {chosen} of {run.config.run.name} has no committed trajectories yet")
+        none_yet = f"iteration {chosen} of {run.config.run.name} has no committed trajectories yet"
+        raise UserError("; ".join([none_yet, *_left_out(run, chosen, trajectories)]))
     if columns is None:
         has_turns = "turns" in trajectories and trajectories["turns"].notna().any()
-        response = ("turns", "turn_rewards") if has_turns else ("response",)
+        response: tuple[str, ...] = ("turns", "turn_rewards") if has_turns else ("response",)
         if "calls" in trajectories and trajectories["calls"].notna().any():
-            response = ("calls", "rollout_error")
+            response = ("calls",)
+        if "rollout_error" in trajectories and trajectories["rollout_error"].notna().any():
+            response += ("rollout_error",)
         names = [name for name in ("trajectory_id", "prompt", *response, "score") if name in trajectories]
     else:
         names = list(trajectories.columns) if columns == "all" else [name.strip() for name in columns.split(",")]
@@ -222,13 +227,34 @@ def show(
         count = int(answer(connection, f"select count(*) as n from trajectories {condition}")["n"][0])
     except duckdb.Error as error:
         raise UserError(f"--where {where!r}: {reason(error)}") from None
-    among = f"{count} that match, of {len(trajectories)}" if where else f"{count} trajectories"
+    whole = f"{len(trajectories)} trajectories"
+    among = f"{count} that match, of {whole}" if where else whole
     which = f"the first {len(matching)} of {among}" if len(matching) < count else among
     if format == "table" and not full:
         for name in ("prompt", "calls"):
             if name in matching:
                 matching[name] = _folded([_text(value) for value in matching[name]], _questions(trajectories, name))
     rows(console, matching, format, f"{run.config.run.name}, iteration {chosen}: {which}")
+    if format == "table":
+        for line in _left_out(run, chosen, trajectories):
+            console.print(line, highlight=False, soft_wrap=True)
+
+
+def _left_out(run: Run, iteration: int, shown: pd.DataFrame) -> list[str]:
+    """A line about the generated trajectories that some stage has no row of, such as those that failed, if any."""
+    generated = run.trajectories(iteration, ["trajectory_id", "rollout_error"])
+    if "trajectory_id" in shown:
+        generated = generated[~generated["trajectory_id"].isin(shown["trajectory_id"])]
+    if generated.empty:
+        return []
+    failed = int(generated["rollout_error"].notna().sum())
+    others = len(generated) - failed
+    kinds = [f"{failed} that failed"] * (failed > 0) + [f"{others} that a stage has no row of"] * (others > 0)
+    condition = " and rollout_error is not null" if failed else ""
+    sql = f"select trajectory_id, rollout_error from trajectories where iteration = {iteration}{condition}"
+    verb = "is" if len(generated) == 1 else "are"
+    name = shlex.quote(run_argument(run.store.url))
+    return [f'{" and ".join(kinds)} {verb} left out: `ratchet query {name} "{sql}"`']
 
 
 def _questions(trajectories: pd.DataFrame, column: str) -> dict[str, str]:
@@ -237,6 +263,8 @@ def _questions(trajectories: pd.DataFrame, column: str) -> dict[str, str]:
         return {}
     found: dict[str, str] = {}
     for prompt, messages in zip(trajectories["prompt"], trajectories["messages"], strict=True):
+        if not isinstance(messages, str):  # written by an older release
+            continue
         said = [message["content"] for message in json.loads(messages) if message["role"] == "user"]
         if said and isinstance(said[0], str):
             found[prompt] = said[0]
@@ -246,7 +274,7 @@ def _questions(trajectories: pd.DataFrame, column: str) -> dict[str, str]:
 def _folded(texts: Sequence[str], questions: Mapping[str, str]) -> list[str]:
     """Fold what all texts begin with, up to the user's first message, into one line that says how much it is."""
     distinct = list(dict.fromkeys(texts))
-    if len(distinct) == 1 and distinct[0] not in questions:
+    if len(distinct) < 2 and not questions.keys() & set(distinct):
         return list(texts)
     first, last = min(distinct), max(distinct)  # in order, the two that differ the earliest
     differs = (number for number, (one, other) in enumerate(zip(first, last, strict=False)) if one != other)
@@ -265,7 +293,7 @@ def rows(console: Console, frame: pd.DataFrame, format: str, title: str | None =
     """Print a frame as a table, as JSON lines, as CSV or as Markdown."""
     names = [str(name) for name in frame.columns]
     if format == "json":
-        print(frame.to_json(orient="records", lines=True), end="")
+        print(frame.to_json(orient="records", lines=True) if len(frame) else "", end="")
     elif format == "csv":
         print(visible(frame.to_csv(index=False)), end="")
     elif format == "md":

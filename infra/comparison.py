@@ -16,7 +16,8 @@ were validated only once. Each resampled difference gets a wobble, drawn from a 
 of freedom and scaled by :math:`\\sqrt w`.
 
 An interval that holds 0 is no sign that the runs are equal, unless it is narrow: it then excludes a difference that
-matters. If it is wider than `TOO_WIDE` of the range of the scores, the verdict is that nobody can tell.
+matters. If it is wider than `TOO_WIDE` of the range of the scores, the verdict is that nobody can tell. Nor can anybody
+if all scores are equal, of which a bootstrap makes an interval of width 0, or if the runs have different rewards.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from infra.store.records import Fork, StageCommit
 from infra.store.run_store import VALIDATE
 from rlhf.config import differences as config_differences
 from rlhf.config import yaml_text
+from rlhf.config.sections import RewardConfig
 from rlhf.errors import UserError, counted
 from rlhf.schema import TRAJECTORY
 
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
 
 Kind = Literal["validation", "train"]
 Verdict = Literal["B is better", "B is worse", "no difference", "cannot tell"]
+Doubt = Literal["different rewards", "equal scores", "one prompt", "wide interval"]
+"""Why nobody can tell."""
 
 RESAMPLES = 2000
 """With others, the ends of an interval would move by about 2 % of its width. The same scores always give the same
@@ -220,6 +224,8 @@ class Beside:
 class Rewards:
     """How the rewards of two runs differ."""
 
+    names: tuple[str, str]
+    """What scores A and B, such as ``countdown``."""
     changed: Mapping[str, tuple[str, str]]
     """Keys of the config that differ, such as `reward.function`, with the values of A and B as text."""
     code: tuple[str, str] | None
@@ -245,6 +251,8 @@ class Comparison:
     """Prompts that flipped in the iteration of the verdict; None if no score says whether an answer is right."""
     rewards: Rewards | None
     """What changes the meaning of a score; None: nothing does."""
+    same_answers: bool
+    """Whether both runs score the same answers: one is the other scored again, or both score those of a third."""
     unpaired: dict[Kind, int]
     """Answers of both runs that are left out: the other run has none to the same prompt. Training scores are compared
     only if the seed is the same: otherwise each run draws other prompts."""
@@ -260,15 +268,19 @@ class Comparison:
     difference: float
     """B minus A in that iteration, over all data sources."""
     low: float | None
-    """Ends of its interval, which also holds the noise of training; None if there is only one prompt."""
+    """Ends of its interval, which also holds the noise of training; None if there is only one prompt, or if all scores
+    of the iteration are equal."""
     high: float | None
     spread: float
     """The range of all scores that were compared, largest minus smallest."""
     verdict: Verdict
+    doubt: Doubt | None
+    """Why the verdict is "cannot tell"; None if it is another one."""
 
     def falls_short(self, margin: float) -> bool:
-        """Whether B is worse than A + `margin` with confidence: the whole interval is below it."""
-        return self.high is not None and self.high < margin
+        """Whether B must not pass as A + `margin`: the whole interval is below it, or the rewards differ, so that no
+        margin between the scores means anything."""
+        return self.rewards is not None or (self.high is not None and self.high < margin)
 
 
 def compare(a: Run, b: Run) -> Comparison:
@@ -311,10 +323,20 @@ def compare(a: Run, b: Run) -> Comparison:
     kind = next(iter(last_pairs))  # validations come first
     iteration, scores = max(whole[kind].items())
     moved = [scores.difference for at, scores in sorted(whole[kind].items()) if at > parted] or [scores.difference]
-    low, high = interval(scores, np.diff(moved).tolist())
+    scored = last_pairs[kind][["score_a", "score_b"]].to_numpy()
+    are_equal = bool((scored == scored[0, 0]).all())
+    low, high = (-np.inf, np.inf) if are_equal else interval(scores, np.diff(moved).tolist())
     spread = max(seen[kind]) - min(seen[kind])
     old, new = (config.model_dump(mode="json", exclude={"run": {"name", "store"}}) for config in configs)
     compared = {difference.iteration for difference in differences}
+    rewards = _rewards(runs, iteration, VALIDATE if kind == "validation" else "score")
+    verdict, doubt = verdict_of(low, high, spread), None
+    if rewards is not None:
+        verdict, doubt = "cannot tell", "different rewards"
+    elif are_equal:
+        verdict, doubt = "cannot tell", "equal scores"
+    elif verdict == "cannot tell":
+        doubt = "wide interval" if np.isfinite(low) else "one prompt"
     return Comparison(
         a=a.store.url,
         b=b.store.url,
@@ -324,7 +346,8 @@ def compare(a: Run, b: Run) -> Comparison:
         differences=tuple(differences),
         beside=_beside(runs, sorted(compared)),
         flips=_flips(runs, kind, iteration, last_pairs[kind]),
-        rewards=_rewards(runs, iteration, VALIDATE if kind == "validation" else "score"),
+        rewards=rewards,
+        same_answers=kind == "train" and not _sources(a).isdisjoint(_sources(b)),
         unpaired=unpaired,
         kind=kind,
         iteration=iteration,
@@ -335,8 +358,15 @@ def compare(a: Run, b: Run) -> Comparison:
         low=_finite(low),
         high=_finite(high),
         spread=spread,
-        verdict=verdict_of(low, high, spread),
+        verdict=verdict,
+        doubt=doubt,
     )
+
+
+def _sources(run: Run) -> set[str]:
+    """The URLs of the run and of the one whose generations it scores again, if it does."""
+    source = run.config.data.generations
+    return {run.store.url} if source is None else {run.store.url, source.rstrip("/")}
 
 
 def _rewards(runs: tuple[Run, Run], iteration: int, stage: str) -> Rewards | None:
@@ -347,7 +377,16 @@ def _rewards(runs: tuple[Run, Run], iteration: int, stage: str) -> Rewards | Non
     changed = {f"reward.{name}": (_one_line(whole[0][name]), _one_line(whole[1][name])) for name in names}
     digests = [run.store.manifests(iteration)[stage].fingerprint.parts.get("reward") for run in runs]
     code = (str(digests[0]), str(digests[1])) if None not in digests and digests[0] != digests[1] else None
-    return Rewards(changed, code) if changed or code is not None else None
+    if not changed and code is None:
+        return None
+    scorers = [_scorer(run.config.reward) for run in runs]
+    return Rewards((scorers[0], scorers[1]), changed, code)
+
+
+def _scorer(reward: RewardConfig) -> str:
+    """What scores: the functions, the reward model, both, or the environment alone."""
+    functions = [name if weight == 1 else f"{weight:g} {name}" for name, weight in reward.functions.items()]
+    return " + ".join([*functions, *(["the reward model"] if reward.model is not None else [])]) or "the environment"
 
 
 def _one_line(value: JsonValue) -> str:

@@ -46,12 +46,17 @@ def test_what_to_do_about_different_rewards_works(
     assert ratchet("rescore", "grpo", "--reward", "tests.rewards:digits", "--run", "b", "--store", store)[0] == 0
     code, out, err = ratchet("compare", "ppo", "b", "--store", store)
     assert code == 0, err
-    assert "the scores of A are those of reward.function: tests.rewards:letters" in out
-    assert "the scores of B are those of reward.function: tests.rewards:digits" in out
+    assert "A is scored by tests.rewards:letters" in out
+    assert "B is scored by tests.rewards:digits" in out
+    assert "the same answers" not in out
     *prepare, compared = re.findall("`ratchet ([^`]*)`", out)
     for command in prepare:
         code, _, err = ratchet(*shlex.split(command))
         assert code == 0, err
     code, out, err = ratchet(*shlex.split(compared))
     assert code == 0, err
-    assert "the scores of" not in out, "both are those of one reward"
+    assert "is scored by" not in out, "both are scored by one reward"
+    code, out, err = ratchet("compare", "grpo", "b", "--store", store)
+    assert code == 0, err
+    assert "both score the same answers: the difference is one of the rewards, not of the policies" in out
+    assert "`ratchet" not in out, "there is nothing to score again"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,8 +13,10 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
-from infra.comparison import PairedScores, compare, interval, verdict_of
+from flows.comparing import show
+from infra.comparison import Comparison, PairedScores, compare, interval, verdict_of
 from infra.forks import fork
 from infra.runs import Run, open_run
 from infra.store.manifest import Fingerprint, Manifest
@@ -219,11 +222,22 @@ def test_what_was_not_validated_is_said(tmp_path: Path) -> None:
         compare(a, other)
 
 
+def printed(comparison: Comparison) -> str:
+    console = Console(file=io.StringIO(), width=1000)
+    show(console, comparison, 0, None, "table")
+    return console.file.getvalue()
+
+
 def test_an_interval_that_is_too_wide_cannot_tell(tmp_path: Path) -> None:
     a, b = made(tmp_path, "a", [[0] * 8, [0, 1, 0, 5]]), made(tmp_path, "b", [[0] * 8, [0, 0, 5, 0]])
     result = compare(a, b)
     assert result.high - result.low > 0.5 * result.spread == 2.5
-    assert result.verdict == "cannot tell", "of four prompts"
+    assert (result.verdict, result.doubt) == ("cannot tell", "wide interval"), "of four prompts"
+    assert "wider than half of the range of scores, 5, in" in printed(result)
+    a, b = made(tmp_path, "c", [[0]]), made(tmp_path, "d", [[1]])
+    result = compare(a, b)
+    assert (result.verdict, result.doubt, result.low) == ("cannot tell", "one prompt", None)
+    assert "without an interval, since there is only one prompt" in printed(result)
 
 
 def test_a_fork_is_compared_from_where_it_begins(tmp_path: Path) -> None:
@@ -244,6 +258,7 @@ def test_the_command_prints_what_it_found(command: Command, tmp_path: Path) -> N
     store = ("--store", f"file://{command.folder}")
     out = command("compare", "a", "b")
     assert "B is worse: -1.000, 95 % interval -1.000 to -1.000" in out
+    assert "over 8 prompts\nthe interval covers the noise of the prompts, and a guess at that of training, which" in out
     assert "B solves 0 prompts that A does not, and A 8 that B does not" in out
     assert "prompts that flipped: the first 5 of 8" in out
     assert "\\x1b[2J" in out and "\x1b[2J" not in out, "nothing that a model wrote acts on the terminal"
@@ -266,17 +281,46 @@ def test_the_command_says_which_rewards_differ_and_what_to_do(command: Command) 
     text = '{"mine.py:score": {"strict": true}}'
     values = f"reward.function=mine.py:score 'reward.options={text}'"
     out = command("compare", "a", "b")
-    assert "the scores of A are those of reward.function: countdown, reward.options: {}\n" in out
-    assert f"the scores of B are those of reward.function: mine.py:score, reward.options: {text}\n" in out
+    assert "A is scored by countdown + the reward model (reward.options {})\n" in out
+    assert f"B is scored by mine.py:score + the reward model (reward.options {text})\n" in out
     assert f"`ratchet rescore {at}/a --run a-rescored {values}`, then `ratchet compare {at}/a-rescored {at}/b`" in out
-    assert "cannot tell: +0.000, 95 % interval" in out and "wider than half of the range of scores, 1, in" in out
     assert f"`ratchet evaluate {at}/a reward.function=constant`" in command("compare", "a", "c")
     out = command("compare", "a", "d")
-    assert "the scores of A are those of code none\nthe scores of B are those of code abcdef012345\n" in out
+    assert "A is scored by countdown + the reward model (code none)\n" in out
+    assert "B is scored by countdown + the reward model (code abcdef012345)\n" in out
     again = [f"`ratchet rescore {at}/{name} --run {name}-rescored`" for name in "ad"]
     assert f"{', then '.join(again)}, then `ratchet compare {at}/a-rescored {at}/d-rescored`" in out
     made(command.folder, "e", [[0] * 8, [1, 0] * 4], code="abcdef0123456789", run__seed=1)
     out = command("compare", "a", "e")
     assert f"now: `ratchet evaluate {at}/a`, then `ratchet evaluate {at}/e`, and compare what they print\n" in out
     assert "ratchet rescore" not in out, "such runs would have nothing in common"
-    assert "the scores of" not in command("compare", "a", "a")
+    assert "is scored by" not in command("compare", "a", "a")
+
+
+@pytest.mark.parametrize("difference", [{"reward__function": "constant"}, {"code": "abcdef0123456789"}])
+def test_scores_of_different_rewards_have_no_verdict(
+    command: Command,  # noqa: F811
+    difference: Any,
+) -> None:
+    made(command.folder, "a", [[0, 1] * 4] * 5)
+    made(command.folder, "b", [[1] * 8] * 5, **difference)
+    at_least = ("compare", "a", "b", "--at-least", "-9", "--store", f"file://{command.folder}")
+    code, out, _ = command.ratchet(*at_least)
+    assert code == 1
+    assert "cannot tell: the scores are of different rewards, in the validation before iteration 4" in out
+    assert out.endswith("--at-least -9: fails, scores of different rewards cannot be compared\n")
+    code, out, _ = command.ratchet(*at_least, "--format", "json")
+    found = json.loads(out)
+    assert (code, found["verdict"], found["doubt"]) == (1, "cannot tell", "different rewards")
+
+
+@pytest.mark.parametrize("score", [0, 1])
+def test_scores_that_are_all_equal_cannot_tell(command: Command, score: float) -> None:  # noqa: F811
+    for name in "ab":
+        made(command.folder, name, [[0, 1] * 4, [score] * 8])
+    result = compare(*(open_run(f"file://{command.folder}/{name}") for name in "ab"))
+    assert (result.verdict, result.doubt, result.low, result.high) == ("cannot tell", "equal scores", None, None)
+    assert not result.falls_short(0.5), "nothing is known with confidence"
+    out = command("compare", "a", "b", "--at-least", "0")
+    assert "cannot tell: all scores are equal, in the validation before iteration 1 over 8 prompts\n" in out
+    assert out.endswith("--at-least 0: holds, there is no interval that could be below it\n")

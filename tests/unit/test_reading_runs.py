@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -254,6 +255,38 @@ def test_show_says_how_many_it_shows(command: Command) -> None:
     half = "trajectory_id like '%s00'"
     assert "iteration 0: the first 2 of 4 that match, of 8" in command("show", "run", "--limit", 2, "--where", half)
     assert 'Nearest columns: "score"' in command.error("show", "run", "--where", "scor > 0")
+    nothing = ("show", "run", "--where", "score > 100")
+    assert "iteration 0: 0 that match, of 8 trajectories" in " ".join(command(*nothing).split())
+    assert command(*nothing, "--format", "json") == ""
+
+
+def test_show_says_what_it_leaves_out(command: Command) -> None:
+    store = RunStore.at(f"file://{command.folder}/new")
+    claimed = open_run(f"file://{command.folder}/run").state.claim
+    assert claimed is not None
+    store.log.claim(claimed)
+    generated = {
+        "trajectory_id": ["a", "b", "c", "d"],
+        "prompt": ["Who?"] * 4,
+        "response": ["Me."] * 4,
+        "rollout_error": [None, "it fell", None, "it fell"],
+    }
+
+    def commit(stage: Stage, number: int, rows: Mapping[str, object]) -> None:
+        shard = store.write_shard(0, stage.name, number, 0, pa.table(rows))
+        store.commit(ShardCommit(iteration=0, stage=stage.name, shard=number, data=shard, term=1, seconds=0.0))
+
+    commit(GENERATE, 0, generated)
+    out = command("show", "new")
+    assert "iteration 0: 4 trajectories" in out and out.count("it fell") == 2 and "left out" not in out
+    assert "rollout_error" not in command("show", "run"), "which is null in all rows"
+    commit(SCORE, 0, {"trajectory_id": ["a"], "score": pa.array([1.0], pa.float32())})
+    out = command("show", "new")
+    assert "iteration 0: 1 trajectories" in out
+    begin = "\n2 that failed and 1 that a stage has no row of are left out: `ratchet query "
+    *_, listing = out[out.index(begin) :].rstrip("`\n").split("`ratchet ")
+    assert command(*shlex.split(listing)).count("it fell") == 2
+    assert "left out" not in command("show", "new", "--format", "json")
 
 
 SYSTEM = "<|im_start|>system\n" + "You may call a tool.\n" * 11 + "<|im_end|>\n"
