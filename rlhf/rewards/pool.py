@@ -32,7 +32,7 @@ import psutil
 
 from rlhf import child_processes
 from rlhf.data.prompts import structures
-from rlhf.errors import RatchetError
+from rlhf.errors import NotFinite, RatchetError
 from rlhf.rewards import BUILT_IN, JUDGE, auto
 from rlhf.rewards.functions import (
     FAILURES,
@@ -293,7 +293,7 @@ def try_rewards(reward: RewardConfig, prompts: Sequence[Prompt], tokenize: Calla
             continue
         bug = _without_place(str(score), answers[number * samples : (number + 1) * samples]) if is_own else n
         if reported.isdisjoint((n, bug)):
-            remedy = _remedy(reward) if is_own and is_failure(score) else ""
+            remedy = _remedy(reward) if is_own and isinstance(score, RewardFailed | NotFinite) else ""
             yield (
                 f"{prompt.where}: {KEY} {' + '.join(reward.functions)} cannot score {kind} to this prompt: {score}"
                 f"{remedy}{_other_built_in(reward, prompt)}"
@@ -311,9 +311,8 @@ def _remedy(reward: RewardConfig) -> str:
     remedy = ": return a score for such answers"
     if reward.on_error != "fail":
         return remedy
-    return (
-        f"{remedy}, or set reward.on_error=zero, which allows reward.max_error_share {reward.max_error_share:g} to fail"
-    )
+    share = f"reward.max_error_share {reward.max_error_share:g}"
+    return f"{remedy}, or set reward.on_error=zero, which scores them 0 unless more than {share} of a shard's fail"
 
 
 def _trial(
