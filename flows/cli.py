@@ -867,7 +867,7 @@ def ingest(
         list[str],
         typer.Argument(
             metavar="RUN|FILE...",
-            help="runs that were served, and files of chats (Parquet, JSON, CSV)",
+            help="runs that were served, and files of chats (Parquet, Arrow, JSON, CSV)",
             autocompletion=run_names,
         ),
     ],
@@ -968,7 +968,7 @@ def _snapshot(run: Run, iteration: int | None, best: bool) -> int:
 @app.command()
 def sft(
     model: Annotated[str, typer.Option(help="the model to start from")],
-    data: Annotated[str, typer.Option(help="Parquet, JSON or CSV with prompt and response, or with messages")],
+    data: Annotated[str, typer.Option(help="Parquet, Arrow, JSON or CSV with prompt and response, or with messages")],
     output: Annotated[Path, typer.Option(help="folder of the resulting model; its name is also the run's")],
     steps: Annotated[int, typer.Option(help="optimizer steps", min=1)] = 250,
     batch_examples: Annotated[int, typer.Option(help="examples per optimizer step", min=1)] = 128,
@@ -999,7 +999,7 @@ def sft(
 @app.command()
 def reward_model(
     model: Annotated[str, typer.Option(help="the model to start from, such as a supervised one")],
-    data: Annotated[str, typer.Option(help="Parquet, JSON or CSV with prompt, chosen and rejected")],
+    data: Annotated[str, typer.Option(help="Parquet, Arrow, JSON or CSV with prompt, chosen and rejected")],
     output: Annotated[Path, typer.Option(help="folder of the resulting model; its name is also the run's")],
     validation: Annotated[str | None, typer.Option(help="held-out pairs")] = None,
     epochs: Annotated[int, typer.Option(help="passes over the pairs", min=1)] = 1,

@@ -62,7 +62,7 @@ def countdown(
 Source = Annotated[
     str,
     typer.Option(
-        help="path or URL of a file, or of a folder or hub dataset with train.* and test.* (Parquet, JSON, CSV)"
+        help="path or URL of a file, or of a folder or hub dataset with train.* and test.* (Parquet, Arrow, JSON, CSV)"
     ),
 ]
 Output = Annotated[Path, typer.Argument(metavar="OUT", help="folder for train.parquet and test.parquet")]
@@ -124,12 +124,11 @@ def _write_splits(output: Path, source: str, convert: Callable[..., Any]) -> Non
     for name in sorted(names):
         # test.jsonl, test-00000-of-00001.parquet, but not test_socratic.jsonl; a single file is for training by default
         named_split = re.match(r"(train|test)[.-]", Path(name).name)
-        if (named_split or not is_folder) and name.endswith(ENDINGS):
-            urls_of_split.setdefault(named_split[1] if named_split else "train", []).append(
-                files.unstrip_protocol(name)
-            )
-    if not urls_of_split or (is_folder and "train" not in urls_of_split):
-        raise UserError(f"--source {source} has no train file of a format that is read: {FORMATS}")
+        if not is_folder or (named_split and name.endswith(ENDINGS)):
+            url = files.unstrip_protocol(name) if is_folder else source
+            urls_of_split.setdefault(named_split[1] if named_split else "train", []).append(url)
+    if is_folder and "train" not in urls_of_split:
+        raise UserError(f"--source {source} has no train file, such as train.jsonl: the formats are {FORMATS}")
     for split, urls in sorted(urls_of_split.items(), reverse=True):
         table = convert((row for url in urls for row in read(url)), split)
         make_folder(output)

@@ -18,7 +18,7 @@ from rlhf.data.examples import example_of
 from rlhf.data.files import read
 from rlhf.data.folders import name_of
 from rlhf.data.formats import Messages
-from rlhf.errors import UserError, counted
+from rlhf.errors import UserError, counted, in_one_line
 
 PROMPTS = pa.schema(
     {
@@ -166,7 +166,7 @@ def _of_file(url: str, left_out: Counter[str]) -> Iterator[dict[str, Any]]:
         if (example := example_of(row, where)) is None:
             raise UserError(
                 f"{where}: chats are rows of messages or conversations that end with an answer, or of prompt and "
-                f"response; there are {', '.join(row)}"
+                f"response; there are {in_one_line(', '.join(row))}"
             )
         prompt, response = example
         if not all(map(_is_plain, prompt)):
@@ -187,7 +187,9 @@ def _ratings(url: str) -> dict[str, float]:
     for where, row in read(url):
         score = _score(row, where)
         if not isinstance(row.get("id"), str) or score is None:
-            raise UserError(f"{where}: ratings are rows of id and score (or rating); there are {', '.join(row)}")
+            raise UserError(
+                f"{where}: ratings are rows of id and score (or rating); there are {in_one_line(', '.join(row))}"
+            )
         ratings[row["id"]] = score
     return ratings
 

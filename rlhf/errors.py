@@ -49,6 +49,6 @@ def reached(done: int, total: int) -> str:
     return f"{counted(done, 'iteration')}, more than train.iterations {total}"
 
 
-def in_one_line(error: BaseException) -> str:
-    """The message of an error without line breaks."""
-    return " ".join(str(error).split())
+def in_one_line(text: BaseException | str) -> str:
+    """The message of an error, or a text, without line breaks and tabs."""
+    return " ".join(str(text).split())

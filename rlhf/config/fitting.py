@@ -14,7 +14,7 @@ class FitConfig(Section):
 
     run: RunSection = Field(RunSection(), description="name, store and seed; the training is committed like any run")
     model: ModelConfig = Field(description="model to start from")
-    data: str = Field(description="file of examples: Parquet, JSON or CSV, any fsspec URL")
+    data: str = Field(description="file of examples: Parquet, Arrow, JSON or CSV, any fsspec URL")
     output: str = Field(description="folder for the resulting Hugging Face model")
     micro_batch_tokens: int = Field(16384, gt=0, description="tokens computed at once, including padding")
     lr: float = Field(1e-5, gt=0, description="largest learning rate of AdamW")
@@ -46,7 +46,8 @@ class SFTConfig(FitConfig):
     """Supervised fine-tuning."""
 
     data: str = Field(
-        description="Parquet, JSON or CSV with prompt and response (or completion), or with messages; any fsspec URL"
+        description="Parquet, Arrow, JSON or CSV with prompt and response (or completion), or with messages; "
+        "any fsspec URL"
     )
     prompt_column: str = Field("prompt", description="column of the prompt: text, or messages {role, content}")
     response_column: str = Field("response", description="column of the response: text, or messages {role, content}")
@@ -60,7 +61,7 @@ class SFTConfig(FitConfig):
 class RewardTraining(FitConfig):
     """Training a reward model on preferences."""
 
-    data: str = Field(description="Parquet, JSON or CSV with prompt, chosen and rejected; any fsspec URL")
+    data: str = Field(description="Parquet, Arrow, JSON or CSV with prompt, chosen and rejected; any fsspec URL")
     validation: str | None = Field(None, description="file of held-out pairs, to measure accuracy; null: none")
     epochs: int = Field(1, gt=0, description="passes over the pairs")
     batch_pairs: int = Field(64, gt=0, description="pairs per optimizer step")

@@ -198,8 +198,8 @@ class ReplayConfig(Section):
 class DataConfig(Section):
     train: OneOrMore[str] = Field(
         min_length=1,
-        description="prompt files (Parquet, JSON or CSV, any fsspec URL), or local folders of datasets (folder:split), "
-        "in order",
+        description="prompt files (Parquet, Arrow, JSON or CSV, any fsspec URL), or local folders of datasets "
+        "(folder:split), in order",
     )
     weights: tuple[Annotated[float, Field(gt=0)], ...] | None = Field(
         None,

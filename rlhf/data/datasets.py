@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from rlhf.errors import UserError
+from rlhf.errors import UserError, in_one_line
 from rlhf.rewards.math import boxed
 
 MESSAGES = pa.list_(pa.struct({"role": pa.string(), "content": pa.string()}))
@@ -96,7 +96,7 @@ def prompts(
     def convert(where: str, row: Mapping[str, Any]) -> dict[str, str]:
         expected = "" if truth is None else _value(row, truth, where)
         if expected is None:
-            raise UserError(f"{where}: {truth} is null")
+            raise UserError(f"{where}: {truth} of this row is empty: fill it in, or remove the row")
         expected = expected if isinstance(expected, str) else json.dumps(expected, ensure_ascii=False, default=str)
         return {"question": text(row, prompt, where), "truth": expected, "answer": expected}
 
@@ -129,12 +129,14 @@ def text(row: Mapping[str, Any], column: str, where: str) -> str:
         UserError: there is no such column, or it is empty or not a text.
     """
     value = _value(row, column, where)
-    if not isinstance(value, str) or not value.strip():
-        raise UserError(f"{where}: {column} is empty, or not a text")
+    if value is None or (isinstance(value, str) and not value.strip()):
+        raise UserError(f"{where}: {column} of this row is empty: fill it in, or remove the row")
+    if not isinstance(value, str):
+        raise UserError(f"{where}: {column} is not a text")
     return value
 
 
 def _value(row: Mapping[str, Any], column: str, where: str) -> Any:
     if column not in row:
-        raise UserError(f"{where}: there is no {column}; there are {', '.join(row)}")
+        raise UserError(f"{where}: there is no {column}; there are {in_one_line(', '.join(row))}")
     return row[column]

@@ -9,7 +9,7 @@ from rlhf.batch import TrajectoryBatch
 from rlhf.data.files import read
 from rlhf.data.formats import Messages, messages_of, with_system
 from rlhf.data.prompts import Prompt, beginning, end_of_turn, tokens, with_response
-from rlhf.errors import UserError
+from rlhf.errors import UserError, in_one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,8 +41,8 @@ def supervised(
         if (example := example_of(row, where, prompt=prompt, response=response)) is None:
             raise UserError(
                 f"{where} has no {prompt if prompt not in row else response}: supervised examples are rows of {prompt} "
-                f"and {response}, or of messages or conversations; there are {', '.join(row)} (set other names in "
-                "prompt_column and response_column)"
+                f"and {response}, or of messages or conversations; there are {in_one_line(', '.join(row))} "
+                "(set other names in prompt_column and response_column)"
             )
         messages, answer = example
         question = Prompt("", messages, ground_truth=None, ground_truth_is_json=False, extra_info="{}", where=where)
@@ -172,7 +172,7 @@ def pair_of(row: Mapping[str, Any], where: str) -> Iterator[tuple[Messages, str]
     """
     for column in ("chosen", "rejected"):
         if column not in row:
-            columns = ", ".join(row)
+            columns = in_one_line(", ".join(row))
             raise UserError(
                 f"{where} has no {column}: preferences are rows of prompt, chosen and rejected; there are {columns}"
             )

@@ -16,7 +16,7 @@ from rlhf.data.examples import example_of
 from rlhf.data.folders import data_files
 from rlhf.data.formats import Messages
 from rlhf.data.prompts import Prompt, PromptDataset, end_of_turn
-from rlhf.errors import UserError
+from rlhf.errors import UserError, in_one_line
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -112,7 +112,7 @@ class ExpertAnswers:
         if (example := example_of(row, where)) is None:
             raise UserError(
                 f"{where}: answers of experts are rows of prompt and response (or completion), or of messages or "
-                f"conversations that end with the answer; there are {', '.join(row)}"
+                f"conversations that end with the answer; there are {in_one_line(', '.join(row))}"
             )
         return where, *example
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+import re
 import threading
 from array import array
 from bisect import bisect_right
@@ -17,10 +18,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from io import BufferedReader, BytesIO, TextIOWrapper
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rlhf.data.folders import ENDINGS, FORMATS, data_files
+from rlhf.data.folders import ENDINGS, data_files, unread
 from rlhf.data.formats import without_nulls
 from rlhf.errors import RatchetError, UserError, in_one_line
 
@@ -57,7 +58,7 @@ def open_rows(url: str) -> Rows:
 
     Args:
         url: path or fsspec URL, such as ``hf://datasets/openai/gsm8k/main/....parquet``. The ending tells the format,
-            one of `FORMATS`; a file with another ending may hold JSON. ``.arrow`` is what
+            one of `folders.FORMATS`; a file with another ending may hold JSON. ``.arrow`` is what
             `datasets.Dataset.save_to_disk` writes. The cells of ``.csv`` and ``.tsv`` are texts, and empty ones None;
             see `LISTS` and `OBJECTS`.
 
@@ -79,7 +80,7 @@ def open_rows(url: str) -> Rows:
     with _opened(url) as file:
         begins = file.read(HEAD_BYTES).lstrip()[:1]
     if not url.endswith(ENDINGS) and begins not in (b"{", b"["):
-        raise UserError(f"{url} is of another format than those that are read: {FORMATS}")
+        raise unread(url)
     return _Held(url, _array(url)) if begins == b"[" else _Lines(url)
 
 
@@ -292,16 +293,32 @@ def _csv(url: str, separator: str) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     csv.field_size_limit(2**31 - 1)  # of a process: the default forbids texts of 128 KiB
     with _opened(url) as file:
-        table = csv.DictReader(TextIOWrapper(file, "utf-8-sig", newline=""), delimiter=separator, strict=True)
+        text = TextIOWrapper(file, "utf-8-sig", newline="")
         try:
-            for row in table:
+            header = text.readline()
+            _check_separator(url, header, separator)
+            for row in csv.DictReader(chain([header], text), delimiter=separator, strict=True):
                 where = f"{url}, row {len(rows) + 1}"
                 if None in row:
                     raise UserError(f"{where} has more cells than the header: quote texts that hold {separator!r}")
                 rows.append({column: _cell(column, cell or None, where) for column, cell in row.items()})
         except (csv.Error, UnicodeDecodeError) as error:
-            raise UserError(f"{url}, row {len(rows) + 1} is not CSV in UTF-8: {error}") from None
+            reason = str(error).replace("\t", "\\t")
+            raise UserError(f"{url}, row {len(rows) + 1} is not CSV in UTF-8: {reason}") from None
     return rows
+
+
+def _check_separator(url: str, header: str, separator: str) -> None:
+    """Raises `UserError` if only another separator is in the header, outside quotes."""
+    names = re.sub('"[^"]*("|$)', "", header)
+    if separator in names or (found := next((other for other in ",;\t|" if other in names), None)) is None:
+        return
+    fitting = next((ending for ending, other in SEPARATORS.items() if other == found), None)
+    save = (
+        "save it with commas, or as .tsv with tabs" if separator == "," else "save it with tabs, or as .csv with commas"
+    )
+    remedy = save if fitting is None else f"name it {fitting}"
+    raise UserError(f"{url}: its cells are separated by {found!r}, not by {separator!r}: {remedy}")
 
 
 def _cell(column: str, cell: str | None, where: str) -> Any:

@@ -49,10 +49,15 @@ def data_files(path: str) -> list[str]:
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read the dataset in {folder}: {in_one_line(error)}") from None
     files = splits[_chosen(folder, "split", splits, split, f"{config}/" if config else "")]
-    unread = next((file for file in files if not file.name.endswith(ENDINGS)), None)
-    if unread is not None:
-        raise UserError(f"{unread} is of another format than those that are read: {FORMATS}")
+    for file in files:
+        if not file.name.endswith(ENDINGS):
+            raise unread(file)
     return [str(file) for file in files]
+
+
+def unread(path: str | Path) -> UserError:
+    """The error of a file of another format."""
+    return UserError(f"cannot read {path}: the formats are {FORMATS}")
 
 
 def name_of(path: str) -> str:
@@ -145,7 +150,7 @@ def _chosen(folder: Path, kind: str, names: Iterable[str], wanted: str, before: 
     """The wanted name, or the only one."""
     known = list(names)
     if not known:
-        raise UserError(f"{folder} has no data files: {FORMATS}")
+        raise UserError(f"{folder} has no data files: the formats are {FORMATS}")
     if wanted in known:
         return wanted
     if not wanted and len(known) == 1:

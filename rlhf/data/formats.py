@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple, NotRequired, TypedDict, cast
 
-from rlhf.errors import UserError
+from rlhf.errors import UserError, in_one_line
 
 
 class Message(TypedDict):
@@ -26,10 +26,14 @@ Messages = list[Message]
 """A conversation."""
 SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 """Roles of ShareGPT's `from`."""
+PROMPTS = ("prompt", "messages", "conversations")
+"""Columns of a prompt, in order of precedence."""
 TRUTHS = ("ground_truth", "solution", "answer")
 """Columns of a ground truth outside `reward_model`, in order of precedence."""
 LAYOUT = ("data_source", "prompt", "ability", "reward_model", "extra_info")
 """The columns of verl's layout."""
+CALLS = 'a list of {"function": {"name": ..., "arguments": {...}}}'
+"""What `tool_calls` should be, for errors."""
 
 
 class Question(NamedTuple):
@@ -55,11 +59,14 @@ def question_of(row: Mapping[str, Any], where: str) -> Question:
     Raises:
         UserError: there is no prompt, or it is empty or malformed.
     """
-    column = next((name for name in ("prompt", "messages", "conversations") if row.get(name) is not None), None)
+    column = next((name for name in PROMPTS if row.get(name) is not None), None)
     if column is None:
+        if empty := [name for name in PROMPTS if name in row]:
+            raise UserError(f"{where}: {' and '.join(empty)} of this row is empty: fill it in, or remove the row")
         raise UserError(
-            f"{where}: prompt is missing; there are {', '.join(row)}. Rows have a prompt, messages or conversations: "
-            "rename the column, or write such rows with `ratchet data prompts --prompt COLUMN --truth COLUMN`"
+            f"{where}: prompt is missing; there are {in_one_line(', '.join(row))}. Rows have a prompt, messages or "
+            "conversations: rename the column, or write such rows with `ratchet data prompts OUT --source FILE "
+            "--data-source NAME --prompt COLUMN --truth COLUMN`"
         )
     messages, answer = messages_of(row[column], where, column), None
     if column == "prompt":
@@ -114,9 +121,11 @@ def messages_of(value: Any, where: str, column: str = "prompt") -> Messages:
     """
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
-    if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
-        raise UserError(f"{where}: {column} should be a list of messages {{role, content}}")
-    return [_message(message, where, column) for message in value]
+    if not isinstance(value, list):
+        raise UserError(f"{where}: {column} should be a list of messages {{role, content}}, and is {_shown(value)}")
+    if not value:
+        raise UserError(f"{where}: {column} is an empty list: give it at least one message {{role, content}}")
+    return [_message(message, f"{where}: {column}[{number}]") for number, message in enumerate(value)]
 
 
 def text_of(message: Message) -> str:
@@ -156,43 +165,72 @@ def with_system(messages: Messages, row: Mapping[str, Any]) -> Messages:
     return [{"role": "system", "content": system}, *messages] if isinstance(system, str) and system else messages
 
 
-def _message(value: Mapping[str, Any], where: str, column: str) -> Message:
-    given = _of_sharegpt(without_nulls(value, but="arguments"), where, column)
+def _message(value: Any, at: str) -> Message:
+    """A message; `at` is its place, for errors."""
+    if not isinstance(value, dict):
+        raise UserError(f"{at} should be a message {{role, content}}, and is {_shown(value)}")
+    given = without_nulls(value, but="arguments")
+    is_sharegpt = "from" in value and "role" not in given
+    role_key, content_key = ("from", "value") if is_sharegpt else ("role", "content")
+    role = given.get(role_key)
+    if not isinstance(role, str):
+        raise UserError(f"{at} has {_state(value, role_key)}: say whose message it is, such as user or assistant")
+    if is_sharegpt:
+        if role not in SHAREGPT:
+            raise UserError(f"{at} is from {_shown(role)}: from should be one of {', '.join(SHAREGPT)}")
+        role = SHAREGPT[role]
+        given = {"role": role, **({"content": given["value"]} if "value" in given else {})}
+    at = f"{at} ({role})" if role.isidentifier() else at
     calls, content = given.pop("tool_calls", None) or [], given.get("content")
+    if not calls and given.get("function_call"):
+        raise UserError(f"{at} has function_call, of an old API: write it as tool_calls, {CALLS}")
     if isinstance(content, list) and (kinds := [part.get("type") for part in content if isinstance(part, dict)]):
         if others := [kind for kind in kinds if kind != "text"]:
-            raise UserError(f"{where}: {column} has a message with {others[0]}: models see text only")
+            raise UserError(f"{at} has content with {others[0]}: models see text only")
         content = "".join(str(part.get("text", "")) for part in content)
     if calls and content is None:
         content = ""
-    if not isinstance(given.get("role"), str) or not isinstance(content, str):
-        raise UserError(f"{where}: {column} should be a list of messages {{role, content}}")
+    if content is None and role == "assistant":
+        raise UserError(
+            f"{at} has {_state(value, content_key)} and {_state(value, 'tool_calls')}: give it a text or calls of tools"
+        )
+    if not isinstance(content, str):
+        empty = "" if role == "user" else ', or "" if it has none'
+        raise UserError(f"{at} has {_state(value, content_key)}: write its text{empty}")
     message: dict[str, Any] = {**given, "content": content}
     if calls:
-        message["tool_calls"] = [_call(call, where, column) for call in calls]
+        if not isinstance(calls, list):
+            raise UserError(f"{at}: tool_calls should be {CALLS}, and is {_shown(calls)}")
+        message["tool_calls"] = [_call(call, at, number) for number, call in enumerate(calls)]
     return cast(Message, message)
 
 
-def _call(call: Any, where: str, column: str) -> dict[str, Any]:
+def _call(call: Any, at: str, number: int) -> dict[str, Any]:
     """A call of a tool, with its arguments as an object."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(name := function.get("name"), str):
-        raise UserError(f"{where}: {column} should have tool_calls {{function: {{name, arguments}}}}")
-    arguments = function.get("arguments") or {}
-    if isinstance(arguments, str):
+        raise UserError(f"{at}: tool_calls should be {CALLS}, and tool_calls[{number}] is {_shown(call)}")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str) and arguments:
         try:
             arguments = json.loads(arguments)
         except ValueError as error:
-            raise UserError(f"{where}: {column} calls {name} with arguments that are not JSON: {error}") from None
+            raise UserError(f"{at} calls {_shown(name)} with arguments that are not JSON: {error}") from None
+    if arguments in (None, ""):  # of a function without parameters
+        arguments = {}
+    if not isinstance(arguments, dict):
+        raise UserError(
+            f"{at} calls {_shown(name)} with arguments {_shown(arguments)}: write an object that names each argument"
+        )
     function = {**function, "arguments": arguments}
     return {**call, "function": function} if "function" in call else function
 
 
-def _of_sharegpt(message: dict[str, Any], where: str, column: str) -> dict[str, Any]:
-    if "from" not in message or "role" in message:
-        return message
-    if message["from"] not in SHAREGPT:
-        raise UserError(
-            f"{where}: {column} has a message from {message['from']!r}: from should be one of {', '.join(SHAREGPT)}"
-        )
-    return {"role": SHAREGPT[message["from"]], "content": message.get("value")}
+def _state(message: Mapping[str, Any], key: str) -> str:
+    """What is wrong with a key."""
+    return f"{key} {_shown(message[key])}" if key in message else f"no {key}"
+
+
+def _shown(value: Any) -> str:
+    """The start of a value as JSON, which has no line breaks."""
+    return f"{json.dumps(value, ensure_ascii=False, default=str):.60}"

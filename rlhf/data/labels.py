@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rlhf.data.files import read
-from rlhf.errors import UserError
+from rlhf.errors import UserError, in_one_line
 
 Preferred = Literal["a", "b", "tie"]
 MEANS: Mapping[str, Preferred] = {"a": "a", "b": "b", "tie": "tie", "left": "a", "right": "b"}
@@ -73,7 +73,7 @@ def read_labels(url: str, pair_ids: Collection[str]) -> Labels:
         try:
             pair_id, preferred = _label(row)
         except ValueError as error:
-            mistakes.append(f"{where}: {error}")
+            mistakes.append(f"{where}: {in_one_line(error)}")
             continue
         if pair_id in pair_ids:
             votes[pair_id] += preferred

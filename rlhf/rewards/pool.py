@@ -32,7 +32,7 @@ import psutil
 
 from rlhf import child_processes
 from rlhf.data.prompts import structures
-from rlhf.errors import RatchetError
+from rlhf.errors import NotFinite, RatchetError
 from rlhf.rewards import BUILT_IN, JUDGE, auto
 from rlhf.rewards.functions import (
     FAILURES,
@@ -258,7 +258,8 @@ def try_rewards(reward: RewardConfig, prompts: Sequence[Prompt], tokenize: Calla
         tokenize: gives the tokens of an answer.
 
     Yields:
-        One line for each prompt whose answers cannot be scored, with the file, the row and the first failure.
+        One line for each prompt whose answers cannot be scored, with the file, the row and the first failure; and only
+        one for all prompts for which a function of the user's fails by the same error.
 
     Raises:
         RewardFailed: the reward process could not start.
@@ -286,14 +287,32 @@ def try_rewards(reward: RewardConfig, prompts: Sequence[Prompt], tokenize: Calla
         scores = pool.score(answers)[::samples]
     finally:
         pool.close()
-    failed = set[int]()
-    for (n, kind, prompt, _), score in zip(trials, scores, strict=True):
-        if isinstance(score, RatchetError) and n not in failed:
-            failed.add(n)
+    reported = set[int | str]()
+    for number, ((n, kind, prompt, _), score) in enumerate(zip(trials, scores, strict=True)):
+        if not isinstance(score, RatchetError):
+            continue
+        bug = _without_place(str(score), answers[number * samples : (number + 1) * samples]) if is_own else n
+        if reported.isdisjoint((n, bug)):
+            remedy = _remedy(reward) if is_own and isinstance(score, RewardFailed | NotFinite) else ""
             yield (
                 f"{prompt.where}: {KEY} {' + '.join(reward.functions)} cannot score {kind} to this prompt: {score}"
-                f"{_other_built_in(reward, prompt)}"
+                f"{remedy}{_other_built_in(reward, prompt)}"
             )
+        reported |= {n, bug}
+
+
+def _without_place(error: str, group: Sequence[Trajectory]) -> str:
+    for asked in (group, group[:1]):
+        error = error.removesuffix(f" ({place_of(asked)})")
+    return error
+
+
+def _remedy(reward: RewardConfig) -> str:
+    remedy = ": return a score for such answers"
+    if reward.on_error != "fail":
+        return remedy
+    share = f"reward.max_error_share {reward.max_error_share:g}"
+    return f"{remedy}, or set reward.on_error=zero, which scores them 0 unless more than {share} of a shard's fail"
 
 
 def _trial(

@@ -391,7 +391,7 @@ def test_another_policy_begins_where_the_first_one_led(workspace: Path, processe
     [
         ({"prompt": "Why?"}, "line 2: reward.function auto has no built-in reward for data_source prompts: name your"),
         ({"data_source": "s"}, "line 2: prompt is missing; there are data_source"),
-        ({"data_source": "s", "prompt": []}, "line 2: prompt should be a list of messages"),
+        ({"data_source": "s", "prompt": []}, "line 2: prompt is an empty list"),
         ('{"data_source": "s", ', "line 2 is not JSON"),
     ],
 )

@@ -11,7 +11,9 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from typer.testing import CliRunner
 
+from flows.cli import app
 from rlhf.data import files
 from rlhf.data.folders import data_files
 from rlhf.data.prompts import PromptDataset
@@ -121,7 +123,7 @@ def test_what_pandas_writes_as_csv(tmp_path: Path) -> None:
     assert json.loads(first.extra_info) == {"ground_truth": None, "level": "1.0"}
 
 
-OTHER = "is of another format than those that are read: Parquet .*JSON .*CSV "
+OTHER = "cannot read .*/a[.].*: the formats are Parquet .*Arrow .*JSON .*CSV "
 
 
 @pytest.mark.parametrize(
@@ -133,6 +135,12 @@ OTHER = "is of another format than those that are read: Parquet .*JSON .*CSV "
             "row 2 has more cells than the header: quote texts that hold ','",
         ),
         ("a.tsv", "prompt\nAdd 1\t2\n", "row 1 has more cells than the header: quote texts that hold"),
+        ("a.csv", "prompt;answer\nAdd 1, 2;3\n", "by ';', not by ',': save it with commas, or as .tsv with tabs"),
+        ("a.csv", '"prompt, or so";"answer"\nx;3\n', "by ';', not by ',': save it with commas"),
+        ("a.tsv", "prompt|answer\nx|3\n", r"by '\|', not by '\\t': save it with tabs, or as .csv with commas"),
+        ("a.csv", "prompt\tanswer\nx\t3\n", r"a.csv: its cells are separated by '\\t', not by ',': name it .tsv"),
+        ("a.tsv", "prompt,answer\nx,3\n", r"a.tsv: its cells are separated by ',', not by '\\t': name it .csv"),
+        ("a.tsv", 'prompt\n"x" y\n', r"row 1 is not CSV in UTF-8: '\\t' expected"),
         ("a.csv", 'prompt\n"Add 1" to 2\n', "row 1 is not CSV in UTF-8"),
         ("a.csv", "prompt\n\udce9\n", "is not CSV in UTF-8"),
         ("a.csv", f'messages\n"{[USER]}"\n', "row 1: messages is not JSON .*: write lists and objects by json.dumps"),
@@ -153,7 +161,28 @@ def test_another_format_is_refused_in_a_line(tmp_path: Path, name: str, content:
     with pytest.raises(UserError, match=says) as refused:
         list(PromptDataset([path]))
     assert str(path) in str(refused.value)
-    assert "\n" not in str(refused.value)
+    assert str(refused.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("a.csv", '"one;or\nmore",prompt\nx,y\n'), ("a.tsv", '"a, b"\nx\n'), ("a.csv", "\ufeffprompt,b;c\r\nx,y\r\n")],
+)
+def test_other_separators_may_be_in_a_name_of_a_column(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_text(content, newline="")
+    assert files.count(str(tmp_path / name)) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("p.txt", "cannot read {}: the formats are Parquet"), ("", "--source {} has no train file, ")]
+)
+def test_data_prompts_refuses_what_it_cannot_read_as_a_start_does(tmp_path: Path, name: str, says: str) -> None:
+    (tmp_path / "p.txt").write_text("prompt\nx\n")
+    source, out = str(tmp_path / name), tmp_path / "out"
+    done = CliRunner().invoke(app, ["data", "prompts", str(out), "--source", source, "--data-source", "x"])
+    assert isinstance(done.exception, UserError)
+    assert says.format(source) in str(done.exception)
+    assert not out.exists()
 
 
 README = """---

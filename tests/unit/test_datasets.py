@@ -59,7 +59,7 @@ def test_any_table_of_prompts(tmp_path: Path) -> None:
 def test_what_the_reward_compares_with_may_be_a_structure(tmp_path: Path) -> None:
     tests = {"inputs": ["1"], "outputs": ["é"]}
     rows = files.read(lines(tmp_path / "t.jsonl", {"q": "Why?", "a": tests}, {"q": "How?", "a": None}))
-    with pytest.raises(UserError, match="line 2: a is null"):
+    with pytest.raises(UserError, match="line 2: a of this row is empty: fill it in, or remove the row"):
         datasets.prompts(rows, "train", prompt="q", truth="a", data_source="mine", instruction=None)
     rows = files.read(lines(tmp_path / "t.jsonl", {"q": "Why?", "a": tests}))
     table = datasets.prompts(rows, "train", prompt="q", truth="a", data_source="mine", instruction=None)
@@ -72,7 +72,8 @@ def test_what_the_reward_compares_with_may_be_a_structure(tmp_path: Path) -> Non
         (['{"question": "q", "answer": "#### 1"}', '{"question": '], "line 2 is not JSON"),
         (["[1]"], "line 1 is not a JSON object"),
         ([{"question": "q"}], "line 1: there is no answer; there are question"),
-        ([{"question": " ", "answer": "#### 1"}], "line 1: question is empty"),
+        ([{"question": " ", "answer": "#### 1"}], "line 1: question of this row is empty"),
+        ([{"question": 1, "answer": "#### 1"}], "line 1: question is not a text"),
         ([{"question": "q", "answer": "one"}], "line 1: the answer does not end with ####"),
         ([], "there are no rows"),
     ],

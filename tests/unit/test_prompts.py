@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from flows.cli import app
 from rlhf.data.prompts import Prompt, PromptDataset, check_length, encode
 from rlhf.errors import UserError
 from tests import tiny
@@ -78,23 +82,59 @@ def conversation(arguments: Any, **absent: Any) -> list[dict[str, Any]]:
     ]
 
 
+def asking(*messages: Any) -> dict[str, Any]:
+    """A row whose prompt has these messages after the user's."""
+    return {**ROW, "prompt": [USER, *messages]}
+
+
+def calling(calls: Any) -> dict[str, Any]:
+    return asking({"role": "assistant", "tool_calls": calls})
+
+
+CALL = {"function": {"name": "add", "arguments": {}}}
+EMPTY = "of this row is empty: fill it in, or remove the row"
+SHAPE = 'tool_calls should be a list of {"function": {"name": ..., "arguments": {...}}}, and '
 MALFORMED: list[tuple[Any, str]] = [
     (["a list"], "is not a JSON object"),
-    ({**ROW, "prompt": []}, "prompt should be a list of messages"),
+    ({**ROW, "prompt": 7}, "prompt should be a list of messages {role, content}, and is 7"),
+    ({**ROW, "prompt": []}, "prompt is an empty list: give it at least one message"),
     ({**ROW, "prompt": ""}, "the prompt is empty"),
     ({**ROW, "prompt": [{"role": "user", "content": " \n"}]}, "the prompt is empty"),
-    ({**ROW, "prompt": None}, "prompt is missing; there are data_source, prompt"),
-    ({"question": "1 + 1?", "answer": "2"}, "prompt is missing; there are question, answer"),
+    ({**ROW, "prompt": None}, f"prompt {EMPTY}"),
+    ({"prompt": None, "messages": None}, f"prompt and messages {EMPTY}"),
+    ({"question\n\t": "1 + 1?", "answer": "2"}, "prompt is missing; there are question , answer. Rows have"),
     ({**ROW, "reward_model": '{"ground_truth": "2"}'}, "reward_model should be an object"),
-    ({**ROW, "prompt": [{"role": "user"}]}, "prompt should be a list of messages"),
-    ({**ROW, "prompt": [{"role": "user", "content": 1}]}, "prompt should be a list of messages"),
-    ({**ROW, "prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, "with image_url"),
-    ({**ROW, "prompt": [USER, {"role": "assistant", "content": None}]}, "prompt should be a list of messages"),
-    ({**ROW, "prompt": [USER, {"role": "assistant", "tool_calls": ["add"]}]}, "should have tool_calls {function"),
-    ({**ROW, "prompt": conversation("{1")}, "prompt calls add with arguments that are not JSON"),
+    (asking({"role": "user"}), "prompt[1] (user) has no content: write its text"),
+    (asking({"role": "user", "content": 1}), "prompt[1] (user) has content 1: write its text"),
+    (asking({"content": "2"}), "prompt[1] has no role: say whose message it is"),
+    (asking({"role": None, "content": "2"}), "prompt[1] has role null: say whose message it is"),
+    (asking("a\tb"), 'prompt[1] should be a message {role, content}, and is "a\\tb"'),
+    (
+        asking({"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}),
+        "(user) has content with image_url",
+    ),
+    (asking({"role": "assistant", "content": None}), "prompt[1] (assistant) has content null and no tool_calls"),
+    (
+        asking({"role": "assistant", "content": None, "tool_calls": []}),
+        "prompt[1] (assistant) has content null and tool_calls []: give it a text or calls of tools",
+    ),
+    (asking({"role": "tool", "content": None}), '(tool) has content null: write its text, or "" if it has none'),
+    (
+        asking({"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": "{}"}}),
+        "prompt[1] (assistant) has function_call, of an old API: write it as tool_calls, a list of",
+    ),
+    (calling(["add"]), f'prompt[1] (assistant): {SHAPE}tool_calls[0] is "add"'),
+    (calling([CALL, {"function": {}}]), f'prompt[1] (assistant): {SHAPE}tool_calls[1] is {{"function": {{}}}}'),
+    (calling(CALL), f'prompt[1] (assistant): {SHAPE}is {{"function": {{"name": "add"'),
+    ({**ROW, "prompt": conversation("{1")}, 'prompt[1] (assistant) calls "add" with arguments that are not JSON'),
+    ({**ROW, "prompt": conversation([1])}, 'calls "add" with arguments [1]: write an object that names each argument'),
+    ({**ROW, "prompt": conversation([])}, 'calls "add" with arguments []: write an object'),
+    ({**ROW, "prompt": conversation("[1]")}, 'calls "add" with arguments [1]: write an object'),
+    ({**ROW, "completion": [{"role": "assistant"}]}, "completion[0] (assistant) has no content and no tool_calls"),
     ({"messages": [{"role": "assistant", "content": "2"}]}, "the prompt is empty"),
-    ({"conversations": [{"from": "narrator", "value": "x"}]}, "conversations has a message from 'narrator'"),
-    ({"conversations": [{"from": "human", "text": "x"}]}, "conversations should be a list of messages"),
+    ({"conversations": [{"from": "narrator", "value": "x"}]}, 'conversations[0] is from "narrator": from should be'),
+    ({"conversations": [{"from": ["human"], "value": "x"}]}, 'conversations[0] has from ["human"]: say whose'),
+    ({"conversations": [{"from": "human", "text": "x"}]}, "conversations[0] (user) has no value: write its text"),
 ]
 
 
@@ -107,12 +147,32 @@ def test_a_malformed_line_is_named(tmp_path: Path, row: Any, says: str) -> None:
         list(PromptDataset([path]))
     assert str(refused.value).startswith(f"{path}, line 3")
     assert says in str(refused.value)
+    assert str(refused.value).isprintable()
+
+
+def test_the_command_that_an_error_names_writes_the_prompts(tmp_path: Path) -> None:
+    path = json_lines(tmp_path / "a.jsonl", {"question": "1 + 1?", "answer": "2"})
+    with pytest.raises(UserError, match="prompt is missing; there are question, answer") as refused:
+        list(PromptDataset([path]))
+    [command] = re.findall("`ratchet (.*)`", str(refused.value))
+    for placeholder, value in (
+        ("OUT", tmp_path),
+        ("FILE", path),
+        ("NAME", "sums"),
+        ("prompt COLUMN", "prompt question"),
+        ("truth COLUMN", "truth answer"),
+    ):
+        command = command.replace(placeholder, str(value))
+    done = CliRunner().invoke(app, shlex.split(command))
+    assert done.exit_code == 0, done.output
+    [prompt] = PromptDataset([tmp_path / "train.parquet"])
+    assert (prompt.data_source, prompt.messages, prompt.ground_truth) == ("sums", [USER], "2")
 
 
 def test_a_malformed_row_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.Table.from_pylist([ROW, {**ROW, "prompt": None}]), path)
-    with pytest.raises(UserError, match="row 2: prompt is missing"):
+    with pytest.raises(UserError, match=f"row 2: prompt {EMPTY}"):
         list(PromptDataset([json_lines(tmp_path / "a.jsonl", ROW, ROW, ROW), path]))
 
 

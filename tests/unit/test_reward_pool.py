@@ -7,15 +7,19 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from rlhf.config import RewardConfig
+from infra.execution.driver import check_prompts
+from infra.progress import Event, Note, listening
+from rlhf.config import DataConfig, ModelConfig, RewardConfig
 from rlhf.data.prompts import PromptDataset
 from rlhf.errors import NotFinite, UserError
 from rlhf.rewards import RewardFailed, Score, Trajectory
 from rlhf.rewards.pool import RewardPool, try_rewards
+from tests import tiny
 from tests.crash.test_two_drivers import wait_until
 from tests.scoring import letters_of, pool_of, trajectory
 
@@ -166,14 +170,16 @@ def test_a_reward_is_tried_on_each_file(tmp_path: Path) -> None:
 def test_a_reward_is_tried_on_what_a_policy_may_write(
     tmp_path: Path, code: str, fails_on: tuple[str, str] | None, takes_group: bool
 ) -> None:
-    """A line for each prompt, and the answers other than the truth for the first prompt of a data source."""
+    """A line for each error, and the answers other than the truth for the first prompt of a data source."""
     file = tmp_path / "mine.py"
     one = f"def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    {code}\n"
     several = "def compute_scores(group):\n    return [one(None, answer.solution_str, None) for answer in group]\n"
     file.write_text(one.replace("compute_score", "one") + several if takes_group else one)
     row = {"data_source": "sums", "prompt": "1 + 1?", "reward_model": {"ground_truth": "2"}}
     (tmp_path / "sums.jsonl").write_text(2 * f"{json.dumps(row)}\n")
-    prompts = list(PromptDataset([str(tmp_path / "sums.jsonl")]))
+    row |= {"data_source": "others", "reward_model": {"ground_truth": "3"}}
+    (tmp_path / "others.jsonl").write_text(f"{json.dumps(row)}\n")
+    prompts = list(PromptDataset([str(tmp_path / "sums.jsonl"), str(tmp_path / "others.jsonl")]))
     failures = list(try_rewards(RewardConfig(function=str(file)), prompts, letters_of))
     if fails_on is None:
         assert not failures
@@ -184,3 +190,34 @@ def test_a_reward_is_tried_on_what_a_policy_may_write(
     assert error in failure
     assert "at mine.py:2 in" in failure
     assert "\n" not in failure
+
+
+def test_a_bug_in_a_reward_is_one_line_and_what_it_says_to_do_works(tmp_path: Path) -> None:
+    file, model = tmp_path / "mine.py", tmp_path / "model"
+    code = (
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return extra_info['key']\n"
+    )
+    file.write_text(code)
+    tiny.model_folder(model)
+    for name, truth in (("train", "2"), ("test", "3")):
+        prompt = {"data_source": "sums", "prompt": "1 + 1?", "reward_model": {"ground_truth": truth}}
+        (tmp_path / f"{name}.jsonl").write_text(f"{json.dumps(prompt)}\n")
+    dataset = PromptDataset([str(tmp_path / "train.jsonl"), str(tmp_path / "test.jsonl")])
+
+    def check(**reward: Any) -> None:
+        data = DataConfig(train=["train.jsonl"])
+        check_prompts(dataset, ModelConfig(path=str(model)), data, RewardConfig(function=str(file), **reward), None)
+
+    with pytest.raises(UserError) as refused:
+        check()
+    assert str(refused.value).startswith(f"{tmp_path}/train.jsonl, line 1: ")
+    assert "\n" not in str(refused.value)
+    assert ": return a score for such answers, or set reward.on_error=zero" in str(refused.value)
+    noted: list[Event] = []
+    with listening(noted.append):
+        check(on_error="zero")
+    [note] = noted
+    assert isinstance(note, Note)
+    assert note.text.endswith(": return a score for such answers"), "for it is zero already"
+    file.write_text(code.replace("['key']", ".get('key', 0)"))
+    check()
