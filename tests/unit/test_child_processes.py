@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from rlhf import child_processes
+from rlhf.engines.base import Request, Sampling
 from rlhf.engines.device_memory import GIB, await_room
 from rlhf.engines.vllm_rollout import VLLMRollout
 from rlhf.errors import EngineLost, UserError
@@ -144,18 +145,18 @@ def test_vllm_is_not_started_beside_one_that_holds_its_memory(
 def test_a_warning_that_is_an_error_keeps_nobody_waiting(engine: VLLMRollout, monkeypatch: pytest.MonkeyPatch) -> None:
     heard = SimpleQueue[BaseException]()
 
-    def sleep() -> None:
+    def generate() -> None:
         """The stand-in cannot, and is lost."""
         try:
-            engine.place(model=False, optimizer=False)
+            engine.generate([Request("it000000-p00000-s00", (1,))], Sampling(1.0, 1.0, max_tokens=2, seed=0))
         except EngineLost as error:
             heard.put(error)
 
     [worker] = workers()
     with held(worker), monkeypatch.context() as patch:
         patch.setattr(child_processes, "END_S", 0.0)
-        threading.Thread(target=sleep, daemon=True).start()
-        assert "vLLM failed: AttributeError" in str(heard.get(timeout=60))
+        threading.Thread(target=generate, daemon=True).start()
+        assert "vLLM failed: ModuleNotFoundError" in str(heard.get(timeout=60))
 
 
 def test_memory_that_another_process_gives_back_is_waited_for() -> None:
