@@ -330,7 +330,8 @@ def compare(a: Run, b: Run) -> Comparison:
     old, new = (config.model_dump(mode="json", exclude={"run": {"name", "store"}}) for config in configs)
     compared = {difference.iteration for difference in differences}
     rewards = _rewards(runs, iteration, VALIDATE if kind == "validation" else "score")
-    verdict, doubt = verdict_of(low, high, spread), None
+    verdict = verdict_of(low, high, spread)
+    doubt: Doubt | None = None
     if rewards is not None:
         verdict, doubt = "cannot tell", "different rewards"
     elif are_equal:
