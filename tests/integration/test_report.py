@@ -15,6 +15,7 @@ from flows.metrics import CATALOGUE
 from flows.ui import documents
 from infra.runs import Run, open_run
 from rlhf.errors import UserError
+from tasks import failures
 from tests.browser import opened, wait_until
 from tests.integration.conftest import HOSTILE
 from tests.integration.test_cli import Ratchet
@@ -67,7 +68,7 @@ def test_runs_are_overlaid(page: Page, shown_runs: Path, tmp_path: Path) -> None
     metrics = dict(zip(("ppo", "grpo"), (run.metrics() for run in both), strict=True))
     reported = {name for frame in metrics.values() for name in frame}
     elsewhere = {"timing_s/update_weights", "perf/weight_sync_bytes"}  # here the rollout shares the actor's tensors
-    elsewhere |= {"reward/errors", "perf/mfu/actor", "perf/max_memory_allocated_gb", "num_turns/mean", "actor/kl_loss"}
+    elsewhere |= {"perf/mfu/actor", "perf/max_memory_allocated_gb", "num_turns/mean", "actor/kl_loss", *failures.METRICS}
     assert {display.name for display in CATALOGUE} - elsewhere <= reported, "stages report all that is shown"
     for key, title in documents.CURVES.items():
         expected = {name: pytest.approx(list(frame[key]), rel=1e-5) for name, frame in metrics.items() if key in frame}
