@@ -128,7 +128,7 @@ METRICS = (
         )
     ),
     Metric("reward/greedy_errors", "greedy_baseline", "greedy answers whose reward failed", "prompts", _ERRORS),
-    *_spread("critic/score", "advantages", "score of what is learned from, or of everything without `advantages`"),
+    *_spread("critic/score", "advantages", "score", only="from `score`, over all rows, without `advantages`"),
     *_spread("critic/rewards", "advantages", "score less length and KL penalties"),
     *_spread("critic/advantages", "advantages", "advantage of a token"),
     *_spread("critic/returns", "advantages", "return of a token"),

@@ -68,7 +68,13 @@ def test_runs_are_overlaid(page: Page, shown_runs: Path, tmp_path: Path) -> None
     metrics = dict(zip(("ppo", "grpo"), (run.metrics() for run in both), strict=True))
     reported = {name for frame in metrics.values() for name in frame}
     elsewhere = {"timing_s/update_weights", "perf/weight_sync_bytes"}  # here the rollout shares the actor's tensors
-    elsewhere |= {"perf/mfu/actor", "perf/max_memory_allocated_gb", "num_turns/mean", "actor/kl_loss", *failures.METRICS}
+    elsewhere |= {
+        "perf/mfu/actor",
+        "perf/max_memory_allocated_gb",
+        "num_turns/mean",
+        "actor/kl_loss",
+        *failures.METRICS,
+    }
     assert {display.name for display in CATALOGUE} - elsewhere <= reported, "stages report all that is shown"
     for key, title in documents.CURVES.items():
         expected = {name: pytest.approx(list(frame[key]), rel=1e-5) for name, frame in metrics.items() if key in frame}
