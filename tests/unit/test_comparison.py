@@ -223,9 +223,9 @@ def test_what_was_not_validated_is_said(tmp_path: Path) -> None:
 
 
 def printed(comparison: Comparison) -> str:
-    console = Console(file=io.StringIO(), width=1000)
-    show(console, comparison, 0, None, "table")
-    return console.file.getvalue()
+    shown = io.StringIO()
+    show(Console(file=shown, width=1000), comparison, 0, None, "table")
+    return shown.getvalue()
 
 
 def test_an_interval_that_is_too_wide_cannot_tell(tmp_path: Path) -> None:
