@@ -257,7 +257,7 @@ def test_supervised_steps_lower_the_loss(ratchet: Ratchet, workspace: Path, tmp_
         ),
         (("train", "{config}", "reward.function=rlhf.rewards.code:compute_score"), "set reward.allow_code: true"),
         (("train", "{config}", "data.train=[foo://x.parquet]"), "cannot read foo://x.parquet: Protocol not known: foo"),
-        (("train", "{config}", "data.train=[{tmp}]"), "{tmp} has no data files: Parquet (.parquet), "),
+        (("train", "{config}", "data.train=[{tmp}]"), "{tmp} has no data files: the formats are Parquet (.parquet), "),
         (("data", "gsm8k", "{tmp}", "--source", "foo://bar"), "--source foo://bar: "),
         (("data", "gsm8k", "{tmp}", "--source", "{tmp}/none"), "--source {tmp}/none does not exist"),
         (
