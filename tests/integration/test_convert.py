@@ -93,7 +93,7 @@ def test_the_command_prints_a_config_and_names_what_to_fix(tmp_path: Path, ratch
     assert "in_loss: 0.04  # beta" in out
     assert "prompts_per_iteration: 2  # " in out
     assert [line.partition(": ")[2] for line in err.splitlines()] == [
-        f"{path}: model is missing: set it",
+        f"{path}: model.path is missing: set it",
         f"{path}: data.train is missing: set it",
         "the config is converted, but cannot be used until these lines are fixed",
     ]
