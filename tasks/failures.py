@@ -1,4 +1,4 @@
-"""What a stage has to tell the user when it is committed: failures that the run goes on without, and tight budgets."""
+"""Notes for the user about a committed stage: failures that did not stop the run, and budgets that are too small."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ FAILURES: dict[str, tuple[Failure, ...]] = {
 """By the stage that commits them."""
 METRICS = frozenset(failure.metric for failures in FAILURES.values() for failure in failures)
 MANY_CUT = 0.1
-"""Share of an iteration's conversations that may end by budget in their first turn before the user is told."""
+"""A note reports first turns that used the whole budget if this share of an iteration's conversations has one."""
 
 
 def told(store: RunStore, config: RunConfig, manifest: Manifest) -> Iterator[str]:

@@ -85,7 +85,7 @@ def check(item: pytest.Item) -> None:
     """Skip a test that lacks something, or fail it if that is required."""
     if missing := _missing(item):
         reason = ", ".join(f"{name} is not here: `{EXTRAS[name].get}`" for name in missing)
-        required = {name for name in os.environ.get("RATCHET_REQUIRE", "").split(",") if name}
+        required = set(filter(None, os.environ.get("RATCHET_REQUIRE", "").split(",")))
         assert required <= EXTRAS.keys(), required
         pytest.fail(reason, pytrace=False) if required & set(missing) else pytest.skip(reason)
 

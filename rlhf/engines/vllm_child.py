@@ -156,7 +156,7 @@ class Engine:
         decides = [one for one in outputs if one.finish_reason is not None or one.request_id in self._with_stop]
         processed = engine.output_processor.process_outputs(decides)
         engine.engine_core.abort_requests(processed.reqs_to_abort)  # a text has ended them; later tokens are removed
-        # the last token that a request may have can complete a text, which the engine core does not know
+        # the engine core does not look for stop texts: it reports a length if the last allowed token completes one
         reasons = {one.request_id: one.outputs[0].finish_reason for one in processed.request_outputs}
         ended: list[NewTokens] = []
         for output in outputs:
