@@ -3,7 +3,7 @@ BIN := .venv/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo vllm sglang browser ceph test test-extras test-sglang torture check bench bench-vllm bench-trl gpu gpu-train docs clean
+.PHONY: demo vllm sglang browser ceph test test-slow test-sglang torture check bench bench-vllm bench-trl gpu gpu-train docs clean
 
 # torch goes first and alone: asked for by another package, pip would take the newest build with gigabytes of CUDA
 .venv/installed: pyproject.toml constraints.txt
@@ -45,11 +45,12 @@ ceph: .venv/installed ## Ceph's S3 gateway for the tests of stores, unpacked in 
 	@python -m tests.ceph fetch
 
 TESTS ?= tests
-test: .venv/installed ## the tests, and a slice of the crash matrix that changes from day to day
-	OMP_NUM_THREADS=1 pytest -n 2 --dist worksteal $(TESTS)
+PYTEST = OMP_NUM_THREADS=1 pytest -n 2 --dist worksteal
+test: .venv/installed ## the tests, without the slow ones: ten minutes
+	$(PYTEST) -m "not slow" $(TESTS)
 
-test-extras: .venv/installed ## those that need what `make vllm browser ceph` install
-	OMP_NUM_THREADS=1 pytest -n 2 --dist worksteal -m extra
+test-slow: .venv/installed ## the others, as far as what they need is installed: `make vllm browser ceph`
+	$(PYTEST) -m slow $(TESTS)
 
 test-sglang: build/sglang/installed ## those that ask a real SGLang server
 	OMP_NUM_THREADS=1 pytest -k sglang tests/contract/test_rollout_engines.py tests/integration/test_sglang_run.py

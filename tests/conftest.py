@@ -15,7 +15,7 @@ from tests import shapes
 with install_import_hook("rlhf.algorithms", f"{shapes.__name__}.checked"):
     import rlhf.algorithms.objectives  # noqa: F401  (which imports all the others)
 
-from tests import ceph, extras, tiny
+from tests import ceph, extras, tiers, tiny
 from tests.peak_memory import PeakMemory
 from tests.prefect_server import locked, prefect_api
 from tests.processes import Processes
@@ -37,6 +37,7 @@ PEAK_MEMORY = pytest.StashKey[PeakMemory]()
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # once, not in each worker of pytest-xdist
         config.stash[PEAK_MEMORY] = PeakMemory()
+        tiers.set_day()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -44,14 +45,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Large tests come first: one worker of pytest-xdist runs them, and the other one all that is small."""
+    tiers.choose(config, items)
     yield
     items.sort(key=lambda item: not extras.is_large(item))
-
-
-def pytest_itemcollected(item: pytest.Item) -> None:
-    extras.mark_extra(item)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -32,7 +32,7 @@ class Extra:
     is_large: bool = False
     """Whether it takes gigabytes when it starts: no two such tests run at the same time on one machine."""
     is_extra: bool = True
-    """Whether `make test` does not install it: `make test-extras` runs those tests."""
+    """Whether `make test` does not install it."""
 
 
 def _package(name: str) -> Callable[[], bool]:
@@ -75,10 +75,9 @@ def _needed(item: pytest.Item) -> list[str]:
     return [name for mark in item.iter_markers("needs") for name in mark.args]
 
 
-def mark_extra(item: pytest.Item) -> None:
-    """Mark a test that needs what `make test` does not install as `extra`."""
-    if any(EXTRAS[name].is_extra for name in _needed(item)):
-        item.add_marker("extra")
+def is_extra(item: pytest.Item) -> bool:
+    """Whether a test needs what `make test` does not install."""
+    return any(EXTRAS[name].is_extra for name in _needed(item))
 
 
 def check(item: pytest.Item) -> None:

@@ -538,6 +538,7 @@ def connect() -> None:
     import ray
 
     if not connect_to_running():
+        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default, 15, lets any busy program starve the workers
         ray.init(address="local", include_dashboard=False, _node_ip_address="127.0.0.1", **QUIET)
         _started_here = True
 

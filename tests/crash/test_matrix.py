@@ -1,16 +1,11 @@
 """A driver dies by SIGKILL at every point of every stage; the next one goes on, and nothing shows that it happened.
 
-There are 72 cases: nine stages, four points, and snapshots every iteration or every third. `RATCHET_CRASH=all` runs
-all of them; `RATCHET_CRASH=quarter` (in `.ci/run`) a quarter, with two points of every stage, and otherwise a twelfth
-runs. Each day it is another part, or the one that `RATCHET_CRASH_SLICE=0..11` names.
+There are 72 cases: nine stages, four points, and snapshots every iteration or every third.
 """
 
 from __future__ import annotations
 
-import datetime
-import os
 from collections import Counter
-from itertools import product
 from pathlib import Path
 
 import pandas as pd
@@ -19,6 +14,7 @@ import pytest
 from tests.crash.conftest import EVERY, ITERATIONS, crash_config
 from tests.history import History
 from tests.processes import Fault, Processes
+from tests.tiers import sampled
 
 STAGES = (
     "generate",
@@ -32,15 +28,6 @@ STAGES = (
     "close",
 )
 POINTS = ("before", "data", "manifest", "record")
-
-
-def _chosen() -> list[tuple[str, str, int]]:
-    cases = list(product(STAGES, POINTS, EVERY))
-    if os.environ.get("RATCHET_CRASH") == "all":
-        return cases
-    today = datetime.date.today().timetuple().tm_yday
-    parts = 4 if os.environ.get("RATCHET_CRASH") == "quarter" else 12
-    return cases[int(os.environ.get("RATCHET_CRASH_SLICE", today)) % parts :: parts]
 
 
 def _fault(stage: str, point: str, iteration: int) -> Fault:
@@ -71,7 +58,10 @@ def _fault(stage: str, point: str, iteration: int) -> Fault:
     return Fault("put", f"trajectories/{stage}/iteration={iteration:06d}/.*part-{shard:05d}", when)
 
 
-@pytest.mark.parametrize(("stage", "point", "every"), _chosen(), ids=lambda value: str(value))
+@sampled(12)
+@pytest.mark.parametrize("every", EVERY)
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("stage", STAGES)
 def test_killed_and_resumed(
     stage: str,
     point: str,

@@ -47,6 +47,7 @@ def ray_cluster() -> Iterator[str]:
     head = {**options, "include_dashboard": False, "_system_config": system}
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("PYTHONPATH", os.pathsep.join(filter(None, on_cpu)))
+        patched.setenv("RAY_worker_niceness", "0")  # by default, 15: whatever runs beside these tests would starve them
         cluster = Cluster(initialize_head=True, head_node_args=head)
         cluster.add_node(**options)
     os.environ["RAY_ADDRESS"] = cluster.address

@@ -1,0 +1,59 @@
+"""Which tests run when: `make test` leaves slow tests out, `make test-all` runs all, CI runs a part of the slow ones.
+
+A test is slow if it is marked so, if it needs what `make test` does not install, or if it is a case of a `sampled` test
+that is not drawn on this day. Days are numbered; `RATCHET_DAY=739946` repeats one.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections import defaultdict
+from zlib import crc32
+
+import pytest
+
+from tests import extras
+
+DAY = "RATCHET_DAY"
+SLOW_PARTS = "RATCHET_SLOW_PARTS"
+"""With 3, a third of the slow tests run, another one each day."""
+
+
+def sampled(parts: int) -> pytest.MarkDecorator:
+    """The mark of a test with many similar cases: each day another one of so many parts is not slow."""
+    return pytest.mark.sampled(parts)
+
+
+def set_day() -> None:
+    """Choose the day, once for all workers of pytest-xdist: midnight may come before all have collected."""
+    os.environ.setdefault(DAY, str(datetime.date.today().toordinal()))
+
+
+def choose(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark tests as slow, and deselect the slow ones that do not run on this day."""
+    day = int(os.environ[DAY])
+    functions: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if extras.is_extra(item):
+            item.add_marker("slow")
+        elif item.get_closest_marker("sampled"):
+            functions[item.nodeid.partition("[")[0]].append(item)
+    for cases in functions.values():
+        mark = cases[0].get_closest_marker("sampled")
+        assert mark is not None
+        parts = min(mark.args[0], len(cases))
+        for number, item in enumerate(sorted(cases, key=_shuffled)):
+            if (number - day) % parts:
+                item.add_marker("slow")
+
+    parts = int(os.environ.get(SLOW_PARTS, "1"))
+    others = [item for item in items if item.get_closest_marker("slow") and (_shuffled(item)[0] - day) % parts]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in set(others)]
+
+
+def _shuffled(item: pytest.Item) -> tuple[int, str]:
+    """Orders cases in a way that has nothing to do with their parameters, so that a part has some of every kind."""
+    return crc32(item.nodeid.encode()), item.nodeid
