@@ -353,9 +353,8 @@ class Checkout:
             "ratchet reward-model --model models/countdown-sft --data data/preferences/test.parquet"
             " --output models/judge"
         )
-        self.run(
-            "ratchet train examples/grpo.yaml reward.model.path=models/judge train.iterations=1"
-        )  # scores that differ, of a model that solves nothing
+        # scores that differ, of a model that solves nothing
+        self.run("ratchet train examples/grpo.yaml reward.model.path=models/judge train.iterations=1")
         shutil.copytree("data/countdown", "data/judged")  # a page writes data/countdown again
         self.run(
             "ratchet train examples/countdown.yaml --run judged reward.model.path=models/judge train.iterations=1"

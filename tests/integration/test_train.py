@@ -266,9 +266,8 @@ def test_a_reward_that_is_not_a_number_can_be_passed_over(ratchet: Ratchet, work
     bad |= {"accept_changes": True}
     killed = ratchet(dies_after("skip", "update_actor", 0), **bad)
     assert killed.wait() == -9
-    done(
-        ratchet(train__on_nan="skip", train__iterations=1, accept_changes=True)
-    )  # a good reward now, but the actor has been told to wait
+    # a good reward now, but the actor has been told to wait
+    done(ratchet(train__on_nan="skip", train__iterations=1, accept_changes=True))
     done(ratchet(**bad))
     history = ratchet.history
     others = UPDATES | ROWS - {"score", "advantages"}
