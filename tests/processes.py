@@ -23,6 +23,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from prefect.context import refresh_global_settings_context
+
 from rlhf.config import RunConfig
 
 PRELOAD = (
@@ -128,7 +130,7 @@ class Processes:
     def _start(self, run: Callable[[Any], None], argument: Any, faults: tuple[Fault, ...], setup: Any) -> Child:
         name = f"{len(self.children):03d}"
         output, counts = self.folder / f"{name}.out", self.folder / f"{name}.counts"
-        later = {name: value for name, value in os.environ.items() if name.startswith(("AWS_", "RAY_"))}
+        later = {name: value for name, value in os.environ.items() if name.startswith(("AWS_", "PREFECT_", "RAY_"))}
         process = forking().Process(
             target=_child, args=(output, counts, faults, setup, run, argument, later), daemon=True
         )
@@ -156,6 +158,7 @@ def _child(
     environment: dict[str, str],  # what was set since the fork server began
 ) -> None:
     os.environ.update(environment)
+    refresh_global_settings_context()  # the fork server read them when it imported Prefect
     with output.open("wb", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

@@ -208,7 +208,8 @@ def _after_a_while(left: Callable[[], list[psutil.Process]], seconds: float = 30
 def _ray_cluster() -> Iterator[None]:
     from ray.cluster_utils import Cluster
 
-    os.environ["RAY_worker_niceness"] = "0"  # by default, 15: the scenarios on this machine would starve its workers
+    # by default, 15: the scenarios on this machine would starve its workers
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 (as Ray spells it)
     options = {"num_cpus": 1, "num_gpus": 0, "object_store_memory": 100 * 2**20}
     cluster = Cluster(initialize_head=True, head_node_args={**options, "include_dashboard": False})
     cluster.add_node(**options)
