@@ -31,6 +31,8 @@ from rlhf.models import actor_skeleton
 from rlhf.models.skeleton import Skeleton
 from tests.ranks import Ranks
 
+pytestmark = pytest.mark.slow
+
 MIB = 2**20
 SHAPE = {
     "vocab_size": 2048,

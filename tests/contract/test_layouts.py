@@ -48,6 +48,9 @@ from tests.contract.test_train_engines import (
     kind_of,
 )
 from tests.ranks import Ranks, in_another_process, only_rank
+from tests.tiers import sampled
+
+pytestmark = sampled(8)
 
 Files = dict[str, bytes]
 
@@ -619,6 +622,7 @@ def test_megatron_computes_other_models(
     assert_split_as_one(kind_of("megatron", "policy", folder, folder), options, batch, ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -720,6 +724,7 @@ def test_logits_in_pieces_by_two_processes(
     assert told[0]["metrics"] == pytest.approx(one.update(batch, kind.objective, DEALT), rel=2e-3, abs=1e-4)
 
 
+@pytest.mark.slow
 def run_refused(kind: Kind, options: dict[str, Any]) -> None:
     [(key, size)] = options.items()
     with pytest.raises(UserError, match=f"{key} is {size}, which does not divide the model's"):

@@ -31,6 +31,9 @@ from tests.contract.test_train_engines import (
     kind_of,
 )
 from tests.ranks import Ranks
+from tests.tiers import sampled
+
+pytestmark = sampled(8)
 
 __all__ = ["ranks"]
 LORA = LoRAConfig(r=4, alpha=8)

@@ -45,6 +45,9 @@ from rlhf.errors import NotFinite
 from rlhf.models import actor_skeleton, critic_skeleton, load_actor, load_critic
 from rlhf.models.skeleton import Skeleton
 from tests import megatron_on_cpu
+from tests.tiers import sampled
+
+pytestmark = sampled(4)
 
 Head = Literal["policy", "value"]
 LOAD = {"policy": load_actor, "value": load_critic}

@@ -77,6 +77,7 @@ def dealt_to(rank: int, size: int, lengths: np.ndarray) -> tuple[list[list[int]]
         return own, team.index, dist.get_process_group_ranks(team.group)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 8])
 def test_64_ranks_form_teams_of_neighbours_that_compute_the_same_rows(size: int) -> None:
     lengths = np.random.default_rng(0).integers(100, 8192, 1024)

@@ -14,6 +14,7 @@ from torch import Tensor
 from rlhf.algorithms import KLPenalty
 from rlhf.algorithms.kl import AdaptiveCoefficient, Estimator, kl_divergence
 from tests.padded import properties
+from tests.tiers import sampled
 
 
 @pytest.mark.parametrize(
@@ -145,6 +146,7 @@ def test_other_estimators_in_the_reward_lead_elsewhere_and_are_refused(estimator
         KLPenalty(in_reward=BETA, reward_estimator=estimator)  # type: ignore[arg-type]
 
 
+@sampled(2)
 @pytest.mark.parametrize("estimator", ["k2", "k1+", "abs+", "k2+", "k3+"])
 def test_in_the_loss_the_gradient_of_these_is_unbiased(estimator: Estimator) -> None:
     assert value_and_kl(learned(None, estimator)) == pytest.approx(best(), abs=1e-3)

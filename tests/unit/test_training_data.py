@@ -30,6 +30,7 @@ from rlhf.data.selection import Kind, Selection
 from rlhf.errors import UserError
 from rlhf.schema import TRAJECTORY
 from tests import tiny
+from tests.tiers import sampled
 
 STORED = Path(__file__).parents[1] / "data" / "stored"
 PAIRS = (Kind.dpo, Kind.reward_model)
@@ -534,6 +535,7 @@ def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     }
 
 
+@sampled(4)
 @pytest.mark.parametrize("kind", [kind.value for kind in Kind])
 def test_trainers_of_trl_take_a_step(files: dict[str, str], kind: str, tmp_path: Path) -> None:
     import trl
