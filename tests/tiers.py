@@ -1,7 +1,8 @@
 """Which tests run when: `make test` leaves slow tests out, `make test-all` runs all, CI runs a part of the slow ones.
 
-A test is slow if it is marked so, if it needs what `make test` does not install, or if it is a case of a `sampled` test
-that is not drawn on this day. Days are numbered; `RATCHET_DAY=739946` repeats one.
+A test is slow if it is marked so, if it needs what `make test` does not install, if it is a case of a `sampled` test
+that is not drawn on this day, or if it starts whole runs without the mark `promise`. Days are numbered:
+`RATCHET_DAY=739946` repeats one.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import pytest
 from tests import extras
 
 DAY = "RATCHET_DAY"
+STARTS_RUNS = {"integration", "crash", "faults"}
+"""Folders of tests that start whole runs."""
 SLOW_PARTS = "RATCHET_SLOW_PARTS"
 """With 3, a third of the slow tests run, another one each day."""
 
@@ -39,6 +42,8 @@ def choose(config: pytest.Config, items: list[pytest.Item]) -> None:
             item.add_marker("slow")
         elif item.get_closest_marker("sampled"):
             functions[item.nodeid.partition("[")[0]].append(item)
+        elif item.path.parent.name in STARTS_RUNS and not item.get_closest_marker("promise"):
+            item.add_marker("slow")
     for cases in functions.values():
         mark = cases[0].get_closest_marker("sampled")
         assert mark is not None

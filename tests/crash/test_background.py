@@ -45,6 +45,7 @@ def test_the_next_iteration_generates_meanwhile(
     assert len(list(history.folder.glob("checkpoints/actor/*/*.safetensors"))) == 2
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("file", ["actor/000002.*/model", "critic/000002.*/manifest"])
 def test_killed_while_a_snapshot_is_written(

@@ -52,6 +52,7 @@ def shard(config: RunConfig, stage: str) -> Path:
     return sorted(folder.rglob("*.parquet"))[1]
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("stage", ["generate", "score", "old_log_probs"])
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "deleted"])
 def test_a_damaged_shard_is_named_and_never_trained_on(config: RunConfig, stage: str, damage: str) -> None:
@@ -69,6 +70,7 @@ def test_a_damaged_shard_is_named_and_never_trained_on(config: RunConfig, stage:
     assert history.state.weights == history.state.starting, "nothing was learned"
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("damage", ["truncated", "deleted"])
 def test_a_query_that_meets_damage_says_where(config: RunConfig, damage: str) -> None:
     path = shard(config, "score")
@@ -82,6 +84,7 @@ def test_a_query_that_meets_damage_says_where(config: RunConfig, damage: str) ->
         query(run, "select * from score")
 
 
+@pytest.mark.promise
 def test_a_planted_pickle_is_never_opened(config: RunConfig, tmp_path: Path) -> None:
     """Where a shard, a manifest and a checkpoint belong; opening one would leave a trace."""
     trace = tmp_path / "opened"
@@ -111,6 +114,7 @@ class _Bomb:
         return open, (self.path, "w")
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("name", ["../x", "a/b", "", ".hidden", "x" * 101, "a b", "a\nb"])
 def test_names_that_lead_elsewhere_are_refused(name: str, workspace: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"run\.name"):

@@ -52,6 +52,7 @@ MOMENTS = {
 }
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("folder", ["", "log"])
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_deleted_folder(moment: str, folder: str, workspace: Path, tmp_path: Path, processes: Processes) -> None:

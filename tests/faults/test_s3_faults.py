@@ -19,6 +19,7 @@ from rlhf.config import RunConfig
 from rlhf.errors import UserError
 from tests import tiny
 from tests.faults.proxy import Action, Rule, proxy
+from tests.tiers import sampled
 
 RECORD, SHARD, MANIFEST = r"/log/0", r"trajectories/values/", r"/manifests/"
 
@@ -41,6 +42,7 @@ def expected(workspace: Path, tmp_path_factory: pytest.TempPathFactory, prefect_
     return open_run(run_url(config.run.store, "faulty")).state.weights
 
 
+@sampled(8)
 @pytest.mark.parametrize(
     ("rules", "timeout_s"),
     [

@@ -132,6 +132,7 @@ def test_branches_are_rows_of_one_trajectory(start: Any, workspace: Path, proces
     assert not list(Path(history.folder).glob("journals/*/calls/*/*")), "a replay writes nothing"
 
 
+@pytest.mark.promise
 def test_an_answer_that_a_program_got_is_never_asked_for_again(start: Any) -> None:
     config, killed = start("killed", Fault("put", "journals/iteration=000001/calls/generate", "after", count=3))
     assert killed.wait() == -signal.SIGKILL, killed.text

@@ -55,6 +55,7 @@ def config_file(workspace: Path, tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.promise
 def test_a_run_from_training_to_export(ratchet: Ratchet, config_file: Path, tmp_path: Path) -> None:
     store = ("--store", f"file://{tmp_path}/runs")
     code, out, _ = ratchet("train", config_file, "train.iterations=1")
@@ -167,6 +168,7 @@ def test_a_run_does_not_become_another_one_by_accident(
     assert open_run(f"file://{tmp_path}/runs/plain").state.iteration == 2
 
 
+@pytest.mark.promise
 def test_a_dry_run_says_what_would_happen_and_writes_nothing(
     ratchet: Ratchet, config_file: Path, tmp_path: Path
 ) -> None:
@@ -237,6 +239,7 @@ def test_supervised_steps_lower_the_loss(ratchet: Ratchet, workspace: Path, tmp_
     assert (tmp_path / "model-30" / "model.safetensors").exists()
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -286,6 +289,7 @@ def test_mistakes_are_one_line_and_exit_code_2(
     assert "Traceback" not in err
 
 
+@pytest.mark.promise
 def test_help_lists_every_key_of_the_config(ratchet: Ratchet) -> None:
     import subprocess
     import sys

@@ -31,6 +31,7 @@ def example(heading: str) -> str:
     return found[1]
 
 
+@pytest.mark.promise
 def test_a_reward_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_rewards.py").write_text(example("A reward"))
     monkeypatch.syspath_prepend(tmp_path)
@@ -39,6 +40,7 @@ def test_a_reward_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     sys.modules.pop("my_rewards")
 
 
+@pytest.mark.promise
 def test_an_advantage_estimator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     header = (
         "from typing import Literal\n"

@@ -65,6 +65,7 @@ def tiny_version(converted: RunConfig, workspace: Path, store: Path) -> RunConfi
     return converted.with_values(values)
 
 
+@pytest.mark.promise
 def test_every_script_of_verl_is_tested() -> None:
     assert {path.stem for path in SCRIPTS.glob("verl_*.sh")} == MORE.keys()
 
@@ -85,6 +86,7 @@ def test_a_converted_script_runs(name: str, workspace: Path, tmp_path: Path, rat
     assert run.state.weights["actor"].version == 2
 
 
+@pytest.mark.promise
 def test_the_command_prints_a_config_and_names_what_to_fix(tmp_path: Path, ratchet: Ratchet) -> None:  # noqa: F811
     path = tmp_path / "grpo.yaml"
     path.write_text("num_generations: 8\nbeta: 0.04\n")

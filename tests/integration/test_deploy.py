@@ -68,6 +68,7 @@ def deploy(config: RunConfig, folder: Path, *options: str) -> None:
     subprocess.run([*RATCHET, "deploy", str(path), *options], check=True, timeout=900)
 
 
+@pytest.mark.promise
 def test_a_deployed_run_survives_its_process(
     config: RunConfig, worker: str, prefect_server: str, tmp_path: Path
 ) -> None:

@@ -219,6 +219,7 @@ def commands(page: Path) -> list[Command]:
 ALL = [command for page in PAGES for command in commands(page)]
 
 
+@pytest.mark.promise
 def test_every_page_is_read() -> None:
     assert len(ALL) > 60
     assert {command.page for command in ALL} >= {"README.md", "CONTRIBUTING.md", "rewards.md", "clusters.md"}
@@ -226,6 +227,7 @@ def test_every_page_is_read() -> None:
     assert shown.endswith('order by 1"'), "a command goes on until its quotes are closed"
 
 
+@pytest.mark.promise
 def test_tables_hold_nothing_that_the_pages_do_not() -> None:
     assert {command.reason_not_to_run for command in ALL} - {None} == NOT_RUN.keys()
     assert {command.text for command in ALL} >= TYPED.keys()
@@ -234,6 +236,7 @@ def test_tables_hold_nothing_that_the_pages_do_not() -> None:
         assert fixed <= set(typed.split()), f"{typed} is not {shown}"
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("command", [command for command in ALL if command.reason_not_to_run], ids=lambda it: it.text)
 def test_what_a_test_machine_cannot_run_is_right_as_far_as_it_can_tell(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -290,6 +293,7 @@ def keys_of(tree: Any, prefix: str = "") -> Iterator[str]:
             yield from keys_of(value, f"{prefix}{name}.")
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_config_keys_exist(page: Path) -> None:
     shown = spans(page)
@@ -313,6 +317,7 @@ def test_config_keys_exist(page: Path) -> None:
                 assert is_key(inner), f"{page.name}: `{span}`: {inner}"
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize(
     "text", [text for page in PAGES for text in blocks(page, "yaml")], ids=lambda text: text.partition("\n")[0]
 )

@@ -45,6 +45,7 @@ def start(workspace: Path, processes: Processes) -> Any:
     return start
 
 
+@pytest.mark.promise
 def test_a_run_with_tools(start: Any, workspace: Path, processes: Processes) -> None:
     template = processes.folder / "template.jinja"
     said = "{% for m in messages %}({{ m.role }}){{ m.content }}{% endfor %}"
@@ -258,6 +259,7 @@ def test_what_does_not_go_together_is_refused(changes: dict[str, Any], says: str
         start("refused", **changes)
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize(
     ("environment", "says"),
     [

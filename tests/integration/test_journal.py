@@ -217,6 +217,7 @@ def test_a_journal_of_another_config_or_with_damage_is_left_out(
     assert not list(history.folder.glob("journals/*/*"))
 
 
+@pytest.mark.promise
 def test_a_stop_writes_a_journal_and_vacuum_keeps_it(
     folder: Path, processes: Processes, server: Server, answers: Gate
 ) -> None:

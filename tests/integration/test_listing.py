@@ -51,6 +51,7 @@ def beat(store: Path, name: str, host: str) -> None:
     objects.put(heartbeat.KEY, stored.model_dump_json().encode())
 
 
+@pytest.mark.promise
 def test_runs_are_listed(store: Path) -> None:
     (store / "no-run").mkdir()
     (store / "file.txt").write_text("no run either")
@@ -69,6 +70,7 @@ def test_runs_are_listed(store: Path) -> None:
     assert [summary.name for summary in runs_of(f"file://{store}")] == ["open", "ppo"]
 
 
+@pytest.mark.promise
 def test_validations_of_older_releases_have_todays_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`old` has closed the iteration that begins with its validation; in `fork` that iteration is open."""
     shutil.copytree(STORED / "schema-3", tmp_path, dirs_exist_ok=True)
@@ -108,6 +110,7 @@ def validated(folder: Path, values: list[dict[str, float]], **changes: object) -
     return store
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize(
     ("metric", "best", "version"),
     [
@@ -131,6 +134,7 @@ def test_the_best_validation_is_that_of_the_best_snapshot(
         assert open_run(store.url).best_snapshot() == version
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize(
     ("scores", "changes", "state"),
     [
@@ -165,6 +169,7 @@ def test_a_run_that_lost_patience_has_ended_early(
     assert listed(tmp_path)["validated"].state == ("running" if state == "stopped" else state)
 
 
+@pytest.mark.promise
 def test_a_run_is_running_while_its_driver_lives(store: Path) -> None:
     beat(store, "open", socket.gethostname())
     assert listed(store)["open"].state == "running"
@@ -176,12 +181,14 @@ def test_a_run_is_running_while_its_driver_lives(store: Path) -> None:
     assert listed(store)["open"].state == "stopped"
 
 
+@pytest.mark.promise
 def test_a_fit_is_called_one(store: Path) -> None:
     claim = Claim(config={"output": "model"}, code="", packages={}, threads=1, host="here", initial={})
     RunStore.at(f"file://{store}/sft").log.claim(claim)
     assert (listed(store)["sft"].state, listed(store)["sft"].iterations) == ("fit", None)
 
 
+@pytest.mark.promise
 def test_a_damaged_run_hides_no_other(store: Path) -> None:
     newest = max((store / "ppo" / "log").glob("[0-9]*.json"))
     newest.write_bytes(newest.read_bytes()[:-20])
@@ -191,10 +198,12 @@ def test_a_damaged_run_hides_no_other(store: Path) -> None:
     assert runs["open"].state == "not started"
 
 
+@pytest.mark.promise
 def test_a_store_that_does_not_exist_is_empty(tmp_path: Path) -> None:
     assert runs_of(f"file://{tmp_path}/nowhere") == []
 
 
+@pytest.mark.promise
 def test_a_bucket(store: Path, s3: str) -> None:
     url = f"{s3}/listed-{uuid.uuid4().hex}"
     assert runs_of(url) == []

@@ -16,6 +16,7 @@ from rlhf.rewards import load_reward
 from tests import tiny
 from tests.history import History
 from tests.processes import Fault, Processes
+from tests.tiers import sampled
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ALWAYS = {"generate", "score", "advantages", "update_actor"}
@@ -77,6 +78,7 @@ def test_every_recipe_is_tested() -> None:
     assert there == MORE.keys() | ELSEWHERE
 
 
+@sampled(8)
 @pytest.mark.parametrize("name", sorted(MORE))
 def test_recipe(name: str, workspace: Path, tmp_path: Path, prefect_server: str) -> None:
     config = recipe(name, workspace, tmp_path / "runs")

@@ -55,6 +55,7 @@ def fit(processes: Processes, workspace: Path, preferences: Path, name: str, *mo
     )
 
 
+@pytest.mark.promise
 def test_from_preferences_to_ppo(workspace: Path, preferences: Path, processes: Processes) -> None:
     made = fit(processes, workspace, preferences, "judge")
     assert made.wait() == 0, made.text
@@ -187,6 +188,7 @@ def test_a_process_reward_besides_a_rule_with_dynamic_sampling(workspace: Path, 
     assert frame["token_scores"].map(np.count_nonzero).max() > 1
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize(
     ("row", "says"),
     [

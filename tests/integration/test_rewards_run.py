@@ -81,6 +81,7 @@ def test_gsm8k_from_its_own_files(workspace: Path, processes: Processes) -> None
     assert "best@2" in answered.text
 
 
+@pytest.mark.promise
 def test_a_reward_that_cannot_score_the_prompts_is_found_before_anything_starts(
     workspace: Path, processes: Processes
 ) -> None:
@@ -218,6 +219,7 @@ def compute_score(solution_str, ground_truth, method="strict", extra_info=None, 
 """
 
 
+@pytest.mark.promise
 def test_functions_and_prompts_as_others_have_them(workspace: Path, processes: Processes) -> None:
     """By name, with structures, and without extra_info; a file alone, and prompts by their URL."""
     (processes.folder / "tiny_zero.py").write_text(TINY_ZERO)
@@ -386,6 +388,7 @@ def test_another_policy_begins_where_the_first_one_led(workspace: Path, processe
     assert once["weights"] == again["weights"]
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize(
     ("row", "says"),
     [

@@ -137,6 +137,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.promise
 def test_an_export_has_a_model_card(exported: Callable[..., Path], shared: Run) -> None:
     folder = exported("--iteration", 1)
     text = (folder / "README.md").read_text()
@@ -184,6 +185,7 @@ def test_the_code_in_a_card_runs(exported: Callable[..., Path]) -> None:
     assert cards.printed(folder).strip()
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("umask", [0o022, 0o027], ids=oct)
 def test_what_people_are_given_has_the_mode_that_the_umask_says(shared: Run, tmp_path: Path, umask: int) -> None:
     folder = tmp_path / "given"
@@ -243,6 +245,7 @@ def test_damage_elsewhere_costs_an_export_only_its_card(shared: Run, processes: 
     assert "README.md" not in contents(tmp_path / "model")
 
 
+@pytest.mark.promise
 def test_a_push_uploads_what_an_export_writes(
     pushed: Push, hub: Hub, exported: Callable[..., Path], tmp_path: Path
 ) -> None:

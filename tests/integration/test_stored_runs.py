@@ -35,6 +35,7 @@ def stored(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     return tmp_path / "runs" / "stored"
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("stored", ["schema-2"], indirect=True)
 def test_a_run_of_this_schema_is_read_and_gone_on_with(stored: Path, processes: Processes) -> None:
     run = open_run(f"file://{stored}")
@@ -140,6 +141,7 @@ def verified(stored: Path, processes: Processes) -> str:
     return child.text
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("stored", ["schema-1"], indirect=True)
 @pytest.mark.parametrize("command", ["status", "resume"])
 def test_a_run_of_an_older_schema_is_refused(stored: Path, processes: Processes, command: str) -> None:

@@ -96,6 +96,7 @@ def test_arms_that_fall_behind_are_stopped(parent: Run, processes: Processes, tm
             assert value == pytest.approx(arm.store.validation_scores({2 + step}, None)[2 + step])
 
 
+@pytest.mark.promise
 def test_what_does_not_fit_is_said_before_anything_starts(parent: Run, tmp_path: Path) -> None:
     def sweep(**changes: Any) -> Sweep:
         settings: dict[str, Any] = {
@@ -122,6 +123,7 @@ def test_what_does_not_fit_is_said_before_anything_starts(parent: Run, tmp_path:
     assert not (Path(parent.store.url.removeprefix("file://")).parent / "tried").exists()
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -137,6 +139,7 @@ def test_malformed_options(options: list[str], says: str) -> None:
         parse_vary(options)
 
 
+@pytest.mark.promise
 def test_values_may_have_commas_in_brackets() -> None:
     assert parse_vary(["rollout.stop=[a,b],[c]", "x={a: 1, b: 2},3"]) == {
         "rollout.stop": ("[a,b]", "[c]"),

@@ -41,6 +41,7 @@ def logged(root: Path, *values: float, first: int = 0, **changes: Any) -> list[s
     return [event.text for event in events if isinstance(event, Note)]
 
 
+@pytest.mark.promise
 def test_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert logged(tmp_path, 0.25, tracking="tensorboard") == []

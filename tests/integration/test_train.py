@@ -78,6 +78,7 @@ def dies_after(kind: str, stage: str, iteration: int) -> Fault:
     return Fault("create", f'{{"kind":"{kind}","iteration":{iteration},"stage":"{stage}"')
 
 
+@pytest.mark.promise
 def test_ppo(ratchet: Ratchet, workspace: Path, prefect_server: str) -> None:
     changes = {"validation__data": str(workspace / "held_out.parquet"), "validation__n": 2}
     # advantages read every other stage
@@ -120,6 +121,7 @@ def _task_states(url: str, flow_run: str, expected: set[tuple[str, str]]) -> set
     return states
 
 
+@pytest.mark.promise
 def test_grpo_on_policy_has_no_critic_no_reference_and_no_old_log_probs(ratchet: Ratchet) -> None:
     done(
         ratchet(
@@ -201,6 +203,7 @@ def test_a_changed_learning_rate_keeps_the_rollouts(ratchet: Ratchet) -> None:
     assert metrics["critic/lr"].tolist() == [1e-3, 1e-3]
 
 
+@pytest.mark.promise
 def test_a_changed_reward_keeps_the_generations_and_never_the_scores(ratchet: Ratchet) -> None:
     other: dict[str, Any] = {"reward__function": "tests.rewards:digits", "accept_changes": True}
     done(ratchet(Fault("put", "trajectories/score/iteration=000001/.*part-00000", "before")), -9)
@@ -251,6 +254,7 @@ def test_a_finished_run_goes_on_and_is_left_alone(ratchet: Ratchet, workspace: P
     pd.testing.assert_frame_equal(now.run.trajectories(), then.run.trajectories())
 
 
+@pytest.mark.promise
 def test_a_reward_that_is_not_a_number_commits_nothing(ratchet: Ratchet) -> None:
     refused = done(ratchet(reward__function="tests.rewards_of_responses:not_a_number"), 1)
     assert "nan" in refused
@@ -296,6 +300,7 @@ def test_prompts_of_a_generation_that_was_given_up_are_passed_over_once(ratchet:
     assert ratchet.history.state.cursor == 8
 
 
+@pytest.mark.promise
 def test_an_update_that_is_not_finite_can_be_passed_over(ratchet: Ratchet) -> None:
     """The actor's second step is; its first, which was taken, must leave no trace."""
     bad: dict[str, Any] = {"actor__lr": 1e30, "train__iterations": 3}

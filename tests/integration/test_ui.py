@@ -275,6 +275,7 @@ def ask(url: str, **headers: str) -> tuple[int, str]:
         return error.code, error.read().decode()
 
 
+@pytest.mark.promise
 def test_only_the_page_is_answered(url: str, shown_runs: Path) -> None:
     assert ask(f"{url}api/runs")[0] == 200
     assert ask(f"{url}api/runs", Host="rebound.example")[0] == 400

@@ -93,6 +93,7 @@ def closed(request: pytest.FixtureRequest, run: Path, ratchet: Ratchet) -> Path:
     return run
 
 
+@pytest.mark.promise
 def test_vacuum_deletes_nothing_if_one_byte_of_the_log_is_not_as_it_was(ratchet: Ratchet, closed: Path) -> None:
     path = closing(closed)
     data = path.read_bytes()
@@ -127,6 +128,7 @@ def test_of_an_old_log_the_newest_record_is_checked_by_what_it_names(ratchet: Ra
     assert files(run) == before
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("place", [1, -5, -2])
 def test_a_lost_record_stops_whoever_would_write_and_put_back_all_is_well(
     ratchet: Ratchet, run: Path, config: RunConfig, place: int
@@ -197,6 +199,7 @@ def test_a_fork_that_was_killed_can_be_made_again(
     assert json.loads((run.parent / "child" / "run.json").read_text())["at"] == "1"
 
 
+@pytest.mark.promise
 def test_verify_finds_every_kind_of_damage_and_mends_copies(ratchet: Ratchet, run: Path) -> None:
     code, text = ratchet("verify", "run")
     assert code == 0, text
