@@ -32,6 +32,7 @@ from infra.store.run_store import RunStore
 from infra.workers.calls import Experience
 from infra.workers.groups import WorkerGroups
 from infra.workers.ray_group import GroupLost
+from rlhf import consent
 from rlhf.agents import agent_digest, check_agent
 from rlhf.config import (
     DataConfig,
@@ -776,6 +777,7 @@ def _open(
         outside={name: digest for name in dependencies.outside if (digest := driver.digest(name)) is not None},
         versions=dependencies.versions,
     )
+    consent.give(config)
     if store.state.slot > checked + 1:  # another driver committed more in the meantime
         check(driver)
     store.sweep(dependencies.stages)
