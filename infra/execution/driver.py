@@ -769,6 +769,7 @@ def _open(
     state = _check(driver, take_over, accept_changes, check)
     checked = store.state.slot
     say_what_changed(state, config)
+    consent.give(config)
     claim(
         store,
         config,
@@ -777,7 +778,6 @@ def _open(
         outside={name: digest for name in dependencies.outside if (digest := driver.digest(name)) is not None},
         versions=dependencies.versions,
     )
-    consent.give(config)
     if store.state.slot > checked + 1:  # another driver committed more in the meantime
         check(driver)
     store.sweep(dependencies.stages)

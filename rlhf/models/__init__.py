@@ -27,6 +27,8 @@ TOKENIZER = ("tokenizer*", "*.model", "vocab*", "merges.txt", "special_tokens_ma
 OF_TOKENIZERS = (*TOKENIZER, "added_tokens.json", "*.tiktoken")
 """All files of tokenizers."""
 GENERATION_CONFIG = "generation_config.json"
+DOWNLOADED = [*WEIGHTS, *OF_TOKENIZERS, GENERATION_CONFIG, "*.jinja", "*.py"]
+"""Files of a model on the hub that are used."""
 
 
 def model_folder(model: ModelConfig, key: str = "model", *, download: bool = True) -> Path:
@@ -44,8 +46,7 @@ def model_folder(model: ModelConfig, key: str = "model", *, download: bool = Tru
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        patterns = [*WEIGHTS, *OF_TOKENIZERS, GENERATION_CONFIG, "*.jinja", "*.py"]
-        return Path(snapshot_download(model.path, allow_patterns=patterns, local_files_only=not download))
+        return Path(snapshot_download(model.path, allow_patterns=DOWNLOADED, local_files_only=not download))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         first = str(error).splitlines()[0]
         raise UserError(f"{key}.path {model.path} is not a local folder, and the download failed: {first}") from None

@@ -15,6 +15,7 @@ from huggingface_hub import ModelCard
 from peft import AutoPeftModelForCausalLM, AutoPeftModelForTokenClassification
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
+from rlhf.errors import UserError
 from tests import cards, modes, tiny
 from tests.history import History
 from tests.processes import Child, Fault, Processes
