@@ -227,6 +227,9 @@ def reading_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     Raises:
         UserError: it cannot be loaded so.
     """
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # the caller says in one line what cannot be read
     return _tokenizer(model, model_folder(model, download=False), runs_code=False)
 
 

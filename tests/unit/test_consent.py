@@ -196,7 +196,9 @@ def test_a_terminal_is_asked(
             else:
                 consent.require(config)
                 consent.require(config)  # reads nothing: it is remembered
-        asked = os.read(user, 4096).decode()
+        asked = ""
+        while "[y/N]" not in asked:  # the terminal shows what was typed, too
+            asked += os.read(user, 4096).decode()
     assert re.search(rf"reward\.function {tmp_path}/reward\.py \({tmp_path}/reward\.py, sha256 \w{{16}}\)", asked)
 
 
