@@ -12,7 +12,7 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from rlhf.config import ModelConfig, RunConfig
 
 VARIABLE = "RATCHET_TRUST_CODE"
+REMOTE_CODE = "trust_remote_code"
 _trusting: ContextVar[bool] = ContextVar("trusting", default=False)
 
 
@@ -60,10 +61,7 @@ def trusting() -> Iterator[None]:
 
 def give(config: RunConfig) -> None:
     """Remember that the code of a config may run here: the user of this machine has given the config."""
-    for code in _code_of(config):
-        with suppress(OSError):  # without a home it will be asked again
-            _folder().mkdir(mode=0o700, parents=True, exist_ok=True)
-            os.close(os.open(_folder() / code.digest, os.O_CREAT | os.O_WRONLY, 0o600))
+    _remember(_code_of(config))
 
 
 def require(stored: RunConfig, config: RunConfig | None = None, *, models_only: bool = False) -> None:
@@ -77,15 +75,13 @@ def require(stored: RunConfig, config: RunConfig | None = None, *, models_only: 
     Raises:
         UserError: there is no consent; a line for each piece of code.
     """
-    running = stored if config is None else config
+    running = _code_of(stored if config is None else config)
+    if models_only:
+        running = [code for code in running if code.key.endswith(REMOTE_CODE)]
     if not (_trusting.get() or os.environ.get(VARIABLE, "0") not in ("", "0")):
         named = {(code.key, code.name) for code in _code_of(stored)}
         strange = [
-            code
-            for code in _code_of(running)
-            if (code.key, code.name) in named
-            and not (models_only and not code.key.endswith(REMOTE_CODE))
-            and not (_folder() / code.digest).is_file()
+            code for code in running if (code.key, code.name) in named and not (_folder() / code.digest).is_file()
         ]
         if refused := [code for code in strange if not _asked(code)]:
             raise UserError(
@@ -95,17 +91,20 @@ def require(stored: RunConfig, config: RunConfig | None = None, *, models_only: 
                     for code in refused
                 )
             )
-    if not models_only:
-        give(running)
-
-
-REMOTE_CODE = "trust_remote_code"
+    _remember(running)
 
 
 def _folder() -> Path:
-    """The folder in which an empty file for each digest stands for consent."""
-    state = os.environ.get("XDG_STATE_HOME", "")
-    return (Path(state) if Path(state).is_absolute() else Path("~/.local/state").expanduser()) / "ratchet" / "trusted"
+    """The folder in which an empty file for each digest stands for consent. Never one of the current folder."""
+    places = (os.environ.get("XDG_STATE_HOME", ""), os.path.expanduser("~/.local/state"), os.devnull)  # noqa: PTH111
+    return next(Path(place) for place in places if os.path.isabs(place)) / "ratchet" / "trusted"  # noqa: PTH117
+
+
+def _remember(codes: Iterable[Code]) -> None:
+    for code in codes:
+        with suppress(OSError):  # without a home it will be asked again
+            _folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.close(os.open(_folder() / code.digest, os.O_CREAT | os.O_WRONLY, 0o600))
 
 
 def _asked(code: Code) -> bool:
@@ -138,7 +137,7 @@ def _code_of(config: RunConfig) -> list[Code]:
         found.append(_by_name("rollout.agent", _of_package(agent.name, agent.options), agent.options))
     models = {
         "model": config.model,
-        "critic.model": config.critic and config.critic.model,
+        "critic.model": None if config.critic is None else config.critic.model,
         "reference.model": config.reference.model,
         "teacher": config.teacher,
         "reward.model": reward.model,

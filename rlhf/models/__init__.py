@@ -130,22 +130,23 @@ def text_config(model: ModelConfig) -> PreTrainedConfig:
     return text
 
 
-def model_config(model: ModelConfig, key: str = "model", **changes: object) -> PreTrainedConfig:
-    """The config of a model, with changes.
+def model_config(model: ModelConfig, key: str = "model", *, num_labels: int | None = None) -> PreTrainedConfig:
+    """The config of a model.
 
     Args:
         model: the model.
         key: config key that holds it, for errors.
-        changes: values by field.
+        num_labels: number of labels of a classifier; None: that of the folder.
 
     Raises:
         UserError: the config has code of its own, and `model.trust_remote_code` is false; or it cannot be read.
     """
     from transformers import AutoConfig
 
+    labels = {} if num_labels is None else {"num_labels": num_labels}
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(
-            model_folder(model, key), trust_remote_code=model.trust_remote_code, **changes
+            model_folder(model, key), trust_remote_code=model.trust_remote_code, **labels
         )
     except ValueError as error:
         if "trust_remote_code" not in str(error):
@@ -514,8 +515,7 @@ def _skeleton(
     folder = model_folder(model)
     logging.set_verbosity_error()  # transformers would warn about a critic's new head
     logging.disable_progress_bar()
-    labels = {} if num_labels is None else {"num_labels": num_labels}
-    config = model_config(model, **labels)
+    config = model_config(model, num_labels=num_labels)
     _without_noise(config)
     options = {
         "attn_implementation": attention_of(model)[0],
