@@ -33,8 +33,11 @@ if TYPE_CHECKING:
 OnDamage = Callable[[Corrupt], None]
 
 ADAPTER_CONFIG = "adapter_config.json"
-WEIGHTS = ("model*.safetensors", "adapter_model*.safetensors", "*.safetensors.index.json", ADAPTER_CONFIG)
-"""Files of a model folder that would be loaded together with those of another layout."""
+LAYOUTS = (
+    *("config.json", "model*.safetensors", "model.safetensors.index.json"),
+    *(ADAPTER_CONFIG, "adapter_model*.safetensors"),
+)
+"""Files of models and of adapters, whole or in shards. Old ones would be loaded together with new ones."""
 CARD = "README.md"
 """The file of a model folder that people read first."""
 
@@ -146,7 +149,7 @@ def row_stages(state: RunState) -> list[str]:
 
 def _remove_weights(folder: Path) -> None:
     """Remove the weights of an earlier export: adapters would be applied to weights that contain them."""
-    for pattern in WEIGHTS:
+    for pattern in LAYOUTS:
         for path in folder.glob(pattern):
             path.unlink()
 

@@ -15,7 +15,6 @@ from huggingface_hub import ModelCard
 from peft import AutoPeftModelForCausalLM, AutoPeftModelForTokenClassification
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from rlhf.errors import UserError
 from tests import cards, modes, tiny
 from tests.history import History
 from tests.processes import Child, Fault, Processes
@@ -95,21 +94,6 @@ def test_a_run_that_trains_adapters(cli: Any, workspace: Path, processes: Proces
         assert "a folder of the machine that trained" in shown["adapter"].text
         assert all("lora" in card.data.tags for card in shown.values())
         cards.printed(folder / "adapter")
-    for adapter_is_last in (True, False):  # the other layout goes, whichever it is
-        folder = tmp_path / f"adapter-last-{adapter_is_last}"
-        folder.mkdir()
-        stale = ("model-00001-of-00002.safetensors", "model.safetensors.index.json")
-        for name in stale:
-            (folder / name).write_bytes(b"{}")
-        for adapter in (not adapter_is_last, adapter_is_last):
-            quiet.run.export(3, folder, adapter=adapter)
-        assert not any((folder / name).exists() for name in stale)
-        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "actor" / "merged", dtype=torch.float32)
-        with torch.no_grad():
-            torch.testing.assert_close(loaded(IDS).logits, merged(IDS).logits, rtol=1e-5, atol=1e-5)
-    with pytest.raises(UserError, match="is the model that the run started from: name another folder"):
-        quiet.run.export(3, workspace / "model")
     published = quiet.run.export(3, tmp_path / "published", adapter=True, is_published=True)
     settings = json.loads((published / "adapter_config.json").read_text())
     assert settings["base_model_name_or_path"] == "…/model"
