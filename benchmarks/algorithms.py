@@ -73,7 +73,7 @@ def measure(recipe: str, seed: int, budget: int, store: str, console: Console) -
         train(config.with_values({"train.iterations": done + 1}))
         done, tokens = progress(config)
     with tempfile.TemporaryDirectory() as folder:
-        snapshot, version = evaluation_config(config.run.name, store, None, Path(folder))
+        snapshot, version = evaluation_config(config.run.name, store, None, Path(folder), {}, ())
         answers = evaluate(snapshot.with_values({"validation.data": "data/countdown/test.parquet"}), version)
     rate = float(answers["score"].mean())
     console.print(f"{config.run.name}: {rate:.1%} after {done} iterations, {tokens:,.0f} tokens")

@@ -20,6 +20,7 @@ from flows.cli_dataset import dataset
 from flows.run_arguments import DEFAULT_STORE, Name, Names, Store, run_names, url_of
 from flows.temporary_server import TemporaryServer
 from flows.terminal import visible
+from rlhf import consent
 from rlhf.config import JudgeConfig, RewardTraining, RunConfig, SFTConfig, keys, load_config, overridden, validated
 from rlhf.config.older import RenamedKey
 from rlhf.errors import RatchetError, UserError, counted, reached
@@ -55,6 +56,20 @@ AcceptChanges = Annotated[
 ]
 
 
+def _trusting(context: typer.Context, is_set: bool) -> None:
+    if is_set:
+        context.with_resource(consent.trusting())
+
+
+TrustCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-code",
+        callback=_trusting,
+        help="run the code that the run's config names (rewards, environments, tools, agents, models), although it "
+        "has not run on this machine before; RATCHET_TRUST_CODE=1 does the same",
+    ),
+]
 Iteration = Annotated[int | None, typer.Option(help="the snapshot after this many iterations; by default the newest")]
 Best = Annotated[bool, typer.Option("--best", help="the snapshot with the best validation")]
 Adapter = Annotated[bool, typer.Option("--adapter", help="only the adapter (model.lora), in PEFT's format")]
@@ -159,13 +174,16 @@ def resume(
     store: Store = DEFAULT_STORE,
     take_over: TakeOver = False,
     accept_changes: AcceptChanges = False,
+    trust_code: TrustCode = False,
 ) -> None:
     """Resume from the last committed stage, with the config of the last driver."""
     from infra.runs import open_run
 
     url = url_of(name, store)
     parent, _, leaf = url.rpartition("/")  # where the run was opened, which may differ from its config
-    _drive(open_run(url).config.with_values({"run.store": parent, "run.name": leaf}), take_over, accept_changes)
+    stored = open_run(url).config
+    consent.require(stored)
+    _drive(stored.with_values({"run.store": parent, "run.name": leaf}), take_over, accept_changes)
 
 
 @app.command()
@@ -320,8 +338,14 @@ def ui(
 ) -> None:
     """Serve a page that shows the runs of a store while they run, and their trajectories, until Ctrl-C."""
     from flows.ui.server import serve
+    from infra.progress import Event, Note, listening
 
-    serve(store, host, port, lambda url: console.print(f"the runs of {store} are shown at {url}", highlight=False))
+    def say(event: Event) -> None:
+        if isinstance(event, Note):
+            console.print(visible(event.text), highlight=False)
+
+    with listening(say):
+        serve(store, host, port, lambda url: console.print(f"the runs of {store} are shown at {url}", highlight=False))
 
 
 @app.command()
@@ -354,6 +378,7 @@ def fork(
     overrides: Overrides = None,
     store: Store = DEFAULT_STORE,
     to_store: Annotated[str | None, typer.Option(help="store of the new run; by default that of RUN")] = None,
+    trust_code: TrustCode = False,
 ) -> None:
     """Create a run that shares the commits of another run up to a point, without copies, and has its own config."""
     from infra.runs import open_run
@@ -401,6 +426,7 @@ def sweep(
         int, typer.Option(help="arms at a time, on a pool; those that fall behind are stopped together", min=1)
     ] = 1,
     store: Store = DEFAULT_STORE,
+    trust_code: TrustCode = False,
 ) -> None:
     """Try several settings from one point of a run: forks that share everything before it.
 
@@ -497,6 +523,7 @@ def relabel(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="settings of the fit, such as lr=1e-5 epochs=2")
     ] = None,
+    trust_code: TrustCode = False,
 ) -> None:
     """Improve a run's reward model with labels of the pairs that it is least sure of, and fork the run with it.
 
@@ -581,6 +608,7 @@ def rescore(
         bool, typer.Option("--train", help="also train on the new scores, off-policy with a correction")
     ] = False,
     overrides: Overrides = None,
+    trust_code: TrustCode = False,
 ) -> None:
     """Score the generations of a run again, in a new run, and compare the scores; nothing is generated."""
     _quiet()
@@ -606,6 +634,7 @@ def bisect(
     overrides: Overrides = None,
     store: Store = DEFAULT_STORE,
     examples: Annotated[int, typer.Option(help="how many trajectories to show", min=0)] = 3,
+    trust_code: TrustCode = False,
 ) -> None:
     """Find the iteration in which the policy began to exploit its reward, by scoring committed generations again.
 
@@ -640,6 +669,7 @@ def plan(
     iteration: Annotated[
         int | None, typer.Option(min=0, help="the iteration; by default the open one, or the last with a commit")
     ] = None,
+    trust_code: TrustCode = False,
 ) -> None:
     """List the stages of an iteration that a changed config would run again, and why."""
     from flows import views
@@ -648,6 +678,7 @@ def plan(
 
     if Path(source).suffix in (".yaml", ".yml"):
         changed = load_config(source, overrides or [])
+        consent.give(changed)
         name = run or changed.run.name
         committed = open_run(run_url(store or changed.run.store, name))
     elif run is not None:
@@ -685,6 +716,7 @@ def replay(
     name: Name,
     iteration: Annotated[int, typer.Option(min=0, help="the iteration to compute again")],
     store: Store = DEFAULT_STORE,
+    trust_code: TrustCode = False,
 ) -> None:
     """Compute an iteration's committed stages again, and name the first one that differs. Nothing is written."""
     from flows.terminal import progress
@@ -778,6 +810,7 @@ def evaluate(
     ] = None,
     api: Annotated[Api, typer.Option(help="type of the server")] = Api.vllm,
     output: Annotated[Path | None, typer.Option(help="write the trajectories to this Parquet file")] = None,
+    trust_code: TrustCode = False,
 ) -> None:
     """Answer and score held-out prompts, and print the solve rate of each data source with a confidence interval.
 
@@ -791,7 +824,6 @@ def evaluate(
     if output is not None:
         make_folder(output.parent)
     with tempfile.TemporaryDirectory() as folder:
-        config, version = views.evaluation_config(name, store, iteration, Path(folder))
         changes: dict[str, object] = {"validation.n": n} if n is not None else {}
         changes |= {"validation.temperature": temperature} if temperature is not None else {}
         changes |= {"validation.data": data} if data else {}
@@ -799,7 +831,7 @@ def evaluate(
         changes |= {"reward.function": reward, "reward.model": None, "reward.options": {}} if reward else {}
         if server:
             changes |= {"rollout.engine": "server", "rollout.server.urls": [server], "rollout.server.api": api.value}
-        config = config.with_values(changes, overrides or [])
+        config, version = views.evaluation_config(name, store, iteration, Path(folder), changes, overrides or [])
         prefect = _starting()
         from flows.evaluate import evaluate as flow
         from flows.terminal import progress
@@ -824,6 +856,7 @@ def serve(
         str, typer.Option(help="address to listen on; any other address than loopback lets the network call the model")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="port to listen on; 0: any free one", min=0, max=65535)] = 8000,
+    trust_code: TrustCode = False,
 ) -> None:
     """Serve the policy of a snapshot over an OpenAI-compatible endpoint, and store its answers, until Ctrl-C.
 
@@ -854,7 +887,7 @@ def serve(
     with suppress(KeyboardInterrupt), on_signals(end), tempfile.TemporaryDirectory() as folder, progress(console):
         version = _snapshot(run, iteration, best)
         run.exportable(version)
-        config = views.exported_config(run, version, Path(folder), overrides or [])
+        config = views.exported_config(run, version, Path(folder), {}, overrides or [])
         from flows.serve import serve as answer_calls
 
         answer_calls(run, config, version, host=host, port=port, key=key, listening=listening)
@@ -910,6 +943,7 @@ def export(
     ] = Role.actor,
     best: Best = False,
     adapter: Adapter = False,
+    trust_code: TrustCode = False,
 ) -> None:
     """Write the model of a snapshot as a Hugging Face folder, with its tokenizer and a model card."""
     from flows.terminal import progress
@@ -939,6 +973,7 @@ def push(
     public: Annotated[
         bool, typer.Option("--public", help="make a new repository public, or push to one that is")
     ] = False,
+    trust_code: TrustCode = False,
 ) -> None:
     """Upload the model of a snapshot to the Hugging Face hub, as `export` writes it. New repositories are private.
 

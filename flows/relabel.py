@@ -26,7 +26,7 @@ from infra.store.log import Corrupt, RunLog
 from infra.store.object_store import ObjectStore
 from infra.store.run_store import parquet_bytes
 from infra.unsure_pairs import unsure_pairs
-from rlhf import seeding
+from rlhf import consent, seeding
 from rlhf.config import JudgeConfig, RewardTraining, RunConfig, overridden, validated
 from rlhf.data.datasets import MESSAGES
 from rlhf.data.examples import pair_of
@@ -112,12 +112,14 @@ def begin(round_: Relabel) -> Pairs:
     """Choose the pairs to label, unless they are chosen, and write them as a table and for Label Studio.
 
     Raises:
-        UserError: another round or a run has the name, or the run has no reward model or no pairs.
+        UserError: another round or a run has the name, the run has no reward model or no pairs, or there is no
+            consent to its code.
     """
     objects = round_.objects()
     if RunLog(objects).read().slot >= 0:
         raise UserError(f"there is a run {round_.name}: choose another name (--run)")
     parent = open_run(round_.parent)
+    consent.require(parent.config)
     stored = objects.get_if_there(SPEC)
     if stored is None:
         table = unsure_pairs(parent, round_.pairs, round_.window)

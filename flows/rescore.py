@@ -12,6 +12,7 @@ from infra.execution.claims import run_url
 from infra.runs import open_run
 from infra.store.log import RunLog
 from infra.store.object_store import ObjectStore
+from rlhf import consent
 from rlhf.config import RunConfig
 from rlhf.errors import UserError
 from tasks.plan import fork_run
@@ -22,6 +23,7 @@ def rescore(config: RunConfig, take_over: bool = False, overrides: Sequence[Over
     """Create the run that `config` names next to the run at `data.generations`, unless it exists, and drive it.
     `overrides` change single values of `config`."""
     config = config.with_values({}, overrides)
+    consent.give(config)
     begin(config)
     train(config, take_over=take_over)
 
@@ -43,7 +45,7 @@ def rescoring_config(
         The config.
 
     Raises:
-        UserError: if `source` has not closed an iteration.
+        UserError: if `source` has not closed an iteration, or there is no consent to its code.
     """
     parent = open_run(source)
     if parent.state.iteration == 0:
@@ -65,7 +67,9 @@ def rescoring_config(
         changes["algorithm.rollout_correction"] = {"weights": {}, "rejection": [*correction.model_dump()["rejection"]]}
     elif learn and correction is None:
         changes["algorithm.rollout_correction"] = {"weights": {}}
-    return parent.config.with_values(changes, overrides)
+    config = parent.config.with_values(changes, overrides)
+    consent.require(parent.config, config)
+    return config
 
 
 def begin(config: RunConfig) -> None:

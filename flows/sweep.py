@@ -26,6 +26,7 @@ from infra.runs import Run, open_run
 from infra.store.log import Corrupt, Fenced, RunLog
 from infra.store.object_store import ObjectStore
 from infra.store.run_store import REPORT
+from rlhf import consent
 from rlhf.config import RunConfig
 from rlhf.errors import UserError, counted
 from tasks.pipeline import stage_called
@@ -125,7 +126,7 @@ def begin(sweep: Sweep) -> None:
     """Store what the sweep tries, unless it is stored.
 
     Raises:
-        UserError: another sweep has the name, or it does not fit the run.
+        UserError: another sweep has the name, it does not fit the run, or there is no consent to the run's code.
     """
     if importlib.util.find_spec("optuna") is None:
         raise UserError('a sweep needs the package optuna: pip install "ratchet-rlhf[sweep]"')
@@ -145,6 +146,7 @@ def begin(sweep: Sweep) -> None:
                 mistakes += str(error).splitlines()
     if mistakes:
         raise UserError("\n".join(dict.fromkeys(mistakes)))
+    consent.require(parent.config)
     objects = ObjectStore(run_url(sweep.store, sweep.name))
     if RunLog(objects).read().slot >= 0:
         raise UserError(f"there is a run {sweep.name}: choose another name (--run)")

@@ -24,6 +24,7 @@ from infra.execution.claims import run_url
 from infra.query import answer, isolated, reason
 from infra.runs import Run, open_run, own_answers
 from infra.store.run_store import VALIDATE
+from rlhf import consent
 from rlhf.agents.transcripts import transcript
 from rlhf.config import RunConfig, parse_config
 from rlhf.errors import UserError, counted, reached
@@ -448,9 +449,16 @@ def tree(origin: Origin) -> Tree:
     return branch
 
 
-def evaluation_config(name: str, store: str, iteration: int | None, folder: Path) -> tuple[RunConfig, int]:
-    """The config to evaluate a model folder, or a snapshot of a run, which is exported to `folder`; and the number of
-    iterations of the snapshot, 0 for a model folder."""
+def evaluation_config(
+    name: str,
+    store: str,
+    iteration: int | None,
+    folder: Path,
+    changes: Mapping[str, object],
+    overrides: Sequence[str],
+) -> tuple[RunConfig, int]:
+    """The config, with changes, to evaluate a model folder, or a snapshot of a run, which is exported to `folder`; and
+    the number of iterations of the snapshot, 0 for a model folder."""
     if (Path(name) / "config.json").is_file():
         if iteration is not None:
             raise UserError("--iteration chooses a snapshot of a run, and a model folder has none: leave it out")
@@ -460,19 +468,22 @@ def evaluation_config(name: str, store: str, iteration: int | None, folder: Path
             "data": {"train": ["none"]},
             "rollout": {"max_response_tokens": 512, "prompts_per_shard": 128},
         }
-        return parse_config(tree, "evaluate"), 0
+        return parse_config(tree, "evaluate").with_values(changes, overrides), 0
     run = open_run(name if "://" in name else run_url(store, name))
     version = run.newest_snapshot() if iteration is None else iteration
-    return exported_config(run, version, folder), version
+    return exported_config(run, version, folder, changes, overrides), version
 
 
-def exported_config(run: Run, version: int, folder: Path, overrides: Sequence[str] = ()) -> RunConfig:
+def exported_config(
+    run: Run, version: int, folder: Path, changes: Mapping[str, object], overrides: Sequence[str]
+) -> RunConfig:
     """Export a snapshot to `folder`, and return the run's config with that model and with changes."""
     # reset keys that only training uses: an older run may have values that are not valid any more
-    changes: dict[str, object] = {"model.path": str(folder), "model.lora": None, "algorithm.kl": {}}
+    needed: dict[str, object] = {"model.path": str(folder), "model.lora": None, "algorithm.kl": {}}
     if run.config.rollout.engine == "server":  # the server may not have the weights of this snapshot
-        changes["rollout.engine"] = "hf"
-    config = run.config.with_values(changes, overrides)
+        needed["rollout.engine"] = "hf"
+    config = run.config.with_values({**needed, **changes}, overrides)
+    consent.require(run.config, config.with_values({"model.path": run.config.model.path}))
     run.export(version, folder)
     return config
 

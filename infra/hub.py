@@ -7,11 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from infra.runs import ADAPTER_CONFIG, Run
+from infra.runs import LAYOUTS, Run
 from rlhf.errors import RatchetError, UserError, counted, in_one_line
-
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json", ADAPTER_CONFIG)
-"""Files of a repository that a push deletes if it does not replace them: they would be loaded with the new ones."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,7 @@ def push(
                 repo_id=url.repo_id,
                 folder_path=folder,
                 commit_message=f"{role} after {counted(version, 'iteration')} of {name}",
-                delete_patterns=list(WEIGHTS),
+                delete_patterns=list(LAYOUTS),  # those that it does not replace
             )
     return Pushed(str(url), private)
 

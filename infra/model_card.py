@@ -19,7 +19,7 @@ from rlhf.algorithms import KLPenalty
 from rlhf.config import ModelConfig, RewardTraining, RunConfig, SFTConfig, stored_config
 from rlhf.config.published import published, published_text
 from rlhf.errors import counted
-from rlhf.models import base_models, hub_name, load_tokenizer, lora
+from rlhf.models import base_models, has_chat_template, hub_name, lora
 
 if TYPE_CHECKING:
     from infra.runs import Run
@@ -241,7 +241,7 @@ def _usage(config: RunConfig, role: str, name: str, base: str | None) -> str:
     lines = [*imports, "", *paths, f"model = {loads}", "tokenizer = AutoTokenizer.from_pretrained(path)"]
     if role == "critic":
         return "\n\n".join([*parts, _block("\n".join(lines), "python")])
-    has_template = load_tokenizer(config.model).chat_template is not None
+    has_template = has_chat_template(config.model)
     code = _block("\n".join([*lines, "", *_answer(config, has_template)]), "python")
     route = "chat/completions" if has_template else "completions"
     served = f"Or with vLLM, whose server answers at {_code(f'v1/{route}')} as the model {_code(name)}:"

@@ -20,6 +20,7 @@ from infra.store.manifest import Checkpoint
 from infra.store.object_store import LocalBackend, ObjectStore
 from infra.store.records import ObjectRef, RunState, StageCommit
 from infra.store.run_store import UPDATE_ACTOR, VALIDATE, RunStore
+from rlhf import consent
 from rlhf.config import RunConfig, RunSection, stored_config
 from rlhf.config.published import published_text
 from rlhf.errors import RatchetError, UserError, counted, reached
@@ -32,6 +33,11 @@ if TYPE_CHECKING:
 OnDamage = Callable[[Corrupt], None]
 
 ADAPTER_CONFIG = "adapter_config.json"
+LAYOUTS = (
+    *("config.json", "model*.safetensors", "model.safetensors.index.json"),
+    *(ADAPTER_CONFIG, "adapter_model*.safetensors"),
+)
+"""Files of models and of adapters, whole or in shards. Old ones would be loaded together with new ones."""
 CARD = "README.md"
 """The file of a model folder that people read first."""
 
@@ -139,6 +145,13 @@ def row_stages(state: RunState) -> list[str]:
         name for name, commit in state.stages.items() if isinstance(commit, StageCommit) and commit.weights is None
     )
     return list(dict.fromkeys((*TRAJECTORY.stages, *state.shards, *complete)))
+
+
+def _remove_weights(folder: Path) -> None:
+    """Remove the weights of an earlier export: adapters would be applied to weights that contain them."""
+    for pattern in LAYOUTS:
+        for path in folder.glob(pattern):
+            path.unlink()
 
 
 def refuse(damage: Corrupt) -> None:
@@ -513,21 +526,24 @@ class Run:
         from rlhf.engines.model_engine import copy_weights
         from rlhf.engines.stored_state import StoredState
         from rlhf.models import (
-            TOKENIZER,
+            GENERATION_CONFIG,
+            copy_code,
+            copy_tokenizer,
             hub_name,
             initial_digest,
             load_actor,
             load_critic,
             model_folder,
             save,
-            save_tokenizer,
         )
 
-        target = Path(folder)
+        target, base = Path(folder), self.config.model_of(role)
+        source = model_folder(self.config.model)
+        if target.resolve() in (source.resolve(), Path(base.path).resolve()):
+            raise UserError(f"{folder} is the model that the run started from: name another folder")
         target.mkdir(parents=True, exist_ok=True)
         names = [name for name in checkpoint.files if name.startswith(("config", "model", "adapter"))]
         files = self.store.read_checkpoint(checkpoint, names)
-        base = self.config.model_of(role)
         named_base = None
         if adapter:
             folder_of_base = str(Path(base.path).absolute())
@@ -536,10 +552,13 @@ class Run:
             seed = self.config.run.seed
             if initial_digest(base, seed) != self.state.initial[role].digest:
                 raise UserError(f"{base.path} is not the base model of the run's adapters: restore its files")
+            consent.require(self.config, models_only=True)
             model = load_critic(base, seed) if role == "critic" else load_actor(base, seed)
             copy_weights(StoredState.of(files).tensors(), model)
+            _remove_weights(target)
             save(model, target)
         else:
+            _remove_weights(target)
             for name, data in files.items():
                 (target / name).write_bytes(data)
             if named_base is not None:
@@ -550,12 +569,10 @@ class Run:
                     "task_type": task,
                 }
                 (target / ADAPTER_CONFIG).write_text(json.dumps(settings, sort_keys=True, indent=1))
-        source = model_folder(self.config.model)
-        for pattern in (*TOKENIZER, "generation_config.json"):
-            for path in source.glob(pattern):
-                shutil.copyfile(path, target / path.name)
-        if self.config.model.chat_template is not None:
-            save_tokenizer(self.config.model, target)
+        copy_code(base, target)
+        copy_tokenizer(self.config.model, target)
+        if (generation := source / GENERATION_CONFIG).is_file():
+            shutil.copyfile(generation, target / GENERATION_CONFIG)
         self._write_card(target / CARD, checkpoint, named_base)
         return target
 

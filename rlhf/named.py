@@ -8,8 +8,9 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Sequence
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from rlhf.errors import UserError
@@ -67,12 +68,20 @@ def source_of(target: Any, key: str, name: str) -> str:
         ) from None
 
 
+class _FromSource(SourceFileLoader):
+    """Compiles the file that the user has read: its compiled copy beside it may be anybody's."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        code: CodeType = self.source_to_code(self.get_data(self.path), self.path)
+        return code
+
+
 def _module(name: str) -> ModuleType:
     if not name.endswith(".py"):
         return importlib.import_module(name)
     path = Path(name).resolve()
     unique_name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"  # must not hide another module
-    spec = importlib.util.spec_from_file_location(unique_name, path)
+    spec = importlib.util.spec_from_file_location(unique_name, path, loader=_FromSource(unique_name, str(path)))
     assert spec is not None and spec.loader is not None
     module = sys.modules[unique_name] = importlib.util.module_from_spec(spec)  # dataclasses look it up there
     spec.loader.exec_module(module)

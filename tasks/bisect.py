@@ -20,6 +20,7 @@ from infra.progress import StepProgress, report
 from infra.runs import Run, own_answers
 from infra.workers.calls import RowsCall
 from infra.workers.worker import Worker
+from rlhf import consent
 from rlhf.errors import RatchetError, UserError
 from rlhf.rewards import check_rewards
 from tasks.calling import call_of, on_worker
@@ -84,7 +85,8 @@ def bisect(run: Run, reward: str, overrides: Sequence[str] = ()) -> tuple[list[R
         noise.
 
     Raises:
-        UserError: if the run has closed fewer than two iterations, or the reward does not fit.
+        UserError: if the run has closed fewer than two iterations, the reward does not fit, or there is no consent to
+            the run's code.
         RatchetError: if the stricter reward fails for too many trajectories.
     """
     last = run.state.iteration - 1
@@ -98,6 +100,7 @@ def bisect(run: Run, reward: str, overrides: Sequence[str] = ()) -> tuple[list[R
         "placement": "colocated",
     }
     config = run.config.with_values(changes, overrides)
+    consent.require(run.config, config)
     check_rewards(config.reward)
     driver = Driver(config, run.store)  # without a claim
     scored: dict[int, pd.DataFrame] = {}

@@ -20,7 +20,7 @@ from rlhf.engines.base import OptimizerPlan
 from rlhf.engines.learning_rate import learning_rate
 from rlhf.engines.model_engine import ModelEngine, float32_model
 from rlhf.engines.optimizers import AdamW
-from rlhf.models import save, save_tokenizer
+from rlhf.models import copy_tokenizer, save
 from tasks.recording import recorded_task
 
 
@@ -97,7 +97,7 @@ def _write(job: Fit, metrics: Mapping[str, float]) -> None:
     with tempfile.TemporaryDirectory(dir=output, prefix=".") as name:
         folder = Path(name)
         save(float32_model(job.engine), folder)
-        save_tokenizer(job.config.model, folder)
+        copy_tokenizer(job.config.model, folder)
         (folder / CARD).write_text(fit_card(job.config, metrics), encoding="utf-8")
         for path in sorted(folder.iterdir()):
             if (target := output / path.name).is_dir():

@@ -11,6 +11,7 @@ from infra.forks import fork
 from infra.runs import Run
 from infra.store.object_store import ObjectStore
 from infra.store.records import Skip, StageCommit
+from rlhf import consent
 from rlhf.config import RunConfig
 from rlhf.errors import UserError
 from tasks.changes import changes_since, check_unchanged, input_changes
@@ -39,7 +40,11 @@ def plan(run: Run, config: RunConfig, iteration: int) -> list[Planned]:
 
     Returns:
         For each stage that the iteration has committed or would have: whether it stays valid, and why not.
+
+    Raises:
+        UserError: there is no consent to the run's code.
     """
+    consent.require(run.config, config)
     driver = Driver(config, run.store)
     committed, needed = run.store.iteration_state(iteration).stages, names_of(config)
     planned: dict[str, Planned] = {}
@@ -108,8 +113,10 @@ def fork_run(run: Run, config: RunConfig, iteration: int, stage: str | None) -> 
             stages that depend on it; the other stages are shared. None: it shares no stage of that iteration.
 
     Raises:
-        UserError: if the run has not reached the point, or a shared stage is not valid under the config.
+        UserError: if the run has not reached the point, a shared stage is not valid under the config, or there is no
+            consent to the run's code.
     """
+    consent.require(run.config, config)
     state, config = run.state, with_iterations(config)
     if not 0 <= iteration <= state.iteration:
         raise UserError(f"--at {iteration}: the run has iterations 0 to {state.iteration} (the open one)")

@@ -20,6 +20,7 @@ from infra.store.manifest import Manifest
 from infra.store.records import Skip
 from infra.workers.calls import RowsCall, UpdateCall
 from infra.workers.worker import Worker
+from rlhf import consent
 from rlhf.errors import UserError
 from tasks.calling import call_of, on_worker
 from tasks.pipeline import STAGES
@@ -47,7 +48,7 @@ def replay(run: Run, iteration: int) -> Iterator[Replayed]:
         The result for each stage; the shards after the first difference of a stage are not recomputed.
 
     Raises:
-        UserError: if the iteration has committed nothing.
+        UserError: if the iteration has committed nothing, or there is no consent to the run's code.
     """
     store = run.store
     committed = store.iteration_state(iteration).stages
@@ -55,6 +56,7 @@ def replay(run: Run, iteration: int) -> Iterator[Replayed]:
         raise UserError(
             f"iteration {iteration} has committed nothing; the run has iterations 0 to {run.state.iteration}"
         )
+    consent.require(run.config)
     manifests, began = store.manifests(iteration), state_before(store, iteration, ())
     driver = Driver(run.config.as_committed({"pools": {}, "placement": "colocated"}), store)  # without a claim
     for stage in STAGES:
@@ -64,7 +66,9 @@ def replay(run: Run, iteration: int) -> Iterator[Replayed]:
         manifest = manifests[stage.name]
         input_names = {name for name in stage.reads if f"input.{name}" in manifest.fingerprint.parts}
         inputs = stage.inputs_of({name: StageHandle.of(manifests[name]) for name in input_names})
-        config = stage.config.of(run.config.as_committed({**manifest.config, "rollout.partial": False}))
+        then = run.config.as_committed({**manifest.config, "rollout.partial": False})
+        consent.require(then)  # it may name other code than the newest config
+        config = stage.config.of(then)
         difference = ""
         if isinstance(stage, UpdateStage):
             call = call_of(driver, stage, iteration, inputs, config=config, began=began)

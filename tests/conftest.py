@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,9 @@ from tests.prefect_server import locked, prefect_api
 from tests.processes import Processes
 from tests.s3_server import moto_server, s3_at
 
+if "PYTEST_XDIST_WORKER" not in os.environ:  # whose workers share it
+    STATE = tempfile.TemporaryDirectory(prefix="ratchet-state-")
+    os.environ["XDG_STATE_HOME"] = STATE.name
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("PREFECT_LOGGING_TO_API_ENABLED", "false")

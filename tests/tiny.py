@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -70,6 +71,67 @@ def model_folder(
             bos_token_id=1,
         )
         LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+OWN_CODE = {
+    "configuration_own.py": """
+from transformers import LlamaConfig
+
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+""",
+    "modeling_own.py": """
+from transformers import LlamaForCausalLM, LlamaForTokenClassification
+
+from .configuration_own import OwnConfig
+
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+
+
+class OwnForTokenClassification(LlamaForTokenClassification):
+    config_class = OwnConfig
+""",
+    "tokenization_own.py": """
+from transformers import PreTrainedTokenizerFast
+
+
+class OwnTokenizer(PreTrainedTokenizerFast):
+    pass
+""",
+}
+"""Modules of a model folder with code of its own, by file."""
+
+
+def with_own_code(folder: Path, first_line: str = "") -> Path:
+    """Give the model in a folder code of its own, without which neither it nor its tokenizer can be loaded.
+
+    Args:
+        folder: the model's folder.
+        first_line: what each of its modules runs first.
+    """
+    for name, code in OWN_CODE.items():
+        (folder / name).write_text(f"{first_line}\n{code}")
+    classes = {
+        "AutoConfig": "configuration_own.OwnConfig",
+        "AutoModelForCausalLM": "modeling_own.OwnForCausalLM",
+        "AutoModelForTokenClassification": "modeling_own.OwnForTokenClassification",
+    }
+    for name, changes in (
+        ("config.json", {"model_type": "own", "architectures": ["OwnForCausalLM"], "auto_map": classes}),
+        (
+            "tokenizer_config.json",
+            {
+                "tokenizer_class": "OwnTokenizer",
+                "auto_map": {"AutoTokenizer": [None, "tokenization_own.OwnTokenizer"]},
+            },
+        ),
+    ):
+        path = folder / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     return folder
 
 

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 from flows.metrics import REPORT, shown_in
 from infra.listing import State, state_of
+from infra.progress import note
 from infra.runs import OnDamage, Run
 from infra.store.log import Corrupt
 from infra.store.records import Fork, StageCommit
@@ -21,7 +22,7 @@ from rlhf.agents.transcripts import transcript
 from rlhf.config import RunConfig
 from rlhf.errors import UserError
 from rlhf.metrics import VALIDATION, current
-from rlhf.models import load_tokenizer
+from rlhf.models import reading_tokenizer
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -358,10 +359,12 @@ def scales_of(frame: pd.DataFrame) -> dict[str, tuple[float, float]]:
 
 
 def decoder(config: RunConfig) -> Decode | None:
-    """The decode function of the run's tokenizer; None if its files are missing, so that the page needs no model."""
+    """The decode function of the run's tokenizer; None if it cannot be loaded without its own code, or its files are
+    missing: the page needs no model."""
     try:
-        tokenizer = load_tokenizer(config.model)
-    except UserError:
+        tokenizer = reading_tokenizer(config.model)
+    except UserError as reason:
+        note(f"responses are shown without their tokens: {reason}")
         return None
 
     @cache

@@ -32,6 +32,7 @@ from infra.store.run_store import RunStore
 from infra.workers.calls import Experience
 from infra.workers.groups import WorkerGroups
 from infra.workers.ray_group import GroupLost
+from rlhf import consent
 from rlhf.agents import agent_digest, check_agent
 from rlhf.config import (
     DataConfig,
@@ -768,6 +769,7 @@ def _open(
     state = _check(driver, take_over, accept_changes, check)
     checked = store.state.slot
     say_what_changed(state, config)
+    consent.give(config)
     claim(
         store,
         config,

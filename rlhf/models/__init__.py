@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf.data.prompts import beginning, end_of_turn
 from rlhf.errors import UserError
 from rlhf.models import lora
+from rlhf.models.custom_code import code_files
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -21,10 +23,16 @@ if TYPE_CHECKING:
 
 WEIGHTS = ("*.safetensors", "config.json", "*.safetensors.index.json")
 TOKENIZER = ("tokenizer*", "*.model", "vocab*", "merges.txt", "special_tokens_map.json", "chat_template*")
+"""Files that the digest of a tokenizer covers; another pattern would change the digests of stored runs."""
+OF_TOKENIZERS = (*TOKENIZER, "added_tokens.json", "*.tiktoken")
+"""All files of tokenizers."""
+GENERATION_CONFIG = "generation_config.json"
+DOWNLOADED = [*WEIGHTS, *OF_TOKENIZERS, GENERATION_CONFIG, "*.jinja", "*.py"]
+"""Files of a model on the hub that are used."""
 
 
-def model_folder(model: ModelConfig, key: str = "model") -> Path:
-    """The folder of a model's files; a model on the hub is downloaded to the cache first."""
+def model_folder(model: ModelConfig, key: str = "model", *, download: bool = True) -> Path:
+    """The folder of a model's files; a model on the hub is downloaded to the cache first, or else must be there."""
     path = Path(model.path)
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -38,8 +46,7 @@ def model_folder(model: ModelConfig, key: str = "model") -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        patterns = [*WEIGHTS, *TOKENIZER, "generation_config.json", "*.jinja"]
-        return Path(snapshot_download(model.path, allow_patterns=patterns))
+        return Path(snapshot_download(model.path, allow_patterns=DOWNLOADED, local_files_only=not download))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         first = str(error).splitlines()[0]
         raise UserError(f"{key}.path {model.path} is not a local folder, and the download failed: {first}") from None
@@ -119,11 +126,40 @@ def parameter_count(folder: Path) -> int:
 
 def text_config(model: ModelConfig) -> PreTrainedConfig:
     """The config of a model's decoder."""
+    text: PreTrainedConfig = model_config(model).get_text_config()
+    return text
+
+
+def model_config(model: ModelConfig, key: str = "model", *, num_labels: int | None = None) -> PreTrainedConfig:
+    """The config of a model.
+
+    Args:
+        model: the model.
+        key: config key that holds it, for errors.
+        num_labels: number of labels of a classifier; None: that of the folder.
+
+    Raises:
+        UserError: the config has code of its own, and `model.trust_remote_code` is false; or it cannot be read.
+    """
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(model_folder(model), trust_remote_code=model.trust_remote_code)
-    text: PreTrainedConfig = config.get_text_config()
-    return text
+    labels = {} if num_labels is None else {"num_labels": num_labels}
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            model_folder(model, key), trust_remote_code=model.trust_remote_code, **labels
+        )
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise _has_code(model, key) from None
+    return config
+
+
+def _has_code(model: ModelConfig, key: str = "model") -> UserError:
+    return UserError(
+        f"{key}.path {model.path} has Python code of its own, which it needs: read it, and set "
+        f"{key}.trust_remote_code=true"
+    )
 
 
 def attention_heads(model: ModelConfig) -> int:
@@ -134,10 +170,7 @@ def attention_heads(model: ModelConfig) -> int:
 
 def longest_sequence(model: ModelConfig) -> int | None:
     """The largest number of tokens that a model reads at once, as vLLM also derives it; None: its config tells none."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(model_folder(model), trust_remote_code=model.trust_remote_code)
-    text = config.get_text_config()
+    text = text_config(model)
     limit = getattr(text, "max_position_embeddings", None)
     if limit is None:
         return None
@@ -150,13 +183,13 @@ def longest_sequence(model: ModelConfig) -> int | None:
 def check_architecture(model: ModelConfig, key: str, *, is_critic: bool) -> None:
     """Refuse a model whose architecture transformers does not support as a policy or as a critic, or its kernels, if
     they are installed."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, AutoConfig
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
 
     from rlhf.engines.kernels import check_liger
 
     known = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING if is_critic else MODEL_FOR_CAUSAL_LM_MAPPING
     auto_class = "AutoModelForTokenClassification" if is_critic else "AutoModelForCausalLM"
-    config = AutoConfig.from_pretrained(model_folder(model, key), trust_remote_code=model.trust_remote_code)
+    config = model_config(model, key)
     if model.kernels == "liger" and importlib.util.find_spec("liger_kernel") is not None:
         check_liger(config.model_type)
     if type(config) in known or auto_class in (getattr(config, "auto_map", None) or {}):
@@ -174,14 +207,11 @@ def load_tokenizer(model: ModelConfig, *, writes: bool = True) -> PreTrainedToke
     Args:
         model: the model.
         writes: whether the model generates, so that the tokenizer needs an end-of-sequence token.
-    """
-    from transformers import AutoTokenizer
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model_folder(model), trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        first = str(error).splitlines()[0]
-        raise UserError(f"cannot load the tokenizer of model.path {model.path}: {first}") from None
+    Raises:
+        UserError: it cannot be loaded, or not as the config wants it.
+    """
+    tokenizer = _tokenizer(model, model_folder(model), runs_code=model.trust_remote_code)
     if writes and tokenizer.eos_token_id is None:
         raise UserError(f"the tokenizer of {model.path} has no end-of-sequence token: set eos_token in its config")
     if model.chat_template is not None:
@@ -191,10 +221,77 @@ def load_tokenizer(model: ModelConfig, *, writes: bool = True) -> PreTrainedToke
     return tokenizer
 
 
-def save_tokenizer(model: ModelConfig, folder: Path) -> None:
-    """Write the tokenizer of a model, with the configured chat template, but without values for its variables: whoever
-    uses the model sets them."""
-    load_tokenizer(model.model_copy(update={"chat_template_kwargs": {}})).save_pretrained(folder)
+def reading_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model to read tokens of a stored run: no code that the model brings runs, whatever the
+    run's config says, and nothing is downloaded.
+
+    Raises:
+        UserError: it cannot be loaded so.
+    """
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # the caller says in one line what cannot be read
+    return _tokenizer(model, model_folder(model, download=False), runs_code=False)
+
+
+def _tokenizer(model: ModelConfig, folder: Path, *, runs_code: bool) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=runs_code, local_files_only=not runs_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        if "trust_remote_code" in str(error) and not model.trust_remote_code:
+            raise _has_code(model) from None
+        if "trust_remote_code" in str(error):
+            raise UserError(
+                f"the tokenizer of model.path {model.path} needs Python code of its own, which does not run where a "
+                "run is only read"
+            ) from None
+        first = str(error).splitlines()[0]
+        raise UserError(f"cannot load the tokenizer of model.path {model.path}: {first}") from None
+    return tokenizer
+
+
+def copy_code(model: ModelConfig, folder: Path) -> None:
+    """Copy the code that a model's folder brings, of which none runs."""
+    source = model_folder(model)
+    for path in code_files(source):
+        if path.is_relative_to(source):
+            copy = folder / path.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copy)
+
+
+TEMPLATE, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
+
+
+def copy_tokenizer(model: ModelConfig, folder: Path) -> None:
+    """Copy the tokenizer of a model, with the configured chat template and with its code, of which none runs. Values of
+    `model.chat_template_kwargs` are left out: whoever uses the model sets them."""
+    source = model_folder(model)
+    for path in {path for pattern in OF_TOKENIZERS for path in source.glob(pattern) if path.is_file()}:
+        shutil.copyfile(path, folder / path.name)
+    copy_code(model, folder)
+    if model.chat_template is not None:
+        (folder / TEMPLATE).write_text(Path(model.chat_template).read_text())
+        settings = folder / TOKENIZER_CONFIG
+        if settings.is_file():  # not all programs know that the file of the template comes first
+            others = json.loads(settings.read_text()) | {"chat_template": None}
+            del others["chat_template"]
+            settings.write_text(json.dumps(others, indent=2, ensure_ascii=False))
+
+
+def has_chat_template(model: ModelConfig) -> bool:
+    """Whether the prompts of a model are rendered by a chat template, by its files: no code runs."""
+    source = model_folder(model)
+    settings = source / TOKENIZER_CONFIG
+    return (
+        model.chat_template is not None
+        or (source / TEMPLATE).is_file()
+        or (settings.is_file() and bool(json.loads(settings.read_text()).get("chat_template")))
+    )
 
 
 def _set_variables(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> None:
@@ -355,7 +452,7 @@ def check_reward_model(model: RewardModelConfig) -> None:
     """Refuse a reward model without a head, before any response is generated."""
     import torch
     from safetensors import safe_open
-    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification
+    from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
     folder = model_folder(model)
     stored: set[str] = set()
@@ -363,7 +460,7 @@ def check_reward_model(model: RewardModelConfig) -> None:
         with safe_open(path, framework="numpy") as file:
             stored.update(file.keys())
     auto = AutoModelForTokenClassification if model.kind == "process" else AutoModelForSequenceClassification
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
+    config = model_config(model, "reward.model")
     with torch.device("meta"):
         whole = auto.from_config(config, trust_remote_code=model.trust_remote_code)
     prefix = f"{whole.base_model_prefix}."
@@ -411,7 +508,6 @@ def _skeleton(
         num_labels: number of labels of a classifier; None: that of the folder.
     """
     import torch
-    from transformers import AutoConfig
     from transformers.utils import logging
 
     from rlhf.models.skeleton import Skeleton, Unreadable, folder_state, say_whole, sources, without_memory
@@ -419,8 +515,7 @@ def _skeleton(
     folder = model_folder(model)
     logging.set_verbosity_error()  # transformers would warn about a critic's new head
     logging.disable_progress_bar()
-    labels = {} if num_labels is None else {"num_labels": num_labels}
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code, **labels)
+    config = model_config(model, num_labels=num_labels)
     _without_noise(config)
     options = {
         "attn_implementation": attention_of(model)[0],
@@ -504,9 +599,9 @@ def attention_of(model: ModelConfig) -> tuple[str, str | None]:
     """The attention kernel to use for a model, and the reason if it is not the configured one."""
     if model.attention != "sdpa":
         return model.attention, None
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    config = AutoConfig.from_pretrained(model_folder(model), trust_remote_code=model.trust_remote_code)
+    config = model_config(model)
     if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:
         return "eager", "it caps the logits of its attention, which sdpa leaves out"
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa:
@@ -532,13 +627,12 @@ def _ends(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBas
 
 def generation_config(model: ModelConfig) -> GenerationConfig | None:
     """The generation config that a model loaded from the folder has."""
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import GenerationConfig
 
     folder = model_folder(model)
-    if (folder / "generation_config.json").is_file():
+    if (folder / GENERATION_CONFIG).is_file():
         return GenerationConfig.from_pretrained(folder)
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
-    return GenerationConfig.from_model_config(config)
+    return GenerationConfig.from_model_config(model_config(model))
 
 
 def config_json(model: PreTrainedModel) -> bytes:

@@ -14,9 +14,11 @@ from pathlib import Path
 import pandas as pd
 import pyarrow as pa
 import pytest
+import torch
 import yaml
 from huggingface_hub import ModelCard, constants
 from markdown_it import MarkdownIt
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 from flows import report, views
@@ -328,3 +330,40 @@ def test_a_push_replaces_weights_of_another_layout_and_leaves_other_files(shared
     before = dict(files)
     push(shared, "me/policy", 2)
     assert online.repositories["me/policy"].files == before
+
+
+def test_a_model_with_code_of_its_own_is_shared_with_it(
+    workspace: Path, tmp_path: Path, prefect_server: str, online: Hub, processes: Processes
+) -> None:
+    shutil.copytree(workspace, tmp_path / "own")
+    model = tiny.with_own_code(tmp_path / "own" / "model")
+    (model / "added_tokens.json").write_text("{}")
+    (model / "notes.py").write_text("raise AssertionError('no module imports it')")
+    config = tiny.config(
+        tmp_path / "own",
+        model__trust_remote_code=True,
+        algorithm__advantage="grpo",
+        algorithm__kl__in_reward=None,
+        train__iterations=1,
+    )
+    train(config)
+    run = open_run(f"{config.run.store}/tiny")
+    exported = run.export(1, tmp_path / "exported")
+    assert {*tiny.OWN_CODE, "added_tokens.json"} <= {path.name for path in exported.iterdir()}
+    assert not (exported / "notes.py").exists()
+    push(run, "me/own", 1)
+    assert online.repositories["me/own"].files.keys() >= {*tiny.OWN_CODE, "added_tokens.json"}
+    model.rename(tmp_path / "elsewhere")
+
+    loaded = AutoModelForCausalLM.from_pretrained(exported, trust_remote_code=True)
+    tokenizer = AutoTokenizer.from_pretrained(exported, trust_remote_code=True)
+    assert (type(loaded).__name__, type(tokenizer).__name__) == ("OwnForCausalLM", "OwnTokenizer")
+    written = load_file(exported / "model.safetensors")
+    assert all(torch.equal(loaded.state_dict()[name], weight) for name, weight in written.items())
+    evaluate = ("evaluate", exported, "--data", workspace / "held_out.parquet", "--max-response-tokens", 8)
+    refused = processes.cli(*evaluate)
+    assert refused.wait() == 2, refused.text
+    assert "has Python code of its own, which it needs: read it, and set model.trust_remote_code=true" in refused.text
+    assert "Traceback" not in refused.text
+    answered = processes.cli(*evaluate, "model.trust_remote_code=true", "reward.function=countdown")
+    assert answered.wait() == 0, answered.text

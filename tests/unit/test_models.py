@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from transformers import LlamaForCausalLM
 
 from rlhf.config import LoRAConfig, ModelConfig
@@ -15,14 +16,18 @@ from rlhf.engines.torch_engine import TorchEngine
 from rlhf.engines.weight_files import write_weights
 from rlhf.errors import UserError
 from rlhf.models import (
+    DOWNLOADED,
+    copy_tokenizer,
     eos_token_ids,
     files_digest,
+    generation_config,
     load_actor,
     load_critic,
     load_scorer,
     load_tokenizer,
     model_folder,
     save,
+    text_config,
     tokenizer_digest,
 )
 from tests import modes, tiny
@@ -165,3 +170,32 @@ def test_a_chat_template_of_ones_own(folder: Path, tmp_path: Path) -> None:
             load_tokenizer(own)
     with pytest.raises(UserError, match=r"none\.jinja is not a chat template: .*No such file"):
         load_tokenizer(ModelConfig(path=str(folder), chat_template="none.jinja"))
+
+
+def test_a_model_on_the_hub_comes_with_its_code() -> None:
+    needed = [
+        "modeling_own.py",
+        "custom_generate/generate.py",
+        "added_tokens.json",
+        "chat_template.jinja",
+        "merges.txt",
+    ]
+    needed += ["tokenizer.model", "vocab.json", "qwen.tiktoken", "special_tokens_map.json", "model.safetensors"]
+    offered = [*needed, "pytorch_model.bin", "README.md", "onnx/model.onnx"]
+    assert list(filter_repo_objects(offered, allow_patterns=DOWNLOADED)) == needed
+
+
+def test_a_model_whose_code_may_not_run_is_refused_in_one_line(tmp_path: Path) -> None:
+    folder = tiny.with_own_code(tiny.model_folder(tmp_path))
+    refused = rf"^model\.path {folder} has Python code of its own, .* set model\.trust_remote_code=true$"
+    for load in (load_tokenizer, load_actor, load_critic, text_config, generation_config):
+        if load is generation_config:
+            (folder / "generation_config.json").unlink()
+        with pytest.raises(UserError, match=refused):
+            load(ModelConfig(path=str(folder), dtype="float32"))
+    trusted = ModelConfig(path=str(folder), dtype="float32", trust_remote_code=True)
+    assert type(load_actor(trusted)).__name__ == "OwnForCausalLM"
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    copy_tokenizer(trusted, copy)
+    assert {*tiny.OWN_CODE} <= {path.name for path in copy.iterdir()}

@@ -30,7 +30,7 @@ from rlhf.environments.dialogues import content_ids, is_prefix_stable
 from rlhf.environments.policy_tokenizer import policy_tokenizer
 from rlhf.environments.tools import Environment, MalformedCall, ToolCall, tool_calls
 from rlhf.errors import UserError
-from rlhf.models import load_tokenizer, save_tokenizer
+from rlhf.models import copy_tokenizer, load_tokenizer
 from tests import tiny
 from tests.extras import needs
 from tests.ports import free_port
@@ -396,7 +396,7 @@ def test_variables_of_the_template(folder: Path, tmp_path: Path) -> None:
         question, tokenize=False, add_generation_prompt=True, enable_thinking=False
     )
     assert rendered.endswith("<think></think>")
-    save_tokenizer(model_of(folder, "hermes", chat_template_kwargs={"enable_thinking": False}), tmp_path)
+    copy_tokenizer(model_of(folder, "hermes", chat_template_kwargs={"enable_thinking": False}), tmp_path)
     assert AutoTokenizer.from_pretrained(tmp_path).chat_template == plain.chat_template, "as the model's users know it"
     with pytest.raises(UserError, match="chat_template_kwargs has enable_thinking, which the chat template of"):
         load_tokenizer(model_of(folder, "llama", chat_template_kwargs={"enable_thinking": False}))

@@ -1,0 +1,206 @@
+"""Consent to code that stored configs name. It belongs to the machine and the user that run the code, not to the store.
+
+A config names code of its user: rewards, environments, tools, agents, and the code that models bring. Whoever gives a
+config on this machine wants its code to run. A config that was read from a store may be anybody's: its code runs if it
+has run here before, or if the user says so. Consent is remembered by digest, so that code that changes needs it again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlhf.errors import UserError
+
+if TYPE_CHECKING:
+    from rlhf.config import ModelConfig, RunConfig
+
+VARIABLE = "RATCHET_TRUST_CODE"
+REMOTE_CODE = "trust_remote_code"
+_trusting: ContextVar[bool] = ContextVar("trusting", default=False)
+
+
+@dataclass(frozen=True)
+class Code:
+    """Code that a config names."""
+
+    key: str
+    """Key of the config that names it."""
+    name: str
+    """What the key holds."""
+    files: tuple[Path, ...]
+    digest: str
+    """sha256 of the files, and of the options that the code is called with."""
+
+    def __str__(self) -> str:
+        *others, place = self.files or (Path("no file"),)
+        more = f" and {len(others)} more" if others else ""
+        text = f"{self.key} {self.name} ({place}{more}, sha256 {self.digest[:16]})"
+        return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+
+
+@contextmanager
+def trusting() -> Iterator[None]:
+    """Consent to all code that `require` meets inside."""
+    token = _trusting.set(True)
+    try:
+        yield
+    finally:
+        _trusting.reset(token)
+
+
+def give(config: RunConfig) -> None:
+    """Remember that the code of a config may run here: the user of this machine has given the config."""
+    _remember(_code_of(config))
+
+
+def require(stored: RunConfig, config: RunConfig | None = None, *, models_only: bool = False) -> None:
+    """Check that the code of a stored config may run here; on a terminal, ask. Consent is remembered.
+
+    Args:
+        stored: a config that was read from a store.
+        config: what is about to run: `stored` with changes that the user has given, with their code. None: `stored`.
+        models_only: whether only the code of models is about to run.
+
+    Raises:
+        UserError: there is no consent; a line for each piece of code.
+    """
+    running = _code_of(stored if config is None else config)
+    if models_only:
+        running = [code for code in running if code.key.endswith(REMOTE_CODE)]
+    if not (_trusting.get() or os.environ.get(VARIABLE, "0") not in ("", "0")):
+        named = {(code.key, code.name) for code in _code_of(stored)}
+        strange = [
+            code for code in running if (code.key, code.name) in named and not (_folder() / code.digest).is_file()
+        ]
+        if refused := [code for code in strange if not _asked(code)]:
+            raise UserError(
+                "\n".join(
+                    f"the run's config names code that has not run on this machine, {code}: read it, then add "
+                    f"--trust-code, or set {VARIABLE}=1"
+                    for code in refused
+                )
+            )
+    _remember(running)
+
+
+def _folder() -> Path:
+    """The folder in which an empty file for each digest stands for consent. Never one of the current folder."""
+    places = (os.environ.get("XDG_STATE_HOME", ""), os.path.expanduser("~/.local/state"), os.devnull)  # noqa: PTH111
+    return next(Path(place) for place in places if os.path.isabs(place)) / "ratchet" / "trusted"  # noqa: PTH117
+
+
+def _remember(codes: Iterable[Code]) -> None:
+    for code in codes:
+        with suppress(OSError):  # without a home it will be asked again
+            _folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.close(os.open(_folder() / code.digest, os.O_CREAT | os.O_WRONLY, 0o600))
+
+
+def _asked(code: Code) -> bool:
+    """Whether the user of a terminal consents; False without a terminal."""
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return False
+    sys.stderr.write(f"The run's config names code that has not run on this machine:\n  {code}\nRun it? [y/N] ")
+    sys.stderr.flush()
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _code_of(config: RunConfig) -> list[Code]:
+    """All code that a config names, except for the built-ins."""
+    reward, environment, agent = config.reward, config.rollout.environment, config.rollout.agent
+    found = [_by_name("reward.function", name, reward.options.get(name, {})) for name in reward.functions]
+    if reward.options.get("code", {}).get("sandbox") == "limits":
+        limits = {"options": reward.options["code"], "prompts": config.data.train}
+        found.append(Code("reward.options.code.sandbox", "limits", (), _digest(limits, ())))
+    if environment is not None and environment.name == "tools":
+        found += [_by_name("rollout.tools", str(name), {}) for name in environment.options.get("functions", ())]
+        commands = [str(where) for where in environment.options.get("mcp", ())]
+        found += [
+            Code("rollout.mcp", command, (), _digest(command, ()))
+            for command in commands
+            if not command.startswith(("http://", "https://"))
+        ]
+    elif environment is not None:
+        found.append(_by_name("rollout.environment", environment.name, environment.options))
+    if agent is not None:
+        found.append(_by_name("rollout.agent", _of_package(agent.name, agent.options), agent.options))
+    models = {
+        "model": config.model,
+        "critic.model": None if config.critic is None else config.critic.model,
+        "reference.model": config.reference.model,
+        "teacher": config.teacher,
+        "reward.model": reward.model,
+    }
+    found += [_of_model(key, model) for key, model in models.items() if model is not None and model.trust_remote_code]
+    return [code for code in found if code is not None]
+
+
+def _of_package(name: str, options: Mapping[str, object]) -> str:
+    """What an agent runs: the built-ins for packages import the module of the environment that they run."""
+    environment = str(options.get("environment", ""))
+    if name == "verifiers":
+        return f"{environment.replace('-', '_').split('/')[-1]}:load_environment"
+    if name == "gymnasium":
+        return environment  # perhaps as module:ID; other environments are installed
+    return name
+
+
+def _by_name(key: str, name: str, options: Mapping[str, object]) -> Code | None:
+    """The code that `load_named` would run; None if there is none, or if it is a built-in."""
+    module, colon, _ = name.rpartition(":")
+    if not colon and not name.endswith(".py"):
+        return None
+    files = _files_of(module if colon else name)
+    return None if files is None else Code(key, name, files, _digest({"name": name, "options": options}, files))
+
+
+def _files_of(module: str) -> tuple[Path, ...] | None:
+    """The files that run when a module is imported, itself last; None if there is no such module. Imports nothing."""
+    if module.endswith(".py"):
+        return (Path(module).resolve(),) if Path(module).is_file() else None
+    top, *inner = module.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None:
+        return None
+    origins = [spec.origin]
+    for part in inner:
+        if spec is None or spec.submodule_search_locations is None:
+            break
+        # by its last name: a dotted name would import the parents
+        spec = PathFinder.find_spec(part, list(spec.submodule_search_locations))
+        origins.append(None if spec is None else spec.origin)
+    return tuple(Path(origin) for origin in origins if origin is not None and Path(origin).is_file())
+
+
+def _of_model(key: str, model: ModelConfig) -> Code | None:
+    """The code of a model; None if it brings none."""
+    from rlhf.models import model_folder
+    from rlhf.models.custom_code import code_files, code_names
+
+    try:
+        folder = model_folder(model, key)
+    except UserError:  # so that nothing can be loaded
+        return None
+    files, names = tuple(code_files(folder)), code_names(folder)
+    return Code(f"{key}.{REMOTE_CODE}", model.path, files, _digest(names, files)) if files or names else None
+
+
+def _digest(called: object, files: tuple[Path, ...]) -> str:
+    digest = hashlib.sha256(json.dumps(called, sort_keys=True, default=str).encode())
+    for path in files:
+        digest.update(f"\0{path.name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}".encode())
+    return digest.hexdigest()

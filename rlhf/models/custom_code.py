@@ -1,0 +1,53 @@
+"""The Python code that a model folder brings, which transformers runs with `trust_remote_code`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+OTHER_REPOSITORY = "--"
+"""Stands between a repository and a class of its code."""
+GENERATION = "custom_generate"
+"""Folder of code that replaces a model's `generate`."""
+
+
+def code_files(folder: Path) -> list[Path]:
+    """The code that a model folder brings: the modules that its `auto_map` name, and what they import relatively.
+
+    Args:
+        folder: the model's folder.
+
+    Returns:
+        The files, sorted.
+    """
+    from transformers.dynamic_module_utils import get_relative_import_files
+
+    found = set((folder / GENERATION).rglob("*.py"))
+    for name in code_names(folder):
+        module = folder / f"{name.split('.')[0]}.py"
+        if OTHER_REPOSITORY not in name and module.is_file():
+            try:
+                imported = get_relative_import_files(module)
+            except (OSError, UnicodeDecodeError):  # one is missing, or is no text: transformers will say so
+                imported = []
+            found |= {module, *map(Path, imported)}
+    return sorted(filter(Path.is_file, found))
+
+
+def code_names(folder: Path) -> list[str]:
+    """The classes that the `auto_map` of a model folder's files name, as ``module.Class``, sorted."""
+    return sorted({name for path in folder.glob("*.json") for name in _named(path)})
+
+
+def _named(path: Path) -> Iterator[str]:
+    try:
+        settings = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return
+    mapped = settings.get("auto_map") if isinstance(settings, dict) else None
+    values = mapped.values() if isinstance(mapped, dict) else [mapped]
+    for value in values:
+        for name in value if isinstance(value, list) else [value]:
+            if isinstance(name, str):
+                yield name

@@ -1,0 +1,262 @@
+"""A run that somebody else made: nothing that its config names runs without consent, whatever the command."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import shutil
+import stat
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from starlette.testclient import TestClient
+
+from flows.cli import app as commands
+from flows.ui.documents import decoder
+from flows.ui.server import app as pages
+from infra.runs import open_run
+from infra.store.run_store import RunStore
+from rlhf import consent
+from rlhf.config import RunConfig
+from rlhf.errors import UserError
+from rlhf.models import model_folder, reading_tokenizer
+from rlhf.named import load_named
+from tests import tiny
+from tests.integration.test_cli import Ratchet
+
+STORED = Path(__file__).parents[1] / "data" / "stored" / "schema-3"
+RUN, CANARIES = "run", "canaries"
+CODE = {
+    "reward.py": "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n",
+    "world.py": "class Environment:\n    stop = ()\n    def reset(self, *_): ...\n    def step(self, turn): ...\n",
+    "program.py": "def run(task, base_url, api_key, model): ...\n",
+}
+TALKS: dict[str, dict[str, Any]] = {
+    "environment": {"rollout.environment": "world.py:Environment"},
+    "agent": {"rollout.agent": "program.py:run"},
+}
+
+LOOKS: dict[str, list[str]] = {
+    "status": [RUN],
+    "ls": [],
+    "show": [RUN],
+    "query": [RUN, "select count(*) from trajectories"],
+    "compare": [RUN, RUN],
+    "report": [RUN, "-o", "report.html"],
+    "explain": [RUN, "1"],
+    "dataset": [RUN, "-o", "rows.parquet", "--kind", "kto"],
+    "export": [RUN, "exported"],
+    "verify": [RUN],
+    "vacuum": [RUN],
+    "stop": [RUN],
+}
+"""Commands that only look, or move files."""
+RUNS: dict[str, list[str]] = {
+    "plan": [RUN],
+    "resume": [RUN],
+    "fork": [RUN, "--at", "1:score", "--run", "new"],
+    "sweep": [RUN, "--at", "1:update_actor", "--vary", "actor.lr=1e-5,1e-4"],
+    "relabel": [RUN, "--run", "round"],
+    "rescore": [RUN, "--run", "again"],
+    "replay": [RUN, "--iteration", "0"],
+    "evaluate": [RUN, "--data", "held_out.parquet"],
+    "serve": [RUN, "--port", "0"],
+}
+"""Commands that run what the config names."""
+REFUSED: dict[str, list[str]] = {
+    "bisect": [RUN, "--reward", "constant"],  # has too few iterations
+    "push": [RUN, "me/policy"],  # offline
+    "ingest": [RUN, "-o", "ingested"],  # never served
+}
+"""Commands that refuse this run for other reasons."""
+NEEDS_NO_RUN = {"train", "ui", "data", "convert", "sft", "reward-model", "deploy", "worker", "doctor"}
+"""Commands that take none; the page of `ui` has a test of its own."""
+
+
+def hostile(folder: Path, talks: Mapping[str, Any]) -> RunConfig:
+    """Copy a stored run into a folder, and let its newest config name code that leaves a file when it runs."""
+    shutil.copytree(STORED, folder, dirs_exist_ok=True)
+    (folder / CANARIES).mkdir()
+    for name, code in CODE.items():
+        (folder / name).write_text(f"{leaves(folder, name)}\n{code}")
+    tiny.with_own_code(folder / "model", leaves(folder, "model"))
+    store = RunStore.at(f"file://{folder}/{RUN}")
+    config = open_run(store.url).config.with_values(
+        {"model.trust_remote_code": True, "reward.function": "reward.py:compute_score", "reward.model": None, **talks}
+    )
+    log = store.log
+    claim = log.read().claim
+    assert claim is not None
+    log.claim(claim.model_copy(update={"config": config.model_dump(mode="json")}))
+    return config
+
+
+def ran() -> set[str]:
+    """What has run in the current folder."""
+    return {path.name for path in Path(CANARIES).iterdir()}
+
+
+def leaves(folder: Path, name: str) -> str:
+    return f"open({str(folder / CANARIES / name)!r}, 'w').close()"
+
+
+@pytest.fixture
+def ratchet(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> Callable[..., tuple[int, str]]:
+    """Runs a command in `tmp_path`, with a home of its own; gives its exit code and all that it printed."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("RATCHET_STORE", f"file://{tmp_path}")
+    monkeypatch.chdir(tmp_path)
+    run = Ratchet(monkeypatch, capfd)
+
+    def told(*arguments: str) -> tuple[int, str]:
+        code, out, err = run(*arguments)
+        return code, out + err
+
+    return told
+
+
+def test_every_command_is_tried() -> None:
+    table = typer.main.get_command(commands).commands  # type: ignore[attr-defined]
+    assert {*LOOKS, *RUNS, *REFUSED, *NEEDS_NO_RUN} == set(table)
+    trusting = {name for name, command in table.items() if any(p.name == "trust_code" for p in command.params)}
+    assert trusting == {*RUNS, "bisect", "export", "push"}
+
+
+@pytest.mark.parametrize("talks", TALKS)
+def test_no_command_runs_code_of_a_copied_run(
+    ratchet: Callable[..., tuple[int, str]], tmp_path: Path, talks: str
+) -> None:
+    config = hostile(tmp_path, TALKS[talks])
+    for name, arguments in {**LOOKS, **RUNS, **REFUSED}.items():
+        code, told = ratchet(name, *arguments)
+        assert not ran(), f"{name} ran code: {told}"
+        assert "Traceback" not in told, told
+        if name in RUNS:
+            assert code == 2, f"{name}: {told}"
+            assert len(told.strip().splitlines()) == 3, "reward, environment or agent, and model"
+            assert "reward.function reward.py:compute_score" in told
+            assert "add --trust-code, or set RATCHET_TRUST_CODE=1" in told
+        elif name in LOOKS:
+            assert code == 0, f"{name}: {told}"
+        else:
+            assert code == 2, f"{name}: {told}"
+    assert (tmp_path / "exported" / "modeling_own.py").is_file()
+    with TestClient(pages(f"file://{tmp_path}", "testserver")) as client:
+        first = open_run(f"file://{tmp_path}/{RUN}").trajectories(0, ["trajectory_id"])["trajectory_id"][0]
+        shown = client.get("/api/trajectory", params={"run": RUN, "iteration": 0, "id": first})
+        assert shown.status_code == 200, shown.text
+    with pytest.raises(UserError, match="needs Python code of its own, which does not run where a run is only read"):
+        reading_tokenizer(config.model)
+    assert decoder(config) is None
+    assert not ran()
+    assert not (tmp_path / "state").exists()
+
+
+def test_consent_is_asked_once_and_again_for_changed_code(
+    ratchet: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
+    hostile(tmp_path, TALKS["environment"])
+    code, told = ratchet("plan", RUN, "--trust-code")
+    assert code == 0, told
+    assert ran() == {"reward.py", "world.py", "model"}
+    folder = tmp_path / "state" / "ratchet" / "trusted"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
+    assert ratchet("plan", RUN)[0] == 0, "remembered"
+    with (tmp_path / "reward.py").open("a") as file:
+        file.write("# changed\n")
+    code, told = ratchet("plan", RUN)
+    assert (code, told.count("has not run on this machine")) == (2, 1), told
+    assert f"{tmp_path}/reward.py" in told
+    assert ratchet("plan", RUN, "reward.function=constant")[0] == 0, "what the user changes is not asked for"
+
+
+@pytest.mark.parametrize("answer", ["y", "n"])
+def test_a_terminal_is_asked(
+    ratchet: Callable[..., tuple[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
+    config = tiny.config(tmp_path, reward__function=f"{tmp_path}/reward.py")
+    (tmp_path / "reward.py").write_text(CODE["reward.py"])
+    user, terminal = pty.openpty()
+    with os.fdopen(user, "r+b", buffering=0) as typed, os.fdopen(terminal, "w") as shown:
+        monkeypatch.setattr(sys, "stderr", shown)
+        with os.fdopen(os.dup(terminal)) as read:
+            monkeypatch.setattr(sys, "stdin", read)
+            typed.write(f"{answer}\n".encode())
+            if answer == "n":
+                with pytest.raises(UserError, match="add --trust-code"):
+                    consent.require(config)
+            else:
+                consent.require(config)
+                consent.require(config)  # reads nothing: it is remembered
+        asked = ""
+        while "[y/N]" not in asked:  # the terminal shows what was typed, too
+            asked += os.read(user, 4096).decode()
+    assert re.search(rf"reward\.function {tmp_path}/reward\.py \({tmp_path}/reward\.py, sha256 \w{{16}}\)", asked)
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"reward.function": "package.inner:score"},
+        {"rollout.environment": "subprocess:Popen"},
+        {"rollout.tools": "program.py:run"},
+        {"rollout.mcp": "touch file"},
+        {"rollout.environment": "verifiers:package"},
+        {"rollout.environment": "gymnasium:package.inner:World-v0"},
+        {"reward": {"function": "code", "allow_code": True, "options": {"code": {"sandbox": "limits"}}}},
+    ],
+)
+def test_everything_that_a_config_can_name_needs_consent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: dict[str, Any]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "program.py").write_text(CODE["program.py"])
+    (tmp_path / "package").mkdir()
+    for name in ("__init__", "inner"):
+        (tmp_path / "package" / f"{name}.py").write_text("raise AssertionError('it was imported')")
+    config = tiny.config(tmp_path).with_values(named)
+    with pytest.raises(UserError, match="the run's config names code that has not run on this machine"):
+        consent.require(config)
+    consent.give(config)
+    consent.require(config)
+
+
+def test_built_ins_need_no_consent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    consent.require(tiny.config(tmp_path, rollout__environment="calculator", reward__function="countdown"))
+    consent.require(tiny.config(tmp_path, rollout__environment="gymnasium:Game-v0", reward__function="auto"))
+
+
+def test_code_is_compiled_from_what_was_read(tmp_path: Path) -> None:
+    """A copied folder may hold a compiled file that has nothing to do with its source."""
+    import importlib.util
+    import py_compile
+
+    source, other = tmp_path / "reward.py", tmp_path / "other.py"
+    source.write_text("def compute_score():\n    return 'read'\n")
+    other.write_text("def compute_score():\n    return 'hidden'\n")
+    cached = importlib.util.cache_from_source(str(source))
+    py_compile.compile(str(other), cached, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
+    assert load_named(str(source), "reward.function", "", ("compute_score",), ())() == "read"
+
+
+def test_models_bring_their_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    folder = tiny.with_own_code(tiny.model_folder(tmp_path / "model"))
+    config = tiny.config(tmp_path, model__trust_remote_code=True)
+    assert model_folder(config.model) == folder
+    consent.give(config)
+    consent.require(config)
+    (folder / "configuration_own.py").write_text("# imported by modeling_own.py\n")
+    with pytest.raises(UserError, match=r"model\.trust_remote_code .* \(.*tokenization_own\.py and 2 more, sha256"):
+        consent.require(config)
