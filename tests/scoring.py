@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlhf.rewards import Trajectory
@@ -52,7 +52,14 @@ def pool_of(
     timeout_s: float = 30.0,
     concurrency: int = 8,
     answers: AnswerStore | None = None,
+    note: Callable[[str], None] = lambda _: None,
 ) -> RewardPool:
     return RewardPool(
-        functions, options or {}, workers=workers, timeout_s=timeout_s, concurrency=concurrency, answers=answers
+        functions,
+        options or {},
+        workers=workers,
+        timeout_s=timeout_s,
+        concurrency=concurrency,
+        answers=answers,
+        note=note,
     )

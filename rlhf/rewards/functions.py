@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
 from math import isfinite
-from numbers import Real
-from typing import Any, TypedDict
+from typing import Any, SupportsFloat, TypedDict
 
 from rlhf.data.formats import Messages
 from rlhf.errors import NotFinite, RatchetError, UserError, raised
@@ -68,6 +67,8 @@ class Score:
     parts: dict[str, float]
     error: str | None = None
     """Why the score could not be computed; `score` is then 0."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Parts that cannot be kept, by name, with what the function gave for them."""
 
 
 Outcome = Score | RatchetError
@@ -230,7 +231,7 @@ class Reward:
 
         Returns:
             The outcome of each, in order. Parts of a score that are not finite numbers or do not fit into float32 are
-            left out.
+            in `Score.left_out`.
         """
         try:
             result = self.function(**self._arguments(group))
@@ -377,9 +378,24 @@ def _outcome(result: Any, trajectory: Trajectory) -> Outcome:
     source = trajectory.data_source
     try:
         total = float(parts.pop("score"))
-    except (KeyError, TypeError, ValueError, OverflowError):
+    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError):  # the last is that of a tensor of several
         return UserError(f"the reward of a response ({source}) is {result!r}: return a number, or a dict with `score`")
     if not isfinite(total):
         return NotFinite(f"the reward of a response ({source}) is {total}")
-    finite = {name: part for name, part in parts.items() if isinstance(part, Real) and abs(part) <= LARGEST}
-    return Score(total, {name: float(part) for name, part in finite.items() if isinstance(name, str)})
+    kept: dict[str, float] = {}
+    left_out: dict[str, str] = {}
+    for name, part in parts.items():
+        number = _number(part)
+        if isinstance(name, str) and number is not None and abs(number) <= LARGEST:
+            kept[name] = number
+        else:
+            left_out[str(name)] = f"{part!r:.60}"
+    return Score(total, kept, left_out=left_out)
+
+
+def _number(value: object) -> float | None:
+    """The value of a number, also of NumPy's and of a tensor without dimensions; None: it is something else."""
+    try:
+        return float(value) if isinstance(value, SupportsFloat) else None
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return None

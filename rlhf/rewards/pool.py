@@ -114,6 +114,7 @@ class RewardPool:
         timeout_s: float,
         concurrency: int,
         answers: AnswerStore | None = None,
+        note: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Children start when they are first needed.
 
@@ -125,8 +126,10 @@ class RewardPool:
             timeout_s: time limit of one response, in seconds; of a request to the judge.
             concurrency: largest number of calls of async functions, and of questions to the judge, at the same time.
             answers: where the judge's answers are kept; None: nowhere.
+            note: is told of each part of a score that is left out, once.
         """
         self.functions = dict(functions)
+        self._note, self._noted = note, set[tuple[str, str]]()
         self.timeout_s = timeout_s
         task = {
             "path": sys.path,
@@ -197,6 +200,11 @@ class RewardPool:
                 assert isinstance(outcome, RatchetError)
                 return outcome
         scores = [(name, weight, outcome) for name, weight, outcome in given if isinstance(outcome, Score)]
+        for name, _, score in scores:
+            for part, value in score.left_out.items():
+                if (name, part) not in self._noted:
+                    self._noted.add((name, part))
+                    self._note(f"{KEY} {name}: the part {part} is left out where it is no finite number ({value})")
         if not scores:
             return next(outcome for _, _, outcome in given if isinstance(outcome, NotApplicable))
         if len(given) == 1:
@@ -518,4 +526,4 @@ class _Child:
 def _outcome(message: Mapping[str, Any]) -> Outcome:
     if "error" in message:
         return FAILURES[message["kind"]](message["error"])
-    return Score(message["score"], message["parts"])
+    return Score(message["score"], message["parts"], left_out=message["left_out"])
