@@ -9,6 +9,7 @@ import numpy as np
 from infra.workers.calls import Context, ShardOutput, ShardStart, ShardSummary
 from rlhf.batch import TrajectoryBatch
 from rlhf.config import RunConfig
+from rlhf.data.responses import response_text
 from rlhf.engines.base import Request, Sampling
 from rlhf.engines.generation import Rules
 from rlhf.environments.dialogues import Dialogue
@@ -62,7 +63,7 @@ def greedy_baseline(context: Context[GreedyBaselineConfig]) -> ShardOutput[Greed
     config, batch = context.config, context.batch
     prompts, of_row = _prompts(batch)
     responses = [dialogue.ids for dialogue in context.dialogues]
-    texts = [context.resources.tokenizer.decode(response, skip_special_tokens=True) for response in responses]
+    texts = [response_text(response, context.resources.tokenizer) for response in responses]
     written = {
         "trajectory_id": [dialogue.request.trajectory_id for dialogue in context.dialogues],
         "finish_reason": [dialogue.finish_reason for dialogue in context.dialogues],
