@@ -65,7 +65,7 @@ from rlhf.models import (
     text_config,
     tokenizer_digest,
 )
-from rlhf.rewards import COMPARING, auto, check_rewards, reward_digest
+from rlhf.rewards import COMPARING, auto, can_be_right, check_rewards, reward_digest
 from rlhf.rewards.pool import try_rewards
 from rlhf.validation import reported
 
@@ -539,6 +539,8 @@ def check_prompts(
     """
     firsts: dict[str, dict[str, Prompt]] = {}
     """The first prompt of each data source, by file."""
+    doubtful: dict[str, Prompt] = {}
+    """The first of the other prompts of each data source that no response is right for."""
     problems: dict[str, str] = {}
     """The first problem of each kind and data source."""
     comparing = next((name for name in reward.functions if name in COMPARING), None)
@@ -560,6 +562,8 @@ def check_prompts(
                 f"{prompt.where}: reward.function {comparing} needs reward_model.ground_truth (or a column "
                 "ground_truth, solution or answer), which is missing",
             )
+        elif prompt is not sources.get(prompt.data_source) and not can_be_right(reward.functions, prompt):
+            doubtful.setdefault(prompt.data_source, prompt)
         if prompt.has_calls:
             if "calls" in problems:
                 continue
@@ -583,7 +587,7 @@ def check_prompts(
         failures = try_environment(environment, tried, data.system_prompt)
         problems |= {failure: failure for failure in failures}
     if not problems:
-        for failure in try_rewards(reward, tried, tokenize):
+        for failure in try_rewards(reward, [*tried, *doubtful.values()], tokenize):
             if reward.on_error == "fail":
                 problems[failure] = failure
             else:

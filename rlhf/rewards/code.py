@@ -68,7 +68,7 @@ def compute_score(
 ) -> dict[str, float]:
     """1.0 if every test passes, else 0.0; the part `passed` is the share of those that do."""
     check_sandbox(sandbox)
-    truth = _tests(ground_truth)
+    truth = check_truth(ground_truth)
     program = last_program(solution_str)
     if program is None or len(program) > MAX_PROGRAM:
         return {"score": 0.0, "passed": 0.0}
@@ -98,7 +98,7 @@ def last_program(response: str) -> str | None:
     return textwrap.dedent(found[-1]) if found else None  # in a list, they are indented
 
 
-def _tests(ground_truth: Any) -> dict[str, Any]:
+def check_truth(ground_truth: Any) -> dict[str, Any]:
     """Raises ValueError for what tests nothing."""
     truth = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
     if isinstance(truth, dict) and truth.get("fn_name"):

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 TAIL = 2_000
 """Characters of the response that are read, from its end."""
-MAX_DIGITS = 30
 
 _MINUS = r"[-+\u2212]"
 # at the number, and not a dash between words, nor that of 5-3; or, after what a value follows, with a space between
@@ -32,9 +31,7 @@ def compute_score(
     method: Literal["strict", "flexible"] = "flexible",
 ) -> dict[str, float]:
     """1.0 or 0.0; the part `format` says whether the answer stands after ``####``."""
-    truth = _value(str(ground_truth).rpartition("####")[2])
-    if truth is None:
-        raise ValueError(f"the ground truth {ground_truth!r} is not a number")
+    truth = check_truth(ground_truth)
     text = _SEPARATOR.sub(",", solution_str[-TAIL:])
     strict = _STRICT.findall(text)
     found = strict if strict or method == "strict" else NUMBER.findall(text)
@@ -42,8 +39,16 @@ def compute_score(
     return {"score": float(value is not None and value == truth), "format": float(bool(strict))}
 
 
+def check_truth(ground_truth: Any) -> Decimal:
+    """The value of a ground truth; raises ValueError for one that no response can have."""
+    truth = _value(str(ground_truth).rpartition("####")[2])
+    if truth is None:
+        raise ValueError(f"the ground truth {ground_truth!r} is not a number")
+    return truth
+
+
 def _value(text: str) -> Decimal | None:
     plain = re.sub(r"[\s$,%]", "", text.replace("\u2212", "-")).rstrip(".")
-    if not re.fullmatch(r"[-+]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)", plain, re.ASCII) or len(plain) > MAX_DIGITS:
+    if not re.fullmatch(r"[-+]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)", plain, re.ASCII):
         return None
     return Decimal(plain)

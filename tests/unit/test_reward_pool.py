@@ -192,6 +192,20 @@ def test_a_reward_is_tried_on_what_a_policy_may_write(
     assert "\n" not in failure
 
 
+@pytest.mark.parametrize(("function", "bad"), [("gsm8k", "a dozen"), ("math", "\\boxed{}"), ("auto", "")])
+def test_a_truth_that_no_response_can_have_is_found_in_any_row(tmp_path: Path, function: str, bad: str) -> None:
+    model, file = tiny.model_folder(tmp_path / "model"), tmp_path / "gsm8k.jsonl"
+    rows = [{"prompt": "1 + 1?", "answer": truth} for truth in ("2", "3", bad, bad)]
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    data = DataConfig(train=(str(file),), prompts_per_iteration=1)
+    with pytest.raises(UserError) as refused:
+        check_prompts(
+            PromptDataset([str(file)]), ModelConfig(path=str(model)), data, RewardConfig(function=function), None
+        )
+    assert str(refused.value).startswith(f"{file}, line 3: reward.function {function} cannot score an answer to this")
+    assert "\n" not in str(refused.value)
+
+
 def test_a_bug_in_a_reward_is_one_line_and_what_it_says_to_do_works(tmp_path: Path) -> None:
     file, model = tmp_path / "mine.py", tmp_path / "model"
     code = (
