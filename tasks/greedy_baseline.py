@@ -104,6 +104,7 @@ GREEDY_BASELINE = RowsStage(
             "prompt_id",
             "messages",
             "prompt_is_text",
+            "prompt",
             "prompt_ids",
             "data_source",
             "ground_truth",

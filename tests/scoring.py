@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlhf.rewards import Trajectory
-from rlhf.rewards.pool import AnswerStore, RewardPool
+from rlhf.rewards.pool import AnswerStore, RewardPool, Written
 
 
 def trajectory(
@@ -63,3 +63,8 @@ def pool_of(
         answers=answers,
         note=note,
     )
+
+
+def written(prompt: Any, text: str) -> Written:
+    """An answer of a policy whose tokens are letters, after a prompt without a chat template."""
+    return Written("", letters_of(text), text)

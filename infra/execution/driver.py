@@ -46,6 +46,7 @@ from rlhf.config import (
 from rlhf.config.older import changed_since
 from rlhf.data.experts import Matched
 from rlhf.data.prompts import Prompt, PromptDataset, check_length, render
+from rlhf.data.responses import response_text
 from rlhf.environments import check_environment, environment_digest
 from rlhf.environments.calls import try_environment
 from rlhf.environments.dialogues import is_prefix_stable
@@ -66,7 +67,8 @@ from rlhf.models import (
     tokenizer_digest,
 )
 from rlhf.rewards import COMPARING, auto, can_be_right, check_rewards, reward_digest
-from rlhf.rewards.pool import try_rewards
+from rlhf.rewards.functions import TAIL_CHARACTERS
+from rlhf.rewards.pool import Written, try_rewards
 from rlhf.validation import reported
 
 SOURCES = 8
@@ -579,15 +581,17 @@ def check_prompts(
             except UserError as error:
                 problems["length"] = str(error)
 
-    def tokenize(answer: str) -> list[int]:
-        return list(tokenizer(answer, add_special_tokens=False)["input_ids"])
+    def write(prompt: Prompt, answer: str) -> Written:
+        text = render(prompt.after(data.system_prompt), tokenizer, prompt.where, add_generation_prompt=True)
+        ids = list(tokenizer(answer, add_special_tokens=False)["input_ids"])
+        return Written(text[-TAIL_CHARACTERS:], ids, response_text(ids, tokenizer))
 
     tried = [prompt for sources in firsts.values() for prompt in sources.values()]
     if environment is not None:
         failures = try_environment(environment, tried, data.system_prompt)
         problems |= {failure: failure for failure in failures}
     if not problems:
-        for failure in try_rewards(reward, [*tried, *doubtful.values()], tokenize):
+        for failure in try_rewards(reward, [*tried, *doubtful.values()], write, note):
             if reward.on_error == "fail":
                 problems[failure] = failure
             else:

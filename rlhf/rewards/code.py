@@ -29,6 +29,7 @@ from typing import Any, Literal
 
 from rlhf import child_processes
 from rlhf.errors import UserError
+from rlhf.rewards.functions import continued
 
 MAX_OUTPUT = 1 << 20
 MAX_PROGRAM = 1 << 16
@@ -65,11 +66,12 @@ def compute_score(
     seconds: float = 5.0,
     memory_mb: int = 1024,
     sandbox: Literal["bubblewrap", "limits"] = "bubblewrap",
+    prompt_tail: str = "",
 ) -> dict[str, float]:
     """1.0 if every test passes, else 0.0; the part `passed` is the share of those that do."""
     check_sandbox(sandbox)
     truth = check_truth(ground_truth)
-    program = last_program(solution_str)
+    program = last_program(continued(solution_str, prompt_tail, "```python", "```py", "```"))
     if program is None or len(program) > MAX_PROGRAM:
         return {"score": 0.0, "passed": 0.0}
     if "asserts" in truth:

@@ -29,7 +29,7 @@ RewardFunction = Callable[..., object]
 KEY = "reward.function"
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 """Passed by keyword, as verl does, so a function may take them in any order."""
-BY_NAME = ("prompt", "turns", "metadata")
+BY_NAME = ("prompt", "prompt_tail", "turns", "metadata")
 """Passed to a function of one response that has a parameter of that name."""
 WRAPPED = ("solution_str", "ground_truth", "extra_info", "data_source")
 """What a wrapper passes, in this order, to parameters whose names mean nothing."""
@@ -43,6 +43,8 @@ MEANINGS = {
 """Parts of the names that other functions give to an argument, the likeliest first."""
 NOT_PASSED = ("trainer_state", "log_extra", "log_metric")
 """What TRL passes to a function in addition, and this program does not have."""
+TAIL_CHARACTERS = 200
+"""Length of `Trajectory.prompt_tail`."""
 LARGEST = (2 - 2**-23) * 2.0**127
 """Largest part that is kept: parts are stored as float32."""
 
@@ -111,6 +113,9 @@ class Trajectory:
     metadata: Metadata
     response_ids: list[int] | None = None
     """Tokens of the response, which only functions of TRL's signature are given, as `completion_ids`."""
+    prompt_tail: str = ""
+    """The end of the prompt as the chat template renders it, after which the response begins: it may open a tag, such as
+    `<think>`, that the response closes."""
 
 
 @dataclass(frozen=True)
@@ -267,6 +272,7 @@ class Reward:
                 "ground_truth": trajectory.ground_truth,
                 "extra_info": trajectory.extra_info,
                 "prompts": trajectory.prompt,
+                "prompt_tail": trajectory.prompt_tail,
                 "completion_ids": trajectory.response_ids,
                 "completions": trajectory.solution_str
                 if isinstance(trajectory.prompt, str)
@@ -315,6 +321,22 @@ class Reward:
         if isinstance(entry, Exception):
             return self._failure(entry, [trajectory])
         return _outcome(entry, trajectory)
+
+
+def continued(solution_str: str, prompt_tail: str, *openings: str) -> str:
+    """A response together with what the end of its prompt opens.
+
+    Args:
+        solution_str: text of the response.
+        prompt_tail: see `Trajectory.prompt_tail`.
+        openings: texts that may stand at the end of the prompt, such as `<think>`.
+
+    Returns:
+        The response, after the opening if the prompt ends with one of them.
+    """
+    end = prompt_tail.rstrip()
+    opened = next((len(opening) for opening in openings if end.endswith(opening)), None)
+    return solution_str if opened is None else prompt_tail[len(end) - opened :] + solution_str
 
 
 def _meanings(parameters: Mapping[str, inspect.Parameter]) -> tuple[dict[str, str], dict[str, str]]:

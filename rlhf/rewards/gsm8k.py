@@ -8,6 +8,8 @@ import re
 from decimal import Decimal
 from typing import Any, Literal
 
+from rlhf.rewards.functions import continued
+
 TAIL = 2_000
 """Characters of the response that are read, from its end."""
 
@@ -29,10 +31,11 @@ def compute_score(
     ground_truth: Any,
     extra_info: Any = None,
     method: Literal["strict", "flexible"] = "flexible",
+    prompt_tail: str = "",
 ) -> dict[str, float]:
     """1.0 or 0.0; the part `format` says whether the answer stands after ``####``."""
     truth = check_truth(ground_truth)
-    text = _SEPARATOR.sub(",", solution_str[-TAIL:])
+    text = _SEPARATOR.sub(",", continued(solution_str, prompt_tail, "####")[-TAIL:])
     strict = _STRICT.findall(text)
     found = strict if strict or method == "strict" else NUMBER.findall(text)
     value = _value(found[-1]) if found else None
@@ -45,6 +48,11 @@ def check_truth(ground_truth: Any) -> Decimal:
     if truth is None:
         raise ValueError(f"the ground truth {ground_truth!r} is not a number")
     return truth
+
+
+def right_answer(ground_truth: Any, **_: Any) -> str:
+    """A response that gets 1.0, for the trial before a run."""
+    return f"#### {check_truth(ground_truth)}"
 
 
 def _value(text: str) -> Decimal | None:

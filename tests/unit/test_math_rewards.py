@@ -278,6 +278,24 @@ def test_hostile_answers_score_nothing_and_end_soon(tmp_path: object, monkeypatc
 )
 def test_format(response: str, score: float) -> None:
     assert format.compute_score("any", response, "") == score
+    opened = format.compute_score("any", response.strip().removeprefix("<think>"), "", prompt_tail="<think>")
+    assert opened == (score if response.strip().startswith("<think>") else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("reward", "prompt_tail", "response", "truth"),
+    [
+        (format, "<|Assistant|><think>\n", "hm</think><answer>42</answer>", ""),
+        (format, "Assistant: <think>", "hm</think>\n<answer>42</answer>", ""),
+        (format, "<|im_start|>assistant\n", "<think>hm</think><answer>42</answer>", ""),
+        (countdown, "so it is <answer> ", "1 + 2</answer>", {"target": 3, "numbers": [1, 2]}),
+        (gsm8k, "#### ", "42", "42"),
+        (latex, "The answer is $\\boxed{", "\\frac{1}{2}}$", "0.5"),
+    ],
+)
+def test_what_the_prompt_opens_the_response_need_not(reward: Any, prompt_tail: str, response: str, truth: Any) -> None:
+    found = reward.compute_score("any", response, truth, prompt_tail=prompt_tail)
+    assert (found if isinstance(found, float) else set(found.values())) in (1.0, {1.0})
 
 
 @pytest.mark.parametrize(("characters", "score"), [(0, 0.0), (10, 0.0), (12, -0.5), (14, -1.0), (99, -1.0)])
