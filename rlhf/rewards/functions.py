@@ -114,8 +114,8 @@ class Trajectory:
     response_ids: list[int] | None = None
     """Tokens of the response, which only functions of TRL's signature are given, as `completion_ids`."""
     prompt_tail: str = ""
-    """The end of the prompt as the chat template renders it, after which the response begins: it may open a tag, such as
-    `<think>`, that the response closes."""
+    """The end of the prompt as the chat template renders it, after which the response begins: it may open a tag
+    (`<think>`) that the response closes."""
 
 
 @dataclass(frozen=True)

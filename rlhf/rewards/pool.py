@@ -274,8 +274,8 @@ def try_rewards(
 
     The first is the ground truth, or "0" if that is not a text. A function of the user's is also given what a policy
     may write: for the first prompt of each data source an empty, a long and a random answer. No reward should fail on
-    any. A function that takes groups is given each answer twice. Built-ins also get a right answer to the first prompt of
-    each data source.
+    any. A function that takes groups is given each answer twice. Built-ins also get a right answer to the first prompt
+    of each data source.
 
     Args:
         reward: the reward section of the config.
@@ -306,9 +306,11 @@ def try_rewards(
             for kind, text in [("an answer", None), *(ANSWERS if is_own and firsts[prompt.data_source] == n else ())]
         ]
         right = [
-            (n, *answer, prompts[n]) for n in firsts.values() for answer in _right_answers(reward, prompts[n], write)
+            (n, name, prompts[n], text)
+            for n in firsts.values()
+            for name, text in _right_answers(reward, prompts[n], write)
         ]
-        trials += [(n, name, prompt, text) for n, name, text, prompt in right]
+        trials = [*trials, *right]
         answers = [
             _trial(f"trial-{number}", sample, prompt, text, write)
             for number, (_, _, prompt, text) in enumerate(trials)
@@ -385,8 +387,8 @@ def _trial(
 def _right_answers(
     reward: RewardConfig, prompt: Prompt, write: Callable[[Prompt, str], Written]
 ) -> Iterator[tuple[str, str]]:
-    """The built-ins that can tell a right answer to a prompt, each with one, without what the prompt has begun, as it is
-    read of the tokens."""
+    """The built-ins that can tell a right answer to a prompt, each with one: what the prompt has begun is left out, and
+    the rest is as it is read of its tokens."""
     truth, _ = structures(prompt.ground_truth, prompt.ground_truth_is_json, prompt.extra_info)
     for name in reward.functions:
         built_in = auto.reward_of(prompt.data_source, prompt.style) if name == "auto" else name
