@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -74,7 +75,7 @@ def greedy_baseline(context: Context[GreedyBaselineConfig]) -> ShardOutput[Greed
     answers = TrajectoryBatch.of({name: prompts.array(name) for name in prompts.columns} | written)
     scored = scores(context, config.reward, config.reward_model, answers)
     counted = counting(config.reward.on_error, scored["reward_error"])
-    columns = {
+    columns: dict[str, list[Any]] = {
         "greedy_response": texts,
         "greedy_tokens": [len(response) for response in responses],
         "greedy_score": [score if counts else None for score, counts in zip(scored["score"], counted, strict=True)],
