@@ -542,7 +542,7 @@ def check_prompts(
     firsts: dict[str, dict[str, Prompt]] = {}
     """The first prompt of each data source, by file."""
     doubtful: dict[str, Prompt] = {}
-    """The first of the other prompts of each data source that no response is right for."""
+    """The first prompt of each data source that no response is right for, if its file begins with others."""
     problems: dict[str, str] = {}
     """The first problem of each kind and data source."""
     comparing = next((name for name in reward.functions if name in COMPARING), None)
@@ -564,8 +564,10 @@ def check_prompts(
                 f"{prompt.where}: reward.function {comparing} needs reward_model.ground_truth (or a column "
                 "ground_truth, solution or answer), which is missing",
             )
-        elif prompt is not sources.get(prompt.data_source) and not can_be_right(reward.functions, prompt):
-            doubtful.setdefault(prompt.data_source, prompt)
+        elif not can_be_right(reward.functions, prompt):
+            first = sources.get(prompt.data_source)
+            if first is None or can_be_right(reward.functions, first):  # it is tried, too
+                doubtful.setdefault(prompt.data_source, prompt)
         if prompt.has_calls:
             if "calls" in problems:
                 continue
