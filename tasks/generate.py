@@ -25,6 +25,7 @@ from infra.workers.calls import (
 from rlhf.batch import TrajectoryBatch
 from rlhf.config import CurriculumConfig, DynamicSamplingConfig, ReplayConfig, RunConfig
 from rlhf.data.prompts import PromptDataset, encode
+from rlhf.data.responses import response_text
 from rlhf.engines.base import Request, Sampling
 from rlhf.engines.generation import Rules
 from rlhf.environments import EnvironmentFailed
@@ -400,7 +401,7 @@ def trajectories(context: Context[C], prompts: Prompts) -> TrajectoryBatch:
                 "ground_truth_is_json": prompt.ground_truth_is_json,
                 "extra_info": prompt.extra_info,
                 "seed": prompts.sampling.seed,
-                "response": tokenizer.decode(dialogue.ids, skip_special_tokens=True),
+                "response": response_text(dialogue.ids, tokenizer),
                 "response_ids": dialogue.ids,
                 "rollout_log_probs": dialogue.log_probs,
                 "response_mask": dialogue.mask,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from infra.workers.calls import Context, ShardOutput, ShardStart, ShardSummary
 from rlhf.batch import TrajectoryBatch
 from rlhf.config import RunConfig
+from rlhf.data.responses import response_text
 from rlhf.engines.base import Request, Sampling
 from rlhf.engines.generation import Rules
 from rlhf.environments.dialogues import Dialogue
@@ -62,7 +64,7 @@ def greedy_baseline(context: Context[GreedyBaselineConfig]) -> ShardOutput[Greed
     config, batch = context.config, context.batch
     prompts, of_row = _prompts(batch)
     responses = [dialogue.ids for dialogue in context.dialogues]
-    texts = [context.resources.tokenizer.decode(response, skip_special_tokens=True) for response in responses]
+    texts = [response_text(response, context.resources.tokenizer) for response in responses]
     written = {
         "trajectory_id": [dialogue.request.trajectory_id for dialogue in context.dialogues],
         "finish_reason": [dialogue.finish_reason for dialogue in context.dialogues],
@@ -73,7 +75,7 @@ def greedy_baseline(context: Context[GreedyBaselineConfig]) -> ShardOutput[Greed
     answers = TrajectoryBatch.of({name: prompts.array(name) for name in prompts.columns} | written)
     scored = scores(context, config.reward, config.reward_model, answers)
     counted = counting(config.reward.on_error, scored["reward_error"])
-    columns = {
+    columns: dict[str, list[Any]] = {
         "greedy_response": texts,
         "greedy_tokens": [len(response) for response in responses],
         "greedy_score": [score if counts else None for score, counts in zip(scored["score"], counted, strict=True)],
@@ -103,6 +105,7 @@ GREEDY_BASELINE = RowsStage(
             "prompt_id",
             "messages",
             "prompt_is_text",
+            "prompt",
             "prompt_ids",
             "data_source",
             "ground_truth",

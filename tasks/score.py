@@ -17,6 +17,7 @@ from rlhf.config import RunConfig
 from rlhf.data.prompts import original, structures
 from rlhf.errors import RatchetError
 from rlhf.rewards import JUDGE, RewardFailed, Score, Trajectory
+from rlhf.rewards.functions import TAIL_CHARACTERS
 from rlhf.schema import TRAJECTORY
 from rlhf.stage_config import StageConfig, key
 from tasks.branches import last_branches, trajectory_index
@@ -30,6 +31,7 @@ REWARD_READS = (
     "data_source",
     "messages",
     "prompt_is_text",
+    "prompt",
     "response",
     "response_ids",
     "response_mask",
@@ -240,6 +242,7 @@ def _trajectories(batch: TrajectoryBatch, iteration: int) -> list[Trajectory]:
                     "response_length": None if mask is None else sum(mask),
                 },
                 response_ids=row["response_ids"],
+                prompt_tail=(row["prompt"] or "")[-TAIL_CHARACTERS:],
             )
         )
     return trajectories

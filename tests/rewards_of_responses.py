@@ -20,6 +20,11 @@ LONGEST = 100
 Reward = Callable[[str, str, str, Any], float]
 
 
+def tail_length(solution_str: str, prompt_tail: str, **_: Any) -> float:
+    """Of the end of the prompt."""
+    return len(prompt_tail)
+
+
 def _of_responses(reward: Callable[..., float]) -> Reward:
     @functools.wraps(reward)
     def scored(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:

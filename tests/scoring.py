@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlhf.rewards import Trajectory
-from rlhf.rewards.pool import AnswerStore, RewardPool
+from rlhf.rewards.pool import AnswerStore, RewardPool, Written
 
 
 def trajectory(
@@ -52,7 +52,19 @@ def pool_of(
     timeout_s: float = 30.0,
     concurrency: int = 8,
     answers: AnswerStore | None = None,
+    note: Callable[[str], None] = lambda _: None,
 ) -> RewardPool:
     return RewardPool(
-        functions, options or {}, workers=workers, timeout_s=timeout_s, concurrency=concurrency, answers=answers
+        functions,
+        options or {},
+        workers=workers,
+        timeout_s=timeout_s,
+        concurrency=concurrency,
+        answers=answers,
+        note=note,
     )
+
+
+def written(prompt: Any, text: str) -> Written:
+    """An answer of a policy whose tokens are letters, after a prompt without a chat template."""
+    return Written("", letters_of(text), text)

@@ -47,6 +47,7 @@ from rlhf.config import (
 from rlhf.config.older import changed_since
 from rlhf.data.experts import Matched
 from rlhf.data.prompts import Prompt, PromptDataset, check_length, render
+from rlhf.data.responses import response_text
 from rlhf.environments import check_environment, environment_digest
 from rlhf.environments.calls import try_environment
 from rlhf.environments.dialogues import is_prefix_stable
@@ -66,8 +67,9 @@ from rlhf.models import (
     text_config,
     tokenizer_digest,
 )
-from rlhf.rewards import COMPARING, auto, check_rewards, reward_digest
-from rlhf.rewards.pool import try_rewards
+from rlhf.rewards import COMPARING, auto, can_be_right, check_rewards, reward_digest
+from rlhf.rewards.functions import TAIL_CHARACTERS
+from rlhf.rewards.pool import Written, try_rewards
 from rlhf.validation import reported
 
 SOURCES = 8
@@ -540,6 +542,8 @@ def check_prompts(
     """
     firsts: dict[str, dict[str, Prompt]] = {}
     """The first prompt of each data source, by file."""
+    doubtful: dict[str, Prompt] = {}
+    """The first prompt of each data source that no response is right for, if its file begins with others."""
     problems: dict[str, str] = {}
     """The first problem of each kind and data source."""
     comparing = next((name for name in reward.functions if name in COMPARING), None)
@@ -561,6 +565,10 @@ def check_prompts(
                 f"{prompt.where}: reward.function {comparing} needs reward_model.ground_truth (or a column "
                 "ground_truth, solution or answer), which is missing",
             )
+        elif not can_be_right(reward.functions, prompt):
+            first = sources.get(prompt.data_source)
+            if first is None or can_be_right(reward.functions, first):  # it is tried, too
+                doubtful.setdefault(prompt.data_source, prompt)
         if prompt.has_calls:
             if "calls" in problems:
                 continue
@@ -576,15 +584,17 @@ def check_prompts(
             except UserError as error:
                 problems["length"] = str(error)
 
-    def tokenize(answer: str) -> list[int]:
-        return list(tokenizer(answer, add_special_tokens=False)["input_ids"])
+    def write(prompt: Prompt, answer: str) -> Written:
+        text = render(prompt.after(data.system_prompt), tokenizer, prompt.where, add_generation_prompt=True)
+        ids = list(tokenizer(answer, add_special_tokens=False)["input_ids"])
+        return Written(text[-TAIL_CHARACTERS:], ids, response_text(ids, tokenizer))
 
     tried = [prompt for sources in firsts.values() for prompt in sources.values()]
     if environment is not None:
         failures = try_environment(environment, tried, data.system_prompt)
         problems |= {failure: failure for failure in failures}
     if not problems:
-        for failure in try_rewards(reward, tried, tokenize):
+        for failure in try_rewards(reward, [*tried, *doubtful.values()], write, note):
             if reward.on_error == "fail":
                 problems[failure] = failure
             else:

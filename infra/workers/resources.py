@@ -127,6 +127,7 @@ class Resources:
                     timeout_s=settings.timeout_s,
                     concurrency=settings.concurrency,
                     answers=self._answers,
+                    note=note,
                 )
                 self._rewards = settings, pool
             return self._rewards[1]

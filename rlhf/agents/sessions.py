@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rlhf.agents.conversations import Branch, CannotRender, Continuation, Conversation
 from rlhf.data.prompts import BYTES_A_TOKEN
+from rlhf.data.responses import response_text
 from rlhf.engines.base import Chunk, Sampling
 from rlhf.environments.dialogues import Call, Dialogue
 from rlhf.environments.tools import MalformedCall, ToolCall, tool_calls
@@ -329,7 +330,7 @@ class Session:
         return hashlib.sha256(json.dumps(whole).encode()).hexdigest()
 
     def _text(self, ids: Sequence[int], stop: Sequence[str]) -> str:
-        text = str(self.policy.tokenizer.decode(list(ids), skip_special_tokens=True))
+        text = response_text(ids, self.policy.tokenizer)
         ends = [at for ending in stop if (at := text.rfind(ending)) >= 0]
         return text[: min(ends)] if ends else text
 
@@ -341,9 +342,8 @@ class Session:
         text = self._text(ids, (*self.policy.sampling.stop, *asked.stop))
         calls: list[ToolCall] = []
         if asked.tools:
-            raw = str(self.policy.tokenizer.decode(ids))
             try:
-                calls = tool_calls(raw, asked.tools)
+                calls = tool_calls(response_text(ids, self.policy.tokenizer), asked.tools)
             except MalformedCall:  # the program reads what the policy wrote
                 calls = []
         message: dict[str, Any] = {"role": "assistant", "content": text}

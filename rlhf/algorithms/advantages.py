@@ -410,7 +410,7 @@ class OPO(GroupEstimator):
 
     def compare(self, scores: Scores, lengths: Scores, groups: Groups) -> Scores:
         """Subtract the group's mean score, weighted by length; see `GroupEstimator.compare`."""
-        return scores - groups.sum(lengths * scores) / groups.sum(lengths).clamp(min=1.0)
+        return scores - groups.mean(scores, weights=lengths)
 
 
 class GPG(GroupEstimator):

@@ -36,16 +36,21 @@ class Groups:
         """
         return x.new_zeros(len(x)).index_add(0, self.index, x)[self.index]
 
-    def mean(self, x: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
-        """Average over the group.
+    def mean(
+        self, x: Float[Tensor, " batch"], weights: Float[Tensor, " batch"] | None = None
+    ) -> Float[Tensor, " batch"]:
+        """Average over the group. The mean of equal values is exactly their value: what rounding would leave of the
+        difference becomes large when it is divided by a standard deviation that is nothing but rounding, too.
 
         Args:
             x: one value per trajectory, shape (batch,).
+            weights: weight of each trajectory, shape (batch,); None: all count the same.
 
         Returns:
             For each trajectory, the mean over its group, shape (batch,).
         """
-        return self.sum(x) / self.size
+        total, count = (x, self.size) if weights is None else (weights * x, self.sum(weights).clamp(min=1.0))
+        return (self.sum(total) / count).where(self.differ(x), x)
 
     def std(self, x: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
         """Compute the Bessel-corrected standard deviation of the group.

@@ -141,8 +141,12 @@ def whiten(
         mask: 1 for tokens that count, 0 for the rest, same shape.
 
     Returns:
-        The whitened values, same shape, 0 where masked.
+        The whitened values, same shape, 0 where masked, and everywhere if the unmasked values are equal: rounding
+        would leave a rest of each, which the division makes large.
     """
+    unmasked = x[mask > 0]
+    if (unmasked == unmasked[:1]).all():
+        return x.new_zeros(x.shape)
     count = mask.sum()
     mean = (x * mask).sum() / count.clamp(min=1.0)
     variance = ((x - mean) ** 2 * mask).sum() / (count - 1.0).clamp(min=1.0)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from rlhf.agents.sessions import Policy, Recorded, Recorder
+from rlhf.data.responses import response_text
 from rlhf.engines import event_loop
 from rlhf.engines.base import Chunk, Request, RolloutEngine, Sampling, limit_of
 from rlhf.environments import EnvironmentFailed
@@ -303,7 +304,7 @@ class Generator:
                 return
             turn = dialogue.unanswered_turn
         assert environments is not None and turn is not None
-        observation = await environments.step(dialogue, environments.text_of(dialogue, turn, self.tokenizer))
+        observation = await environments.step(dialogue, response_text(turn, self.tokenizer))
         dialogue.turn_rewards.append(float(observation.reward))
         dialogue.tool_error = dialogue.tool_error or observation.error
         if observation.content is None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from rlhf.data.formats import Messages
 from rlhf.data.prompts import beginning, with_response
+from rlhf.data.responses import around_turns
 from rlhf.engines import ranks
 from rlhf.engines.micro_batches import deal
 from rlhf.errors import UserError
@@ -217,10 +218,10 @@ def text_lengths(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> np.n
         tokenizer: a fast tokenizer.
 
     Returns:
-        Cumulative number of characters, shape (tokens,); special tokens add none.
+        Cumulative number of characters in the text of the response, shape (tokens,).
     """
     from tokenizers.decoders import DecodeStream
 
-    stream = DecodeStream(skip_special_tokens=True)
+    stream, left_out = DecodeStream(skip_special_tokens=False), around_turns(tokenizer)
     backend = tokenizer.backend_tokenizer
-    return np.cumsum([len(stream.step(backend, token) or "") for token in ids])
+    return np.cumsum([0 if token in left_out else len(stream.step(backend, token) or "") for token in ids])

@@ -42,8 +42,6 @@ class Environment(Protocol):
 
     stop: tuple[str, ...]
     """Texts that end a turn, such as the end of a tool call; the turn keeps them."""
-    keeps_special_tokens: bool
-    """Whether `step` gets the special tokens of a turn, too; False if the class has no such attribute."""
 
     def reset(self, messages: Messages, ground_truth: Any, extra_info: Any) -> None:
         """Start a trajectory.

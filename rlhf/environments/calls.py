@@ -12,6 +12,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf.data.prompts import structures
+from rlhf.data.responses import response_text
 from rlhf.environments import KEY, Environment, EnvironmentFailed, Observation, load_environment
 from rlhf.environments.dialogues import Beginning
 from rlhf.errors import raised
@@ -81,7 +82,7 @@ class EnvironmentCalls:
 
         environment = self._environments[id(dialogue)] = await self.begin(beginning, f"{trajectory_id}, at reset")
         for turn in dialogue.answered_turns:
-            text = self.text_of(dialogue, turn, tokenizer)
+            text = response_text(turn, tokenizer)
             await self._call(partial(environment.step, text), f"{trajectory_id}, replaying a turn")
         return environment
 
@@ -121,11 +122,6 @@ class EnvironmentCalls:
         except (TypeError, ValueError, OverflowError) as error:
             raise EnvironmentFailed(f"{KEY} raised {raised(error)} ({where})") from None
         return observation
-
-    def text_of(self, dialogue: Dialogue, turn: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
-        """The text of a turn, as the trajectory's environment gets it."""
-        keeps = bool(getattr(self._environments[id(dialogue)], "keeps_special_tokens", False))
-        return str(tokenizer.decode(turn, skip_special_tokens=not keeps))
 
     def forget(self, dialogue: Dialogue) -> None:
         """Drop a trajectory's environment, if it has one."""

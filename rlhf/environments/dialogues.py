@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf.data.formats import Messages
+from rlhf.data.responses import response_text
 from rlhf.engines.base import Chunk, Request, Sampling
 from rlhf.environments import KEY
 from rlhf.errors import UserError
@@ -206,10 +207,7 @@ class Dialogue:
 
     def turns(self, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, str]]:
         """The turns as messages with the roles `policy` and `environment`, which alternate."""
-        return [
-            {"role": role, "content": tokenizer.decode(tokens, skip_special_tokens=True)}
-            for role, tokens in self._turns
-        ]
+        return [{"role": role, "content": response_text(tokens, tokenizer)} for role, tokens in self._turns]
 
 
 def content_ids(content: str | Messages, last: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:

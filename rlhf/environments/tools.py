@@ -42,7 +42,6 @@ class Environment:
     """Answers the calls of a turn, in order."""
 
     stop = ()
-    keeps_special_tokens = True  # the marks of calls are special tokens in some tokenizers
 
     def __init__(self, functions: Sequence[str] = (), mcp: Sequence[str] = ()) -> None:
         """Load the tools, once per process.
@@ -97,7 +96,7 @@ def tool_calls(turn: str, names: Iterable[str]) -> list[ToolCall]:
     """Find the calls in a turn, in whichever of the formats it has.
 
     Args:
-        turn: text of the policy, with special tokens.
+        turn: text of the policy.
         names: names of the tools. JSON in Llama's format, which has no mark, is a call only if it names one.
 
     Returns:

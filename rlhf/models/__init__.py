@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf.data.prompts import beginning, end_of_turn
+from rlhf.data.responses import end_with
 from rlhf.errors import UserError
 from rlhf.models import lora
 from rlhf.models.custom_code import code_files
@@ -218,6 +219,8 @@ def load_tokenizer(model: ModelConfig, *, writes: bool = True) -> PreTrainedToke
         _set_template(tokenizer, model.chat_template)
     if model.chat_template_kwargs:
         _set_variables(tokenizer, model)
+    if writes and (model_folder(model) / "generation_config.json").is_file():
+        end_with(tokenizer, _ends(generation_config(model), tokenizer))
     return tokenizer
 
 

@@ -9,14 +9,17 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Collection, Mapping
+from importlib import import_module
 from typing import TYPE_CHECKING, get_type_hints
 
 from rlhf.errors import UserError
 from rlhf.named import load_named, source_of
+from rlhf.rewards import auto
 from rlhf.rewards.functions import KEY, Metadata, Outcome, Reward, RewardFailed, RewardFunction, Score, Trajectory
 
 if TYPE_CHECKING:
     from rlhf.config.sections import JudgeConfig, RewardConfig
+    from rlhf.data.prompts import Prompt
 
 __all__ = [
     "BUILT_IN",
@@ -30,6 +33,7 @@ __all__ = [
     "RewardFunction",
     "Score",
     "Trajectory",
+    "can_be_right",
     "check_rewards",
     "load_reward",
     "reward_digest",
@@ -72,6 +76,26 @@ def load_reward(name: str) -> RewardFunction:
     """
     function: RewardFunction = load_named(name, KEY, "rlhf.rewards", ("compute_score", "compute_scores"), BUILT_IN)
     return function
+
+
+def can_be_right(names: Collection[str], prompt: Prompt) -> bool:
+    """Whether a response to a prompt can be right, as far as the form of the ground truth tells.
+
+    Args:
+        names: functions in `reward.function`; only built-ins that compare look at the truth.
+        prompt: the prompt, with its ground truth.
+    """
+    from rlhf.data.prompts import structures
+
+    for name in names:
+        built_in = auto.reward_of(prompt.data_source, prompt.style) if name == "auto" else name
+        if built_in in COMPARING and built_in != "auto":
+            truth, _ = structures(prompt.ground_truth, prompt.ground_truth_is_json, "{}")
+            try:
+                import_module(f"rlhf.rewards.{built_in}").check_truth(truth)
+            except ValueError:
+                return False
+    return True
 
 
 def check_rewards(config: RewardConfig, greedy: str | None = None) -> None:

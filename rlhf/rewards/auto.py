@@ -34,11 +34,13 @@ def problem_of(data_source: str, style: str | None) -> str | None:
     )
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> Any:
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, prompt_tail: str = ""
+) -> Any:
     import importlib
 
     style = extra_info.get("reward_style") if isinstance(extra_info, dict) else None
     if (problem := problem_of(data_source, style)) is not None:
         raise ValueError(problem)
     module = importlib.import_module(f"rlhf.rewards.{reward_of(data_source, style)}")
-    return module.compute_score(data_source, solution_str, ground_truth, extra_info)
+    return module.compute_score(data_source, solution_str, ground_truth, extra_info, prompt_tail=prompt_tail)

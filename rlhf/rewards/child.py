@@ -198,7 +198,7 @@ class _Answers:
 
 def _as_json(outcome: Outcome) -> dict[str, Any]:
     if isinstance(outcome, Score):
-        return {"score": outcome.score, "parts": outcome.parts}
+        return {"score": outcome.score, "parts": outcome.parts, "left_out": dict(outcome.left_out)}
     kind = next(name for name, failure in FAILURES.items() if isinstance(outcome, failure))
     return {"error": str(outcome), "kind": kind}
 

@@ -29,6 +29,7 @@ from typing import Any, Literal
 
 from rlhf import child_processes
 from rlhf.errors import UserError
+from rlhf.rewards.functions import continued
 
 MAX_OUTPUT = 1 << 20
 MAX_PROGRAM = 1 << 16
@@ -65,11 +66,12 @@ def compute_score(
     seconds: float = 5.0,
     memory_mb: int = 1024,
     sandbox: Literal["bubblewrap", "limits"] = "bubblewrap",
+    prompt_tail: str = "",
 ) -> dict[str, float]:
     """1.0 if every test passes, else 0.0; the part `passed` is the share of those that do."""
     check_sandbox(sandbox)
-    truth = _tests(ground_truth)
-    program = last_program(solution_str)
+    truth = check_truth(ground_truth)
+    program = last_program(continued(solution_str, prompt_tail, "```python", "```py", "```"))
     if program is None or len(program) > MAX_PROGRAM:
         return {"score": 0.0, "passed": 0.0}
     if "asserts" in truth:
@@ -98,7 +100,7 @@ def last_program(response: str) -> str | None:
     return textwrap.dedent(found[-1]) if found else None  # in a list, they are indented
 
 
-def _tests(ground_truth: Any) -> dict[str, Any]:
+def check_truth(ground_truth: Any) -> dict[str, Any]:
     """Raises ValueError for what tests nothing."""
     truth = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
     if isinstance(truth, dict) and truth.get("fn_name"):

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from rlhf.rewards.functions import continued
+
 
 def compute_score(
     data_source: str,
@@ -10,15 +12,23 @@ def compute_score(
     ground_truth: str,
     extra_info: Any = None,
     tags: Sequence[str] = ("think", "answer"),
+    prompt_tail: str = "",
 ) -> float:
-    """1.0 if the response is ``<tag>...</tag>`` for each tag in turn and nothing else but white space, else 0.0."""
-    rest = solution_str.strip()
+    """1.0 if the response is ``<tag>...</tag>`` for each tag in turn and nothing else but white space, else 0.0. The
+    prompt may have opened the first one."""
+    text = continued(solution_str, prompt_tail, f"<{tags[0]}>")
+    rest = text.strip()
     for tag in tags:
         opened, closed = f"<{tag}>", f"</{tag}>"
-        if solution_str.count(opened) != 1 or solution_str.count(closed) != 1 or not rest.startswith(opened):
+        if text.count(opened) != 1 or text.count(closed) != 1 or not rest.startswith(opened):
             return 0.0
         inside, found, rest = rest.removeprefix(opened).partition(closed)
         if not found or not inside.strip():
             return 0.0
         rest = rest.lstrip()
     return float(not rest)
+
+
+def right_answer(ground_truth: Any, tags: Sequence[str] = ("think", "answer"), **_: Any) -> str:
+    """A response that gets 1.0, for the trial before a run."""
+    return "".join(f"<{tag}>4</{tag}>" for tag in tags)

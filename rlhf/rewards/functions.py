@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
 from math import isfinite
-from numbers import Real
-from typing import Any, TypedDict
+from typing import Any, SupportsFloat, TypedDict
 
 from rlhf.data.formats import Messages
 from rlhf.errors import NotFinite, RatchetError, UserError, raised
@@ -30,7 +29,7 @@ RewardFunction = Callable[..., object]
 KEY = "reward.function"
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 """Passed by keyword, as verl does, so a function may take them in any order."""
-BY_NAME = ("prompt", "turns", "metadata")
+BY_NAME = ("prompt", "prompt_tail", "turns", "metadata")
 """Passed to a function of one response that has a parameter of that name."""
 WRAPPED = ("solution_str", "ground_truth", "extra_info", "data_source")
 """What a wrapper passes, in this order, to parameters whose names mean nothing."""
@@ -44,6 +43,8 @@ MEANINGS = {
 """Parts of the names that other functions give to an argument, the likeliest first."""
 NOT_PASSED = ("trainer_state", "log_extra", "log_metric")
 """What TRL passes to a function in addition, and this program does not have."""
+TAIL_CHARACTERS = 200
+"""Length of `Trajectory.prompt_tail`."""
 LARGEST = (2 - 2**-23) * 2.0**127
 """Largest part that is kept: parts are stored as float32."""
 
@@ -68,6 +69,8 @@ class Score:
     parts: dict[str, float]
     error: str | None = None
     """Why the score could not be computed; `score` is then 0."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Parts that cannot be kept, by name, with what the function gave for them."""
 
 
 Outcome = Score | RatchetError
@@ -110,6 +113,9 @@ class Trajectory:
     metadata: Metadata
     response_ids: list[int] | None = None
     """Tokens of the response, which only functions of TRL's signature are given, as `completion_ids`."""
+    prompt_tail: str = ""
+    """The end of the prompt as the chat template renders it, after which the response begins: it may open a tag
+    (`<think>`) that the response closes."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +236,7 @@ class Reward:
 
         Returns:
             The outcome of each, in order. Parts of a score that are not finite numbers or do not fit into float32 are
-            left out.
+            in `Score.left_out`.
         """
         try:
             result = self.function(**self._arguments(group))
@@ -266,6 +272,7 @@ class Reward:
                 "ground_truth": trajectory.ground_truth,
                 "extra_info": trajectory.extra_info,
                 "prompts": trajectory.prompt,
+                "prompt_tail": trajectory.prompt_tail,
                 "completion_ids": trajectory.response_ids,
                 "completions": trajectory.solution_str
                 if isinstance(trajectory.prompt, str)
@@ -314,6 +321,22 @@ class Reward:
         if isinstance(entry, Exception):
             return self._failure(entry, [trajectory])
         return _outcome(entry, trajectory)
+
+
+def continued(solution_str: str, prompt_tail: str, *openings: str) -> str:
+    """A response together with what the end of its prompt opens.
+
+    Args:
+        solution_str: text of the response.
+        prompt_tail: see `Trajectory.prompt_tail`.
+        openings: texts that may stand at the end of the prompt, such as `<think>`.
+
+    Returns:
+        The response, after the opening if the prompt ends with one of them.
+    """
+    end = prompt_tail.rstrip()
+    opened = next((len(opening) for opening in openings if end.endswith(opening)), None)
+    return solution_str if opened is None else prompt_tail[len(end) - opened :] + solution_str
 
 
 def _meanings(parameters: Mapping[str, inspect.Parameter]) -> tuple[dict[str, str], dict[str, str]]:
@@ -377,9 +400,24 @@ def _outcome(result: Any, trajectory: Trajectory) -> Outcome:
     source = trajectory.data_source
     try:
         total = float(parts.pop("score"))
-    except (KeyError, TypeError, ValueError, OverflowError):
+    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError):  # the last is that of a tensor of several
         return UserError(f"the reward of a response ({source}) is {result!r}: return a number, or a dict with `score`")
     if not isfinite(total):
         return NotFinite(f"the reward of a response ({source}) is {total}")
-    finite = {name: part for name, part in parts.items() if isinstance(part, Real) and abs(part) <= LARGEST}
-    return Score(total, {name: float(part) for name, part in finite.items() if isinstance(name, str)})
+    kept: dict[str, float] = {}
+    left_out: dict[str, str] = {}
+    for name, part in parts.items():
+        number = _number(part)
+        if isinstance(name, str) and number is not None and abs(number) <= LARGEST:
+            kept[name] = number
+        else:
+            left_out[str(name)] = f"{part!r:.60}"
+    return Score(total, kept, left_out=left_out)
+
+
+def _number(value: object) -> float | None:
+    """The value of a number, also of NumPy's and of a tensor without dimensions; None: it is something else."""
+    try:
+        return float(value) if isinstance(value, SupportsFloat) else None
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return None

@@ -8,9 +8,10 @@ import re
 from decimal import Decimal
 from typing import Any, Literal
 
+from rlhf.rewards.functions import continued
+
 TAIL = 2_000
 """Characters of the response that are read, from its end."""
-MAX_DIGITS = 30
 
 _MINUS = r"[-+\u2212]"
 # at the number, and not a dash between words, nor that of 5-3; or, after what a value follows, with a space between
@@ -30,20 +31,32 @@ def compute_score(
     ground_truth: Any,
     extra_info: Any = None,
     method: Literal["strict", "flexible"] = "flexible",
+    prompt_tail: str = "",
 ) -> dict[str, float]:
     """1.0 or 0.0; the part `format` says whether the answer stands after ``####``."""
-    truth = _value(str(ground_truth).rpartition("####")[2])
-    if truth is None:
-        raise ValueError(f"the ground truth {ground_truth!r} is not a number")
-    text = _SEPARATOR.sub(",", solution_str[-TAIL:])
+    truth = check_truth(ground_truth)
+    text = _SEPARATOR.sub(",", continued(solution_str, prompt_tail, "####")[-TAIL:])
     strict = _STRICT.findall(text)
     found = strict if strict or method == "strict" else NUMBER.findall(text)
     value = _value(found[-1]) if found else None
     return {"score": float(value is not None and value == truth), "format": float(bool(strict))}
 
 
+def check_truth(ground_truth: Any) -> Decimal:
+    """The value of a ground truth; raises ValueError for one that no response can have."""
+    truth = _value(str(ground_truth).rpartition("####")[2])
+    if truth is None:
+        raise ValueError(f"the ground truth {ground_truth!r} is not a number")
+    return truth
+
+
+def right_answer(ground_truth: Any, **_: Any) -> str:
+    """A response that gets 1.0, for the trial before a run."""
+    return f"#### {check_truth(ground_truth)}"
+
+
 def _value(text: str) -> Decimal | None:
     plain = re.sub(r"[\s$,%]", "", text.replace("\u2212", "-")).rstrip(".")
-    if not re.fullmatch(r"[-+]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)", plain, re.ASCII) or len(plain) > MAX_DIGITS:
+    if not re.fullmatch(r"[-+]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)", plain, re.ASCII):
         return None
     return Decimal(plain)

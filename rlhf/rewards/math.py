@@ -2,13 +2,15 @@
 
 The last ``\\boxed{...}`` is read, or else the LaTeX that math-verify finds, or else the last number. It is parsed as
 LaTeX alone: math-verify's own way with plain expressions would evaluate them as Python. What could make a computer
-algebra system work for ever (towers of powers, factorials, endless digits) is refused before it gets there: 0.0.
+algebra system work for ever (towers of powers, factorials, endless digits) is refused before it gets there: 0.0, unless
+it is the text of the ground truth.
 """
 
 import re
 from math import inf, log2
 from typing import Any
 
+from rlhf.rewards.functions import continued
 from rlhf.rewards.gsm8k import NUMBER
 
 TAIL = 1_000
@@ -25,36 +27,80 @@ _TOKEN = re.compile(r"[0-9]+|\\[a-zA-Z]+|\\.|\*\*|\S", re.DOTALL)
 _BAR = re.compile(r"\\(left|right|[lrm]?[vV]ert|[lr](floor|ceil|brace|angle)|mid|quad|qquad)$")
 """Commands that are no terms, but stand beside them."""
 _DOLLAR = re.compile(r"(?<!\\)\$")
+_BOXED = re.compile(r"\\f?boxed(?![a-zA-Z])\s*")
+_UNBRACED = re.compile(rf"{NUMBER.pattern}|\\[a-zA-Z]+(?:\{{[^{{}}]*\}})*", re.ASCII)
+"""What stands in a box without braces, outside of a formula; within one, it is the rest of the formula."""
+_FORMULA = re.compile(r"(?:\\(?![)\]]).|[^\\$\n])*")
+_SPACING = re.compile(r"\\[,;:! ]|[\s$]")
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, prompt_tail: str = ""
+) -> float:
     """1.0 or 0.0."""
     from math_verify import LatexExtractionConfig, parse, verify
 
-    latex = [LatexExtractionConfig()]
-    ground_truth = str(ground_truth)
-    marked = _DOLLAR.search(ground_truth) or "\\boxed" in ground_truth
-    truth = parse(ground_truth if marked else f"${' '.join(ground_truth.split())}$", latex)
-    if not truth:
+    latex, wanted = [LatexExtractionConfig()], check_truth(ground_truth)
+    is_marked = _DOLLAR.search(wanted) or wanted.startswith("\\boxed")
+    truth = parse(wanted if is_marked else f"${' '.join(wanted.split())}$", latex) if bits(wanted) <= MAX_BITS else None
+    if truth == []:
         raise ValueError(f"math-verify does not understand the ground truth {ground_truth!r}")
-    text = solution_str[-TAIL:]
-    answer = boxed(text) or text
-    if not re.search(r"\$|\\[(\[b]", answer) and (numbers := NUMBER.findall(answer)):
+    text = continued(solution_str, prompt_tail, "\\boxed{")[-TAIL - len(wanted) :]
+    answer = boxed(text) or text[-TAIL:]
+    is_equal = _plain(answer) == _plain(wanted)
+    if not is_equal and not re.search(r"\$|\\[(\[b]", answer) and (numbers := NUMBER.findall(answer)):
         answer = f"${numbers[-1].strip()}$"
-    if "\x00" in answer or bits(answer) > MAX_BITS:
+        is_equal = _plain(answer) == _plain(wanted)
+    if is_equal:
+        return 1.0
+    if truth is None or "\x00" in answer or len(answer) > TAIL or bits(answer) > MAX_BITS:
         return 0.0
-    return float(verify(truth, parse(answer, latex, parsing_timeout=SECONDS), timeout_seconds=SECONDS))
+    found = parse(answer, latex, parsing_timeout=SECONDS)
+    return float(verify(truth, found, timeout_seconds=SECONDS, allow_set_relation_comp=True))
+
+
+def check_truth(ground_truth: Any) -> str:
+    """The answer in a ground truth: its box, or all of it. Raises ValueError for one that no response can have."""
+    wanted = boxed(str(ground_truth)) or str(ground_truth)
+    if not _plain(wanted):
+        raise ValueError(f"the ground truth {ground_truth!r} has no answer")
+    return wanted
+
+
+def right_answer(ground_truth: Any, **_: Any) -> str:
+    """A response that gets 1.0, for the trial before a run."""
+    wanted = check_truth(ground_truth)
+    return wanted if wanted.startswith("\\boxed") else f"\\boxed{{{wanted.strip().strip('$')}}}"
+
+
+def _plain(latex: str) -> str:
+    """What is in a box or a formula, without spaces."""
+    inside = latex[len("\\boxed{") : -1] if latex.startswith("\\boxed{") else latex
+    return _SPACING.sub("", inside).rstrip(".")
 
 
 def boxed(text: str) -> str | None:
-    """The last complete ``\\boxed{...}``, itself included."""
-    start = text.rfind("\\boxed{")
-    depth = 0
-    for place in range(start + len("\\boxed"), len(text)) if start >= 0 else ():
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
-        if depth == 0:
-            return text[start : place + 1]
+    """The last ``\\boxed{...}``, itself included, if it is complete; ``\\boxed 4`` is ``\\boxed{4}``."""
+    for box in reversed(list(_BOXED.finditer(text))):
+        if text[box.end() : box.end() + 1] == "{":
+            depth = 0
+            for place in range(box.end(), len(text)):
+                depth += {"{": 1, "}": -1}.get(text[place], 0)
+                if depth == 0:
+                    return f"\\boxed{text[box.end() : place + 1]}"
+            return None
+        if content := _unbraced(text[: box.start()], text[box.end() :]):
+            return f"\\boxed{{{content}}}"
     return None
+
+
+def _unbraced(before: str, after: str) -> str:
+    """What stands in a box without braces between two texts."""
+    is_formula = len(_DOLLAR.findall(before)) % 2 == 1 or any(
+        before.rfind(opening) > before.rfind(closing) for opening, closing in (("\\(", "\\)"), ("\\[", "\\]"))
+    )
+    found = _FORMULA.match(after) if is_formula else _UNBRACED.match(after)
+    return "" if found is None else found[0].strip().rstrip(".,;")
 
 
 def bits(latex: str) -> float:
@@ -98,7 +144,7 @@ def _term(token: str, tokens: list[str], depth: int) -> float:
     if token == "\\Gamma":
         return _power(number := _operand(tokens, depth), number)
     if token in ("\\binom", "\\dbinom", "\\tbinom"):
-        return _power(1.0, _operand(tokens, depth))
+        return _power(1.0, _argument(tokens, depth))
     if token.isdecimal():
         return inf if len(token) > MAX_DIGITS else log2(max(int(token), 2))
     return 1.0 if token.isalpha() or (token[0] == "\\" and token[1:].isalpha() and not _BAR.match(token)) else 0.0
@@ -117,6 +163,14 @@ def _operand(tokens: list[str], depth: int) -> float:
         tokens.pop()
         found = _power(found, _operand(tokens, depth + 1))
     return found
+
+
+def _argument(tokens: list[str], depth: int) -> float:
+    """The first argument of a command, without what follows it."""
+    if tokens[-1:] != ["{"]:
+        return _operand(tokens, depth)
+    tokens.pop()
+    return _group(tokens, depth)
 
 
 def _group(tokens: list[str], depth: int) -> float:

@@ -23,17 +23,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from random import Random
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import psutil
 
 from rlhf import child_processes
 from rlhf.data.prompts import structures
 from rlhf.errors import NotFinite, RatchetError
-from rlhf.rewards import BUILT_IN, JUDGE, auto
+from rlhf.rewards import BUILT_IN, JUDGE, auto, can_be_right
 from rlhf.rewards.functions import (
     FAILURES,
     KEY,
@@ -114,6 +115,7 @@ class RewardPool:
         timeout_s: float,
         concurrency: int,
         answers: AnswerStore | None = None,
+        note: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Children start when they are first needed.
 
@@ -125,8 +127,10 @@ class RewardPool:
             timeout_s: time limit of one response, in seconds; of a request to the judge.
             concurrency: largest number of calls of async functions, and of questions to the judge, at the same time.
             answers: where the judge's answers are kept; None: nowhere.
+            note: is told of each part of a score that is left out, once.
         """
         self.functions = dict(functions)
+        self._note, self._noted = note, set[tuple[str, str]]()
         self.timeout_s = timeout_s
         task = {
             "path": sys.path,
@@ -197,6 +201,11 @@ class RewardPool:
                 assert isinstance(outcome, RatchetError)
                 return outcome
         scores = [(name, weight, outcome) for name, weight, outcome in given if isinstance(outcome, Score)]
+        for name, _, score in scores:
+            for part, value in score.left_out.items():
+                if (name, part) not in self._noted:
+                    self._noted.add((name, part))
+                    self._note(f"{KEY} {name}: the part {part} is left out where it is no finite number ({value})")
         if not scores:
             return next(outcome for _, _, outcome in given if isinstance(outcome, NotApplicable))
         if len(given) == 1:
@@ -245,17 +254,34 @@ ANSWERS = (
 """What a policy may write, which is the same at each start."""
 
 
-def try_rewards(reward: RewardConfig, prompts: Sequence[Prompt], tokenize: Callable[[str], list[int]]) -> Iterator[str]:
+class Written(NamedTuple):
+    """An answer after a prompt, as the tokenizer and the chat template of the policy make it."""
+
+    prompt_tail: str
+    """See `Trajectory.prompt_tail`."""
+    ids: list[int]
+    text: str
+    """What is read of the tokens."""
+
+
+def try_rewards(
+    reward: RewardConfig,
+    prompts: Sequence[Prompt],
+    write: Callable[[Prompt, str], Written],
+    note: Callable[[str], None] = lambda _: None,
+) -> Iterator[str]:
     """Score answers to each prompt, before anything is generated.
 
     The first is the ground truth, or "0" if that is not a text. A function of the user's is also given what a policy
     may write: for the first prompt of each data source an empty, a long and a random answer. No reward should fail on
-    any. A function that takes groups is given each answer twice.
+    any. A function that takes groups is given each answer twice. Built-ins also get a right answer to the first prompt
+    of each data source.
 
     Args:
         reward: the reward section of the config.
         prompts: a few prompts, such as the first of each file.
-        tokenize: gives the tokens of an answer.
+        write: makes an answer as the policy would write it.
+        note: is told of a built-in that does not give 1 to a right answer.
 
     Yields:
         One line for each prompt whose answers cannot be scored, with the file, the row and the first failure; and only
@@ -279,8 +305,14 @@ def try_rewards(reward: RewardConfig, prompts: Sequence[Prompt], tokenize: Calla
             for n, prompt in enumerate(prompts)
             for kind, text in [("an answer", None), *(ANSWERS if is_own and firsts[prompt.data_source] == n else ())]
         ]
+        right = [
+            (n, name, prompts[n], text)
+            for n in firsts.values()
+            for name, text in _right_answers(reward, prompts[n], write)
+        ]
+        trials = [*trials, *right]
         answers = [
-            _trial(f"trial-{number}", sample, prompt, text, tokenize)
+            _trial(f"trial-{number}", sample, prompt, text, write)
             for number, (_, _, prompt, text) in enumerate(trials)
             for sample in range(samples)
         ]
@@ -289,6 +321,15 @@ def try_rewards(reward: RewardConfig, prompts: Sequence[Prompt], tokenize: Calla
         pool.close()
     reported = set[int | str]()
     for number, ((n, kind, prompt, _), score) in enumerate(zip(trials, scores, strict=True)):
+        if number >= len(trials) - len(right):  # a right answer; that it cannot be scored is told of another one
+            answer = answers[number * samples]
+            if isinstance(score, Score) and _share(score, kind, reward) < 1:
+                note(
+                    f"{prompt.where}: {KEY} {kind} gives {_share(score, kind, reward):g} to the right answer "
+                    f"{answer.solution_str[:60]!r}, as the model's tokenizer has it, after a prompt that ends with "
+                    f"{answer.prompt_tail[-30:]!r}: no response may ever get 1"
+                )
+            continue
         if not isinstance(score, RatchetError):
             continue
         bug = _without_place(str(score), answers[number * samples : (number + 1) * samples]) if is_own else n
@@ -316,11 +357,12 @@ def _remedy(reward: RewardConfig) -> str:
 
 
 def _trial(
-    prompt_id: str, sample: int, prompt: Prompt, text: str | None, tokenize: Callable[[str], list[int]]
+    prompt_id: str, sample: int, prompt: Prompt, text: str | None, write: Callable[[Prompt, str], Written]
 ) -> Trajectory:
     """A trajectory with an answer; None: the ground truth."""
     truth, extra = structures(prompt.ground_truth, prompt.ground_truth_is_json, prompt.extra_info)
     answer = text if text is not None else truth if isinstance(truth, str) else "0"
+    written = write(prompt, answer)
     return Trajectory(
         data_source=prompt.data_source,
         solution_str=answer,
@@ -337,8 +379,30 @@ def _trial(
             "finish_reason": "stop",
             "response_length": None,
         },
-        response_ids=tokenize(answer),
+        response_ids=written.ids,
+        prompt_tail=written.prompt_tail,
     )
+
+
+def _right_answers(
+    reward: RewardConfig, prompt: Prompt, write: Callable[[Prompt, str], Written]
+) -> Iterator[tuple[str, str]]:
+    """The built-ins that can tell a right answer to a prompt, each with one: what the prompt has begun is left out, and
+    the rest is as it is read of its tokens."""
+    truth, _ = structures(prompt.ground_truth, prompt.ground_truth_is_json, prompt.extra_info)
+    for name in reward.functions:
+        built_in = auto.reward_of(prompt.data_source, prompt.style) if name == "auto" else name
+        if built_in not in ("format", "gsm8k", "math") or not can_be_right(reward.functions, prompt):
+            continue
+        text = import_module(f"rlhf.rewards.{built_in}").right_answer(truth, **reward.options.get(name, {}))
+        end = write(prompt, "").prompt_tail.rstrip()
+        begun = next((length for length in range(len(text), 1, -1) if end.endswith(text[:length])), 0)
+        yield name, write(prompt, text[begun:]).text
+
+
+def _share(score: Score, name: str, reward: RewardConfig) -> float:
+    """The score of one function."""
+    return score.parts[name] if len(reward.functions) > 1 else score.score / reward.functions[name]
 
 
 def _other_built_in(reward: RewardConfig, prompt: Prompt) -> str:
@@ -518,4 +582,4 @@ class _Child:
 def _outcome(message: Mapping[str, Any]) -> Outcome:
     if "error" in message:
         return FAILURES[message["kind"]](message["error"])
-    return Score(message["score"], message["parts"])
+    return Score(message["score"], message["parts"], left_out=message["left_out"])

@@ -18,6 +18,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf.config import RunConfig
+from rlhf.data.responses import response_text
 from rlhf.engines.base import Chunk, Request, Sampling
 from tests import cards, tiny
 from tests.extras import needs
@@ -168,7 +169,7 @@ def test_the_code_in_cards_runs_and_serves_the_policy(config: RunConfig, process
     for name in ("merged", "model"):
         policy = AutoModelForCausalLM.from_pretrained(tmp_path / name)
         ids = policy.generate(**inputs, do_sample=False, max_new_tokens=16)[0, inputs["input_ids"].shape[1] :]
-        greedy[name] = tokenizer.decode(ids, skip_special_tokens=True)
+        greedy[name] = response_text(ids, tokenizer)
     assert greedy["merged"] != greedy["model"]
     assert answers == {"merged": greedy["merged"], "adapter": greedy["merged"]}
 

@@ -33,6 +33,7 @@ from rlhf.algorithms.advantages import (
     TurnGAE,
 )
 from rlhf.algorithms.base import Algorithm
+from rlhf.algorithms.groups import Groups
 from rlhf.errors import UserError
 from tests.padded import GARBAGE, Batch, batches, members, padded, properties, rows, spoiled
 
@@ -377,6 +378,62 @@ def test_groups_do_not_leak(kind: type[Algorithm], batch: Batch, other: float) -
     }
     found, expected = estimate(kind, batch | changed, whiten=False), estimate(kind, batch, whiten=False)
     torch.testing.assert_close(found[:, here], expected[:, here], rtol=1e-9, atol=1e-9)
+
+
+comparing = pytest.mark.parametrize(
+    "kind",
+    [
+        kind
+        for kind in members(Advantage)
+        if kind is ReinforcePlusPlus or ("group_ids" in kind.needs and kind is not RAFT)
+    ],
+)
+dtypes = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
+
+
+def scored(scores: list[float], group_ids: list[int], dtype: torch.dtype) -> Batch:
+    """A batch of trajectories of one to three tokens, whose scores lie on their last tokens."""
+    lengths = torch.tensor([1 + row % 3 for row in range(len(scores))])
+    at = torch.arange(3)[None, :]
+    values = torch.tensor(scores, dtype=dtype)
+    zeros = torch.zeros(len(scores), 3, dtype=torch.int64)
+    return {
+        "token_rewards": values[:, None] * (at == lengths[:, None] - 1),
+        "mask": (at < lengths[:, None]).to(dtype),
+        "group_ids": torch.tensor(group_ids),
+        "entropy": torch.ones(len(scores), 3, dtype=dtype),
+        "part": values,
+        "turns": zeros,
+        "states": zeros,
+    }
+
+
+@comparing
+@properties
+@given(dtypes, st.lists(st.tuples(st.integers(1, 70), st.floats(-1e4, 1e4)), min_size=1, max_size=4), st.booleans())
+def test_equal_scores_give_no_advantage(
+    kind: type[Algorithm], dtype: torch.dtype, groups: list[tuple[int, float]], whiten: bool
+) -> None:
+    """What rounding leaves of a score less the mean of scores like it, divided by what it leaves of their deviation,
+    would be as large as any advantage."""
+    groups = groups[:1] if kind is ReinforcePlusPlus else groups  # which has one group, the batch
+    whiten = whiten or kind is ReinforcePlusPlus
+    scores = [score for size, score in groups for _ in range(size)]
+    batch = scored(scores, [number for number, (size, _) in enumerate(groups) for _ in range(size)], dtype)
+    assert (estimate(kind, batch, whiten=whiten)[0] == 0).all()
+
+
+@properties
+@given(dtypes, st.floats(0.125, 8, width=32), st.integers(2, 20))
+def test_scores_that_differ_in_their_last_bit_are_compared(dtype: torch.dtype, score: float, size: int) -> None:
+    scores = torch.full((size,), score, dtype=dtype)
+    scores[0] = torch.nextafter(scores[0].clone(), scores[0] * 0)
+    groups = Groups(torch.zeros(size, dtype=torch.int64))
+    assert groups.differ(scores).all()
+    assert torch.equal(groups.mean(scores), (groups.sum(scores) / size))
+    assert torch.equal(
+        groups.mean(scores, weights=scores), groups.sum(scores * scores) / groups.sum(scores).clamp(min=1)
+    )
 
 
 @estimators

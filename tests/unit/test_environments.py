@@ -157,6 +157,15 @@ def test_how_a_dialogue_ends(
     assert dialogue.mask[-1] == 1, "a response does not end with an observation that nobody answers"
 
 
+def test_an_environment_hears_special_tokens_that_are_text(tokenizer: Any) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<answer>", "</answer>"]})
+    engine = ScriptedEngine(tokenizer, [["<answer>4</answer><eos>"]])
+    (dialogue,), heard = talk(engine, [Observation(None, 1.0)])
+    assert len(dialogue.ids) == 4
+    assert heard == [["<answer>4</answer>"]] == [[turn["content"] for turn in dialogue.turns(tokenizer)]]
+
+
 def test_an_observation_without_a_text_separates_two_turns(tokenizer: Any) -> None:
     engine = ScriptedEngine(tokenizer, [["ab", "c", "de"]])
     (dialogue,), _ = talk(engine, [Observation("", 0.5), Observation("X", 2), Observation(None, True)])  # type: ignore

@@ -17,7 +17,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from types import SimpleNamespace
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 from zlib import crc32
 
 import pyarrow as pa
@@ -201,6 +201,9 @@ class HeldEngine(RolloutEngine):
 
 
 class Tokenizer:
+    chat_template = bos_token_id = eos_token_id = pad_token_id = None
+    added_tokens_decoder: ClassVar[dict[int, str]] = {}
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         return ""
 

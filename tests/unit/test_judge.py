@@ -21,7 +21,7 @@ from rlhf.errors import RatchetError, UserError
 from rlhf.rewards import RewardFailed, Score, Trajectory, check_rewards, reward_digest
 from rlhf.rewards.pool import AnswerStore, RewardPool, try_rewards
 from tests.judge_server import JudgeServer, judge_server
-from tests.scoring import letters_of, pool_of, trajectory
+from tests.scoring import pool_of, trajectory, written
 
 TEXTS = ["abcz", "zzzz", "abzz", "abcd"]
 SHARES = [0.75, 0.0, 0.5, 1.0]
@@ -253,10 +253,10 @@ def test_a_judge_is_tried_before_a_run_starts(server: JudgeServer, mode: str, tm
     (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
     prompts = list(PromptDataset([str(tmp_path / "train.jsonl")]))
     config = RewardConfig(judge={"url": server.url, "model": "m", "mode": mode, "retries": 9})
-    assert not list(try_rewards(config, prompts, letters_of))
+    assert not list(try_rewards(config, prompts, written))
     assert server.requests == 1
     server.faults = deque([500] * 9)
-    [failure] = try_rewards(config, prompts, letters_of)
+    [failure] = try_rewards(config, prompts, written)
     assert failure.startswith(f"{tmp_path}/train.jsonl, line 1: reward.function judge cannot score an answer")
     assert "answered 500" in failure
     assert server.requests == 3, "and once again"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 import time
+from typing import Any
 
 import pytest
 
-from rlhf.rewards import auto, format, gsm8k, length
+from rlhf.rewards import auto, countdown, format, gsm8k, length
 from rlhf.rewards import math as latex
 
 
@@ -89,6 +90,14 @@ def test_gsm8k_wrong(response: str) -> None:
         ("I get 3, and so 2.", "2"),
         ("\\boxed{(1, 2)}", "(1,2)"),
         ("\\boxed{\\{1, 2\\}}", "\\{2,1\\}"),
+        ("\\boxed{x\\le 3}", "(-\\infty,3]"),
+        ("\\boxed{(-\\infty,3]}", "x\\le 3"),
+        ("\\boxed{x \\ge 3}", "x \\in [3,\\infty)"),
+        ("the sum is $\\boxed 4$.", "4"),
+        ("so \\boxed 4. (Put it in \\boxed and end.)", "4"),
+        ("\\[\\boxed \\frac{1}{2}.\\]", "\\frac12"),
+        ("\\boxed{4}", "The roots are $x=2$ and $x=-3$; the sum is $\\boxed 4$."),
+        ("$\\fbox{4}$", "4"),
     ],
 )
 def test_mathematics(response: str, truth: str) -> None:
@@ -118,6 +127,7 @@ def test_mathematics(response: str, truth: str) -> None:
         "\\$18.90",
         "\\$32,\\!348",
         "\\left(-\\infty, \\frac{3}{5}\\right]",
+        "\\binom{2020}{1010}",
     ],
 )
 def test_an_answer_like_the_truth_is_right(answer: str) -> None:
@@ -158,6 +168,36 @@ def test_an_answer_like_the_truth_is_right(answer: str) -> None:
 def test_what_would_have_no_end_is_not_begun(answer: str) -> None:
     assert latex.bits(answer) > latex.MAX_BITS
     assert latex.compute_score("math", f"\\boxed{{{answer}}}", "42") == 0.0
+
+
+@pytest.mark.parametrize("truth", ["1" * 31, "2^{2^{20}}", "9^{9^{9}}", "\\binom{99999999}{49999999}", "(" * 40 + "x"])
+def test_the_text_of_the_truth_is_right_however_much_it_would_be_to_compute(truth: str) -> None:
+    assert latex.bits(truth) > latex.MAX_BITS or truth == "2^{2^{20}}"
+    for answer in (f"\\boxed{{ {truth} }}", f"It is $\\boxed{{{truth}}}$.", f"$\\boxed {truth}$", truth):
+        assert latex.compute_score("math", answer, truth) == 1.0
+    assert latex.compute_score("math", "\\boxed{3}", truth) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("reward", "truth", "why"),
+    [
+        (gsm8k, "a dozen", "is not a number"),
+        (latex, " ", "has no answer"),
+        (latex, "The answer is $\\boxed{}$.", "has no answer"),
+        (countdown, '{"target": 3}', "must be a list of integers"),
+    ],
+)
+def test_a_truth_that_no_response_can_have_is_an_error(reward: Any, truth: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        reward.check_truth(truth)
+    with pytest.raises(ValueError, match=why):
+        reward.compute_score("any", "4", truth)
+
+
+def test_gsm8k_compares_numbers_of_any_length() -> None:
+    long = "9" * 40
+    assert gsm8k.compute_score("gsm8k", f"#### {long}", long) == {"score": 1.0, "format": 1.0}
+    assert gsm8k.compute_score("gsm8k", f"#### {long}1", long)["score"] == 0.0
 
 
 @pytest.mark.parametrize("response", ["", "\\boxed{", "\\boxed{3}", "\\boxed{\\frac{1}{3}}", "I do not know"])
@@ -238,6 +278,24 @@ def test_hostile_answers_score_nothing_and_end_soon(tmp_path: object, monkeypatc
 )
 def test_format(response: str, score: float) -> None:
     assert format.compute_score("any", response, "") == score
+    opened = format.compute_score("any", response.strip().removeprefix("<think>"), "", prompt_tail="<think>")
+    assert opened == (score if response.strip().startswith("<think>") else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("reward", "prompt_tail", "response", "truth"),
+    [
+        (format, "<|Assistant|><think>\n", "hm</think><answer>42</answer>", ""),
+        (format, "Assistant: <think>", "hm</think>\n<answer>42</answer>", ""),
+        (format, "<|im_start|>assistant\n", "<think>hm</think><answer>42</answer>", ""),
+        (countdown, "so it is <answer> ", "1 + 2</answer>", {"target": 3, "numbers": [1, 2]}),
+        (gsm8k, "#### ", "42", "42"),
+        (latex, "The answer is $\\boxed{", "\\frac{1}{2}}$", "0.5"),
+    ],
+)
+def test_what_the_prompt_opens_the_response_need_not(reward: Any, prompt_tail: str, response: str, truth: Any) -> None:
+    found = reward.compute_score("any", response, truth, prompt_tail=prompt_tail)
+    assert (found if isinstance(found, float) else set(found.values())) in (1.0, {1.0})
 
 
 @pytest.mark.parametrize(("characters", "score"), [(0, 0.0), (10, 0.0), (12, -0.5), (14, -1.0), (99, -1.0)])

@@ -15,6 +15,7 @@ from rlhf.agents import agent_digest, check_agent, load_agent
 from rlhf.agents.gateway import Gateway
 from rlhf.agents.programs import AgentCalls
 from rlhf.data.prompts import PromptDataset
+from rlhf.data.responses import response_text
 from rlhf.engines.base import Request, Sampling
 from rlhf.engines.generation import Generator, Rules
 from rlhf.environments.dialogues import Beginning, Dialogue
@@ -66,7 +67,7 @@ def test_verifiers(generator: Generator, kind: str, calls: int, tmp_path: Path) 
     [branch] = dialogue.branches
     assert len(branch.calls) == calls
     assert dialogue.result is not None
-    text = str(generator.tokenizer.decode(branch.ids[branch.turn_starts[-1] :], skip_special_tokens=True))
+    text = response_text(branch.ids[branch.turn_starts[-1] :], generator.tokenizer)
     parts = dialogue.result.parts
     assert parts["letters"] == sum(map(str.isalpha, text)) and parts["has_answer"] == float("b" in text)
     assert dialogue.result.reward == parts["letters"] + 2 * parts["has_answer"]
@@ -80,7 +81,7 @@ def test_gymnasium(generator: Generator) -> None:
     beginning = Beginning([{"role": "user", "content": "play"}], None, False, '{"seed": 7}')
     dialogue = played(generator, "gymnasium", beginning, environment="tests.word_game:Echo-v0", arguments={})
     [branch] = dialogue.branches
-    decode = partial(generator.tokenizer.decode, skip_special_tokens=True)
+    decode = partial(response_text, tokenizer=generator.tokenizer)
     assert "seed 7" in decode(branch.request.prompt_ids)
     answers = [decode(branch.ids[start:end]) for start, end in zip(branch.turn_starts, branch.turn_ends, strict=True)]
     assert len(answers) == 3 and dialogue.result is not None

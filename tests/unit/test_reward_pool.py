@@ -21,7 +21,7 @@ from rlhf.rewards import RewardFailed, Score, Trajectory
 from rlhf.rewards.pool import RewardPool, try_rewards
 from tests import tiny
 from tests.crash.test_two_drivers import wait_until
-from tests.scoring import letters_of, pool_of, trajectory
+from tests.scoring import pool_of, trajectory, written
 
 HOSTILE = "tests.rewards:hostile"
 
@@ -153,7 +153,7 @@ def test_a_reward_is_tried_on_each_file(tmp_path: Path) -> None:
         row = {"data_source": "countdown", "prompt": [{"role": "user", "content": "3 from 1 and 2"}]}
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(row | {"reward_model": {"ground_truth": truth}}) + "\n")
     prompts = list(PromptDataset([str(tmp_path / "train.jsonl"), str(tmp_path / "held_out.jsonl")]))
-    [failure] = try_rewards(RewardConfig(function="countdown"), prompts, letters_of)
+    [failure] = try_rewards(RewardConfig(function="countdown"), prompts, written)
     assert f"{tmp_path}/held_out.jsonl, line 1" in failure
 
 
@@ -180,7 +180,7 @@ def test_a_reward_is_tried_on_what_a_policy_may_write(
     row |= {"data_source": "others", "reward_model": {"ground_truth": "3"}}
     (tmp_path / "others.jsonl").write_text(f"{json.dumps(row)}\n")
     prompts = list(PromptDataset([str(tmp_path / "sums.jsonl"), str(tmp_path / "others.jsonl")]))
-    failures = list(try_rewards(RewardConfig(function=str(file)), prompts, letters_of))
+    failures = list(try_rewards(RewardConfig(function=str(file)), prompts, written))
     if fails_on is None:
         assert not failures
         return
@@ -190,6 +190,44 @@ def test_a_reward_is_tried_on_what_a_policy_may_write(
     assert error in failure
     assert "at mine.py:2 in" in failure
     assert "\n" not in failure
+
+
+@pytest.mark.parametrize(("function", "bad"), [("gsm8k", "a dozen"), ("math", "\\boxed{}"), ("auto", "")])
+def test_a_truth_that_no_response_can_have_is_found_in_any_row(tmp_path: Path, function: str, bad: str) -> None:
+    model, file = tiny.model_folder(tmp_path / "model"), tmp_path / "gsm8k.jsonl"
+    rows = [{"prompt": "1 + 1?", "answer": truth} for truth in ("2", "3", bad, bad)]
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    data = DataConfig(train=(str(file),), prompts_per_iteration=1)
+    with pytest.raises(UserError) as refused:
+        check_prompts(
+            PromptDataset([str(file)]), ModelConfig(path=str(model)), data, RewardConfig(function=function), None
+        )
+    assert str(refused.value).startswith(f"{file}, line 3: reward.function {function} cannot score an answer to this")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("function", "missing", "is_noted"),
+    [("format", "", False), ("format", "<", True), ({"gsm8k": 1.0, "format": 0.5}, "<", True), ("gsm8k", "<", False)],
+)
+def test_a_built_in_is_tried_on_a_right_answer(tmp_path: Path, function: Any, missing: str, is_noted: bool) -> None:
+    """After what the chat template opens, and through the tokenizer, which may not have what it needs."""
+    file, template = tmp_path / "sums.jsonl", tmp_path / "chat.jinja"
+    model = tiny.model_folder(tmp_path / "model", letters=tiny.LETTERS.replace(missing, ""))
+    template.write_text("{{ messages[-1].content }}{% if add_generation_prompt %}<think>{% endif %}")
+    file.write_text(json.dumps({"prompt": [{"role": "user", "content": "1 + 1?"}], "answer": "2"}) + "\n")
+    notes: list[Any] = []
+    with listening(notes.append):
+        check_prompts(
+            PromptDataset([str(file)]),
+            ModelConfig(path=str(model), chat_template=str(template)),
+            DataConfig(train=(str(file),), prompts_per_iteration=1),
+            RewardConfig(function=function),
+            None,
+        )
+    found = [note.text for note in notes]
+    assert bool(found) == is_noted
+    assert all(f"{file}, line 1: reward.function format gives 0 to the right answer" in text for text in found)
 
 
 def test_a_bug_in_a_reward_is_one_line_and_what_it_says_to_do_works(tmp_path: Path) -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 import sys
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from rlhf.config import RewardConfig, parse_config
 from rlhf.errors import NotFinite, RatchetError, UserError
@@ -74,6 +78,51 @@ def test_a_dict_holds_the_score_and_named_parts() -> None:
     assert (found.score, found.parts) == (1.0, {"format": 1.0, "length": 0.5})
     assert given == {"score": 1, "format": True, "length": 0.5}, "the reward's own dict is left as it was"
     assert score(lambda **_: 2, "gsm8k", "text", "42", None).parts == {}
+
+
+@pytest.mark.parametrize(
+    "half",
+    [
+        Fraction(1, 2),
+        Decimal("0.5"),
+        np.float16(0.5),
+        np.array(0.5),
+        torch.tensor(0.5),
+        torch.tensor(0.5, dtype=torch.bfloat16),
+    ],
+    ids=lambda value: f"{type(value).__name__}",
+)
+def test_numbers_of_every_library_are_numbers(half: Any) -> None:
+    given = {"score": half, "half": half, "right": np.bool_(True), "count": np.int8(3), "tensor": torch.tensor(True)}
+    found = score(lambda **_: given)
+    assert found == Score(0.5, {"half": 0.5, "right": 1.0, "count": 3.0, "tensor": 1.0})
+    assert score(lambda **_: np.bool_(True)) == Score(1.0, {})
+
+
+def test_several_numbers_are_no_score() -> None:
+    for several in (torch.tensor([1.0, 2.0]), np.array([1.0, 2.0])):
+        assert score(lambda **_: {"score": 1.0, "parts": several}).parts == {}  # noqa: B023
+        with pytest.raises(UserError, match="return a number, or a dict with `score`"):
+            score(lambda **_: several)  # noqa: B023
+
+
+def test_a_part_that_is_left_out_is_named_once(tmp_path: Path) -> None:
+    path = tmp_path / "labels.py"
+    path.write_text(
+        "def compute_score(solution_str, **_):\n"
+        "    return {'score': 1, 'kind': solution_str, 'ratio': float('nan'), 'right': True}\n"
+    )
+    notes: list[str] = []
+    pool = pool_of({str(path): 1.0}, note=notes.append)
+    for _ in range(2):
+        assert [found.parts for found in pool.score([trajectory("any", text) for text in ("good", "bad")])] == [
+            {"right": 1.0}
+        ] * 2
+    pool.close()
+    assert notes == [
+        f"reward.function {path}: the part kind is left out where it is no finite number ('good')",
+        f"reward.function {path}: the part ratio is left out where it is no finite number (nan)",
+    ]
 
 
 def test_a_function_is_called_by_name_in_whatever_order_it_takes_them() -> None:

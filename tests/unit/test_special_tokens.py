@@ -167,6 +167,7 @@ def chat_tokenizer(kind: str) -> Any:
     ids = {token: number for number, token in enumerate([*special, *tiny.LETTERS, "\n", "!", ":", "[", "]"])}
     inner = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    inner.decoder = decoders.Fuse()
     found = PreTrainedTokenizerFast(
         tokenizer_object=inner, eos_token="<eos>", unk_token="<unk>", additional_special_tokens=special[2:]
     )

@@ -98,6 +98,23 @@ def test_the_reward_of_a_turn_stands_at_its_last_token() -> None:
     assert batch.list("score") == batch.list("environment_reward") == [3, -4]
 
 
+def test_a_reward_knows_how_the_rendered_prompt_ends() -> None:
+    """Whose template opens the thought (DeepSeek-R1's)."""
+    ends = ["?" * 300 + "<|Assistant|><think>\n", "<|Assistant|>"]
+    batch = scored(
+        config_of(
+            reward__function={"format": 1.0, "tests.rewards_of_responses:tail_length": 1.0}, rollout__environment=None
+        ),
+        prompt=ends,
+        response=["so</think><answer>4</answer>"] * 2,
+        environment_reward=[None, None],
+        turns=[None, None],
+        **BY_OLDER_RELEASE,
+    )
+    assert [dict(parts)["format"] for parts in batch.list("reward_parts")] == [1.0, 0.0]
+    assert [dict(parts)["tests.rewards_of_responses:tail_length"] for parts in batch.list("reward_parts")] == [200, 13]
+
+
 def test_what_a_rule_gives_besides_stands_at_the_last_token() -> None:
     config = config_of(reward__function="tests.rewards:letters")
     batch = scored(config)

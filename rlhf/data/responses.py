@@ -1,0 +1,87 @@
+"""The text of a response: the only way from a policy's tokens to what rewards, environments, agents and people read.
+
+Special tokens are part of it, such as an `<answer>` or the mark of a tool call that the tokenizer calls special. Only
+what stands around turns is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from secrets import token_hex
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+from rlhf.data.prompts import end_of_turn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_ends: WeakKeyDictionary[PreTrainedTokenizerBase, frozenset[int]] = WeakKeyDictionary()
+_around: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[str, frozenset[int]]] = WeakKeyDictionary()
+
+
+def response_text(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    """Decode tokens of a response.
+
+    Args:
+        ids: a response, or a part of one such as a turn.
+        tokenizer: tokenizer of the policy.
+
+    Returns:
+        The text, without the tokens that stand `around_turns`.
+    """
+    left_out = around_turns(tokenizer)
+    return str(tokenizer.decode([token for token in ids if token not in left_out], skip_special_tokens=False))
+
+
+def around_turns(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The tokens that stand around turns, and are no part of their text.
+
+    Args:
+        tokenizer: tokenizer of the policy.
+
+    Returns:
+        The beginning and the ends of a sequence, padding, and the special tokens that the chat template writes from the
+        end of a message to the content of the next one. Tags (`<think>` and `</think>`) are text, whoever writes them.
+    """
+    template = str(tokenizer.chat_template)
+    known = _around.get(tokenizer)
+    if known is None or known[0] != template:
+        known = _around[tokenizer] = template, _tokens_around(tokenizer)
+    return known[1] | _ends.get(tokenizer, frozenset())
+
+
+def end_with(tokenizer: PreTrainedTokenizerBase, ids: Collection[int]) -> None:
+    """Take tokens for ends of a response, too, from now on.
+
+    Args:
+        tokenizer: tokenizer of the policy.
+        ids: the ends that the model's generation config has.
+    """
+    _ends[tokenizer] = frozenset(ids)
+
+
+def _tokens_around(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    added = tokenizer.added_tokens_decoder
+    always = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
+    if tokenizer.chat_template:
+        always |= added.keys() & set(end_of_turn(tokenizer))
+    names = {token.content for token in added.values()}
+    tags = {name for name in names if {f"<{name.strip('</>')}>", f"</{name.strip('</>')}>"} <= names}
+    written = {token for token in _between_turns(tokenizer) if token in added and added[token].special}
+    return frozenset({token for token in written if added[token].content not in tags} | {*always} - {None})
+
+
+def _between_turns(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What the chat template writes after the first message of a conversation, without a start of the next one."""
+    from jinja2 import TemplateError
+
+    if not tokenizer.chat_template:
+        return []
+    content = token_hex(16)
+    messages = [{"role": role, "content": content} for role in ("user", "assistant", "user")]
+    try:
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except TemplateError:  # it has other roles
+        return []
+    return list(tokenizer(text.partition(content)[2].replace(content, " "), add_special_tokens=False)["input_ids"])
