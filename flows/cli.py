@@ -714,7 +714,7 @@ def vacuum(
         bool, typer.Option("--foreign", help="only list files in the run's folder that Ratchet did not write")
     ] = False,
 ) -> None:
-    """Delete files that Ratchet wrote and no commit or fork references; never a log record, nor what a link leads to."""
+    """Delete files that Ratchet wrote and no commit or fork references; never a log record."""
     from infra import vacuum as broom
     from infra.runs import open_run
 

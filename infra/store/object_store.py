@@ -177,9 +177,9 @@ skip every name that begins with a dot."""
 class LocalBackend:
     """A local folder. Objects appear atomically, after their bytes are synced to disk.
 
-    Only what lies in the folder is an object. A link below it, to a folder or to a file, is not: it is not listed, and an
-    operation on a key that a link or ``..`` leads elsewhere is refused with an `OSError` (ELOOP). The folder itself may be
-    reached through links.
+    Only what lies in the folder is an object. A link below it, to a folder or to a file, is not: it is not listed, and
+    an operation on a key that a link or ``..`` leads elsewhere is refused with an `OSError` (ELOOP). The folder itself
+    may be reached through links.
     """
 
     def __init__(self, root: str) -> None:

@@ -739,8 +739,8 @@ _WRITTEN = re.compile(
 
 
 def is_written(key: str) -> bool:
-    """Whether a file has a name that this module gives: a data file, a journal, a manifest, metrics, an index, or a file of
-    a checkpoint. All other files in a run's folder belong to others, or have a fixed name."""
+    """Whether a file has a name that this module gives: a data file, a journal, a manifest, metrics, an index, or a
+    file of a checkpoint. All other files in a run's folder belong to others, or have a fixed name."""
     return _WRITTEN.fullmatch(key) is not None
 
 
