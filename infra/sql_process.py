@@ -31,7 +31,6 @@ def main() -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which ends the process, whatever it is at
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     warnings.simplefilter("ignore")
-    sys.stdout.flush()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what a library says when it finds no memory
     try:
         while True:

@@ -1,5 +1,5 @@
-"""Runs SQL in child processes: a statement can ask for any amount of memory and time, and DuckDB looks at its limits only
-now and then. A child that exceeds them ends alone, and so does one whose client leaves."""
+"""Runs SQL in child processes: a statement can ask for any amount of memory and time, and DuckDB looks at its limits
+only now and then. A child that exceeds them ends alone, and so does one whose client leaves."""
 
 from __future__ import annotations
 
@@ -63,6 +63,7 @@ class Child:
             [sys.executable, "-P", "-m", "infra.sql_process", str(child_end.fileno()), str(os.getpid()), *sizes],
             pass_fds=[child_end.fileno()],
             stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
             start_new_session=True,
             env={
                 **self._environment,
