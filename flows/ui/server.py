@@ -338,22 +338,31 @@ def _names_of(host: str) -> list[str]:
 
 async def _while_there(request: Request, statements: Statements, answer: Callable[[Child], Response]) -> Response:
     """Answer in another thread. If the client leaves, the process ends, and with it the answer."""
-    children: list[Child] = []
-    has_left = threading.Event()
+    at_work: list[Child] = []
+    has_left = False
+    changing = threading.Lock()
+    """Held while either changes, so that no process is killed that already works for another request."""
 
     def in_thread() -> Response:
         with statements.child() as child:
-            children.append(child)
-            if has_left.is_set():
-                child.kill()
-            return answer(child)
+            with changing:
+                at_work.append(child)
+                if has_left:
+                    child.kill()
+            try:
+                return answer(child)
+            finally:
+                with changing:
+                    at_work.clear()
 
     async def leave() -> None:
+        nonlocal has_left
         while (await request.receive())["type"] != "http.disconnect":
             pass
-        has_left.set()
-        for child in children:
-            child.kill()
+        with changing:
+            has_left = True
+            for child in at_work:
+                child.kill()
 
     leaving = asyncio.create_task(leave())
     try:
