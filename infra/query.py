@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -56,9 +55,10 @@ def query(runs: Run | Sequence[Run], sql: str) -> pd.DataFrame:
         raise UserError(f"query: {runs!r} is a text, not a run: query(open_run(URL), SQL) takes a run that is open")
     with _statements.child() as child:
         tables = tables_of(runs)
-        ask = partial(ask_here, LIMITS) if _is_in_memory(tables) else child.ask
+        statement = Statement(sql)
         try:
-            [frame] = ask(tables, Statement(sql))
+            is_here = _is_in_memory(tables)
+            [frame] = ask_here(LIMITS, tables, statement) if is_here else child.ask(tables, statement)
         except StatementFailed as error:
             hint = {
                 "unreadable": "`ratchet verify` lists all damage; ",
