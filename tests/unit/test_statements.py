@@ -111,8 +111,11 @@ def test_the_page_answers_beside_slow_filters_which_end_with_their_clients() -> 
 def test_a_query_has_limits_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     run = open_run(f"{STORE}/run")
     assert query(run, "select count(*) as n from trajectories").to_dict("list") == {"n": [16]}
-    monkeypatch.setattr("infra.query._statements", Statements(Limits(0.5, 2**29, 1)))
-    for condition, said in ((SLOW, "it took longer than 0.5 s"), (LARGE, "it needs more than 0.5 GiB of memory")):
+    for condition, limits, said in (
+        (SLOW, Limits(0.5, 2**29, 1), "it took longer than 0.5 s"),
+        (LARGE, Limits(600.0, 2**29, 1), "it needs more than 0.5 GiB of memory"),
+    ):
+        monkeypatch.setattr("infra.query._statements", Statements(limits))
         with pytest.raises(
             UserError, match=f"^query: {said}; choose fewer iterations or columns; tables are advantages"
         ):
@@ -122,7 +125,7 @@ def test_a_query_has_limits_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_process_answers_as_long_as_it_is_as_good_as_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = Tables(rows={"rows": pa.table({"a": [1, None]})})
     statements = Statements(LIMITS)
-    pids = []
+    pids: list[int] = []
 
     def answer(sql: str) -> Any:
         with statements.child() as child:
