@@ -742,12 +742,21 @@ def vacuum(
     store: Store = DEFAULT_STORE,
     take_over: Annotated[bool, typer.Option("--take-over", help="continue even if a driver is alive")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="only list what would be deleted")] = False,
+    foreign: Annotated[
+        bool, typer.Option("--foreign", help="only list files in the run's folder that Ratchet did not write")
+    ] = False,
 ) -> None:
-    """Delete files that no commit or fork references; never a log record."""
+    """Delete files that Ratchet wrote and no commit or fork references; never a log record."""
     from infra import vacuum as broom
     from infra.runs import open_run
 
     run = open_run(url_of(name, store))
+    if foreign:
+        others = broom.foreign(run.store)
+        for key in others:
+            console.print(key, highlight=False)
+        console.print(f"{counted(len(others), 'file')} that Ratchet did not write and never deletes")
+        return
     doomed = broom.unreached(run.store) if dry_run else broom.vacuum(run.store, take_over)
     for key in doomed:
         console.print(key, highlight=False)

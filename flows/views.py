@@ -21,8 +21,9 @@ from flows.run_arguments import run_argument
 from flows.terminal import visible
 from infra.execution import heartbeat
 from infra.execution.claims import run_url
-from infra.query import answer, isolated, reason
+from infra.query import LIMITS
 from infra.runs import Run, open_run, own_answers
+from infra.sql import Statement, execute, isolated, reason
 from infra.store.run_store import VALIDATE
 from rlhf import consent
 from rlhf.agents.transcripts import transcript
@@ -221,11 +222,11 @@ def show(
     quoted = ", ".join(f'"{name}"' for name in names)
     condition = f"where ({where})" if where else ""
     query = f"select {quoted} from trajectories {condition} limit {limit}"
-    connection = isolated()
+    connection = isolated(LIMITS.memory_bytes // 2, LIMITS.threads)
     connection.register("trajectories", trajectories)
     try:
-        matching = answer(connection, query)
-        count = int(answer(connection, f"select count(*) as n from trajectories {condition}")["n"][0])
+        matching = execute(connection, Statement(query)).df()
+        count = execute(connection, Statement(f"select count(*) as n from trajectories {condition}")).df()["n"][0]
     except duckdb.Error as error:
         raise UserError(f"--where {where!r}: {reason(error)}") from None
     whole = f"{len(trajectories)} trajectories"

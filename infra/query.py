@@ -1,23 +1,20 @@
-"""SQL over the committed data of runs. DuckDB reads the Parquet files in place, and only the columns and row groups
-that a query needs."""
+"""SQL over the committed data of runs."""
 
 from __future__ import annotations
 
-import io
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import os
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
-import duckdb
-import fsspec
 import pyarrow as pa
-import pyarrow.dataset as ds
-from pyarrow.fs import FSSpecHandler, PyFileSystem
 
 from infra.runs import OnDamage, Run, refuse, row_stages
+from infra.sql import DataFile, FileTable, Statement, Tables, file_schema
+from infra.statements import Limits, StatementFailed, Statements, ask_here
 from infra.store.log import Corrupt
+from infra.store.object_store import LocalBackend
 from infra.store.records import RunState, ShardRef
-from infra.store.run_store import VALIDATE
+from infra.store.run_store import VALIDATE, served_digest
 from infra.workers.call_log import CALLS
 from rlhf.errors import UserError
 from rlhf.schema import TRAJECTORY
@@ -25,11 +22,13 @@ from rlhf.schema import TRAJECTORY
 if TYPE_CHECKING:
     import pandas as pd
 
-Files = list[tuple[int, ShardRef]]
-FAILURES = (duckdb.Error, SystemError)
-"""What a statement raises: the second if the bytes of a damaged file mislead pyarrow's reader."""
-UNREADABLE = (duckdb.InvalidInputException, SystemError)
-"""What it raises if a data file cannot be read."""
+LIMITS = Limits(
+    seconds=3600.0,
+    memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * 3 // 4,
+    threads=os.cpu_count() or 1,
+)
+"""What a query may use: most of the machine."""
+_statements = Statements(LIMITS)
 
 
 def query(runs: Run | Sequence[Run], sql: str) -> pd.DataFrame:
@@ -48,87 +47,62 @@ def query(runs: Run | Sequence[Run], sql: str) -> pd.DataFrame:
         The result.
 
     Raises:
-        UserError: DuckDB rejects the query, `sql` is not one statement, or `runs` is a name instead of a run.
+        UserError: DuckDB rejects the query, it exceeds `LIMITS`, `sql` is not one statement, or `runs` is a name
+            instead of a run.
         Corrupt: an index, a manifest or a metrics file is missing or damaged.
     """
     if isinstance(runs, str):
         raise UserError(f"query: {runs!r} is a text, not a run: query(open_run(URL), SQL) takes a run that is open")
-    connection = connect(runs)
-    try:
-        return answer(connection, sql)
-    except FAILURES as error:
-        hint = "`ratchet verify` lists all damage; " if isinstance(error, UNREADABLE) else ""
-        if isinstance(error, duckdb.ParserException):
-            hint = "write SQL, such as `select iteration, score from trajectories`; "
-        tables = f"tables are {', '.join(_tables(connection))}"
-        raise UserError(f"query: {reason(error)}; {hint}{tables}") from None
-
-
-def reason(error: Exception) -> str:
-    """What DuckDB says is wrong, in one line, with the names that it suggests instead of an unknown one."""
-    first, *later = str(error).splitlines()
-    suggested = [line.strip() for line in later if line.startswith(("Candidate bindings:", "Did you mean"))]
-    return " ".join([first, *suggested]).replace("Candidate bindings:", "Nearest columns:")
-
-
-def answer(
-    connection: duckdb.DuckDBPyConnection, sql: str, parameters: Mapping[str, str | float | None] | None = None
-) -> pd.DataFrame:
-    """The result of one statement.
-
-    Args:
-        connection: a connection with tables.
-        sql: the statement.
-        parameters: values of the statement's `$name`s.
-
-    Returns:
-        The rows. Lists are arrays, and maps are dicts.
-
-    Raises:
-        UserError: `sql` holds no statement or several.
-        duckdb.Error: DuckDB rejects the statement, or cannot read a data file.
-        SystemError: a data file cannot be read.
-    """
-    statements = connection.extract_statements(sql)
-    if len(statements) != 1:
-        raise UserError(f"the query has {len(statements)} statements: write one, such as `select * from trajectories`")
-    frame: pd.DataFrame = connection.execute(statements[0], dict(parameters or {})).df()
+    with _statements.child() as child:
+        tables = tables_of(runs)
+        statement = Statement(sql)
+        try:
+            is_here = _is_in_memory(tables)
+            [frame] = ask_here(LIMITS, tables, statement) if is_here else child.ask(tables, statement)
+        except StatementFailed as error:
+            hint = {
+                "unreadable": "`ratchet verify` lists all damage; ",
+                "syntax": "write SQL, such as `select iteration, score from trajectories`; ",
+                "memory": "choose fewer iterations or columns; ",
+                "time": "choose fewer iterations or columns; ",
+            }.get(error.kind, "")
+            raise UserError(f"query: {error}; {hint}tables are {', '.join(sorted(tables.columns))}") from None
     return frame
 
 
-def isolated() -> duckdb.DuckDBPyConnection:
-    """A connection that cannot read or write files, whatever the query."""
-    return duckdb.connect(config={"enable_external_access": "false", "lock_configuration": "true"})
-
-
-def connect(
-    runs: Run | Sequence[Run],
-    iterations: Sequence[int] | None = None,
-    damaged: OnDamage = refuse,
-    check: Callable[[Run, ShardRef], None] | None = None,
-) -> duckdb.DuckDBPyConnection:
-    """A connection with the tables of `query` and access to nothing else.
+def tables_of(runs: Run | Sequence[Run], iterations: Sequence[int] | None = None, damaged: OnDamage = refuse) -> Tables:
+    """Describe the tables of `query`. Reads indexes and manifests.
 
     Args:
         runs: the run, or several.
         iterations: what the tables cover; None for all, including the open ones. With a choice there is no table
             `metrics`.
         damaged: called with each error of a missing or damaged object, whose rows are then left out.
-        check: raises `Corrupt` for a data file that cannot be read; None: a query fails if it reads one.
+
+    Returns:
+        The tables. A statement fails if it reads a data file that is missing or damaged.
 
     Raises:
         Corrupt: an object is missing or damaged, unless `damaged` handles it.
     """
     runs = [runs] if isinstance(runs, Run) else runs
-    connection = isolated()
-    tables: dict[str, list[str]] = {}
+    files: list[FileTable] = []
+    rows: dict[str, pa.Table] = {}
+    views: list[str] = []
+    columns: dict[str, dict[str, None]] = {}
+    parts: dict[str, list[str]] = {}
     for number, (name, run) in enumerate(zip(names(runs), runs, strict=True)):
-        for table in _register(connection, run, f"{OF_ONE_RUN}{number}_", iterations, damaged, check):
-            rows = f"SELECT '{name.replace(chr(39), chr(39) * 2)}' AS run, * FROM \"{OF_ONE_RUN}{number}_{table}\""
-            tables.setdefault(table, []).append(rows)
-    for table, parts in tables.items():
-        connection.execute(f'CREATE VIEW "{table}" AS {" UNION ALL BY NAME ".join(parts)}')
-    return connection
+        prefix = f"_{number}_"
+        tables = _tables_of(run, prefix, iterations, damaged)
+        files += tables.files
+        rows |= tables.rows
+        views += tables.views
+        for table, its_columns in tables.columns.items():
+            columns.setdefault(table, {"run": None}).update(dict.fromkeys(its_columns))
+            literal = name.replace("'", "''")
+            parts.setdefault(table, []).append(f"SELECT '{literal}' AS run, * FROM \"{prefix}{table}\"")
+    views += [f'CREATE VIEW "{table}" AS {" UNION ALL BY NAME ".join(selects)}' for table, selects in parts.items()]
+    return Tables(tuple(files), rows, tuple(views), {table: list(its_names) for table, its_names in columns.items()})
 
 
 def names(runs: Sequence[Run]) -> list[str]:
@@ -138,19 +112,8 @@ def names(runs: Sequence[Run]) -> list[str]:
     return [url if leaves.count(leaf) > 1 else leaf for url, leaf in zip(urls, leaves, strict=True)]
 
 
-OF_ONE_RUN = "_"
-"""How names of the tables of one run begin, of which the tables that users see are the union."""
-
-
-def _register(
-    connection: duckdb.DuckDBPyConnection,
-    run: Run,
-    prefix: str,
-    iterations: Sequence[int] | None,
-    damaged: OnDamage,
-    check: Callable[[Run, ShardRef], None] | None,
-) -> list[str]:
-    """Register the tables of one run, with a prefix; returns their names without it."""
+def _tables_of(run: Run, prefix: str, iterations: Sequence[int] | None, damaged: OnDamage) -> Tables:
+    """The tables of one run, whose names begin with a prefix; it is not part of the keys of `columns`."""
     chosen = range(run.state.iteration + 1) if iterations is None else iterations
     states: list[RunState] = []
     for iteration in chosen:
@@ -158,54 +121,68 @@ def _register(
             states.append(run.store.iteration_state(iteration))
         except Corrupt as damage:
             damaged(damage)
+    files: list[FileTable] = []
     columns: dict[str, list[str]] = {}
     for stage in dict.fromkeys(name for state in states for name in row_stages(state)):
-        if files := _files(run, stage, states, damaged, check):
-            rows = _dataset(run, stage, files)
-            connection.register(prefix + stage, rows)
-            columns[stage] = [name for name in rows.schema.names if name not in ("trajectory_id", "iteration")]
-    tables = list(columns)
+        if (table := _stage_table(run, stage, prefix, states, damaged)) is not None:
+            files.append(table)
+            columns[stage] = [name for name in table.schema.names if name not in ("trajectory_id", "iteration")]
+    views: list[str] = []
+    seen = {stage: ["trajectory_id", *its_columns, "iteration"] for stage, its_columns in columns.items()}
+    rows: dict[str, pa.Table] = {}
     if iterations is None:
-        connection.register(f"{prefix}metrics", run.metrics(damaged=damaged))
-        tables.append("metrics")
+        metrics = pa.Table.from_pandas(run.metrics(damaged=damaged), preserve_index=False)
+        rows[f"{prefix}metrics"] = metrics
+        seen["metrics"] = metrics.column_names
         if keys := run.store.served_keys():
-            filesystem, paths = _located(run.store.url, keys)
-            files = ds.FileSystemDataset.from_paths(
-                paths, schema=CALLS, format=ds.ParquetFileFormat(), filesystem=filesystem
-            )
-            connection.register(f"{prefix}served_files", files)
+            url = _absolute(run, None)
+            served = (DataFile(url, key, served_digest(key)) for key in keys)
+            files.append(FileTable(f"{prefix}served_files", CALLS, tuple(served)))
             once = "QUALIFY row_number() OVER (PARTITION BY call_id) = 1"  # a crash may leave an answer in two files
-            connection.execute(f'CREATE VIEW "{prefix}served" AS SELECT * FROM "{prefix}served_files" {once}')
-            tables.append("served")
+            views.append(f'CREATE VIEW "{prefix}served" AS SELECT * FROM "{prefix}served_files" {once}')
+            seen["served"] = CALLS.names
     if TRAJECTORY.stages[0] in columns:
-        connection.execute(_joined({stage: names for stage, names in columns.items() if stage != VALIDATE}, prefix))
-        tables.append("trajectories")
-    return tables
+        stages = {stage: its_columns for stage, its_columns in columns.items() if stage != VALIDATE}
+        views.append(_joined(stages, prefix))
+        seen["trajectories"] = ["iteration", "trajectory_id", *(name for every in stages.values() for name in every)]
+    return Tables(tuple(files), rows, tuple(views), seen)
 
 
-def _files(
-    run: Run,
-    stage: str,
-    states: Sequence[RunState],
-    damaged: OnDamage,
-    check: Callable[[Run, ShardRef], None] | None,
-) -> Files:
-    """The data files of a stage, each with its iteration."""
-    files: Files = []
+def _stage_table(run: Run, stage: str, prefix: str, states: Iterable[RunState], damaged: OnDamage) -> FileTable | None:
+    """The data files of a stage; None if there are none. A stage that the schema does not name has the columns of its
+    newest file."""
+    files: list[DataFile] = []
     for state in states:
         try:
             refs = run.store.shards_of(state, stage)
         except Corrupt as damage:
             damaged(damage)
             continue
-        for ref in refs:
-            try:
-                if check is not None:
-                    check(run, ref)
-                files.append((state.iteration, ref))
-            except Corrupt as damage:
-                damaged(damage)
-    return files
+        files += [DataFile(_absolute(run, ref), ref.key, ref.sha256, state.iteration) for ref in refs]
+    if not files:
+        return None
+    schema = TRAJECTORY.arrow(("trajectory_id", *TRAJECTORY.names(stage))) if stage in TRAJECTORY.stages else None
+    while schema is None and files:
+        newest = files[-1]
+        try:
+            schema = file_schema(newest.url, newest.key)
+        except (OSError, pa.ArrowInvalid):
+            damaged(Corrupt(f"{newest.url}/{newest.key} cannot be read: restore it from a backup"))
+            files.pop()
+    if schema is None:
+        return None
+    return FileTable(prefix + stage, schema.append(pa.field("iteration", pa.int32())), tuple(files))
+
+
+def _is_in_memory(tables: Tables) -> bool:
+    """Whether data files are in this process's memory, which no other process sees."""
+    return any(file.url.startswith("memory:") for table in tables.files for file in table.files)
+
+
+def _absolute(run: Run, ref: ShardRef | None) -> str:
+    """The URL of the folder of a run that holds a file, for a process that may be in another folder."""
+    objects = run.store.objects.of_run(None if ref is None else ref.run)
+    return f"file://{objects.backend.root.absolute()}" if isinstance(objects.backend, LocalBackend) else objects.url
 
 
 def _joined(stages: dict[str, list[str]], prefix: str) -> str:
@@ -222,52 +199,3 @@ def _joined(stages: dict[str, list[str]], prefix: str) -> str:
         f'CREATE VIEW "{prefix}trajectories" AS SELECT {table}.iteration, {table}.trajectory_id, '
         f"{', '.join(columns)} FROM {table} {joins}"
     )
-
-
-def _dataset(run: Run, stage: str, files: Files) -> ds.Dataset:
-    """The files as one dataset with a column `iteration`. Columns that a file of an older release lacks are null.
-
-    The files of a fork may be in several stores.
-    """
-    by_store: dict[str, Files] = defaultdict(list)
-    for iteration, ref in files:
-        by_store[run.store.objects.of_run(ref.run).url].append((iteration, ref))
-    parts: list[Any] = []
-    for url, store_files in by_store.items():
-        filesystem, paths = _located(url, [ref.key for _, ref in store_files])
-        form = ds.ParquetFileFormat()
-        names = ("trajectory_id", *TRAJECTORY.names(stage))
-        is_declared = stage in TRAJECTORY.stages  # other stages have the schema of their newest file
-        schema = TRAJECTORY.arrow(names) if is_declared else form.inspect(paths[-1], filesystem=filesystem)
-        parts.append(
-            ds.FileSystemDataset.from_paths(
-                paths,
-                schema=schema.append(pa.field("iteration", pa.int32())),
-                format=form,
-                filesystem=filesystem,
-                partitions=[ds.field("iteration") == pa.scalar(iteration, pa.int32()) for iteration, _ in store_files],
-            )
-        )
-    return parts[0] if len(parts) == 1 else ds.dataset(parts)
-
-
-def _located(url: str, keys: Sequence[str]) -> tuple[PyFileSystem, list[str]]:
-    """The filesystem and the paths of files in a run's folder."""
-    fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
-    return PyFileSystem(_Opening(fs)), [f"{root.rstrip('/')}/{key}" for key in keys]
-
-
-class _Opening(FSSpecHandler):  # type: ignore[misc]  # pyarrow has no types
-    """Opens data files. One that is gone is opened as an empty file, which pyarrow refuses: an exception that is raised
-    here, in a thread of pyarrow's, can leave it and DuckDB waiting for each other for ever."""
-
-    def open_input_file(self, path: str) -> pa.NativeFile:
-        try:
-            return super().open_input_file(path)
-        except OSError:
-            return pa.PythonFile(io.BytesIO(b""), mode="r")
-
-
-def _tables(connection: duckdb.DuckDBPyConnection) -> list[str]:
-    every_name = [name for (name,) in connection.execute("SHOW TABLES").fetchall()]
-    return [name for name in every_name if not name.startswith(OF_ONE_RUN)]

@@ -1,7 +1,7 @@
 """Deleting files that no commit or fork references: leftovers of failed attempts and dead drivers, expired snapshots.
 
 The log is read from its first record and must be complete, so that no needed file is deleted. Log records are never
-deleted.
+deleted, nor files that Ratchet did not write.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from infra.store.records import (
     StageCommit,
     named_here,
 )
-from infra.store.run_store import REPORT, SERVED, RunStore, is_call_file
+from infra.store.run_store import REPORT, SERVED, RunStore, is_call_file, is_written
 
 KEPT = ("run.json", "log/", "forks/", ANSWERS, SERVED, REPORT)
 
@@ -47,27 +47,44 @@ def vacuum(store: RunStore, take_over: bool = False) -> list[str]:
     assert claim is not None, "a run that can be read was claimed"
     store.log.claim(claim)
     reached.advance()
-    doomed = reached.others()
+    doomed = reached.leftovers()
     store.objects.delete(doomed)
     store.objects.delete_leftovers()
     return doomed
 
 
 def unreached(store: RunStore) -> list[str]:
-    """The run's unreferenced files, without claiming the run.
+    """What `vacuum` would delete, without claiming the run.
 
     Args:
         store: the run.
 
     Returns:
-        Keys that no commit or fork references, sorted.
+        The keys, sorted.
 
     Raises:
         Corrupt: the log is incomplete or damaged.
     """
     reached = Reached(store)
     reached.advance()
-    return reached.others()
+    return reached.leftovers()
+
+
+def foreign(store: RunStore) -> list[str]:
+    """Name the files in a run's folder that Ratchet did not write, and so never deletes.
+
+    Args:
+        store: the run.
+
+    Returns:
+        The keys, sorted.
+
+    Raises:
+        Corrupt: the log is incomplete or damaged.
+    """
+    reached = Reached(store)
+    reached.advance()
+    return [key for key in reached.others() if not is_written(key)]
 
 
 class Reached:
@@ -156,6 +173,10 @@ class Reached:
             reached |= {ref.key, *(file.key for file in self.store.checkpoint(ref).files.values())}
         unreached = (key for key in self.store.objects.list("") if not key.startswith(KEPT) and key not in reached)
         return [key for key in unreached if not self._will_be_adopted(key)]
+
+    def leftovers(self) -> list[str]:
+        """Those of `others` that Ratchet wrote."""
+        return [key for key in self.others() if is_written(key)]
 
     def _will_be_adopted(self, key: str) -> bool:
         """Whether a file has answers that programs of agents got, in an iteration that is not closed."""

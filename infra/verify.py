@@ -16,7 +16,7 @@ from infra.store import answers
 from infra.store.chain import AT_ONCE, Broken, Chain, last_slot
 from infra.store.log import TAIL, Corrupt
 from infra.store.records import ObjectRef
-from infra.store.run_store import RunStore, is_served, served_digest
+from infra.store.run_store import RunStore, is_served, is_written, served_digest
 from infra.vacuum import KEPT, Reached
 
 RANGE = 2**24
@@ -80,7 +80,10 @@ def verify(store: RunStore) -> Iterator[Finding]:
     yield from _answers(store, [key for key in keys if key.startswith(answers.FOLDER)])
     for key in keys:
         if is_whole and key not in digests and not key.startswith(KEPT):
-            yield Finding(key, "is not referenced by any record", "`ratchet vacuum` deletes it", harmless=True)
+            means = (
+                "`ratchet vacuum` deletes it" if is_written(key) else "Ratchet did not write it, and leaves it alone"
+            )
+            yield Finding(key, "is not referenced by any record", means, harmless=True)
 
 
 def _objects(store: RunStore, digests: dict[str, str]) -> Iterator[Finding]:

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 import uvicorn
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from flows.ui.server import app
+from flows.ui.server import LIMITS, app
+from infra.statements import Limits
 from tests import extras
 from tests.ports import free_port
 
@@ -61,10 +62,10 @@ def opened(
 
 
 @contextmanager
-def served(store: str) -> Iterator[str]:
-    """The URL of the page over a store."""
+def served(store: str, limits: Limits = LIMITS) -> Iterator[str]:
+    """The URL of the page over a store, with limits of a request."""
     port = free_port()
-    server = uvicorn.Server(uvicorn.Config(app(store), port=port, log_level="warning"))
+    server = uvicorn.Server(uvicorn.Config(app(store, limits=limits), port=port, log_level="warning"))
     started = threading.Event()
     serve_until_stopped = server.startup
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import errno
+import io
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import BinaryIO, Literal, TypeVar
 
 T = TypeVar("T")
 
@@ -70,6 +71,9 @@ class Memory:
 
     def size(self, key: str) -> int:
         return self._request("size", lambda: len(self._get(key)))
+
+    def open(self, key: str) -> BinaryIO:
+        return io.BytesIO(self.get(key))
 
     def read(self, key: str, start: int, end: int) -> bytes:
         return self._request("read", lambda: self._get(key)[start:end])

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, TypeVar
 
-import duckdb
-
 from flows.ui.documents import CLIP, Filter, Order, Trajectories, TrajectoryLine
-from infra.query import FAILURES, UNREADABLE, answer, connect
-from infra.runs import Run
+from infra.sql import DataFile, FileTable, Statement, Tables
+from infra.statements import Child, StatementFailed
 from infra.store.log import Corrupt, read_verified
 from infra.store.object_store import ObjectStore
-from infra.store.records import ShardRef
+from infra.store.records import ObjectRef
 from rlhf.errors import UserError
 
 if TYPE_CHECKING:
@@ -25,10 +23,9 @@ LISTED = 200
 """Trajectories in a list."""
 SAMPLED = 256
 """Trajectories of an iteration from which the scales of colours are computed."""
-LIMIT_S = 30.0
-"""A query that takes longer is interrupted, as is a check of data files."""
+CHECK_S = 30.0
+"""Time limit of a check of data files."""
 T = TypeVar("T")
-Parameters = dict[str, str | float | None]
 ORDERS: dict[Order, str] = {
     "best": "score DESC NULLS LAST",
     "worst": "score ASC NULLS LAST",
@@ -38,11 +35,12 @@ ORDERS: dict[Order, str] = {
 TEXTS = ("prompt", "response", "ground_truth")
 
 
-def matching(run: Run, wanted: Filter) -> Trajectories:
+def matching(child: Child, tables: Tables, wanted: Filter) -> Trajectories:
     """List the trajectories that match a filter.
 
     Args:
-        run: the run.
+        child: runs the filter.
+        tables: those of the run, of the filter's iteration.
         wanted: the filter.
 
     Returns:
@@ -50,23 +48,19 @@ def matching(run: Run, wanted: Filter) -> Trajectories:
         not be read.
 
     Raises:
-        UserError: DuckDB rejects the condition.
+        UserError: DuckDB rejects the condition, or it takes too much time or memory.
     """
-    last = run.state.iteration
-    if wanted.iteration is not None and not 0 <= wanted.iteration <= last:
-        raise UserError(f"there is no iteration {wanted.iteration}: choose one from 0 to {last}")
-    chosen = None if wanted.iteration is None else [wanted.iteration]
-    listed, damages = _of_readable(run, chosen, lambda connection: _matching(connection, wanted))
+    listed, damages = _of_readable(tables, lambda readable: _matching(child, readable, wanted))
     return listed.model_copy(update={"damages": damages})
 
 
-def _matching(connection: duckdb.DuckDBPyConnection, wanted: Filter) -> Trajectories:
-    columns = _columns(connection)
-    if not columns:
+def _matching(child: Child, tables: Tables, wanted: Filter) -> Trajectories:
+    columns = tables.columns.get("trajectories")
+    if columns is None:
         return Trajectories(lines=[], matching=0, total=0, damages=[])
     score = "score" if "score" in columns else "NULL::FLOAT AS score"
     conditions: list[str] = []
-    parameters: Parameters = {}
+    parameters: dict[str, str | float] = {}
     if wanted.text:
         conditions.append(" OR ".join(f"contains(lower(coalesce({column}, '')), lower($text))" for column in TEXTS))
         parameters["text"] = wanted.text
@@ -87,22 +81,26 @@ def _matching(connection: duckdb.DuckDBPyConnection, wanted: Filter) -> Trajecto
         f"ORDER BY {ORDERS[wanted.order]}, iteration DESC, trajectory_id LIMIT {LISTED}"
     )
     try:
-        frame = _within_limit(connection, listed, parameters)
-        total = int(_within_limit(connection, "SELECT count(*) AS n FROM trajectories", {})["n"][0])
-    except FAILURES as error:
-        raise UserError(_reason(error, wanted.where, columns)) from error
+        frame, every = child.ask(
+            tables, Statement(listed, parameters), Statement("SELECT count(*) AS n FROM trajectories")
+        )
+    except StatementFailed as error:
+        raise _explained(error, wanted.where, columns) from error
     frame = frame.rename(columns={"trajectory_id": "id"}).astype({"score": object})
     frame["score"] = frame["score"].where(frame["score"].notna(), None)
     count = int(frame["matching"][0]) if len(frame) else 0
     lines = [TrajectoryLine.model_validate(row) for row in frame.drop(columns="matching").to_dict("records")]
-    return Trajectories(lines=lines, matching=count, total=total, damages=[])
+    return Trajectories(lines=lines, matching=count, total=int(every["n"][0]), damages=[])
 
 
-def full_rows(run: Run, iteration: int, trajectory_id: str | None = None) -> tuple[pd.DataFrame, list[str]]:
+def full_rows(
+    child: Child, tables: Tables, iteration: int, trajectory_id: str | None = None
+) -> tuple[pd.DataFrame, list[str]]:
     """Read trajectories of an iteration, with the columns of all stages.
 
     Args:
-        run: the run.
+        child: reads them.
+        tables: those of the iteration.
         iteration: the iteration.
         trajectory_id: the only one to read; None: the first `SAMPLED` by id.
 
@@ -115,76 +113,60 @@ def full_rows(run: Run, iteration: int, trajectory_id: str | None = None) -> tup
     """
     import pandas as pd
 
-    parameters: Parameters = {} if trajectory_id is None else {"id": trajectory_id}
     where = "" if trajectory_id is None else "WHERE trajectory_id = $id"
     sql = f"SELECT * FROM trajectories {where} ORDER BY trajectory_id LIMIT {SAMPLED}"
+    statement = Statement(sql, {} if trajectory_id is None else {"id": trajectory_id})
 
-    def rows(connection: duckdb.DuckDBPyConnection) -> pd.DataFrame:
+    def rows(readable: Tables) -> pd.DataFrame:
+        if "trajectories" not in readable.columns:
+            return pd.DataFrame()
         try:
-            return _within_limit(connection, sql, parameters) if _columns(connection) else pd.DataFrame()
-        except FAILURES as error:
-            message = f"iteration {iteration}: {_first_line(error)}; `ratchet verify` lists all damage"
-            raise UserError(message) from error
+            [frame] = child.ask(readable, statement)
+        except StatementFailed as error:
+            raise UserError(f"iteration {iteration}: {error}; `ratchet verify` lists all damage") from error
+        return frame
 
-    return _of_readable(run, [iteration], rows)
+    return _of_readable(tables, rows)
 
 
-def _of_readable(
-    run: Run, iterations: Sequence[int] | None, ask: Callable[[duckdb.DuckDBPyConnection], T]
-) -> tuple[T, list[str]]:
+def _of_readable(tables: Tables, ask: Callable[[Tables], T]) -> tuple[T, list[str]]:
     """Ask about what can be read, and name the rest. All data files are read ahead only if one cannot be."""
+    try:
+        return ask(tables), []
+    except UserError as error:
+        if not isinstance(error.__cause__, StatementFailed) or error.__cause__.kind != "unreadable":
+            raise
+    deadline = time.monotonic() + CHECK_S
     damages: dict[str, None] = {}
 
-    def damaged(damage: Corrupt) -> None:
-        damages[str(damage)] = None
-
-    def check(run: Run, ref: ShardRef) -> None:
+    def is_sound(file: DataFile) -> bool:
         if time.monotonic() > deadline:
             raise UserError(
-                f"finding what cannot be read takes longer than {LIMIT_S:.0f} s: choose one iteration; "
+                f"finding what cannot be read takes longer than {CHECK_S:.0f} s: choose one iteration; "
                 "`ratchet verify` lists all damage"
             )
-        _check(run.store.url, ref)
+        try:
+            _check(file)
+        except Corrupt as damage:
+            damages[str(damage)] = None
+            return False
+        return True
 
-    try:
-        return ask(connect(run, iterations, damaged)), list(damages)
-    except UserError as error:
-        if not isinstance(error.__cause__, UNREADABLE):
-            raise
-    deadline = time.monotonic() + LIMIT_S
-    return ask(connect(run, iterations, damaged, check)), list(damages)
+    def sound(table: FileTable) -> FileTable:
+        return replace(table, files=tuple(file for file in table.files if is_sound(file)))
+
+    return ask(replace(tables, files=tuple(map(sound, tables.files)))), list(damages)
 
 
 @lru_cache(maxsize=65536)
-def _check(url: str, ref: ShardRef) -> None:
+def _check(file: DataFile) -> None:
     """Raise `Corrupt` if a data file is missing or damaged. Others are immutable: they are read once."""
-    read_verified(ObjectStore(url), ref)
+    read_verified(ObjectStore(file.url), ObjectRef(key=file.key, sha256=file.sha256))
 
 
-def _columns(connection: duckdb.DuckDBPyConnection) -> list[str]:
-    """The columns of the trajectories; none if there are no trajectories."""
-    sql = (
-        "SELECT column_name FROM information_schema.columns WHERE table_name = 'trajectories' ORDER BY ordinal_position"
-    )
-    return [str(name) for name in answer(connection, sql)["column_name"]]
-
-
-def _within_limit(connection: duckdb.DuckDBPyConnection, sql: str, parameters: Parameters) -> pd.DataFrame:
-    timer = threading.Timer(LIMIT_S, connection.interrupt)
-    timer.start()
-    try:
-        return answer(connection, sql, parameters)
-    finally:
-        timer.cancel()
-
-
-def _reason(error: duckdb.Error | SystemError, where: str, columns: list[str]) -> str:
-    if isinstance(error, duckdb.InterruptException):
-        return f"the filter took longer than {LIMIT_S:.0f} s: choose one iteration, or a simpler condition"
+def _explained(error: StatementFailed, where: str, columns: Sequence[str]) -> UserError:
+    if error.kind in ("time", "memory"):
+        return UserError(f"the filter is too much: {error}; choose one iteration, or a simpler condition")
     if not where.strip():
-        return f"{_first_line(error)}; `ratchet verify` lists all damage"
-    return f"where {where!r}: {_first_line(error)}; columns are {', '.join(columns)}"
-
-
-def _first_line(error: duckdb.Error | SystemError) -> str:
-    return str(error).splitlines()[0]
+        return UserError(f"{error}; `ratchet verify` lists all damage")
+    return UserError(f"where {where!r}: {error}; columns are {', '.join(columns)}")

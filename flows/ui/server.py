@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
-from functools import cached_property, lru_cache
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from functools import cached_property
 
 import psutil
 import uvicorn
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
-from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from flows.ui import browsing
 from flows.ui.documents import Decode, Filter, Metrics, RunView, Trajectory, decoder, run_view, scales_of, trajectory
 from flows.ui.page import STATIC, live_page, live_policy
 from infra.execution.claims import run_url
 from infra.listing import RunSummary, is_driven, runs_of
+from infra.query import tables_of
 from infra.runs import Run, open_run, run_names
+from infra.sql import Tables
+from infra.statements import Child, Limits, Statements
 from infra.store.log import Corrupt, slot_key
 from infra.store.records import sha256_of
 from rlhf.errors import RatchetError, UserError
@@ -34,6 +40,18 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 ANYWHERE = ("0.0.0.0", "::")
 NO_STORE = {"Cache-Control": "no-store"}
 SUMMARIES = TypeAdapter(list[RunSummary])
+LIMITS = Limits(seconds=30.0, memory_bytes=2**31, threads=2)
+"""What the statements of a request may use."""
+AT_ONCE = 4
+"""Requests that may run statements at the same time."""
+RETRY_S = 1
+"""Seconds after which a request that came too soon may come again."""
+KEPT_SCALES = 64
+"""Iterations of a run whose scales are kept."""
+
+
+class Busy(RatchetError):
+    """Enough statements are running."""
 
 
 class Opened:
@@ -51,7 +69,9 @@ class Opened:
         """
         self.run: Run = open_run(url)
         self.lock = threading.Lock()
-        """Held while the run is read: the state changes when the log is read on."""
+        """Held while the log, indexes and manifests are read, never while a statement runs: the state changes when the
+        log is read on."""
+        self._scales: dict[tuple[int, str], dict[str, tuple[float, float]]] = {}
         self._metrics: list[Metrics] = []
         self._damages: dict[str, None] = {}
         self._read = 0
@@ -90,10 +110,35 @@ class Opened:
         self._read = closed
         return run_view(self.run, name, self._metrics, self._damages)
 
-    def trajectory(self, iteration: int, trajectory_id: str) -> Trajectory:
+    def tables(self, iteration: int | None) -> tuple[Tables, list[str]]:
+        """Describe what statements about the run can read.
+
+        Args:
+            iteration: the iteration that they are about; None: all.
+
+        Returns:
+            The tables, and what is left out because it is damaged.
+
+        Raises:
+            UserError: there is no such iteration.
+        """
+        damages: dict[str, None] = {}
+
+        def damaged(damage: Corrupt) -> None:
+            damages[str(damage)] = None
+
+        with self.lock:
+            last = self.run.state.iteration
+            if iteration is not None and not 0 <= iteration <= last:
+                raise UserError(f"there is no iteration {iteration}: choose one from 0 to {last}")
+            chosen = range(last + 1) if iteration is None else [iteration]
+            return tables_of(self.run, chosen, damaged), list(damages)
+
+    def trajectory(self, child: Child, iteration: int, trajectory_id: str) -> Trajectory:
         """Describe a trajectory.
 
         Args:
+            child: runs statements.
             iteration: its iteration.
             trajectory_id: its id.
 
@@ -103,34 +148,38 @@ class Opened:
         Raises:
             UserError: the run has no such trajectory, or it cannot be read.
         """
-        frame, damages = browsing.full_rows(self.run, iteration, trajectory_id)
+        version = self.run.state.sha256  # before the tables: an open iteration may change
+        tables, damages = self.tables(iteration)
+        frame, unreadable = browsing.full_rows(child, tables, iteration, trajectory_id)
         rows = frame.to_dict("records")
         if not rows:
             missing = f"iteration {iteration} of {self.run.store.url} has no trajectory {trajectory_id}"
-            raise UserError("; ".join([missing, *damages]))
-        return trajectory(rows[0], self._decode, self._scales(iteration, self.run.state.sha256))
+            raise UserError("; ".join([missing, *damages, *unreadable]))
+        if (iteration, version) not in self._scales:
+            sample, _ = browsing.full_rows(child, tables, iteration)
+            newest = list(self._scales.items())[1 - KEPT_SCALES :]
+            self._scales = dict([*newest, ((iteration, version), scales_of(sample))])
+        return trajectory(rows[0], self._decode, self._scales[iteration, version])
 
     @cached_property
     def _decode(self) -> Decode | None:
         return decoder(self.run.config)
 
-    @lru_cache(maxsize=64)  # noqa: B019  (runs stay open as long as the server)
-    def _scales(self, iteration: int, version: str) -> dict[str, tuple[float, float]]:
-        """The scales of an iteration, which may change while it is open."""
-        frame, _ = browsing.full_rows(self.run, iteration)
-        return scales_of(frame)
-
 
 class Pages:
     """The endpoints: what the page asks about the runs of a store."""
 
-    def __init__(self, store_url: str) -> None:
+    def __init__(self, store_url: str, limits: Limits) -> None:
         """Serve a store.
 
         Args:
             store_url: the folder of runs.
+            limits: what the statements of a request may use.
         """
         self.store_url = store_url
+        self.statements = Statements(limits)
+        self._asking = 0
+        """Number of requests that run statements. Used on the event loop only."""
         self._opened: dict[str, Opened] = {}
         self._lock = threading.Lock()
         self._html, self._policy = live_page(), live_policy()
@@ -157,26 +206,43 @@ class Pages:
                 return Response(status_code=304, headers={"ETag": tag})
             return _document(opened.view(name), {"ETag": tag, "Cache-Control": "no-cache"})
 
-    def trajectories(self, request: Request) -> Response:
+    async def trajectories(self, request: Request) -> Response:
         """Trajectories of a run that match a filter."""
         values = dict(request.query_params)
-        opened = self._open(values.pop("run", ""))
+        name = values.pop("run", "")
         try:
             wanted = Filter.model_validate({name: value for name, value in values.items() if value})
         except ValidationError as error:
             [first, *_] = error.errors()
             raise UserError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-        with opened.lock:
-            return _document(browsing.matching(opened.run, wanted))
 
-    def trajectory(self, request: Request) -> Response:
+        def matching(child: Child) -> Response:
+            tables, damages = self._open(name).tables(wanted.iteration)
+            listed = browsing.matching(child, tables, wanted)
+            return _document(listed.model_copy(update={"damages": [*damages, *listed.damages]}))
+
+        return await self._with_child(request, matching)
+
+    async def trajectory(self, request: Request) -> Response:
         """One trajectory of a run."""
-        opened = self._open(request.query_params.get("run", ""))
-        iteration = request.query_params.get("iteration", "")
+        name, iteration = request.query_params.get("run", ""), request.query_params.get("iteration", "")
         if not iteration.isdecimal():
             raise UserError(f"iteration: {iteration!r} is no number")
-        with opened.lock:
-            return _document(opened.trajectory(int(iteration), request.query_params.get("id", "")))
+
+        def single(child: Child) -> Response:
+            return _document(self._open(name).trajectory(child, int(iteration), request.query_params.get("id", "")))
+
+        return await self._with_child(request, single)
+
+    async def _with_child(self, request: Request, answer: Callable[[Child], Response]) -> Response:
+        """Answer with a process that runs statements, which ends if the client leaves. Raises `Busy`."""
+        if self._asking == AT_ONCE:
+            raise Busy(f"{AT_ONCE} filters are running: try again in a moment")
+        self._asking += 1
+        try:
+            return await _while_there(request, self.statements, answer)
+        finally:
+            self._asking -= 1
 
     def _open(self, name: str) -> Opened:
         with self._lock:
@@ -195,17 +261,25 @@ class Pages:
             raise
 
 
-def app(store_url: str, host: str = "127.0.0.1") -> Starlette:
+def app(store_url: str, host: str = "127.0.0.1", limits: Limits = LIMITS) -> Starlette:
     """The web application.
 
     Args:
         store_url: the folder of runs.
         host: the address that it will listen on.
+        limits: what the statements of a request may use.
 
     Returns:
         The application.
     """
-    pages = Pages(store_url)
+    pages = Pages(store_url, limits)
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        pages.statements.start()
+        yield
+        pages.statements.close()
+
     return Starlette(
         routes=[
             Route("/", pages.page),
@@ -217,9 +291,10 @@ def app(store_url: str, host: str = "127.0.0.1") -> Starlette:
         ],
         middleware=[
             Middleware(TrustedHostMiddleware, allowed_hosts=_names_of(host), www_redirect=False),
-            Middleware(BaseHTTPMiddleware, dispatch=_guard),
+            Middleware(_Guard),
         ],
         exception_handlers={RatchetError: _refused},
+        lifespan=lifespan,
     )
 
 
@@ -261,18 +336,67 @@ def _names_of(host: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-async def _guard(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
-    """Refuse other sites' requests for data, and keep the browser from guessing types or telling where it was."""
-    foreign = request.headers.get("sec-fetch-site") not in (None, "same-origin", "none")
-    if foreign and request.url.path.startswith("/api/"):
-        return JSONResponse({"error": "only the page itself may ask for this"}, status_code=403)
-    response = await call_next(request)
-    response.headers["X-Content-Type-Options"] = "nosniff"
-    response.headers["Referrer-Policy"] = "no-referrer"
-    return response
+async def _while_there(request: Request, statements: Statements, answer: Callable[[Child], Response]) -> Response:
+    """Answer in another thread. If the client leaves, the process ends, and with it the answer."""
+    at_work: list[Child] = []
+    has_left = False
+    changing = threading.Lock()
+    """Held while either changes, so that no process is killed that already works for another request."""
+
+    def in_thread() -> Response:
+        with statements.child() as child:
+            with changing:
+                at_work.append(child)
+                if has_left:
+                    child.kill()
+            try:
+                return answer(child)
+            finally:
+                with changing:
+                    at_work.clear()
+
+    async def leave() -> None:
+        nonlocal has_left
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        with changing:
+            has_left = True
+            for child in at_work:
+                child.kill()
+
+    leaving = asyncio.create_task(leave())
+    try:
+        return await run_in_threadpool(in_thread)
+    finally:
+        leaving.cancel()
+
+
+class _Guard:
+    """Refuses other sites' requests for data, and keeps the browser from guessing types or telling where it was."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_safely(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers["X-Content-Type-Options"] = "nosniff"
+                headers["Referrer-Policy"] = "no-referrer"
+            await send(message)
+
+        app = self._app
+        if scope["type"] == "http":
+            request = Request(scope)
+            foreign = request.headers.get("sec-fetch-site") not in (None, "same-origin", "none")
+            if foreign and request.url.path.startswith("/api/"):
+                app = JSONResponse({"error": "only the page itself may ask for this"}, status_code=403)
+        await app(scope, receive, send_safely)
 
 
 def _refused(request: Request, error: Exception) -> Response:
+    if isinstance(error, Busy):
+        return JSONResponse({"error": str(error)}, status_code=503, headers={"Retry-After": str(RETRY_S)})
     return JSONResponse({"error": str(error)}, status_code=400 if isinstance(error, UserError) else 502)
 
 

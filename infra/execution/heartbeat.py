@@ -22,6 +22,7 @@ from infra.store.clock import born, is_same
 from infra.store.log import TAIL, Deleted, RunLog, slot_key
 from infra.store.object_store import ObjectStore, StoreUnavailable
 from infra.store.records import Stored
+from infra.store.run_store import is_written
 from rlhf.errors import RatchetError, in_one_line
 
 KEY = "log/heartbeat.json"
@@ -100,7 +101,7 @@ class Heartbeat:
             leftovers = []
         else:
             tag = re.compile(rf"[./]{self.term}-\d")
-            leftovers = [key for key in keys if tag.search(key)]
+            leftovers = [key for key in keys if is_written(key) and tag.search(key)]
         if self.objects.get_if_there(slot_key(0)) is None and slot_key(0) not in keys:
             self.objects.delete([KEY, TAIL, stop_key(self.term), *leftovers])
             self.objects.delete_empty_folders()

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, BinaryIO, Protocol, TypeVar
 
 import fsspec
 from tenacity import Retrying, retry_if_exception
@@ -88,6 +88,19 @@ class Backend(Protocol):
 
         Returns:
             Its size in bytes.
+
+        Raises:
+            FileNotFoundError: the key is absent.
+        """
+
+    def open(self, key: str) -> BinaryIO:
+        """Open an object to read parts of it.
+
+        Args:
+            key: the object's key.
+
+        Returns:
+            A file that can be read at any place.
 
         Raises:
             FileNotFoundError: the key is absent.
@@ -162,7 +175,12 @@ skip every name that begins with a dot."""
 
 
 class LocalBackend:
-    """A local folder. Objects appear atomically, after their bytes are synced to disk."""
+    """A local folder. Objects appear atomically, after their bytes are synced to disk.
+
+    Only what lies in the folder is an object. A link below it, to a folder or to a file, is not: it is not listed, and
+    an operation on a key that a link or ``..`` leads elsewhere is refused with an `OSError` (ELOOP). The folder itself
+    may be reached through links.
+    """
 
     def __init__(self, root: str) -> None:
         """Use a folder; the first write creates it.
@@ -174,66 +192,74 @@ class LocalBackend:
 
     def create(self, key: str, data: bytes) -> None:
         """Link a synced temporary file to the key; see `Backend.create`."""
-        path = self.root / key
+        path = self._path(key)
         with self._beside(path, data) as temporary:
             os.link(temporary, path)
 
     def put(self, key: str, data: bytes) -> None:
         """Rename a synced temporary file to the key; see `Backend.put`."""
-        path = self.root / key
+        path = self._path(key)
         with self._beside(path, data) as temporary:
             temporary.replace(path)
 
     def get(self, key: str) -> bytes:
         """Read the file; see `Backend.get`."""
-        return (self.root / key).read_bytes()
+        return self._path(key).read_bytes()
 
     def size(self, key: str) -> int:
         """Look up the file's size; see `Backend.size`."""
-        return (self.root / key).stat().st_size
+        return self._path(key).stat().st_size
+
+    def open(self, key: str) -> BinaryIO:
+        """Open the file; see `Backend.open`."""
+        return self._path(key).open("rb")
 
     def read(self, key: str, start: int, end: int) -> bytes:
         """Read a part of the file; see `Backend.read`."""
-        with (self.root / key).open("rb") as file:
+        with self.open(key) as file:
             file.seek(start)
             return file.read(end - start)
 
     def delete(self, keys: list[str]) -> None:
         """Delete the files one by one; their folders stay; see `Backend.delete`."""
         for key in keys:
-            (self.root / key).unlink(missing_ok=True)
+            self._path(key).unlink(missing_ok=True)
 
     def list(self, prefix: str) -> list[str]:
         """List the files of the folder and its subfolders; see `Backend.list`."""
-        folder, _, name_prefix = prefix.rpartition("/")
-        files = (
-            file.relative_to(self.root)
-            for path in (self.root / folder).glob(f"{name_prefix}*")
-            for file in (path.rglob("*") if path.is_dir() else [path])
-            if file.is_file()
-        )
-        return sorted(path.as_posix() for path in files if not any(part.startswith(".") for part in path.parts))
+        folder, slash, _ = prefix.rpartition("/")
+        if _is_hidden(folder):
+            return []
+        return sorted(key for key in _files(self._path(folder), folder + slash) if key.startswith(prefix))
 
     def delete_leftovers(self, older_s: float) -> None:
         """Delete old files of the folder `TEMPORARY`; see `Backend.delete_leftovers`."""
         oldest = time.time() - older_s
-        for path in (self.root / TEMPORARY).glob("*"):
+        for path in self._path(TEMPORARY).glob("*"):
             with suppress(FileNotFoundError):  # its writer has renamed it
-                if path.stat().st_mtime < oldest:
+                if path.lstat().st_mtime < oldest:
                     path.unlink()
 
     def delete_empty_folders(self) -> None:
         """Delete empty folders, including the root; see `Backend.delete_empty_folders`."""
-        for folder, _, _ in os.walk(self.root, topdown=False):
+        for folder, _, _ in os.walk(self.root, topdown=False):  # which follows no links
             with suppress(OSError):  # it is not empty
                 Path(folder).rmdir()
+
+    def _path(self, key: str) -> Path:
+        """Where an object lies. Raises `OSError` (ELOOP) if that is not in the folder."""
+        path, real = self.root / key, os.path.realpath(self.root / key)
+        if real != f"{os.path.realpath(self.root)}/{key}".rstrip("/"):
+            reason = f"a link or .. leads to {real}, and below the store's folder neither is followed"
+            raise OSError(errno.ELOOP, reason, str(path))
+        return path
 
     @contextmanager
     def _beside(self, path: Path, data: bytes) -> Iterator[Path]:
         """Write the bytes to a synced temporary file, which the caller links or renames to `path`. Always removes the
         temporary file."""
         self._make_folder(path.parent)
-        self._make_folder(self.root / TEMPORARY)
+        self._make_folder(self._path(TEMPORARY))
         temporary = self.root / TEMPORARY / uuid.uuid4().hex
         try:
             with temporary.open("xb") as file:
@@ -264,6 +290,18 @@ class LocalBackend:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+def _files(folder: Path, prefix: str) -> Iterator[str]:
+    """The keys of the files in a folder and in its subfolders: the paths from the folder, after a prefix."""
+    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
+        for entry in entries:
+            if _is_hidden(entry.name):
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                yield from _files(folder / entry.name, f"{prefix}{entry.name}/")
+            elif entry.is_file(follow_symlinks=False):
+                yield prefix + entry.name
 
 
 class FsspecBackend:
@@ -321,6 +359,10 @@ class FsspecBackend:
         """Ask for the object's size; see `Backend.size`."""
         return int(self.fs.size(self._path(key)))
 
+    def open(self, key: str) -> BinaryIO:
+        """Open the object; see `Backend.open`."""
+        return self.fs.open(self._path(key), "rb")  # type: ignore[no-any-return]
+
     def read(self, key: str, start: int, end: int) -> bytes:
         """Read a range of the object; see `Backend.read`."""
         return bytes(self.fs.cat_file(self._path(key), start=start, end=end))
@@ -339,11 +381,14 @@ class FsspecBackend:
         folder, _, name_prefix = prefix.rpartition("/")
         paths = self.fs.find(self._path(folder).rstrip("/"), prefix=name_prefix)
         keys = (path.removeprefix(self.root).lstrip("/") for path in paths)
-        is_hidden = re.compile(r"(^|/)\.").search
-        return sorted(key for key in keys if key.startswith(prefix) and not is_hidden(key))
+        return sorted(key for key in keys if key.startswith(prefix) and not _is_hidden(key))
 
     def _path(self, key: str) -> str:
         return f"{self.root}/{key}"
+
+
+def _is_hidden(key: str) -> bool:
+    return re.search(r"(^|/)\.", key) is not None
 
 
 def backend_for(url: str) -> Backend:

@@ -722,6 +722,28 @@ def _calls_prefix(iteration: int, stage: str) -> str:
     return f"{_journal_prefix(iteration)}calls/{stage}/"
 
 
+_TAG = r"\d+-\d+"
+_WRITTEN = re.compile(
+    "|".join(
+        (
+            rf"trajectories/[^/]+/iteration=\d+/{_TAG}-part-\d+\.parquet",
+            rf"journals/iteration=\d+/(calls/[^/]+/[0-9a-f]+|[^/]+)\.{_TAG}\.parquet",
+            rf"manifests/iteration=\d+/[^/]+\.{_TAG}\.json",
+            rf"metrics/iteration=\d+\.{_TAG}\.parquet",
+            rf"index/\d+\.{_TAG}\.json",
+            rf"checkpoints/[^/]+/\d+\.{_TAG}/"
+            r"(manifest|state|(adapter_)?(config|model|optimizer))[-\w]*\.(safetensors|json|safetensors\.index\.json)",
+        )
+    )
+)
+
+
+def is_written(key: str) -> bool:
+    """Whether a file has a name that this module gives: a data file, a journal, a manifest, metrics, an index, or a
+    file of a checkpoint. All other files in a run's folder belong to others, or have a fixed name."""
+    return _WRITTEN.fullmatch(key) is not None
+
+
 def is_call_file(key: str) -> bool:
     """Whether a file has answers that programs of agents got, which no record names before a driver adopts it."""
     return key.startswith("journals/") and "/calls/" in key

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
 from botocore.exceptions import ClientError
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from s3fs import S3FileSystem
 
 from infra.runs import check_store
@@ -273,6 +279,93 @@ def test_files_are_as_readable_as_others(folder: Path, tmp_path: Path) -> None:
     LocalBackend(str(folder)).put("key", b"")
     (tmp_path / "other").touch()
     assert (folder / "key").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+def test_what_a_link_leads_to_is_no_object(folder: Path, tmp_path: Path) -> None:
+    """Whatever the operation, nothing outside the folder is read, written, listed or deleted."""
+    victim = tmp_path / "victim"
+    (victim / "sub" / "empty").mkdir(parents=True)
+    for name in ("a.txt", "sub/b.txt"):
+        (victim / name).write_text("precious")
+    os.utime(victim / "a.txt", (0, 0))
+    backend = LocalBackend(str(folder))
+    backend.put("here/key", b"1")
+    (folder / "x").symlink_to("../victim")
+    (folder / "here" / "deep").symlink_to(victim / "sub")
+    (folder / "file").symlink_to(victim / "a.txt")
+    (folder / "inner").symlink_to(folder / "here" / "key")
+    assert backend.list("") == backend.list("here") == backend.list("here/") == ["here/key"]
+    assert backend.list("f") == []
+    for key in ("x/a.txt", "here/deep/b.txt", "x/new", "file", "inner", "../victim/a.txt", str(victim / "a.txt")):
+        for operation in (
+            partial(backend.get, key),
+            partial(backend.size, key),
+            partial(backend.open, key),
+            partial(backend.read, key, 0, 1),
+            partial(backend.put, key, b"2"),
+            partial(backend.create, key, b"2"),
+            partial(backend.delete, [key]),
+        ):
+            with pytest.raises(OSError, match="below the store's folder neither is followed"):
+                operation()
+    with pytest.raises(UserError, match=rf"refuses to read x/a.txt: .*a link or \.\. leads to {victim}/a\.txt"):
+        ObjectStore(str(folder)).get("x/a.txt")
+    with pytest.raises(OSError, match="neither is followed"):
+        backend.list("x/")
+    (folder / ".writing").rmdir()
+    (folder / ".writing").symlink_to("../victim")
+    for write in (partial(backend.delete_leftovers, -5.0), partial(backend.put, "key", b"2")):
+        with pytest.raises(OSError, match="neither is followed"):
+            write()
+    backend.delete_empty_folders()
+    assert (victim / "sub" / "empty").is_dir()
+    assert _files(victim) == ["a.txt", "sub/b.txt"]
+
+
+def test_a_folder_behind_links_is_a_store(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "linked").symlink_to(tmp_path / "disk")
+    for _ in range(2):  # a link to a folder of runs, then one to a run, too
+        backend = LocalBackend(str(tmp_path / "linked" / "run"))
+        backend.put("log/1", b"1")
+        backend.create("log/2", b"2")
+        assert backend.list("log/") == ["log/1", "log/2"]
+        assert backend.get("log/1") + backend.read("log/2", 0, 1) == b"12"
+        backend.delete(["log/1", "log/2"])
+        backend.delete_leftovers(-5.0)
+        backend.delete_empty_folders()
+        if not folder.exists():
+            folder.mkdir()
+            (tmp_path / "disk" / "run").symlink_to(folder)
+
+
+NAMES = st.sampled_from(["a", "ab", "[a]*", "b.c", ".d"])
+KEYS = st.lists(NAMES, min_size=1, max_size=3).map("/".join)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.sets(KEYS, max_size=6), st.sets(KEYS, max_size=3))
+def test_a_listing_is_of_the_keys_that_begin_so(keys: set[str], links: set[str]) -> None:
+    """As of a set of keys, but for hidden names, and whatever links are beside them."""
+    with tempfile.TemporaryDirectory() as place:
+        outside, store = Path(place, "outside"), Path(place, "store")
+        outside.mkdir()
+        (outside / "a").touch()
+        written = set()
+        for key in sorted(keys, key=len):
+            with suppress(OSError):  # a file is in the place of a folder
+                (store / key).parent.mkdir(parents=True, exist_ok=True)
+                (store / key).touch()
+                written.add(key)
+        for key in links:
+            with suppress(OSError):  # there is no such folder, or something else there
+                (store / key).symlink_to(outside)
+        backend = LocalBackend(str(store))
+        every_key = sorted(key for key in written if not re.search(r"(^|/)\.", key))
+        assert backend.list("") == every_key
+        for key in written:
+            for prefix in (key[:size] for size in range(len(key))):
+                assert backend.list(prefix) == [key for key in every_key if key.startswith(prefix)]
 
 
 # Retries.

@@ -7,15 +7,16 @@ import re
 import shutil
 from pathlib import Path
 
-import duckdb
 import pandas as pd
 import pytest
 import yaml
 
 from flows.rescore import begin, rescoring_config
 from flows.train import train
-from infra.query import answer, connect
+from infra.query import LIMITS, tables_of
 from infra.runs import open_run
+from infra.sql import Statement
+from infra.statements import StatementFailed, ask_here
 from infra.store.records import Fork
 from rlhf.config import RunConfig
 from tests import tiny
@@ -322,15 +323,16 @@ def test_runs_are_listed_completed_and_queried_together(
     code, out, err = ratchet("query", "parent", "copy", "select * from nowhere", *store)
     assert code == 2
     assert "tables are advantages, generate, metrics" in err
-    connection = connect([parent.run, open_run(f"{config.run.store}/copy")], [1])
-    assert answer(connection, sql).to_dict("list") == {
+    tables = tables_of([parent.run, open_run(f"{config.run.store}/copy")], [1])
+    [frame] = ask_here(LIMITS, tables, Statement(sql))
+    assert frame.to_dict("list") == {
         "run": ["copy", "parent"],
         "iteration": [1, 1],
         "n": [8, 8],
         "score": [pytest.approx(answers[1]["score"])] * 2,
     }
-    with pytest.raises(duckdb.CatalogException, match="metrics does not exist"):
-        answer(connection, "select * from metrics")
+    with pytest.raises(StatementFailed, match="metrics does not exist"):
+        ask_here(LIMITS, tables, Statement("select * from metrics"))
 
     monkeypatch.setenv("RATCHET_STORE", config.run.store)
     monkeypatch.setenv("_RATCHET_COMPLETE", "complete_bash")

@@ -222,16 +222,26 @@ def test_verify_finds_every_kind_of_damage_and_mends_copies(ratchet: Ratchet, ru
 
     (run / "run.json").write_text("{")
     (run / "log" / "tail.json").write_text("{")
-    (run / "trajectories" / "score" / "stray.parquet").write_bytes(b"PAR1")
+    leftover = "trajectories/score/iteration=000000/1-9-part-00000.parquet"
+    (run / leftover).write_bytes(b"PAR1")
+    (run / "notes.md").write_text("mine")
+    (run.parent / "victim").mkdir()
+    (run.parent / "victim" / "a.txt").write_text("precious")
+    (run / "x").symlink_to("../victim")
     code, text = ratchet("verify", "run", "--repair")
     assert code == 0, text
     assert "run.json is gone or damaged: repaired" in text
     assert "log/tail.json is damaged, or names no index: repaired" in text
-    assert "trajectories/score/stray.parquet is not referenced by any record: `ratchet vacuum` deletes it" in text
+    assert f"{leftover} is not referenced by any record: `ratchet vacuum` deletes it" in text
+    assert "notes.md is not referenced by any record: Ratchet did not write it, and leaves it alone" in text
     assert json.loads((run / "run.json").read_text())["config"]["run"]["name"] == "run"
-    assert ratchet("vacuum", "run")[0] == 0
+    code, text = ratchet("vacuum", "run", "--foreign")
+    assert (code, text) == (0, "notes.md\n1 file that Ratchet did not write and never deletes\n")
+    code, text = ratchet("vacuum", "run")
+    assert (code, text) == (0, f"{leftover}\n1 file deleted\n")
+    assert (run / "notes.md").read_text() + (run.parent / "victim" / "a.txt").read_text() == "mineprecious"
     code, text = ratchet("verify", "run")
-    assert (code, "stray" in text) == (0, False)
+    assert (code, leftover in text, "notes.md" in text) == (0, False, True)
     assert ratchet("resume", "run")[0] == 0
 
 

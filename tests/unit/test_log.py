@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from infra.execution import heartbeat
 from infra.execution.stopping import Stopping
 from infra.store.clock import born
 from infra.store.log import TAIL, Corrupt, Deleted, Fenced, RunLog, slot_key
-from infra.store.manifest import Fingerprint, Manifest
+from infra.store.manifest import Checkpoint, Fingerprint, Manifest
 from infra.store.object_store import ObjectStore, StoreUnavailable
 from infra.store.records import (
     PAGE,
@@ -40,6 +41,7 @@ from infra.store.records import (
     sha256_of,
 )
 from infra.store.run_store import CLOSE, RunStore
+from infra.vacuum import foreign, unreached, vacuum
 from rlhf.errors import UserError
 from tests.simulated import Clock, Fault, Memory, Simulated
 
@@ -588,6 +590,50 @@ def test_a_second_try_deletes_what_the_first_left(tmp_path: Path) -> None:
     assert store.begin_attempt(0, "generate") == 1
     assert files(tmp_path / "run") == {data.key}
     assert store.begin_attempt(0, CLOSE) == 0
+
+
+def test_vacuum_deletes_only_what_ratchet_wrote(tmp_path: Path) -> None:
+    """Neither what others put into the folder, nor what a link there leads to."""
+    store = a_run(ObjectStore(f"file://{tmp_path}/run"))
+    state = store.state
+    folder = store.checkpoint_folder("actor", weights(1))
+    names = ("model-00001.safetensors", "model.safetensors.index.json", "adapter_config.json", "state.json")
+    left = [
+        write_shard(store, 7).key,
+        store.write_journal(2, "generate", 0, pa.table({"a": [1]})).key,
+        store.write_manifest(store.manifests(2)["generate"].model_copy(update={"stage": "score"})).key,
+        *(file.key for file in store.write_checkpoint_files(folder, dict.fromkeys(names, b"1")).values()),
+        store.write_checkpoint_manifest(folder, Checkpoint(role="actor", weights=weights(1), files={})).key,
+    ]
+    for iteration in ("metrics/iteration=000000.1-0.parquet", "index/000000.1-0.json"):
+        left.append(iteration.replace(".1-0", ".1-7"))
+        shutil.copy(tmp_path / "run" / iteration, tmp_path / "run" / left[-1])
+    store.write_calls(1, "generate", 1, pa.table({"a": [1]}))  # of a closed iteration
+    left += store.objects.list("journals/iteration=000001/calls/")
+    for name in ("sub/b.txt", "trajectories/score/iteration=000000/1-0-part-00000.parquet"):
+        (tmp_path / "victim" / name).parent.mkdir(parents=True)
+        (tmp_path / "victim" / name).write_text("precious")
+    (tmp_path / "run" / "x").symlink_to("../victim")
+    (tmp_path / "run" / "trajectories" / "score").symlink_to("../../victim/trajectories/score")
+    before = sorted((tmp_path / "victim").rglob("*"))
+    others = [
+        "README.md",
+        "trajectories/generate/iteration=000000/notes.parquet",
+        f"{folder}/notes.json",
+        "checkpoints/best/model.safetensors",
+        "metrics/plot.png",
+        "data/train-0-0.parquet",
+    ]
+    for name in others:
+        store.objects.put(name, b"mine")
+    assert foreign(store) == sorted(others)
+    assert unreached(store) == sorted(left)
+    assert vacuum(store) == sorted(left)
+    assert unreached(store) == []
+    assert foreign(store) == sorted(others)
+    assert sorted((tmp_path / "victim").rglob("*")) == before
+    assert RunStore(store.objects).log.read().recent == state.recent
+    assert not set(left) & set(store.objects.list(""))
 
 
 # The heartbeat.

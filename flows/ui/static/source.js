@@ -1,11 +1,17 @@
 /* Where the page's data comes from: the server of `ratchet ui`, or the report's own file. */
 
+const TRIES = 10;  // of a request while the server has too many
+
 class Server {
   live = true;
   #views = new Map();
 
-  async #ask(path, parameters) {
-    const answer = await fetch(`api/${path}?${new URLSearchParams(parameters)}`, {cache: "no-cache"});
+  async #ask(path, parameters, signal, tries = TRIES) {
+    const answer = await fetch(`api/${path}?${new URLSearchParams(parameters)}`, {cache: "no-cache", signal});
+    if (answer.status === 503 && tries > 1) {
+      await new Promise(done => setTimeout(done, 1000 * Number(answer.headers.get("retry-after"))));
+      return this.#ask(path, parameters, signal, tries - 1);
+    }
     if (!answer.ok) {
       const said = await answer.json().catch(() => ({error: `the server answered ${answer.status}`}));
       throw new Error(said.error);
@@ -26,8 +32,9 @@ class Server {
     return this.#views.get(name).view;
   }
 
-  async trajectories(run, filter) {
-    return (await this.#ask("trajectories", {run, ...filter})).json();
+  /** Trajectories that match a filter. The server ends the search when the signal aborts the request. */
+  async trajectories(run, filter, signal) {
+    return (await this.#ask("trajectories", {run, ...filter}, signal)).json();
   }
 
   async trajectory(run, iteration, id) {

@@ -15,6 +15,7 @@ let opened = null;
 let compared = null;
 let asked = 0;
 let asking = "";
+let leaving = new AbortController();
 
 const run = () => {
   const {of} = read();
@@ -69,8 +70,10 @@ async function list() {
   if (question !== asking) {
     asking = question;
     const turn = ++asked;
+    leaving.abort();
+    leaving = new AbortController();
     try {
-      const answer = await source.trajectories(view.name, wanted);
+      const answer = await source.trajectories(view.name, wanted, leaving.signal);
       if (turn !== asked) return;
       listed = answer.lines;
       at("filter-error").hidden = true;
