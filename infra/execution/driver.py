@@ -46,6 +46,7 @@ from rlhf.config import (
 from rlhf.config.older import changed_since
 from rlhf.data.experts import Matched
 from rlhf.data.prompts import Prompt, PromptDataset, check_length, render
+from rlhf.data.turns import special_in
 from rlhf.environments import check_environment, environment_digest
 from rlhf.environments.calls import try_environment
 from rlhf.environments.dialogues import is_prefix_stable
@@ -320,7 +321,7 @@ def _size_of(model: ModelConfig, data: DataConfig, environment: str | None) -> i
     dataset = PromptDataset(data.train)
     if data.truncation == "drop":
         of_environment = None if environment is None else EnvironmentConfig.model_validate_json(environment)
-        tokenizer = policy_tokenizer(model, of_environment)
+        tokenizer = policy_tokenizer(model, of_environment, data.special_tokens)
         dataset = dataset.without_overlong(tokenizer, data.max_prompt_tokens, data.system_prompt)
     return len(dataset)
 
@@ -542,11 +543,15 @@ def check_prompts(
     problems: dict[str, str] = {}
     """The first problem of each kind and data source."""
     comparing = next((name for name in reward.functions if name in COMPARING), None)
-    tokenizer, refuses_long = policy_tokenizer(model, environment), data.truncation == "error"
+    tokenizer, refuses_long = policy_tokenizer(model, environment, data.special_tokens), data.truncation == "error"
     readers = [tokenizer, *([] if reward.model is None else [load_tokenizer(reward.model, writes=False)])]
     if refuses_long and len(dataset) > MANY_PROMPTS:
         note(f"checking the lengths of {len(dataset)} prompts")
-    texts = 0
+    texts = spelling = 0
+    first_spelling, special = "", dict[str, None]()
+    """The first prompt that spells special tokens, and the tokens that some spell."""
+    accepted, refused = set[tuple[str, ...]](), set[tuple[str, ...]]()
+    """The roles of conversations that templates render, or refuse: they look at little else."""
     for prompt in dataset:
         texts += prompt.is_text
         sources = firsts.setdefault(prompt.where.rpartition(",")[0], {})
@@ -560,15 +565,24 @@ def check_prompts(
                 f"{prompt.where}: reward.function {comparing} needs reward_model.ground_truth (or a column "
                 "ground_truth, solution or answer), which is missing",
             )
-        if prompt.has_calls:
-            if "calls" in problems:
-                continue
+        messages = prompt.after(data.system_prompt)
+        if spelled := special_in(messages, tokenizer):
+            spelling, first_spelling = spelling + 1, first_spelling or prompt.where
+            special |= dict.fromkeys(sorted(spelled))
+        roles = tuple(message["role"] for message in messages)
+        if prompt.has_calls or roles not in accepted | refused:
             try:
                 for reader in readers:
-                    render(prompt.after(data.system_prompt), reader, prompt.where, add_generation_prompt=True)
+                    render(messages, reader, prompt.where, add_generation_prompt=True)
             except UserError as error:
-                problems["calls"] = str(error)
-                continue
+                added = len(messages) > len(prompt.messages)
+                fix = " (data.system_prompt puts a system message in front: set it to null)" if added else ""
+                problems.setdefault("template", f"{error}{fix}")
+                refused.add(roles)
+            else:
+                accepted.add(roles)
+        if roles in refused:
+            continue
         if refuses_long and "length" not in problems:
             try:
                 check_length(prompt, tokenizer, data.max_prompt_tokens, data.system_prompt)
@@ -590,6 +604,13 @@ def check_prompts(
                 note(failure)
     if problems:
         raise UserError("\n".join(list(problems.values())[:SOURCES]))
+    if spelling:
+        kept = data.special_tokens == "keep"
+        are = (
+            "control tokens, as data.special_tokens: keep says" if kept else "text, unless data.special_tokens is keep"
+        )
+        which = f"{spelling} of {counted(len(dataset), 'prompt')} spell special tokens"
+        note(f"{which} ({', '.join(list(special)[:SOURCES])}), the first in {first_spelling}: they are {are}")
     if texts and tokenizer.chat_template:
         which = "the prompts are texts" if texts == len(dataset) else f"{texts} of {len(dataset)} prompts are texts"
         note(

@@ -230,3 +230,42 @@ def notes_of(config: RunConfig) -> str:
     with listening(lambda event: notes.append(event.text) if isinstance(event, Note) else None):
         check_inputs(config)
     return "\n".join(notes)
+
+
+GEMMA = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "({{ m.role }}){{ m.content }}{% endfor %}{% if add_generation_prompt %}(assistant){% endif %}"
+)
+
+
+def rows(path: Path, *contents: Any) -> str:
+    """A file of prompts, each a text or messages; its address."""
+    path.write_text("".join(json.dumps({"prompt": content, "answer": "4"}) + "\n" for content in contents))
+    return str(path)
+
+
+def test_a_template_that_refuses_a_role_is_one_line(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "gemma.jinja").write_text(GEMMA)
+    system, user = {"role": "system", "content": "Add."}, {"role": "user", "content": "2 + 2?"}
+    path = rows(tmp_path / "a.jsonl", [user], [system, user], [user])
+    template = {"model__chat_template": str(tmp_path / "gemma.jinja"), "reward__function": "constant"}
+    config = tiny.config(root, data__train=[path], **template)
+    refuses = "the chat template refuses the messages: System role not supported"
+    assert refusal(config) == [f"{path}, line 2: {refuses}"]
+    of_config = config.with_values({"data.system_prompt": "Add.", "data.train": [rows(tmp_path / "b.jsonl", "2 + 2?")]})
+    [line] = refusal(of_config)
+    assert line.startswith(f"{tmp_path / 'b.jsonl'}, line 1: {refuses} (data.system_prompt puts a system message")
+    check_inputs(of_config.with_values({"data.system_prompt": None}))
+
+
+@pytest.mark.parametrize(("treatment", "are"), [("split", "text, unless"), ("keep", "control tokens, as")])
+def test_prompts_that_spell_special_tokens_are_counted(root: Path, tmp_path: Path, treatment: str, are: str) -> None:
+    path = rows(tmp_path / f"{treatment}.jsonl", "2 + 2?", "2<eos>2<pad>", [{"role": "user", "content": "<eos>"}])
+    config = tiny.config(root, data__train=[path], reward__function="constant", data__special_tokens=treatment)
+    notes: list[object] = []
+    with listening(notes.append):
+        check_inputs(config)
+    [said] = [each.text for each in notes if isinstance(each, Note) and "special tokens" in each.text]
+    assert said.startswith(
+        f"2 of 3 prompts spell special tokens (<eos>, <pad>), the first in {path}, line 2: they are {are}"
+    )
