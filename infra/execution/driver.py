@@ -6,6 +6,8 @@ import importlib.metadata
 import importlib.util
 import json
 import math
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -45,6 +47,7 @@ from rlhf.config import (
 )
 from rlhf.config.older import changed_since
 from rlhf.data.experts import Matched
+from rlhf.data.formats import formulas_of
 from rlhf.data.prompts import Prompt, PromptDataset, check_length, render
 from rlhf.data.turns import special_in
 from rlhf.environments import check_environment, environment_digest
@@ -56,6 +59,7 @@ from rlhf.models import (
     attention_heads,
     attention_of,
     check_architecture,
+    check_embeddings,
     check_reward_model,
     check_weights,
     files_digest,
@@ -67,13 +71,15 @@ from rlhf.models import (
     tokenizer_digest,
 )
 from rlhf.rewards import COMPARING, auto, check_rewards, reward_digest
-from rlhf.rewards.pool import try_rewards
+from rlhf.rewards.pool import compare_columns, try_rewards
 from rlhf.validation import reported
 
 SOURCES = 8
 """Largest number of data sources of a file whose rewards are tried, and of mistakes that are reported at once."""
 AS_THEY_ARE = "{{ messages[-1]['content'] }}"
 """The chat template that leaves a text as it is."""
+USUAL_HEADS = (32, 64, 96, 128, 256)
+"""Sizes of attention heads that vLLM supports everywhere: to ask it takes 10 to 25 s."""
 LONGEST_MASK = 32_768
 """Largest number of tokens in a row for which each rank may build a mask of all positions: it takes 1 GiB."""
 MANY_PROMPTS = 10_000
@@ -420,10 +426,13 @@ def _check_models(config: RunConfig) -> None:
     check_all(
         partial(check_architecture, config.model, "model", is_critic=False),
         partial(_check_heads, config),
+        partial(_check_heads_of_vllm, config),
         *(partial(_check_megatron, config, role) for role in (*config.trainers, *config.frozen_models)),
         *(partial(_check_packing, config, owner) for owner in config.trainers),
         partial(_check_vocabulary, config),
         partial(check_lengths, config),
+        partial(check_embeddings, config.model, *_readers(config)),
+        *([] if config.reward.model is None else [partial(check_embeddings, config.reward.model, config.reward.model)]),
         *([partial(check_architecture, config.critic_model, "critic.model", is_critic=True)] * config.needs_critic),
     )
 
@@ -435,6 +444,35 @@ def _check_heads(config: RunConfig) -> None:
             f"rollout.vllm.tensor_parallel is {devices}, which does not divide the model's {heads} attention heads: "
             "change it"
         )
+
+
+def _check_heads_of_vllm(config: RunConfig) -> None:
+    """Refuse a model whose attention heads have a size that vLLM cannot compute without a GPU."""
+    import torch
+
+    pool = config.pool_of("rollout")
+    has_gpu = torch.cuda.is_available() if pool is None else config.pools[pool].gpus_per_worker > 0
+    if config.rollout.engine != "vllm" or has_gpu or not _is_installed("vllm"):
+        return
+    decoder = text_config(config.model)
+    size = getattr(decoder, "head_dim", None) or decoder.hidden_size // decoder.num_attention_heads
+    if size not in USUAL_HEADS and not vllm_supports_heads(size):
+        raise UserError(
+            f"rollout.engine vllm cannot compute {config.model.path} without a GPU: its attention heads have {size} "
+            "dimensions (head_dim): choose another model, or rollout.engine: hf"
+        )
+
+
+@cache
+def vllm_supports_heads(size: int) -> bool:
+    """Ask the installed vLLM, without starting it, whether its attention on the CPU supports heads of a size. An answer
+    that cannot be read is yes: its start will say."""
+    ask = (
+        "from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend as backend\n"
+        f"print(backend.supports_head_size({size}))"
+    )
+    asked = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=False)
+    return asked.stdout.split()[-1:] != ["False"]
 
 
 def _check_packing(config: RunConfig, owner: str) -> None:
@@ -487,6 +525,11 @@ def _check_vocabulary(config: RunConfig) -> None:
         )
 
 
+def _readers(config: RunConfig) -> list[ModelConfig]:
+    """The models that read the policy's tokens."""
+    return [config.model, *([config.critic_model] * config.needs_critic), *config.frozen_models.values()]
+
+
 def check_lengths(config: RunConfig) -> None:
     """Check that the models can read a longest prompt with its longest response.
 
@@ -495,8 +538,7 @@ def check_lengths(config: RunConfig) -> None:
     """
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
     limits: dict[str, int] = {}
-    used = [config.model, *([config.critic_model] * config.needs_critic)]
-    for model in [*used, *config.frozen_models.values()]:
+    for model in _readers(config):
         if (limit := longest_sequence(model)) is not None and limit < prompt + response:
             limits[model.path] = limit
     if limits:
@@ -563,7 +605,14 @@ def check_prompts(
             problems.setdefault(
                 "truth",
                 f"{prompt.where}: reward.function {comparing} needs reward_model.ground_truth (or a column "
-                "ground_truth, solution or answer), which is missing",
+                "ground_truth, answer or solution), which is missing",
+            )
+        elif "math" in built_ins_of(prompt, reward) and is_worked(prompt.ground_truth):
+            problems.setdefault(
+                "formulas",
+                f"{prompt.where}: the ground truth is a text of several formulas ({prompt.ground_truth!r:.60}...), and "
+                "reward.function math would compare with one of them: put the answer into a column answer, or into "
+                "\\boxed{} in this text",
             )
         messages = prompt.after(data.system_prompt)
         if spelled := special_in(messages, tokenizer):
@@ -602,6 +651,8 @@ def check_prompts(
                 problems[failure] = failure
             else:
                 note(failure)
+        for line in compare_columns(reward, tried, tokenize):
+            note(line)
     if problems:
         raise UserError("\n".join(list(problems.values())[:SOURCES]))
     if spelling:
@@ -617,6 +668,17 @@ def check_prompts(
             f"{which}: the chat template of {model.path} renders each as a message of the user. To keep them as they "
             f"are, set model.chat_template to a file that has only {AS_THEY_ARE}"
         )
+
+
+def built_ins_of(prompt: Prompt, reward: RewardConfig) -> set[str | None]:
+    """The names of the rewards of a prompt, with what `auto` chooses for it."""
+    chosen = {auto.reward_of(prompt.data_source, prompt.style)} if "auto" in reward.functions else set()
+    return {*reward.functions, *chosen}
+
+
+def is_worked(ground_truth: str | None) -> bool:
+    """Whether a ground truth is the way to an answer that it does not mark: it has several formulas and no box."""
+    return ground_truth is not None and "\\boxed" not in ground_truth and len(formulas_of(ground_truth)) > 1
 
 
 def check_packages(config: RunConfig) -> None:

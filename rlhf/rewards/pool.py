@@ -33,7 +33,7 @@ import psutil
 from rlhf import child_processes
 from rlhf.data.prompts import structures
 from rlhf.errors import NotFinite, RatchetError
-from rlhf.rewards import BUILT_IN, JUDGE, auto
+from rlhf.rewards import BUILT_IN, COMPARING, JUDGE, auto
 from rlhf.rewards.functions import (
     FAILURES,
     KEY,
@@ -299,6 +299,48 @@ def try_rewards(reward: RewardConfig, prompts: Sequence[Prompt], tokenize: Calla
                 f"{remedy}{_other_built_in(reward, prompt)}"
             )
         reported |= {n, bug}
+
+
+def compare_columns(
+    reward: RewardConfig, prompts: Sequence[Prompt], tokenize: Callable[[str], list[int]]
+) -> Iterator[str]:
+    """Score the solutions of rows that also have an answer as their truth, before anything is generated.
+
+    Args:
+        reward: the reward section of the config.
+        prompts: a few prompts, such as the first of each file.
+        tokenize: gives the tokens of an answer.
+
+    Yields:
+        One line for each solution that a built-in reward, which compares with the answer, gives 0.
+
+    Raises:
+        RewardFailed: the reward process could not start.
+    """
+    names = {name: 1.0 for name in reward.functions if name in COMPARING and name != "code"}
+    worked = [
+        (prompt, solution)
+        for prompt in prompts
+        if isinstance(extra := json.loads(prompt.extra_info), dict)
+        and isinstance(solution := extra.get("solution"), str)
+        and solution != prompt.ground_truth
+    ]
+    if not names or not worked:
+        return
+    options = {name: chosen for name, chosen in reward.arguments.items() if name in names}
+    pool = RewardPool(names, options, workers=1, timeout_s=reward.timeout_s, concurrency=reward.concurrency)
+    try:
+        trials = [_trial(f"trial-{n}", 0, *pair, tokenize) for n, pair in enumerate(worked)]
+        scores = pool.score(trials)
+    finally:
+        pool.close()
+    for (prompt, solution), score in zip(worked, scores, strict=True):
+        if isinstance(score, Score) and score.score == 0:
+            yield (
+                f"{prompt.where}: {KEY} {' + '.join(names)} gives the row's own solution ({solution!r:.60}) 0, because "
+                f"the ground truth is {prompt.ground_truth!r:.40}: if that is wrong, call the column of the truth "
+                "ground_truth"
+            )
 
 
 def _without_place(error: str, group: Sequence[Trajectory]) -> str:
