@@ -232,9 +232,8 @@ class DataConfig(Section):
     system_prompt: str | None = Field(None, description="system message for prompts that have none")
     special_tokens: SpecialTokens = Field(
         "split",
-        description="special tokens of the tokenizer that prompts, environments and agents spell, such as <|im_end|>: "
-        "text like any other (split), or control tokens as the chat template's (keep), with which a text can end its "
-        "turn and begin another",
+        description="special tokens that prompts, environments and agents spell, such as the end of a turn: text like "
+        "any other (split), or control tokens like the chat template's (keep)",
     )
 
     @model_validator(mode="after")
