@@ -17,6 +17,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from rlhf.config import EnvironmentConfig
+from rlhf.data.formats import Messages
 from rlhf.data.prompts import Prompt, PromptDataset
 from rlhf.engines.base import Chunk, Request, RolloutEngine, Sampling, limit_of
 from rlhf.engines.generation import TRIES, Generator, Rules
@@ -183,8 +184,8 @@ def test_messages_go_through_the_chat_template(tokenizer: Any) -> None:
     turn = tokenizer("turn<eos>")["input_ids"]
     expected = tokenizer.apply_chat_template(whole, add_generation_prompt=True, return_dict=False)
     assert [*prompt, *turn, *after_eos] == expected, "as if it had been written in one go"
-    said = {"role": "user", "content": "abc ratchet0mark xyz"}
-    two = content_ids([said, *messages], tokenizer.eos_token_id, tokenizer)
+    said: Messages = [{"role": "user", "content": "abc ratchet0mark xyz"}, {"role": "user", "content": "more"}]
+    two = content_ids(said, tokenizer.eos_token_id, tokenizer)
     assert tokenizer.decode(two) == ".(user)abc ratchet0mark xyz<eos>.(user)more<eos>.(assistant)"
     for template, does in (("{{ messages[-1].content }}", "leaves out"), (f"{TEMPLATE}{TEMPLATE}", "repeats")):
         tokenizer.chat_template = template
