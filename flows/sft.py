@@ -10,8 +10,9 @@ from rlhf import seeding
 from rlhf.algorithms.objectives import SupervisedObjective
 from rlhf.config import SFTConfig
 from rlhf.data.examples import supervised
+from rlhf.data.turns import treat_special_tokens
 from rlhf.engines.torch_engine import TorchEngine
-from rlhf.models import eos_token_ids, load_actor, load_tokenizer
+from rlhf.models import check_embeddings, eos_token_ids, load_actor, load_tokenizer
 from tasks.fit import Fit, fit
 from tasks.recording import noted
 
@@ -21,6 +22,8 @@ from tasks.recording import noted
 def sft(config: SFTConfig, take_over: bool = False) -> dict[str, float]:
     """Start or resume the fit, and write the model's folder; returns the metrics of the last round."""
     tokenizer = load_tokenizer(config.model)
+    check_embeddings(config.model, config.model)
+    treat_special_tokens(tokenizer, config.special_tokens)
     examples, left_out = supervised(
         config.data,
         tokenizer,

@@ -57,7 +57,8 @@ def summary(config: RunConfig, state: RunState) -> list[str]:
 
 def first_prompt(config: RunConfig) -> str:
     """The first prompt of the data as the policy sees it, cut and on one line: text from outside, as JSON writes it."""
-    tokenizer, data = policy_tokenizer(config.model, config.rollout.environment), config.data
+    data = config.data
+    tokenizer = policy_tokenizer(config.model, config.rollout.environment, data.special_tokens)
     text, ids = encode(
         PromptDataset(data.train)[0],
         tokenizer,

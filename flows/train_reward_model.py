@@ -14,7 +14,7 @@ from rlhf.config import RewardTraining
 from rlhf.data.examples import preferences
 from rlhf.engines.model_engine import ModelEngine
 from rlhf.engines.torch_engine import TorchEngine
-from rlhf.models import load_scorer, load_tokenizer
+from rlhf.models import check_embeddings, load_scorer, load_tokenizer
 from tasks.fit import Fit, fit
 from tasks.recording import noted
 
@@ -23,6 +23,7 @@ from tasks.recording import noted
 @noted
 def train_reward_model(config: RewardTraining, take_over: bool = False) -> dict[str, float]:
     """Start or resume the fit, and write the model's folder; returns the metrics of the last round."""
+    check_embeddings(config.model, config.model)
     model = load_scorer(config.model, config.run.seed)
     examples = _pairs(config, config.data, model.config.get_text_config().pad_token_id)
     held_out = None
@@ -65,6 +66,7 @@ def _pairs(config: RewardTraining, url: str, padding: int | None) -> TrajectoryB
 def accuracy_of(config: RewardTraining) -> dict[str, float]:
     """How well the model that a training starts from ranks its held-out pairs; see `accuracy`."""
     assert config.validation is not None, "there are held-out pairs"
+    check_embeddings(config.model, config.model)
     model = load_scorer(config.model, config.run.seed)
     pairs = _pairs(config, config.validation, model.config.get_text_config().pad_token_id)
     engine = TorchEngine(model, "reward", dtype=config.model.dtype, kernels=config.model.kernels)

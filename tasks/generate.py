@@ -50,6 +50,7 @@ class PromptConfig(StageConfig):
     max_prompt_tokens: int = key("max_prompt_tokens")
     truncation: str = key("truncation")
     system_prompt: str | None = key("system_prompt")
+    special_tokens: str = key("special_tokens")
 
 
 class EnvironmentStageConfig(StageConfig):

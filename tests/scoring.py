@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlhf.rewards import Trajectory
-from rlhf.rewards.pool import AnswerStore, RewardPool, Written
+from rlhf.rewards.pool import AnswerStore, RewardPool, TrialAnswer
 
 
 def trajectory(
@@ -65,6 +65,6 @@ def pool_of(
     )
 
 
-def written(prompt: Any, text: str) -> Written:
+def written(prompt: Any, text: str) -> TrialAnswer:
     """An answer of a policy whose tokens are letters, after a prompt without a chat template."""
-    return Written("", letters_of(text), text)
+    return TrialAnswer("", letters_of(text), text)

@@ -6,6 +6,8 @@ import importlib.metadata
 import importlib.util
 import json
 import math
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -46,8 +48,10 @@ from rlhf.config import (
 )
 from rlhf.config.older import changed_since
 from rlhf.data.experts import Matched
+from rlhf.data.formats import formulas_of
 from rlhf.data.prompts import Prompt, PromptDataset, check_length, render
 from rlhf.data.responses import response_text
+from rlhf.data.turns import special_in
 from rlhf.environments import check_environment, environment_digest
 from rlhf.environments.calls import try_environment
 from rlhf.environments.dialogues import is_prefix_stable
@@ -57,6 +61,7 @@ from rlhf.models import (
     attention_heads,
     attention_of,
     check_architecture,
+    check_embeddings,
     check_reward_model,
     check_weights,
     files_digest,
@@ -69,13 +74,15 @@ from rlhf.models import (
 )
 from rlhf.rewards import COMPARING, auto, can_be_right, check_rewards, reward_digest
 from rlhf.rewards.functions import TAIL_CHARACTERS
-from rlhf.rewards.pool import Written, try_rewards
+from rlhf.rewards.pool import TrialAnswer, compare_columns, try_rewards
 from rlhf.validation import reported
 
 SOURCES = 8
 """Largest number of data sources of a file whose rewards are tried, and of mistakes that are reported at once."""
 AS_THEY_ARE = "{{ messages[-1]['content'] }}"
 """The chat template that leaves a text as it is."""
+USUAL_HEADS = (32, 64, 96, 128, 256)
+"""Sizes of attention heads that vLLM supports everywhere: to ask it takes 10 to 25 s."""
 LONGEST_MASK = 32_768
 """Largest number of tokens in a row for which each rank may build a mask of all positions: it takes 1 GiB."""
 MANY_PROMPTS = 10_000
@@ -323,7 +330,7 @@ def _size_of(model: ModelConfig, data: DataConfig, environment: str | None) -> i
     dataset = PromptDataset(data.train)
     if data.truncation == "drop":
         of_environment = None if environment is None else EnvironmentConfig.model_validate_json(environment)
-        tokenizer = policy_tokenizer(model, of_environment)
+        tokenizer = policy_tokenizer(model, of_environment, data.special_tokens)
         dataset = dataset.without_overlong(tokenizer, data.max_prompt_tokens, data.system_prompt)
     return len(dataset)
 
@@ -422,10 +429,13 @@ def _check_models(config: RunConfig) -> None:
     check_all(
         partial(check_architecture, config.model, "model", is_critic=False),
         partial(_check_heads, config),
+        partial(_check_heads_of_vllm, config),
         *(partial(_check_megatron, config, role) for role in (*config.trainers, *config.frozen_models)),
         *(partial(_check_packing, config, owner) for owner in config.trainers),
         partial(_check_vocabulary, config),
         partial(check_lengths, config),
+        partial(check_embeddings, config.model, *_readers(config)),
+        *([] if config.reward.model is None else [partial(check_embeddings, config.reward.model, config.reward.model)]),
         *([partial(check_architecture, config.critic_model, "critic.model", is_critic=True)] * config.needs_critic),
     )
 
@@ -437,6 +447,35 @@ def _check_heads(config: RunConfig) -> None:
             f"rollout.vllm.tensor_parallel is {devices}, which does not divide the model's {heads} attention heads: "
             "change it"
         )
+
+
+def _check_heads_of_vllm(config: RunConfig) -> None:
+    """Refuse a model whose attention heads have a size that vLLM cannot compute without a GPU."""
+    import torch
+
+    pool = config.pool_of("rollout")
+    has_gpu = torch.cuda.is_available() if pool is None else config.pools[pool].gpus_per_worker > 0
+    if config.rollout.engine != "vllm" or has_gpu or not _is_installed("vllm"):
+        return
+    decoder = text_config(config.model)
+    size = getattr(decoder, "head_dim", None) or decoder.hidden_size // decoder.num_attention_heads
+    if size not in USUAL_HEADS and not vllm_supports_heads(size):
+        raise UserError(
+            f"rollout.engine vllm cannot compute {config.model.path} without a GPU: its attention heads have {size} "
+            "dimensions (head_dim): choose another model, or rollout.engine: hf"
+        )
+
+
+@cache
+def vllm_supports_heads(size: int) -> bool:
+    """Ask the installed vLLM, without starting it, whether its attention on the CPU supports heads of a size. An answer
+    that cannot be read is yes: its start will say."""
+    ask = (
+        "from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend as backend\n"
+        f"print(backend.supports_head_size({size}))"
+    )
+    asked = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=False)
+    return asked.stdout.split()[-1:] != ["False"]
 
 
 def _check_packing(config: RunConfig, owner: str) -> None:
@@ -489,6 +528,11 @@ def _check_vocabulary(config: RunConfig) -> None:
         )
 
 
+def _readers(config: RunConfig) -> list[ModelConfig]:
+    """The models that read the policy's tokens."""
+    return [config.model, *([config.critic_model] * config.needs_critic), *config.frozen_models.values()]
+
+
 def check_lengths(config: RunConfig) -> None:
     """Check that the models can read a longest prompt with its longest response.
 
@@ -497,8 +541,7 @@ def check_lengths(config: RunConfig) -> None:
     """
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
     limits: dict[str, int] = {}
-    used = [config.model, *([config.critic_model] * config.needs_critic)]
-    for model in [*used, *config.frozen_models.values()]:
+    for model in _readers(config):
         if (limit := longest_sequence(model)) is not None and limit < prompt + response:
             limits[model.path] = limit
     if limits:
@@ -547,11 +590,15 @@ def check_prompts(
     problems: dict[str, str] = {}
     """The first problem of each kind and data source."""
     comparing = next((name for name in reward.functions if name in COMPARING), None)
-    tokenizer, refuses_long = policy_tokenizer(model, environment), data.truncation == "error"
+    tokenizer, refuses_long = policy_tokenizer(model, environment, data.special_tokens), data.truncation == "error"
     readers = [tokenizer, *([] if reward.model is None else [load_tokenizer(reward.model, writes=False)])]
     if refuses_long and len(dataset) > MANY_PROMPTS:
         note(f"checking the lengths of {len(dataset)} prompts")
-    texts = 0
+    texts = spelling = 0
+    first_spelling, special = "", dict[str, None]()
+    """The first prompt that spells special tokens, and the tokens that some spell."""
+    accepted, refused = set[tuple[str, ...]](), set[tuple[str, ...]]()
+    """The roles of conversations that templates render, or refuse: they look at little else."""
     for prompt in dataset:
         texts += prompt.is_text
         sources = firsts.setdefault(prompt.where.rpartition(",")[0], {})
@@ -563,31 +610,47 @@ def check_prompts(
             problems.setdefault(
                 "truth",
                 f"{prompt.where}: reward.function {comparing} needs reward_model.ground_truth (or a column "
-                "ground_truth, solution or answer), which is missing",
+                "ground_truth, answer or solution), which is missing",
             )
         elif not can_be_right(reward.functions, prompt):
             first = sources.get(prompt.data_source)
             if first is None or can_be_right(reward.functions, first):  # it is tried, too
                 doubtful.setdefault(prompt.data_source, prompt)
-        if prompt.has_calls:
-            if "calls" in problems:
-                continue
+        elif "math" in built_ins_of(prompt, reward) and is_worked(prompt.ground_truth):
+            problems.setdefault(
+                "formulas",
+                f"{prompt.where}: the ground truth is a text of several formulas ({prompt.ground_truth!r:.60}...), and "
+                "reward.function math would compare with one of them: put the answer into a column answer, or into "
+                "\\boxed{} in this text",
+            )
+        messages = prompt.after(data.system_prompt)
+        if spelled := special_in(messages, tokenizer):
+            spelling, first_spelling = spelling + 1, first_spelling or prompt.where
+            special |= dict.fromkeys(sorted(spelled))
+        roles = tuple(message["role"] for message in messages)
+        if prompt.has_calls or roles not in accepted | refused:
             try:
                 for reader in readers:
-                    render(prompt.after(data.system_prompt), reader, prompt.where, add_generation_prompt=True)
+                    render(messages, reader, prompt.where, add_generation_prompt=True)
             except UserError as error:
-                problems["calls"] = str(error)
-                continue
+                added = len(messages) > len(prompt.messages)
+                fix = " (data.system_prompt puts a system message in front: set it to null)" if added else ""
+                problems.setdefault("template", f"{error}{fix}")
+                refused.add(roles)
+            else:
+                accepted.add(roles)
+        if roles in refused:
+            continue
         if refuses_long and "length" not in problems:
             try:
                 check_length(prompt, tokenizer, data.max_prompt_tokens, data.system_prompt)
             except UserError as error:
                 problems["length"] = str(error)
 
-    def write(prompt: Prompt, answer: str) -> Written:
+    def write(prompt: Prompt, answer: str) -> TrialAnswer:
         text = render(prompt.after(data.system_prompt), tokenizer, prompt.where, add_generation_prompt=True)
         ids = list(tokenizer(answer, add_special_tokens=False)["input_ids"])
-        return Written(text[-TAIL_CHARACTERS:], ids, response_text(ids, tokenizer))
+        return TrialAnswer(text[-TAIL_CHARACTERS:], ids, response_text(ids, tokenizer))
 
     tried = [prompt for sources in firsts.values() for prompt in sources.values()]
     if environment is not None:
@@ -599,14 +662,34 @@ def check_prompts(
                 problems[failure] = failure
             else:
                 note(failure)
+        for line in compare_columns(reward, tried, write):
+            note(line)
     if problems:
         raise UserError("\n".join(list(problems.values())[:SOURCES]))
+    if spelling:
+        kept = data.special_tokens == "keep"
+        are = (
+            "control tokens, as data.special_tokens: keep says" if kept else "text, unless data.special_tokens is keep"
+        )
+        which = f"{spelling} of {counted(len(dataset), 'prompt')} spell special tokens"
+        note(f"{which} ({', '.join(list(special)[:SOURCES])}), the first in {first_spelling}: they are {are}")
     if texts and tokenizer.chat_template:
         which = "the prompts are texts" if texts == len(dataset) else f"{texts} of {len(dataset)} prompts are texts"
         note(
             f"{which}: the chat template of {model.path} renders each as a message of the user. To keep them as they "
             f"are, set model.chat_template to a file that has only {AS_THEY_ARE}"
         )
+
+
+def built_ins_of(prompt: Prompt, reward: RewardConfig) -> set[str | None]:
+    """The names of the rewards of a prompt, with what `auto` chooses for it."""
+    chosen = {auto.reward_of(prompt.data_source, prompt.style)} if "auto" in reward.functions else set()
+    return {*reward.functions, *chosen}
+
+
+def is_worked(ground_truth: str | None) -> bool:
+    """Whether a ground truth is the way to an answer that it does not mark: it has several formulas and no box."""
+    return ground_truth is not None and "\\boxed" not in ground_truth and len(formulas_of(ground_truth)) > 1
 
 
 def check_packages(config: RunConfig) -> None:

@@ -54,7 +54,8 @@ class Resources:
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The policy's tokenizer."""
-        return policy_tokenizer(self.config.model, self.config.rollout.environment)
+        config = self.config
+        return policy_tokenizer(config.model, config.rollout.environment, config.data.special_tokens)
 
     def environments(
         self, name: str, options: Mapping[str, Any], *, timeout_s: float, concurrency: int, on_error: OnError

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from rlhf.data.formats import Message
 from rlhf.data.prompts import tokenize_start
+from rlhf.data.turns import text_ids, token_ids, write
 from rlhf.environments.dialogues import Dialogue, content_ids
 
 if TYPE_CHECKING:
@@ -112,18 +113,15 @@ class Chat(Conversation):
         template = tokenizer.chat_template
         if self._tools and "tools" not in (template if isinstance(template, str) else "".join(template.values())):
             raise CannotRender("the chat template does not describe tools: set model.chat_template")
+
+        def rendered(contents: Mapping[str, Any]) -> str:
+            return str(tokenizer.apply_chat_template(**contents, add_generation_prompt=True, tokenize=False))
+
+        contents = {"conversation": self._messages, "tools": self._tools or None}
         try:
-            text = str(
-                tokenizer.apply_chat_template(
-                    self._messages,
-                    tools=self._tools or None,
-                    add_generation_prompt=True,
-                    tokenize=False,
-                )
-            )
+            return token_ids(write(rendered, contents, tokenizer), tokenizer)
         except Exception as error:  # a template may fail in any way on messages that it does not expect
             raise CannotRender(f"the chat template refuses the messages: {type(error).__name__}: {error}") from None
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def continues(self, branch: Branch, tokenizer: PreTrainedTokenizerBase) -> Continuation | None:
         """See `Conversation.continues`."""
@@ -181,7 +179,7 @@ class Completion(Conversation):
                 before = "".join(history)
                 if self._prompt.startswith(before):
                     rest = self._prompt[len(before) :]
-                    ids = list(tokenizer(rest, add_special_tokens=False)["input_ids"]) if rest else []
+                    ids = text_ids(rest, tokenizer) if rest else []
                     return Continuation(answers, ids, [*history, rest], {"prompt": rest})
             else:
                 known = [*dialogue.request.prompt_ids, *dialogue.ids[: dialogue.turn_ends[answers - 1]]]

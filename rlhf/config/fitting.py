@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rlhf.config.sections import CHECKPOINTING, ModelConfig, RunSection, Section
+from rlhf.config.sections import CHECKPOINTING, ModelConfig, RunSection, Section, SpecialTokens
 
 
 class FitConfig(Section):
@@ -51,6 +51,11 @@ class SFTConfig(FitConfig):
     )
     prompt_column: str = Field("prompt", description="column of the prompt: text, or messages {role, content}")
     response_column: str = Field("response", description="column of the response: text, or messages {role, content}")
+    special_tokens: SpecialTokens = Field(
+        "split",
+        description="special tokens of the tokenizer that prompts spell: text like any other (split), "
+        "or control tokens (keep)",
+    )
     steps: int = Field(250, gt=0, description="number of optimizer steps")
     batch_examples: int = Field(128, gt=0, description="examples per optimizer step")
     max_tokens: int = Field(

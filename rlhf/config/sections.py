@@ -195,6 +195,10 @@ class ReplayConfig(Section):
         return self.runs or (() if self.files is not None else (OWN,))
 
 
+SpecialTokens = Literal["split", "keep"]
+"""What becomes of special tokens in texts that the chat template did not write."""
+
+
 class DataConfig(Section):
     train: OneOrMore[str] = Field(
         min_length=1,
@@ -226,6 +230,11 @@ class DataConfig(Section):
         description="prompts that are too long: stop with an error, cut the left, right or middle, or drop them",
     )
     system_prompt: str | None = Field(None, description="system message for prompts that have none")
+    special_tokens: SpecialTokens = Field(
+        "split",
+        description="special tokens that prompts, environments and agents spell, such as the end of a turn: text like "
+        "any other (split), or control tokens like the chat template's (keep)",
+    )
 
     @model_validator(mode="after")
     def _weights_fit(self) -> Self:

@@ -9,6 +9,7 @@ from rlhf.batch import TrajectoryBatch
 from rlhf.data.files import read
 from rlhf.data.formats import Messages, messages_of, with_system
 from rlhf.data.prompts import Prompt, beginning, end_of_turn, tokens, with_response
+from rlhf.data.turns import token_ids
 from rlhf.errors import UserError, in_one_line
 
 if TYPE_CHECKING:
@@ -182,8 +183,8 @@ def pair_of(row: Mapping[str, Any], where: str) -> Iterator[tuple[Messages, str]
 def _tokens(
     messages: Messages, response: str, tokenizer: PreTrainedTokenizerBase, padding: int | None, where: str
 ) -> list[int]:
-    text, _ = with_response(messages, response, tokenizer, where)
-    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    written, _ = with_response(messages, response, tokenizer, where)
+    ids = token_ids(written, tokenizer)
     ids = ids if tokenizer.chat_template else [*beginning(ids, tokenizer), *ids]
     while len(ids) > 1 and ids[-1] == padding:
         ids.pop()

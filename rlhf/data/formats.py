@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple, NotRequired, TypedDict, cast
 
@@ -28,10 +29,12 @@ SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "a
 """Roles of ShareGPT's `from`."""
 PROMPTS = ("prompt", "messages", "conversations")
 """Columns of a prompt, in order of precedence."""
-TRUTHS = ("ground_truth", "solution", "answer")
-"""Columns of a ground truth outside `reward_model`, in order of precedence."""
+TRUTHS = ("ground_truth", "answer", "solution")
+"""Columns of a ground truth outside `reward_model`, in order of precedence: beside an `answer`, a `solution` is the way
+to it (OpenR1-Math, NuminaMath)."""
 LAYOUT = ("data_source", "prompt", "ability", "reward_model", "extra_info")
 """The columns of verl's layout."""
+_FORMULA = re.compile(r"(?<!\\)(\$\$?)(?!\$).+?(?<!\\)\1|\\\(.+?\\\)|\\\[.+?\\\]", re.DOTALL)
 CALLS = 'a list of {"function": {"name": ..., "arguments": {...}}}'
 """What `tool_calls` should be, for errors."""
 
@@ -102,6 +105,15 @@ def truth_of(row: Mapping[str, Any], answer: str | list[dict[str, Any]] | None, 
         raise UserError(f"{where}: reward_model should be an object {{style, ground_truth}}, not {reward_model!r:.60}")
     truths = (reward_model.get("ground_truth"), *map(row.get, TRUTHS), answer)
     return next((truth for truth in truths if truth is not None), None)
+
+
+def formulas_of(text: str) -> list[str]:
+    """The formulas in a text with LaTeX, as they are marked: by dollars, ``\\(...\\)`` or ``\\[...\\]``.
+
+    Args:
+        text: the text.
+    """
+    return [match[0] for match in _FORMULA.finditer(text)]
 
 
 def messages_of(value: Any, where: str, column: str = "prompt") -> Messages:

@@ -15,12 +15,14 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate, takewhile
 from pathlib import Path
+from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
 from rlhf.data import drawing, files
 from rlhf.data.drawing import Drawn
 from rlhf.data.folders import data_files, name_of
 from rlhf.data.formats import Messages, question_of, text_of, truth_of
+from rlhf.data.turns import Rendered, token_ids, write
 from rlhf.errors import UserError, in_one_line
 
 if TYPE_CHECKING:
@@ -329,9 +331,15 @@ def tokens(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, system_prompt: st
     Raises:
         UserError: the prompt cannot be rendered; see `render`.
     """
-    text = render(prompt.after(system_prompt), tokenizer, prompt.where, add_generation_prompt=True)
+
+    def template(messages: Messages) -> str:
+        return render(messages, tokenizer, prompt.where, add_generation_prompt=True)
+
+    messages = prompt.after(system_prompt)
     if tokenizer.chat_template:  # which writes the special tokens
-        return text, list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        written = write(template, messages, tokenizer)
+        return written.text, token_ids(written, tokenizer)
+    text = template(messages)
     return text, tokenize_start(text, tokenizer)
 
 
@@ -370,13 +378,16 @@ def render(
 
 
 def tokenize_start(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokenize the start of a sequence that will be continued.
+    """Tokenize the start of a sequence that will be continued, without a chat template.
 
     Args:
         text: the text; it may already start with the beginning-of-sequence token.
         tokenizer: its special tokens are put before the text, but none after it.
     """
-    plain = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    bos = tokenizer.bos_token or ""
+    first = bos if text.startswith(bos) else ""
+    written = write(lambda rest: first + rest, text.removeprefix(first), tokenizer)
+    plain = token_ids(written, tokenizer)
     return [*beginning(plain, tokenizer), *plain]
 
 
@@ -413,12 +424,13 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     end = (int(tokenizer.eos_token_id),)
     if not tokenizer.chat_template:
         return end
-    example = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    answer = token_hex(16)  # which the template writes nowhere else
+    example = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
     try:
-        _, separator, after = str(tokenizer.apply_chat_template(example, tokenize=False)).rpartition("!")
+        _, found, after = str(tokenizer.apply_chat_template(example, tokenize=False)).rpartition(answer)
     except TemplateError:  # the template has other roles
         return end
-    ids = list(tokenizer(after, add_special_tokens=False)["input_ids"]) if separator else []
+    ids = list(tokenizer(after, add_special_tokens=False)["input_ids"]) if found else []
     special = [token in tokenizer.added_tokens_decoder and token != tokenizer.unk_token_id for token in ids]
     if not any(special):
         return end
@@ -428,7 +440,7 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 
 def with_response(
     messages: Messages, response: str, tokenizer: PreTrainedTokenizerBase, where: str = "the prompt"
-) -> tuple[str, int | None]:
+) -> tuple[Rendered, int | None]:
     """Render a prompt and its response for a reward model.
 
     Args:
@@ -439,18 +451,30 @@ def with_response(
         where: file and row, for errors.
 
     Returns:
-        The text, and the position of the response in it; None if the template changes the response.
+        The rendered conversation, and the position of the response in its text; None if the template changes the
+        response.
 
     Raises:
         UserError: the prompt cannot be rendered; see `render`.
     """
-    question = render(messages, tokenizer, where, add_generation_prompt=True)
+    conversation: Messages = [*messages, {"role": "assistant", "content": response}]
     if not tokenizer.chat_template:
-        return f"{question}{response}{tokenizer.eos_token or ''}", len(question)
-    text = render([*messages, {"role": "assistant", "content": response}], tokenizer, where)
-    content = response.strip()  # templates may strip the content
-    start = text.find(content, len(question)) if text.startswith(question) else text.rfind(content)
-    return text, start - (len(response) - len(response.lstrip())) if start >= 0 else None
+        end = tokenizer.eos_token or ""
+
+        def joined(messages: Messages) -> str:
+            return render(messages[:-1], tokenizer, where) + messages[-1]["content"] + end
+
+        written = write(joined, conversation, tokenizer)
+        return written, len(written.text) - len(response + end)
+    written = write(lambda messages: render(messages, tokenizer, where), conversation, tokenizer)
+    answer = token_hex(16)
+    before, found, _ = render([*messages, {"role": "assistant", "content": answer}], tokenizer, where).rpartition(
+        answer
+    )
+    if not found or not written.text.startswith(before + response.strip()):  # templates may strip the content
+        return written, None
+    leading = len(response) - len(response.lstrip())
+    return written, len(before) - (0 if written.text.startswith(before + response) else leading)
 
 
 def _prompt(row: Mapping[str, Any], where: str, source: str) -> Prompt:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from rlhf.data.formats import Messages
 from rlhf.data.prompts import beginning, with_response
 from rlhf.data.responses import around_turns
+from rlhf.data.turns import Rendered, Tokens, token_ids, tokens
 from rlhf.engines import ranks
 from rlhf.engines.micro_batches import deal
 from rlhf.errors import UserError
@@ -65,8 +66,10 @@ class RewardEngine:
         Raises:
             UserError: a conversation is too long for the model.
         """
-        texts = [with_response(messages, response, self.tokenizer)[0] for messages, response in conversations]
-        ids = self._tokens(texts)["input_ids"]
+        ids = [
+            self._tokens(with_response(messages, response, self.tokenizer)[0]).ids
+            for messages, response in conversations
+        ]
         scores: dict[int, float] = {}
         for rows, logits in self._logits(ids, micro_batch_tokens):
             scores |= dict(zip(rows.tolist(), self._read(logits), strict=True))
@@ -91,22 +94,21 @@ class RewardEngine:
         """
         if not self.tokenizer.is_fast:
             raise UserError("the reward model's tokenizer does not report character offsets: use a fast tokenizer")
-        texts, ends, last = [], [], []
+        ids, ends, places = [], [], []
         for messages, response in conversations:
-            text, start = with_response(messages, response, self.tokenizer)
+            written, start = with_response(messages, response, self.tokenizer)
             if start is None:
                 raise UserError(
-                    f"the reward model's chat template changes a response, so its steps cannot be located: {text!r}"
+                    "the reward model's chat template changes a response, so its steps cannot be located: "
+                    f"{written.text!r}"
                 )
-            written = len(response.rstrip()) if self.tokenizer.chat_template else len(response)
-            texts.append(text)
+            kept = len(response.rstrip()) if self.tokenizer.chat_template else len(response)
             ends.append(step_ends(response, separator))
-            last.append([start + min(end, written) for end in ends[-1]])
-        tokens = self._tokens(texts, return_offsets_mapping=True)
-        ids, places = tokens["input_ids"], []
-        for offsets, ends_in_text in zip(tokens["offset_mapping"], last, strict=True):
+            ends_in_text = [start + min(end, kept) for end in ends[-1]]
+            read = self._tokens(written)
+            ids.append(read.ids)
             # offsets must not decrease, but a special token at the end may have offset 0
-            begins = np.maximum.accumulate([begin for begin, _ in offsets])
+            begins = np.maximum.accumulate([begin for begin, _ in read.spans])
             places.append(np.searchsorted(begins, ends_in_text) - 1)
         steps: dict[int, list[Step]] = {}
         for rows, logits in self._logits(ids, micro_batch_tokens):
@@ -129,22 +131,22 @@ class RewardEngine:
         elif self._buffers.take((*self.model.parameters(), *self.model.buffers())):
             release_memory(self.model.device)
 
-    def _tokens(self, texts: list[str], **options: Any) -> Any:
-        """Tokenize texts; without a chat template, which writes special tokens itself, prepend the initial ones."""
-        encoding = self.tokenizer(texts, add_special_tokens=False, **options)
-        for row, ids in enumerate(encoding["input_ids"]):
-            before = [] if self.tokenizer.chat_template else beginning(ids, self.tokenizer)
-            encoding["input_ids"][row] = [*before, *ids]
-            if "offset_mapping" in encoding:
-                encoding["offset_mapping"][row] = [*[(0, 0)] * len(before), *encoding["offset_mapping"][row]]
+    def _tokens(self, written: Rendered) -> Tokens:
+        """Tokenize a conversation; without a chat template, which writes special tokens itself, prepend the initial
+        ones."""
+        if self.tokenizer.is_fast:
+            ids, spans = tokens(written, self.tokenizer)
+        else:
+            ids, spans = token_ids(written, self.tokenizer), []
+        before = [] if self.tokenizer.chat_template else beginning(ids, self.tokenizer)
+        ids = [*before, *ids]
         longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        for text, ids in zip(texts, encoding["input_ids"], strict=True):
-            if longest is not None and len(ids) > longest:
-                raise UserError(
-                    f"the reward model reads at most {longest} tokens, but a conversation has {len(ids)} "
-                    f"({text[:60]!r}...): choose another model, or fork with a lower rollout.max_response_tokens"
-                )
-        return encoding
+        if longest is not None and len(ids) > longest:
+            raise UserError(
+                f"the reward model reads at most {longest} tokens, but a conversation has {len(ids)} "
+                f"({written.text[:60]!r}...): choose another model, or fork with a lower rollout.max_response_tokens"
+            )
+        return Tokens(ids, [*[(0, 0)] * len(before), *spans])
 
     def _logits(self, ids: list[list[int]], budget: int) -> Iterator[tuple[np.ndarray, torch.Tensor]]:
         """Yield rows and logits of each piece of this rank's share, float32, on the CPU."""

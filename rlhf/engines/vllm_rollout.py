@@ -37,7 +37,7 @@ from rlhf.engines.base import Chunk, Request, RolloutEngine, Sampling, limit_of,
 from rlhf.engines.vllm_child import Engine, NewTokens, Submission
 from rlhf.engines.weight_files import write_weights
 from rlhf.engines.weight_transfer import DeviceMemory, Packed, SharedMemory, send
-from rlhf.errors import EngineLost, UserError
+from rlhf.errors import EngineLost, UserError, in_one_line
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -118,11 +118,11 @@ class Child:
             kind, good, answer = None, False, self._last_words()
         if not good:
             self.end()
-            if kind == "refused":
-                raise UserError(
-                    f"vLLM refuses to start: {answer}: change model, or the keys in rollout and rollout.vllm"
-                )
-            raise EngineLost(f"vLLM did not start: {error_of_worker(self._log.read_text(errors='replace')) or answer}")
+            reason = answer if kind == "refused" else error_of_worker(self._log.read_text(errors="replace")) or answer
+            if kind == "refused" or cannot_pass(reason):
+                fix = "change model, or the keys in rollout and rollout.vllm"
+                raise UserError(f"vLLM refuses to start: {in_one_line(reason)}: {fix}")
+            raise EngineLost(f"vLLM did not start: {reason}")
         threading.Thread(target=self._read, name="vllm", daemon=True).start()
 
     def send(self, *message: Any) -> None:
@@ -208,6 +208,17 @@ def error_of_worker(log: str) -> str | None:
     """Find the error of a worker process of vLLM in its log: vLLM itself only says that there was one."""
     error = re.search(r"^\(Worker.*?\) ERROR .*?\] ([\w.]+(?:Error|Exception): .*)$", log, re.MULTILINE)
     return None if error is None else error[1]
+
+
+def cannot_pass(error: str) -> bool:
+    """Whether vLLM would fail again, for it refuses the model or its options, or lacks a package.
+
+    Args:
+        error: the error of its start, with its type: `ValueError: ...`. Memory that others use may become free.
+    """
+    kinds = r"(\w+\.)*(ValueError|TypeError|NotImplementedError|ImportError|ModuleNotFoundError): "
+    refuses = re.match(kinds, error) or re.search(r"unsupported|not supported|not implemented", error, re.IGNORECASE)
+    return refuses is not None and "memory" not in error.lower()
 
 
 class VLLMRollout(RolloutEngine):

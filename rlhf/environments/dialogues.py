@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from secrets import token_hex
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf.data.formats import Messages
 from rlhf.data.responses import response_text
+from rlhf.data.turns import text_ids, token_ids, write
 from rlhf.engines.base import Chunk, Request, Sampling
 from rlhf.environments import KEY
 from rlhf.errors import UserError
@@ -211,7 +213,7 @@ class Dialogue:
 
 
 def content_ids(content: str | Messages, last: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokenize an observation that follows a turn of the policy.
+    """Tokenize an observation that follows a turn of the policy; see `rlhf.data.turns`.
 
     Args:
         content: a text, which is tokenized unchanged, or messages, which the chat template renders after a message of
@@ -223,12 +225,11 @@ def content_ids(content: str | Messages, last: int, tokenizer: PreTrainedTokeniz
         UserError: the chat template refuses the messages.
     """
     if isinstance(content, str):
-        text = content
-    elif not tokenizer.chat_template:
-        text = "\n" + "\n".join(message["content"] for message in content) + "\n"
-    else:
-        text = _after_turn(content, str(tokenizer.decode([last])), tokenizer)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return text_ids(content, tokenizer)
+    if not tokenizer.chat_template:
+        return text_ids("\n" + "\n".join(message["content"] for message in content) + "\n", tokenizer)
+    end = str(tokenizer.decode([last]))
+    return token_ids(write(lambda messages: _after_turn(messages, end, tokenizer), content, tokenizer), tokenizer)
 
 
 def is_prefix_stable(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -245,10 +246,6 @@ def is_prefix_stable(tokenizer: PreTrainedTokenizerBase) -> bool:
     return str(tokenizer.apply_chat_template([*messages, more], tokenize=False)).startswith(rendered)
 
 
-MARK = "ratchet0mark"
-"""Stands for the policy's turn in a rendered conversation."""
-
-
 def _after_turn(messages: Messages, last: str, tokenizer: PreTrainedTokenizerBase) -> str:
     """What the chat template writes after a message of the assistant when others follow.
 
@@ -262,27 +259,35 @@ def _after_turn(messages: Messages, last: str, tokenizer: PreTrainedTokenizerBas
     """
     from jinja2 import TemplateError
 
+    mark = token_hex(16)  # stands for the policy's turn; no message contains it
     question: dict[str, Any] = {"role": "user", "content": "?"}
-    function = {"name": "f", "arguments": {"a": MARK}}
+    function = {"name": "f", "arguments": {"a": mark}}
     call = {"type": "function", "id": CALL_ID, "function": function}
-    answers: list[dict[str, Any]] = [{"role": "assistant", "content": MARK}]
+    answers: list[dict[str, Any]] = [{"role": "assistant", "content": mark}]
     if messages[0]["role"] == "tool":  # which some templates allow only after a call
         answers.append({"role": "assistant", "content": "", "tool_calls": [call]})
         messages = [{**message, "tool_call_id": CALL_ID} for message in messages]
+
+    def after(answer: dict[str, Any], messages: Messages) -> str:
+        conversation = [question, answer, *messages]
+        whole = str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
+        if whole.count(mark) != 1:
+            does = "repeats" if mark in whole else "leaves out"
+            raise UserError(f"the chat template {does} the assistant's messages: use another chat template")
+        return whole.partition(mark)[2]
+
     for number, answer in enumerate(answers, 1):
         try:
-            whole = str(
-                tokenizer.apply_chat_template([question, answer, *messages], tokenize=False, add_generation_prompt=True)
-            )
+            rest = after(answer, messages)
         except TemplateError as error:
             if number == len(answers):
                 roles = ", ".join(message["role"] for message in messages)
                 raise UserError(f"the chat template refuses the messages of {KEY} (roles: {roles}): {error}") from None
         else:
             break
-    if MARK not in whole:
-        raise UserError("the chat template leaves out the assistant's messages: use another chat template")
-    _, _, after = whole.rpartition(MARK)
-    if "tool_calls" in answer and last in after:
-        return after[after.index(last) + len(last) :]
-    return after.removeprefix(last)
+    if "tool_calls" in answer:
+        first = token_hex(16)  # the turn ends before the messages begin, which may contain its last token, too
+        call_end, _, _ = after(answer, [{**messages[0], "content": first}]).partition(first)
+        if last in call_end:
+            return rest.partition(last)[2]
+    return rest.removeprefix(last)

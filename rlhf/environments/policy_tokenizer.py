@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rlhf.data.turns import treat_special_tokens
 from rlhf.environments import load_environment
 from rlhf.errors import UserError
 from rlhf.models import load_tokenizer
@@ -11,21 +12,25 @@ from rlhf.models import load_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rlhf.config.sections import EnvironmentConfig, ModelConfig
+    from rlhf.config.sections import EnvironmentConfig, ModelConfig, SpecialTokens
 
 
-def policy_tokenizer(model: ModelConfig, environment: EnvironmentConfig | None) -> PreTrainedTokenizerBase:
+def policy_tokenizer(
+    model: ModelConfig, environment: EnvironmentConfig | None, special_tokens: SpecialTokens = "split"
+) -> PreTrainedTokenizerBase:
     """Load the tokenizer of the policy.
 
     Args:
         model: the policy's model.
         environment: `rollout.environment`. If its class has a class method `schemas`, of the options, the chat
             template gets the tools that it returns.
+        special_tokens: `data.special_tokens`.
 
     Raises:
         UserError: the tokenizer cannot be loaded, or its chat template does not describe tools.
     """
     tokenizer = load_tokenizer(model)
+    treat_special_tokens(tokenizer, special_tokens)
     if environment is None:
         return tokenizer
     schemas_of = getattr(load_environment(environment.name), "schemas", None)

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import shutil
 from functools import cache
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from rlhf.models.skeleton import Skeleton
 
 WEIGHTS = ("*.safetensors", "config.json", "*.safetensors.index.json")
+NAMED = 3
+"""Tokens that an error names."""
 TOKENIZER = ("tokenizer*", "*.model", "vocab*", "merges.txt", "special_tokens_map.json", "chat_template*")
 """Files that the digest of a tokenizer covers; another pattern would change the digests of stored runs."""
 OF_TOKENIZERS = (*TOKENIZER, "added_tokens.json", "*.tiktoken")
@@ -179,6 +182,32 @@ def longest_sequence(model: ModelConfig) -> int | None:
     stretched = rope.get("rope_type") in ("linear", "dynamic") and not text.model_type.startswith("gemma3")
     longest = int(limit * (rope.get("factor") or 1)) if stretched else int(limit)  # other types include the factor
     return max(longest, getattr(text, "model_max_length", None) or 0)
+
+
+def check_embeddings(tokenizer_of: ModelConfig, *models: ModelConfig) -> None:
+    """Check that models have a row of embeddings for every token.
+
+    Args:
+        tokenizer_of: the model whose tokenizer writes the tokens.
+        models: models that read them.
+
+    Raises:
+        UserError: one has fewer rows; a line for each model.
+    """
+    vocabulary = load_tokenizer(tokenizer_of, writes=False).get_vocab()
+    rows = {model.path: getattr(text_config(model), "vocab_size", None) for model in models}
+    size = max(vocabulary.values()) + 1
+    mistakes = []
+    for path, count in rows.items():
+        if count is not None and count < size:
+            extra = [token for token, number in sorted(vocabulary.items(), key=itemgetter(1)) if number >= count]
+            names = ", ".join(extra[:NAMED]) + (f" and {len(extra) - NAMED} more" if len(extra) > NAMED else "")
+            mistakes.append(
+                f"{path} has embeddings for {count} tokens, and the tokenizer of {tokenizer_of.path} has {size}: call "
+                f"model.resize_token_embeddings({size}) and save the model, or remove the tokens {names}"
+            )
+    if mistakes:
+        raise UserError("\n".join(mistakes))
 
 
 def check_architecture(model: ModelConfig, key: str, *, is_critic: bool) -> None:

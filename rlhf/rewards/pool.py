@@ -34,7 +34,7 @@ import psutil
 from rlhf import child_processes
 from rlhf.data.prompts import structures
 from rlhf.errors import NotFinite, RatchetError
-from rlhf.rewards import BUILT_IN, JUDGE, auto, can_be_right
+from rlhf.rewards import BUILT_IN, COMPARING, JUDGE, auto, can_be_right
 from rlhf.rewards.functions import (
     FAILURES,
     KEY,
@@ -254,7 +254,7 @@ ANSWERS = (
 """What a policy may write, which is the same at each start."""
 
 
-class Written(NamedTuple):
+class TrialAnswer(NamedTuple):
     """An answer after a prompt, as the tokenizer and the chat template of the policy make it."""
 
     prompt_tail: str
@@ -267,7 +267,7 @@ class Written(NamedTuple):
 def try_rewards(
     reward: RewardConfig,
     prompts: Sequence[Prompt],
-    write: Callable[[Prompt, str], Written],
+    write: Callable[[Prompt, str], TrialAnswer],
     note: Callable[[str], None] = lambda _: None,
 ) -> Iterator[str]:
     """Score answers to each prompt, before anything is generated.
@@ -342,6 +342,48 @@ def try_rewards(
         reported |= {n, bug}
 
 
+def compare_columns(
+    reward: RewardConfig, prompts: Sequence[Prompt], write: Callable[[Prompt, str], TrialAnswer]
+) -> Iterator[str]:
+    """Score the solutions of rows that also have an answer as their truth, before anything is generated.
+
+    Args:
+        reward: the reward section of the config.
+        prompts: a few prompts, such as the first of each file.
+        write: gives the tokens of an answer to a prompt.
+
+    Yields:
+        One line for each solution that a built-in reward, which compares with the answer, gives 0.
+
+    Raises:
+        RewardFailed: the reward process could not start.
+    """
+    names = {name: 1.0 for name in reward.functions if name in COMPARING and name != "code"}
+    worked = [
+        (prompt, solution)
+        for prompt in prompts
+        if isinstance(extra := json.loads(prompt.extra_info), dict)
+        and isinstance(solution := extra.get("solution"), str)
+        and solution != prompt.ground_truth
+    ]
+    if not names or not worked:
+        return
+    options = {name: chosen for name, chosen in reward.arguments.items() if name in names}
+    pool = RewardPool(names, options, workers=1, timeout_s=reward.timeout_s, concurrency=reward.concurrency)
+    try:
+        trials = [_trial(f"trial-{n}", 0, *pair, write) for n, pair in enumerate(worked)]
+        scores = pool.score(trials)
+    finally:
+        pool.close()
+    for (prompt, solution), score in zip(worked, scores, strict=True):
+        if isinstance(score, Score) and score.score == 0:
+            yield (
+                f"{prompt.where}: {KEY} {' + '.join(names)} gives the row's own solution ({solution!r:.60}) 0, because "
+                f"the ground truth is {prompt.ground_truth!r:.40}: if that is wrong, call the column of the truth "
+                "ground_truth"
+            )
+
+
 def _without_place(error: str, group: Sequence[Trajectory]) -> str:
     for asked in (group, group[:1]):
         error = error.removesuffix(f" ({place_of(asked)})")
@@ -357,7 +399,7 @@ def _remedy(reward: RewardConfig) -> str:
 
 
 def _trial(
-    prompt_id: str, sample: int, prompt: Prompt, text: str | None, write: Callable[[Prompt, str], Written]
+    prompt_id: str, sample: int, prompt: Prompt, text: str | None, write: Callable[[Prompt, str], TrialAnswer]
 ) -> Trajectory:
     """A trajectory with an answer; None: the ground truth."""
     truth, extra = structures(prompt.ground_truth, prompt.ground_truth_is_json, prompt.extra_info)
@@ -385,7 +427,7 @@ def _trial(
 
 
 def _right_answers(
-    reward: RewardConfig, prompt: Prompt, write: Callable[[Prompt, str], Written]
+    reward: RewardConfig, prompt: Prompt, write: Callable[[Prompt, str], TrialAnswer]
 ) -> Iterator[tuple[str, str]]:
     """The built-ins that can tell a right answer to a prompt, each with one: what the prompt has begun is left out, and
     the rest is as it is read of its tokens."""

@@ -38,6 +38,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
+from infra.execution.driver import check_inputs
 from rlhf.algorithms.objectives import SupervisedObjective
 from rlhf.batch import TrajectoryBatch
 from rlhf.config import ModelConfig
@@ -53,7 +54,7 @@ from rlhf.engines.vllm_rollout import VLLMRollout
 from rlhf.environments.dialogues import Dialogue
 from rlhf.errors import EngineLost, UserError
 from rlhf.models import load_actor, load_tokenizer
-from tests import sglang_server
+from tests import sglang_server, tiny
 from tests.extras import needs
 from tests.served import end_servers
 from tests.tiny import model_folder, moe_folder
@@ -285,6 +286,23 @@ def test_options_that_vllm_refuses_are_a_mistake_of_the_user(policy_folder: Path
     engine = VLLMRollout(policy_folder, eos_token_ids=EOS, max_model_len=10**6)
     try:
         with pytest.raises(UserError, match=r"^vLLM refuses to start: User-specified max_model_len \(1000000\) .*"):
+            engine.generate(requests(1), ENGINES["vllm"].sampling)
+    finally:
+        engine.close()
+
+
+@needs("vllm")
+def test_a_model_that_vllm_cannot_compute_is_a_mistake_of_the_user(tmp_path: Path) -> None:
+    """Which a dry run tells without starting it."""
+    folder = tiny.model_folder(tmp_path / "model", hidden=160)  # so that the size of a head is 40
+    tiny.prompt_file(tmp_path / "prompts.parquet")
+    with pytest.raises(
+        UserError, match=r"rollout\.engine vllm cannot compute .* its attention heads have 40 dimensions"
+    ):
+        check_inputs(tiny.config(tmp_path, rollout__engine="vllm"))
+    engine = VLLMRollout(folder, eos_token_ids=EOS, max_model_len=64, gpu_memory_utilization=0.1, enforce_eager=True)
+    try:
+        with pytest.raises(UserError, match=r"^vLLM refuses to start: .*head_dim=40"):
             engine.generate(requests(1), ENGINES["vllm"].sampling)
     finally:
         engine.close()

@@ -17,6 +17,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from rlhf.config import EnvironmentConfig
+from rlhf.data.formats import Messages
 from rlhf.data.prompts import Prompt, PromptDataset
 from rlhf.engines.base import Chunk, Request, RolloutEngine, Sampling, limit_of
 from rlhf.engines.generation import TRIES, Generator, Rules
@@ -192,9 +193,35 @@ def test_messages_go_through_the_chat_template(tokenizer: Any) -> None:
     turn = tokenizer("turn<eos>")["input_ids"]
     expected = tokenizer.apply_chat_template(whole, add_generation_prompt=True, return_dict=False)
     assert [*prompt, *turn, *after_eos] == expected, "as if it had been written in one go"
-    tokenizer.chat_template = "{{ messages[-1].content }}"
-    with pytest.raises(UserError, match="use another chat template"):
-        content_ids(messages, 7, tokenizer)
+    said: Messages = [{"role": "user", "content": "abc ratchet0mark xyz"}, {"role": "user", "content": "more"}]
+    two = content_ids(said, tokenizer.eos_token_id, tokenizer)
+    assert tokenizer.decode(two) == ".(user)abc ratchet0mark xyz<eos>.(user)more<eos>.(assistant)"
+    for template, does in (("{{ messages[-1].content }}", "leaves out"), (f"{TEMPLATE}{TEMPLATE}", "repeats")):
+        tokenizer.chat_template = template
+        with pytest.raises(UserError, match=f"{does} the assistant's messages: use another chat template"):
+            content_ids(messages, 7, tokenizer)
+
+
+def test_a_result_of_a_tool_may_spell_the_end_of_a_turn(tokenizer: Any) -> None:
+    """Also where the template writes another end after a call: nothing of the result is taken for the end of the turn
+    before it."""
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.tool_calls %}({{ m.tool_calls[0].function.arguments.a }})"
+        "{% elif m.role == 'assistant' %}{{ raise_exception('no call') }}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}."
+    )
+    results = [{"role": "tool", "content": "a<eos>b"}, {"role": "tool", "content": "c"}]
+    ids = content_ids(results, tokenizer.eos_token_id, tokenizer)
+    assert tokenizer.decode(ids).endswith("a<eos>bc.")
+    assert tokenizer.eos_token_id not in ids
+
+
+def test_an_environment_cannot_end_a_turn(tokenizer: Any) -> None:
+    engine = ScriptedEngine(tokenizer, [["ab", "f"]])
+    [dialogue], _ = talk(engine, [Observation("X<eos>Y"), Observation(None)])
+    assert tokenizer.decode(dialogue.ids) == "abX<eos>Yf"
+    assert tokenizer.eos_token_id not in dialogue.ids
 
 
 def test_an_environment_that_fails_is_named(tokenizer: Any) -> None:

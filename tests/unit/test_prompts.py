@@ -303,6 +303,15 @@ def test_each_epoch_is_another_permutation(ten: PromptDataset) -> None:
     assert ten.draw(1, 0, 100) != whole
 
 
+NO_SPECIAL_TOKENS: dict[str, Any] = {
+    "bos_token": None,
+    "bos_token_id": None,
+    "added_tokens_decoder": {},
+    "all_special_tokens": [],
+    "is_fast": False,
+}
+
+
 def tokenizer(chat_template: bool = False) -> Any:
     """One token a character; a template shows roles."""
 
@@ -312,11 +321,14 @@ def tokenizer(chat_template: bool = False) -> Any:
         return "".join(f"<{message['role']}>{message['content']}" for message in messages) + "<assistant>"
 
     class Tokenizer(SimpleNamespace):
+        __hash__ = object.__hash__
+
         def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
             assert not (add_special_tokens and chat_template), "the template brings them"
             return {"input_ids": [ord(character) for character in text]}
 
-    return Tokenizer(bos_token_id=None, chat_template="..." if chat_template else None, apply_chat_template=template)
+    chat = {"chat_template": "..." if chat_template else None, "apply_chat_template": template}
+    return Tokenizer(**NO_SPECIAL_TOKENS, **chat)
 
 
 @pytest.mark.parametrize(
@@ -360,13 +372,15 @@ def test_a_prompt_of_millions_of_characters_is_not_tokenized(tmp_path: Path, tru
     """That would take a minute, only to find what its size says at once."""
 
     class Untouched(SimpleNamespace):
+        __hash__ = object.__hash__
+
         def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
             assert len(text) < 1_000_000
             return {"input_ids": [1] * len(text)}
 
     rows = [{**ROW, "prompt": "short"}, {**ROW, "prompt": "x" * 10_000_000}]
     dataset = PromptDataset([json_lines(tmp_path / "a.jsonl", *rows)])
-    untouched: Any = Untouched(chat_template=None, bos_token_id=None)
+    untouched: Any = Untouched(chat_template=None, **NO_SPECIAL_TOKENS)
     if truncation == "drop":
         assert [prompt.where for prompt in dataset.without_overlong(untouched, 512, None)] == [dataset[0].where]
         return

@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 
 from examples.countdown_model import build_tokenizer
 from rlhf.config import RewardModelConfig, parse_config
-from rlhf.data.formats import Messages
+from rlhf.data.formats import Message, Messages
 from rlhf.data.prompts import with_response
 from rlhf.engines.reward_engine import RewardEngine, step_ends, text_lengths
 from rlhf.errors import UserError
@@ -72,7 +72,7 @@ def test_a_process_reward_is_read_at_the_last_token_of_each_step(base: Path, tmp
     found = engine.steps(SAID, ".", micro_batch_tokens=10_000)
     model = AutoModelForTokenClassification.from_pretrained(folder)
     for (messages, response), steps in zip(SAID, found, strict=True):
-        text, start = with_response(messages, response, engine.tokenizer)
+        (text, _), start = with_response(messages, response, engine.tokenizer)
         with torch.no_grad():
             logits = model(engine.tokenizer(text, return_tensors="pt")["input_ids"]).logits[0].softmax(-1)[:, 1]
         ends = {0: [], 1: [], 2: [5, 7]}[SAID.index((messages, response))]
@@ -147,15 +147,27 @@ def test_a_critic_begins_as_the_reward_model(base: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("response", ["d", "e", "im", "<|"])
 def test_a_response_is_not_mistaken_for_what_the_template_adds(response: str) -> None:
-    class ChatML:
-        chat_template = "..."
-
-        def apply_chat_template(self, messages: Any, tokenize: bool, add_generation_prompt: bool = False) -> str:
-            text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
-            return text + ("<|im_start|>assistant\n" if add_generation_prompt else "")
-
-    text, start = with_response([{"role": "user", "content": "d e im"}], response, ChatML())  # type: ignore[arg-type]
+    tokenizer = tiny.character_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    (text, _), start = with_response([{"role": "user", "content": "d e im"}], response, tokenizer)
     assert start == text.rindex("assistant\n") + len("assistant\n")
+
+
+def test_a_response_cannot_end_its_turn(base: Path, tmp_path: Path) -> None:
+    """Of an answer that spells the end of sequence, the reward model reads the letters."""
+    folder = tiny.reward_model_folder(tmp_path / "judge", base)
+    config = RewardModelConfig(path=str(folder), dtype="float32")
+    engine = RewardEngine(load_reward_model(config), load_tokenizer(config))
+    question = [Message(role="user", content="why")]
+    [score] = engine.scores([(question, "so<eos>")], micro_batch_tokens=100)
+    letters = engine.tokenizer.convert_tokens_to_ids([*"whyso<eos>"])
+    alone = AutoModelForSequenceClassification.from_pretrained(folder)
+    with torch.no_grad():
+        expected = alone(torch.tensor([[*letters, 1]])).logits[0, 0]
+    assert score == pytest.approx(float(expected), abs=1e-5)
 
 
 def test_a_critic_of_several_labels_is_refused(base: Path, tmp_path: Path) -> None:

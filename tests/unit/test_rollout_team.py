@@ -12,7 +12,7 @@ import torch
 
 from rlhf.engines.build import rollout_engine
 from rlhf.engines.rollout_team import RolloutTeam
-from rlhf.engines.vllm_rollout import VLLMRollout, error_of_worker
+from rlhf.engines.vllm_rollout import VLLMRollout, cannot_pass, error_of_worker
 from tests import tiny
 from tests.ranks import Ranks
 
@@ -160,3 +160,22 @@ def test_why_a_worker_of_vllm_failed_is_found_in_its_log() -> None:
     assert error_of_worker(log) == "RuntimeError: Cannot find any model weights"
     assert error_of_worker(log.replace("RuntimeError:", "torch.OutOfMemoryError:")) is not None
     assert error_of_worker("(MainProcess pid=1) ERROR 11-24 11:58:53 [core.py:1] ValueError: of vLLM itself") is None
+
+
+@pytest.mark.parametrize(
+    ("error", "refuses"),
+    [
+        ("RuntimeError: Unsupported CPU attention configuration: head_dim=40", True),
+        ("ValueError: Model architectures ['Mine'] are not supported for now", True),
+        ("pydantic_core.ValueError: bad", True),
+        ("NotImplementedError: no such kernel", True),
+        ("ModuleNotFoundError: No module named 'flashinfer'", True),
+        ("ValueError: Free memory on device (1/8 GiB) on startup is less than desired GPU memory utilization", False),
+        ("torch.OutOfMemoryError: CUDA out of memory", False),
+        ("RuntimeError: NCCL error", False),
+        ("exit code -9", False),
+        ("it did not start within 900 s", False),
+    ],
+)
+def test_what_vllm_would_refuse_again_is_not_tried_again(error: str, refuses: bool) -> None:
+    assert cannot_pass(error) is refuses

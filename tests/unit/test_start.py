@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from flows.summary import first_prompt, summary
 from infra.execution.devices import check_devices
@@ -18,6 +19,8 @@ from infra.progress import Note, listening
 from infra.store.records import Claim, ShardCommit
 from infra.store.run_store import RunStore
 from rlhf.config import RunConfig
+from rlhf.data.formats import formulas_of
+from rlhf.data.prompts import PromptDataset
 from rlhf.errors import UserError
 from rlhf.models import longest_sequence
 from tests import tiny
@@ -230,3 +233,101 @@ def notes_of(config: RunConfig) -> str:
     with listening(lambda event: notes.append(event.text) if isinstance(event, Note) else None):
         check_inputs(config)
     return "\n".join(notes)
+
+
+GEMMA = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "({{ m.role }}){{ m.content }}{% endfor %}{% if add_generation_prompt %}(assistant){% endif %}"
+)
+
+
+def rows(path: Path, *contents: Any) -> str:
+    """A file of prompts, each a text or messages; its address."""
+    path.write_text("".join(json.dumps({"prompt": content, "answer": "4"}) + "\n" for content in contents))
+    return str(path)
+
+
+def test_a_template_that_refuses_a_role_is_one_line(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "gemma.jinja").write_text(GEMMA)
+    system, user = {"role": "system", "content": "Add."}, {"role": "user", "content": "2 + 2?"}
+    path = rows(tmp_path / "a.jsonl", [user], [system, user], [user])
+    template = {"model__chat_template": str(tmp_path / "gemma.jinja"), "reward__function": "constant"}
+    config = tiny.config(root, data__train=[path], **template)
+    refuses = "the chat template refuses the messages: System role not supported"
+    assert refusal(config) == [f"{path}, line 2: {refuses}"]
+    of_config = config.with_values({"data.system_prompt": "Add.", "data.train": [rows(tmp_path / "b.jsonl", "2 + 2?")]})
+    [line] = refusal(of_config)
+    assert line.startswith(f"{tmp_path / 'b.jsonl'}, line 1: {refuses} (data.system_prompt puts a system message")
+    check_inputs(of_config.with_values({"data.system_prompt": None}))
+
+
+@pytest.mark.parametrize(("treatment", "are"), [("split", "text, unless"), ("keep", "control tokens, as")])
+def test_prompts_that_spell_special_tokens_are_counted(root: Path, tmp_path: Path, treatment: str, are: str) -> None:
+    path = rows(tmp_path / f"{treatment}.jsonl", "2 + 2?", "2<eos>2<pad>", [{"role": "user", "content": "<eos>"}])
+    config = tiny.config(root, data__train=[path], reward__function="constant", data__special_tokens=treatment)
+    notes: list[object] = []
+    with listening(notes.append):
+        check_inputs(config)
+    [said] = [each.text for each in notes if isinstance(each, Note) and "special tokens" in each.text]
+    assert said.startswith(
+        f"2 of 3 prompts spell special tokens (<eos>, <pad>), the first in {path}, line 2: they are {are}"
+    )
+
+
+WORKED = "The speed is the way by the time, so with $60$ km and $2$ h it is five times that of the bike at $6$ km/h."
+
+
+def test_the_truth_is_the_answer_and_not_the_way_to_it(root: Path, tmp_path: Path) -> None:
+    """As rows of OpenR1-Math and NuminaMath have both; the trial says that the two differ."""
+    row = {"prompt": "A train goes $60$ km in $2$ h. Its speed?", "solution": WORKED, "answer": "30"}
+    good = row | {"solution": "$60$ km in $2$ h, so it is $\\boxed{30}$."}
+    files = {name: tmp_path / f"{name}.jsonl" for name in ("differs", "agrees", "alone")}
+    for path, written in zip(files.values(), (row, good, {**row, "answer": None}), strict=True):
+        path.write_text(json.dumps(written) + "\n")
+    config = tiny.config(root, data__train=[str(files["differs"])], reward__function="math")
+    assert [prompt.ground_truth for prompt in PromptDataset([files["differs"], files["agrees"]])] == ["30", "30"]
+    said = notes_of(config)
+    assert f"{files['differs']}, line 1: reward.function math gives the row's own solution ('The speed" in said
+    assert "because the ground truth is '30'" in said
+    agrees = config.with_values({"data.train": [str(files["agrees"])]})
+    assert "own solution" not in notes_of(agrees)
+    for changes in ({}, {"reward.function": "auto", "data.train": [f"{tmp_path}/math.jsonl"]}):
+        path = Path(changes.get("data.train", [str(files["alone"])])[0])
+        path.write_text(files["alone"].read_text())
+        [line] = refusal(config.with_values({"data.train": [str(path)], **changes}))
+        assert line.startswith(f"{path}, line 1: the ground truth is a text of several formulas ('The speed")
+        assert "put the answer into a column answer" in line
+
+
+@pytest.mark.parametrize(
+    ("text", "formulas"),
+    [
+        ("30", []),
+        ("$30$", ["$30$"]),
+        ("costs \\$5 and $x$, then $$y$$", ["$x$", "$$y$$"]),
+        ("\\(x\\) or \\[\ny\n\\]", ["\\(x\\)", "\\[\ny\n\\]"]),
+    ],
+)
+def test_the_formulas_of_a_text(text: str, formulas: list[str]) -> None:
+    assert formulas_of(text) == formulas
+
+
+def test_tokens_without_embeddings_are_named(root: Path, tmp_path: Path) -> None:
+    """A token was added to the tokenizer, and the model was not resized."""
+    folder = tmp_path / "added"
+    shutil.copytree(root / "model", folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    size = len(tokenizer)
+    tokenizer.add_tokens(["<a>", "<b>", "<c>", "<d>"])
+    tokenizer.save_pretrained(folder)
+    has = f"has embeddings for {size} tokens, and the tokenizer of {folder} has {size + 4}"
+    fix = f"call model.resize_token_embeddings({size + 4}) and save the model, or remove the tokens <a>, <b>, <c> and 1"
+    lines = refusal(
+        tiny.config(root, model={"path": str(folder), "dtype": "float32"}, critic__model=str(root / "model"))
+    )
+    assert [line.removesuffix(" more") for line in lines] == [
+        f"{path} {has}: {fix}" for path in (folder, root / "model")
+    ]
+    judge = tiny.reward_model_folder(tmp_path / "judge", folder)
+    [line] = refusal(tiny.config(root, reward={"model": {"path": str(judge), "dtype": "float32"}, "function": None}))
+    assert line.startswith(f"{judge} has embeddings for {size} tokens")

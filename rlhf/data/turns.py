@@ -1,0 +1,268 @@
+"""Tokens of conversations whose turns only the chat template writes.
+
+A content that holds a control token, such as a web page with `<|im_end|>`, would end its turn and begin another one if
+the rendered conversation were tokenized as it is. So the special tokens that the template writes are told apart from
+those in contents, which become the tokens of plain text.
+
+Special tokens are split. Added tokens that are not special (`<tool_call>` in Qwen's tokenizers) are words of the
+vocabulary, and stay so in any text. What a template writes as plain text (Zephyr's `<|user|>`) has no token that could
+tell it apart from a content.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import cached_property
+from secrets import token_hex
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from weakref import WeakKeyDictionary
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rlhf.config.sections import SpecialTokens
+
+T = TypeVar("T")
+Span = tuple[int, int]
+"""First character of a part of a text, and the one after its last."""
+
+
+class Rendered(NamedTuple):
+    """A rendered conversation."""
+
+    text: str
+    special: tuple[Span, ...] | None
+    """The special tokens that the template wrote, in order; None: all that the text has."""
+
+
+class Tokens(NamedTuple):
+    """The tokens of a text."""
+
+    ids: list[int]
+    spans: list[Span]
+    """The part of the text that each token stands for."""
+
+
+def write(template: Callable[[T], str], contents: T, tokenizer: PreTrainedTokenizerBase) -> Rendered:
+    """Render contents, and find the special tokens that the template writes itself.
+
+    Contents without special tokens are rendered once. Others are rendered again with random marks at their special
+    tokens: beside them, or, if the template then writes something else because it looks at them, in their place.
+
+    Args:
+        template: renders contents as text.
+        contents: what others wrote: texts, or lists and dictionaries of texts at any depth.
+        tokenizer: the tokenizer whose special tokens count.
+
+    Returns:
+        The text, and which of its special tokens are the template's.
+    """
+    text, special = template(contents), _special_tokens(tokenizer)
+    found = sorted(special.within(contents))
+    if special.kept or not found:
+        return Rendered(text, None)
+    mark = token_hex(16)
+    ways = (
+        {token: mark + token for token in found},
+        {token: token + mark for token in found},
+        {token: f"{mark}{number:04}" for number, token in enumerate(found)},
+    )
+    written = [_unmarked(template(special.marked(contents, way)), way, mark, special.pattern) for way in ways]
+    return next((one for one in written if one.text == text), written[-1])
+
+
+def token_ids(written: Rendered, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Tokenize a rendered conversation, to which the tokenizer adds nothing.
+
+    Args:
+        written: the result of `write`.
+        tokenizer: the tokenizer.
+
+    Returns:
+        Token ids: those of the text as a whole if no content has special tokens.
+    """
+    if written.special is None:
+        return list(tokenizer(written.text, add_special_tokens=False)["input_ids"])
+    if tokenizer.is_fast:
+        return tokens(written, tokenizer).ids
+    ids: list[int] = []
+    for piece, token in _pieces(written):
+        ids += tokenizer(piece, add_special_tokens=False, split_special_tokens=True)["input_ids"] if piece else []
+        ids += [tokenizer.convert_tokens_to_ids(token)] if token else []
+    return ids
+
+
+def tokens(written: Rendered, tokenizer: PreTrainedTokenizerBase) -> Tokens:
+    """Tokenize a rendered conversation as `token_ids` does, and locate the tokens.
+
+    Args:
+        written: the result of `write`.
+        tokenizer: a fast tokenizer.
+    """
+    if written.special is None:
+        encoding = tokenizer(written.text, add_special_tokens=False, return_offsets_mapping=True)
+        return Tokens(list(encoding["input_ids"]), list(encoding["offset_mapping"]))
+    return _special_tokens(tokenizer).splitting.tokens(written)
+
+
+def text_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Tokenize a text that no template writes.
+
+    Args:
+        text: a content as a whole.
+        tokenizer: the tokenizer; it adds nothing.
+    """
+    return token_ids(write(str, text, tokenizer), tokenizer)
+
+
+def special_in(contents: object, tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """The special tokens in contents.
+
+    Args:
+        contents: texts, or lists and dictionaries of texts at any depth.
+        tokenizer: the tokenizer.
+    """
+    return _special_tokens(tokenizer).within(contents)
+
+
+def treat_special_tokens(tokenizer: PreTrainedTokenizerBase, treatment: SpecialTokens) -> None:
+    """Set what becomes of special tokens in contents: by default they are split.
+
+    Args:
+        tokenizer: the tokenizer for which this holds from now on.
+        treatment: `data.special_tokens`. To `keep` them is to take them for those of the template.
+    """
+    _special_tokens(tokenizer).kept = treatment == "keep"
+
+
+def _unmarked(marked: str, way: Mapping[str, str], mark: str, special: re.Pattern[str]) -> Rendered:
+    """Restore what a template wrote of marked contents; `way` says how each token was marked."""
+    tokens_of = {shown: token for token, shown in way.items()} | {mark: ""}
+    text, found = "", list[Span]()
+    for number, piece in enumerate(re.split(f"({_any_of(tokens_of)})", marked)):
+        if number % 2:
+            text += tokens_of[piece]
+        else:
+            found += [(len(text) + match.start(), len(text) + match.end()) for match in special.finditer(piece)]
+            text += piece
+    return Rendered(text, tuple(found))
+
+
+def _pieces(written: Rendered) -> Iterator[tuple[str, str]]:
+    """The texts before the template's special tokens, with these, and the rest with an empty one."""
+    assert written.special is not None
+    done = 0
+    for start, end in (*written.special, (len(written.text), len(written.text))):
+        yield written.text[done:start], written.text[start:end]
+        done = end
+
+
+def _any_of(texts: Collection[str]) -> str:
+    """A pattern of texts, of which the longest counts, as in tokenizers."""
+    return "|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)"
+
+
+class _SpecialTokens:
+    """The special tokens of a tokenizer."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self.names = {*added, *tokenizer.all_special_tokens} - {""}
+        self.pattern = re.compile(_any_of(self.names))
+        self.kept = False
+        self._backend = tokenizer.backend_tokenizer if tokenizer.is_fast else None
+
+    def within(self, contents: object) -> set[str]:
+        """Those in some contents."""
+        if isinstance(contents, str):
+            return set(self.pattern.findall(contents))
+        if isinstance(contents, Mapping):
+            contents = [*contents.keys(), *contents.values()]
+        return set().union(*map(self.within, contents)) if isinstance(contents, list | tuple) else set()
+
+    def marked(self, contents: T, way: Mapping[str, str]) -> T:
+        """The contents with each of these tokens replaced."""
+        found: object = contents
+        if isinstance(contents, str):
+            found = self.pattern.sub(lambda match: way[match[0]], contents)
+        elif isinstance(contents, Mapping):
+            found = {self.marked(key, way): self.marked(value, way) for key, value in contents.items()}
+        elif isinstance(contents, list | tuple):
+            found = [self.marked(one, way) for one in contents]
+        return cast(T, found)
+
+    @cached_property
+    def splitting(self) -> _Splitting:
+        """Built when it is first needed: a large vocabulary takes seconds."""
+        assert self._backend is not None, "only of a fast tokenizer"
+        return _Splitting(self._backend.to_str(), self.names)
+
+
+class _Splitting:
+    """A copy of a fast tokenizer that knows its special tokens by other, random names.
+
+    So it takes none for a special token that a text spells, neither as an added token nor as a piece of its model, and
+    what comes before and after one that the template wrote is tokenized as it always is.
+    """
+
+    def __init__(self, tokenizer: str, special: Collection[str]) -> None:
+        """`tokenizer` is tokenizer.json."""
+        from tokenizers import Tokenizer
+
+        described = json.loads(tokenizer) | {"truncation": None, "padding": None}
+        self._names = {token: token_hex(16) for token in special}
+        ids: dict[str, int] = {}
+        for token in described["added_tokens"]:
+            if token["content"] in special:
+                token |= {"content": self._names[token["content"]], "special": False}
+                token |= {"normalized": False, "single_word": False}  # the name is unlike any text
+            ids[token["content"]] = token["id"]
+        _rename(described["model"], self._names)
+        self._tokenizer = Tokenizer.from_str(json.dumps(described))
+        self._ids = {self._tokenizer.token_to_id(name): number for name, number in ids.items()}
+        """The added tokens' ids, by those in the copy."""
+
+    def tokens(self, written: Rendered) -> Tokens:
+        """See the function `tokens`."""
+        named, begins, begins_in_text, done = "", [0], [0], 0
+        for piece, token in _pieces(written):
+            for shown, part in ((piece, piece), (self._names[token] if token else "", token)):
+                named, done = named + shown, done + len(part)
+                begins.append(len(named))
+                begins_in_text.append(done)
+
+        def located(place: int) -> int:
+            part = bisect_right(begins, place) - 1
+            return begins_in_text[part] + place - begins[part]
+
+        encoding = self._tokenizer.encode(named, add_special_tokens=False)
+        return Tokens(
+            [self._ids.get(number, number) for number in encoding.ids],
+            [(located(start), located(end)) for start, end in encoding.offsets],
+        )
+
+
+def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
+    """Rename tokens in the `model` of a tokenizer.json."""
+    vocabulary = model["vocab"]
+    if isinstance(vocabulary, list):  # pieces with their scores
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocabulary]
+    elif not names.keys().isdisjoint(vocabulary):
+        model["vocab"] = {names.get(token, token): number for token, number in vocabulary.items()}
+        if "merges" in model:
+            pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+            model["merges"] = [pair for pair in pairs if names.keys().isdisjoint((*pair, "".join(pair)))]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+
+
+_known: WeakKeyDictionary[PreTrainedTokenizerBase, _SpecialTokens] = WeakKeyDictionary()
+
+
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> _SpecialTokens:
+    if tokenizer not in _known:
+        _known[tokenizer] = _SpecialTokens(tokenizer)
+    return _known[tokenizer]
