@@ -166,7 +166,7 @@ def test_an_edited_history_begins_a_branch(play: Play, tokenizer: PreTrainedToke
             )
 
         first = ask(task["messages"])
-        edited = [*task["messages"], {"role": "assistant", "content": "XYZ"}, MORE]
+        edited = [*task["messages"], {"role": "assistant", "content": "ABC"}, MORE]
         second = ask(edited)
         ask([*edited, {"role": "assistant", "content": second}, MORE])  # extends the edited one
         ask([*task["messages"], {"role": "assistant", "content": first}, MORE])  # extends the first one
@@ -181,7 +181,7 @@ def test_an_edited_history_begins_a_branch(play: Play, tokenizer: PreTrainedToke
         "it0-p0-s00-b02",
     ]
     assert [len(branch.calls) for branch in dialogue.branches] == [2, 2, 1]
-    assert tokenizer.decode(edited.request.prompt_ids) == "(user)hi(assistant)XYZ<eos>(user)more(assistant)"
+    assert tokenizer.decode(edited.request.prompt_ids) == "(user)hi(assistant)ABC<eos>(user)more(assistant)"
     shared = [*edited.request.prompt_ids, *edited.ids[: edited.turn_ends[0]]]
     assert list(left.request.prompt_ids[: len(shared)]) == shared, "the tokens that the policy drew, and no others"
     assert "(user)other(assistant)" in tokenizer.decode(left.request.prompt_ids[len(shared) :])

@@ -203,6 +203,8 @@ class HeldEngine(RolloutEngine):
 class Tokenizer:
     chat_template = bos_token_id = eos_token_id = pad_token_id = None
     added_tokens_decoder: ClassVar[dict[int, str]] = {}
+    all_special_tokens = ()
+    is_fast = False
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         return ""
