@@ -9,8 +9,8 @@ The last complete `<answer>...</answer>` of the response is read with this gramm
     sign    := "+" | "-"
     integer := one or more of the digits 0-9
 
-ASCII white space may stand between tokens, and Unicode's minus sign is a minus. Arithmetic is exact. Nothing is ever
-evaluated as code, and the length, the depth and the digits of an answer are bounded: hostile text is refused at once.
+ASCII white space may stand between tokens. Arithmetic is exact. Nothing is ever evaluated as code, and the
+length, the depth and the digits of an answer are bounded, so hostile text is refused at once.
 """
 
 import json
@@ -19,8 +19,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple, TypeGuard
-
-from rlhf.rewards.functions import continued
 
 MAX_LENGTH = 512
 MAX_DEPTH = 32
@@ -56,16 +54,12 @@ class Answer(NamedTuple):
 
 
 def compute_score(
-    data_source: str,
-    solution_str: str,
-    ground_truth: Mapping[str, Any] | str,
-    extra_info: Any = None,
-    prompt_tail: str = "",
+    data_source: str, solution_str: str, ground_truth: Mapping[str, Any] | str, extra_info: Any = None
 ) -> dict[str, float]:
     """Score one response; `ground_truth` is `{"target": int, "numbers": [int, ...]}` or its JSON text."""
-    target, numbers = check_truth(ground_truth)
+    target, numbers = _problem(ground_truth)
     try:
-        answer = parse(last_answer(continued(solution_str, prompt_tail, OPEN)))
+        answer = parse(last_answer(solution_str))
     except Malformed:
         return {"score": 0.0, "well_formed": 0.0}
     return {"score": float(_is_correct(answer, target, numbers)), "well_formed": 1.0}
@@ -84,7 +78,7 @@ def parse(text: str) -> Answer:
     """Parse the content of an answer; raises Malformed."""
     if len(text) > MAX_LENGTH:
         raise Malformed(f"longer than {MAX_LENGTH} characters")
-    return _Parser(text.replace("\u2212", "-")).answer()
+    return _Parser(text).answer()
 
 
 def evaluate(answer: Answer) -> Fraction:
@@ -167,8 +161,7 @@ def _is_correct(answer: Answer, target: int, numbers: Sequence[int]) -> bool:
     return value == target and answer.claim in (None, target)
 
 
-def check_truth(ground_truth: Mapping[str, Any] | str) -> tuple[int, Sequence[int]]:
-    """The target and the numbers of a ground truth; raises ValueError for what is no problem."""
+def _problem(ground_truth: Mapping[str, Any] | str) -> tuple[int, Sequence[int]]:
     truth: Any = ground_truth
     if isinstance(truth, str):
         try:

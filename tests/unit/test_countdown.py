@@ -153,7 +153,7 @@ def test_precedence_and_associativity(expression: str, expected: int) -> None:
         ("+3*(15-7)", 24, (3, 7, 15)),
         ("-7*3+45", 24, (3, 7, 45)),
         ("8/(3-8/3)", 24, (3, 3, 8, 8)),
-        ("8÷(3\u22128/3)", 24, (3, 3, 8, 8)),
+        ("8÷(3−8/3)".replace("−", "-"), 24, (3, 3, 8, 8)),
         ("1/3*72", 24, (1, 3, 72)),
         ("3-8=-5", -5, (3, 8)),
         ("24", 24, (24,)),
@@ -278,7 +278,7 @@ HOSTILE = [
         "None",
         "3*(x-7)",
     ),
-    *("٣*(15-7)", "３*(15-7)", "³*(15-7)", "Ⅲ*(15-7)", "𝟑*(15-7)", "①5", "3⋅(15-7)", "3∗(15-7)"),
+    *("٣*(15-7)", "３*(15-7)", "³*(15-7)", "Ⅲ*(15-7)", "𝟑*(15-7)", "①5", "3*(15−7)", "3⋅(15-7)", "3∗(15-7)"),
     *(
         "3\u00a0*(15-7)",
         "3\u200b*(15-7)",
@@ -373,7 +373,7 @@ def test_no_text_raises_and_what_parses_python_reads_alike(text: str) -> None:
         expected = evaluate(parsed)
     except (Malformed, ZeroDivisionError):
         return
-    flat = " ".join(text.split("=")[0].replace("\u2212", "-").replace("×", "*").replace("÷", "/").split())
+    flat = " ".join(text.split("=")[0].replace("×", "*").replace("÷", "/").split())
     stripped = "".join(c if c.isdigit() else f" {c} " for c in flat).split()
     python = "".join(f"Fraction({int(token)})" if token.isdigit() else token for token in stripped)
     assert eval(python, {"__builtins__": {}, "Fraction": Fraction}) == expected

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlhf.rewards import auto, countdown, format, gsm8k, length
+from rlhf.rewards import auto, format, gsm8k, length
 from rlhf.rewards import math as latex
 
 
@@ -184,7 +184,6 @@ def test_the_text_of_the_truth_is_right_however_much_it_would_be_to_compute(trut
         (gsm8k, "a dozen", "is not a number"),
         (latex, " ", "has no answer"),
         (latex, "The answer is $\\boxed{}$.", "has no answer"),
-        (countdown, '{"target": 3}', "must be a list of integers"),
     ],
 )
 def test_a_truth_that_no_response_can_have_is_an_error(reward: Any, truth: str, why: str) -> None:
@@ -288,7 +287,6 @@ def test_format(response: str, score: float) -> None:
         (format, "<|Assistant|><think>\n", "hm</think><answer>42</answer>", ""),
         (format, "Assistant: <think>", "hm</think>\n<answer>42</answer>", ""),
         (format, "<|im_start|>assistant\n", "<think>hm</think><answer>42</answer>", ""),
-        (countdown, "so it is <answer> ", "1 + 2</answer>", {"target": 3, "numbers": [1, 2]}),
         (gsm8k, "#### ", "42", "42"),
         (latex, "The answer is $\\boxed{", "\\frac{1}{2}}$", "0.5"),
     ],
