@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -238,6 +238,7 @@ def test_texts_without_control_tokens_have_the_ids_of_the_whole_text(family: str
     @given(kinds, conversations(family, PLAIN))
     def check(kind: str, messages: Any) -> None:
         tokenizer = tokenizer_of(family, kind)
+        assume(not re.search(any_special(tokenizer), json.dumps(messages, ensure_ascii=False)))  # pieces may join
         text = rendered(messages, tokenizer)
         whole = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         assert ids_of(messages, tokenizer) == whole["input_ids"]
