@@ -622,7 +622,6 @@ def test_megatron_computes_other_models(
     assert_split_as_one(kind_of("megatron", "policy", folder, folder), options, batch, ranks)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -643,6 +642,7 @@ def test_megatron_computes_mixtures_of_experts(
     assert_split_as_one(kind, options, batch, ranks)
 
 
+@pytest.mark.slow
 def test_four_processes_compute_a_model_by_megatron(
     policy_folder: Path,
     critic_folder: Path,
@@ -724,13 +724,13 @@ def test_logits_in_pieces_by_two_processes(
     assert told[0]["metrics"] == pytest.approx(one.update(batch, kind.objective, DEALT), rel=2e-3, abs=1e-4)
 
 
-@pytest.mark.slow
 def run_refused(kind: Kind, options: dict[str, Any]) -> None:
     [(key, size)] = options.items()
     with pytest.raises(UserError, match=f"{key} is {size}, which does not divide the model's"):
         kind.build(**options)
 
 
+@pytest.mark.slow
 def test_four_processes_in_teams_of_two(policy_folder: Path, batch: TrajectoryBatch, tmp_path: Path) -> None:
     kind = kind_of("fsdp", "policy", policy_folder, policy_folder)
     one = ENGINES["torch"](kind.folder, kind.head)

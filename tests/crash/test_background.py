@@ -11,6 +11,7 @@ from rlhf.config import RunConfig
 from tests.crash.conftest import ITERATIONS
 from tests.history import History
 from tests.processes import Fault, Processes
+from tests.tiers import sampled
 
 SLOW = Fault(
     "put",
@@ -45,7 +46,7 @@ def test_the_next_iteration_generates_meanwhile(
     assert len(list(history.folder.glob("checkpoints/actor/*/*.safetensors"))) == 2
 
 
-@pytest.mark.promise
+@sampled(8)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("file", ["actor/000002.*/model", "critic/000002.*/manifest"])
 def test_killed_while_a_snapshot_is_written(

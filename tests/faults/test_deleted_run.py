@@ -16,6 +16,7 @@ from rlhf.config import RunConfig
 from tests import tiny
 from tests.history import History
 from tests.processes import Child, Fault, Processes
+from tests.tiers import sampled
 
 SAYS = "was deleted while this driver was at work: the driver stops"
 
@@ -52,7 +53,7 @@ MOMENTS = {
 }
 
 
-@pytest.mark.promise
+@sampled(4)
 @pytest.mark.parametrize("folder", ["", "log"])
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_deleted_folder(moment: str, folder: str, workspace: Path, tmp_path: Path, processes: Processes) -> None:
