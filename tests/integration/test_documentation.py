@@ -228,6 +228,14 @@ def test_every_page_is_read() -> None:
 
 
 @pytest.mark.promise
+def test_tests_that_pages_name_exist() -> None:
+    for page in PAGES:
+        for file, name in re.findall(r"(tests/[\w/]+\.py)(?:::(\w+))?", page.read_text()):
+            assert (ROOT / file).exists(), f"{page.name} names {file}"
+            assert not name or re.search(rf"def {name}\b", (ROOT / file).read_text()), f"{page.name} names {name}"
+
+
+@pytest.mark.promise
 def test_tables_hold_nothing_that_the_pages_do_not() -> None:
     assert {command.reason_not_to_run for command in ALL} - {None} == NOT_RUN.keys()
     assert {command.text for command in ALL} >= TYPED.keys()
