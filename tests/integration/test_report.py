@@ -228,7 +228,7 @@ def test_a_report_needs_no_model(page: Page, shown_runs: Path, tmp_path: Path, m
     def missing(*_: object) -> None:
         raise UserError("the model is on another machine")
 
-    monkeypatch.setattr(documents, "load_tokenizer", missing)
+    monkeypatch.setattr(documents, "reading_tokenizer", missing)
     (run,) = runs(shown_runs, "ppo")
     show(page, tmp_path / "report.html", run)
     assert page.text_content("#reader .response") in set(run.trajectories()["response"])

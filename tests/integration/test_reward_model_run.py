@@ -180,9 +180,9 @@ def test_a_process_reward_besides_a_rule_with_dynamic_sampling(workspace: Path, 
             continue
         assert row.score == pytest.approx(row.reward_parts["rule"] + 2 * row.model_score, abs=1e-5)
         assert sum(row.token_scores) == pytest.approx(2 * row.model_score, abs=1e-5)
-        written = [at for at, token in enumerate(row.response_ids) if token > 2]  # no special ones: a character each
-        assert "".join(tokenizer.decode([row.response_ids[at]]) for at in written) == row.response
-        ends = {at for at, letter in zip(written, row.response, strict=True) if letter == "e"} | {*written[-1:]}
+        written = {at: tokenizer.decode([token]) for at, token in enumerate(row.response_ids) if token > 1}  # no end
+        assert "".join(written.values()) == row.response
+        ends = {at for at, letter in written.items() if letter == "e"} | {*[*written][-1:]}
         assert set(np.flatnonzero(row.token_scores)) <= ends
         assert sum(row.token_rewards) == pytest.approx(row.score, abs=1e-5)
     assert frame["token_scores"].map(np.count_nonzero).max() > 1
