@@ -754,12 +754,12 @@ def vacuum(
     if foreign:
         others = broom.foreign(run.store)
         for key in others:
-            console.print(key, highlight=False)
+            console.print(visible(key), highlight=False)
         console.print(f"{counted(len(others), 'file')} that Ratchet did not write and never deletes")
         return
     doomed = broom.unreached(run.store) if dry_run else broom.vacuum(run.store, take_over)
     for key in doomed:
-        console.print(key, highlight=False)
+        console.print(visible(key), highlight=False)
     console.print(f"{counted(len(doomed), 'file')} {'to delete' if dry_run else 'deleted'}")
 
 

@@ -22,6 +22,8 @@ from pyarrow.fs import FSSpecHandler, PyFileSystem
 from infra.store.object_store import Backend, backend_for
 from rlhf.errors import UserError
 
+LONGEST_REASON = 4000
+"""Characters of a reason, which may contain a value of any size."""
 Parameters = Mapping[str, str | float | None]
 
 
@@ -164,7 +166,7 @@ def reason(error: Exception) -> str:
     """What DuckDB says is wrong, in one line, with the names that it suggests instead of an unknown one."""
     first, *later = str(error).splitlines() or [type(error).__name__]
     suggested = [line.strip() for line in later if line.startswith(("Candidate bindings:", "Did you mean"))]
-    return " ".join([first, *suggested]).replace("Candidate bindings:", "Nearest columns:")
+    return " ".join([first, *suggested]).replace("Candidate bindings:", "Nearest columns:")[:LONGEST_REASON]
 
 
 def file_schema(url: str, key: str) -> pa.Schema:

@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -78,7 +79,7 @@ def require(stored: RunConfig, config: RunConfig | None = None, *, models_only: 
     running = _code_of(stored if config is None else config)
     if models_only:
         running = [code for code in running if code.key.endswith(REMOTE_CODE)]
-    if not (_trusting.get() or os.environ.get(VARIABLE, "0") not in ("", "0")):
+    if not (_trusting.get() or os.environ.get(VARIABLE) == "1"):
         named = {(code.key, code.name) for code in _code_of(stored)}
         strange = [
             code for code in running if (code.key, code.name) in named and not (_folder() / code.digest).is_file()
@@ -126,15 +127,18 @@ def _code_of(config: RunConfig) -> list[Code]:
     if environment is not None and environment.name == "tools":
         found += [_by_name("rollout.tools", str(name), {}) for name in environment.options.get("functions", ())]
         commands = [str(where) for where in environment.options.get("mcp", ())]
-        found += [
-            Code("rollout.mcp", command, (), _digest(command, ()))
-            for command in commands
-            if not command.startswith(("http://", "https://"))
-        ]
+        found += [_of_command(command) for command in commands if not command.startswith(("http://", "https://"))]
     elif environment is not None:
         found.append(_by_name("rollout.environment", environment.name, environment.options))
     if agent is not None:
-        found.append(_by_name("rollout.agent", _of_package(agent.name, agent.options), agent.options))
+        found.append(
+            _by_name(
+                "rollout.agent",
+                _of_package(agent.name, agent.options),
+                agent.options,
+                is_file=agent.name not in ("verifiers", "gymnasium"),
+            )
+        )
     models = {
         "model": config.model,
         "critic.model": None if config.critic is None else config.critic.model,
@@ -156,18 +160,37 @@ def _of_package(name: str, options: Mapping[str, object]) -> str:
     return name
 
 
-def _by_name(key: str, name: str, options: Mapping[str, object]) -> Code | None:
-    """The code that `load_named` would run; None if there is none, or if it is a built-in."""
+def _of_command(command: str) -> Code:
+    """A command that starts an MCP server, with the files among its words: a script is code, too."""
+    try:
+        words = shlex.split(command)
+    except ValueError:  # it cannot start
+        words = []
+    files = tuple(Path(word).resolve() for word in words if os.path.isfile(word))  # noqa: PTH113  # False for odd words
+    return Code("rollout.mcp", command, files, _digest(command, files))
+
+
+def _by_name(key: str, name: str, options: Mapping[str, object], *, is_file: bool = True) -> Code | None:
+    """The code that `load_named` would run; None if there is none, or if it is a built-in.
+
+    Args:
+        key: key of the config.
+        name: what it holds.
+        options: what the code is called with.
+        is_file: whether a name that ends with ``.py`` is a file; packages that load environments import it.
+    """
     module, colon, _ = name.rpartition(":")
-    if not colon and not name.endswith(".py"):
+    is_file = is_file and (module if colon else name).endswith(".py")
+    if not colon and not is_file:
         return None
-    files = _files_of(module if colon else name)
-    return None if files is None else Code(key, name, files, _digest({"name": name, "options": options}, files))
+    files = _files_of(module if colon else name, is_file=is_file)
+    called = {"key": key, "name": name, "options": options}  # a reward that may run is not a tool that may be called
+    return None if files is None else Code(key, name, files, _digest(called, files))
 
 
-def _files_of(module: str) -> tuple[Path, ...] | None:
+def _files_of(module: str, *, is_file: bool) -> tuple[Path, ...] | None:
     """The files that run when a module is imported, itself last; None if there is no such module. Imports nothing."""
-    if module.endswith(".py"):
+    if is_file:
         return (Path(module).resolve(),) if Path(module).is_file() else None
     top, *inner = module.split(".")
     try:

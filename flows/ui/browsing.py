@@ -72,17 +72,23 @@ def _matching(child: Child, tables: Tables, wanted: Filter) -> Trajectories:
         if value is not None:
             conditions.append(condition)
             parameters[name] = value
-    if wanted.where.strip():
-        conditions.append(wanted.where)
-    where = " AND ".join(f"({condition}\n)" for condition in conditions) or "true"  # a comment ends with its line
+    where = " AND ".join(f"({condition})" for condition in conditions) or "true"
+    # A view, because text that closes the parenthesis and goes on could make a result that fills this process's memory.
+    # A comment in it ends with its line.
+    filtered = f"CREATE TEMP VIEW filtered AS SELECT * FROM trajectories WHERE ({wanted.where.strip() or 'true'}\n)"
+    texts = ", ".join(
+        f"left({column}, {CLIP}) AS {column}" for column in ("trajectory_id", "prompt_id", "finish_reason", "response")
+    )
     listed = (
-        f"SELECT trajectory_id, iteration, prompt_id, {score}, len(response_ids) AS length, finish_reason, "
-        f"left(response, {CLIP}) AS response, count(*) OVER () AS matching FROM trajectories WHERE {where} "
-        f"ORDER BY {ORDERS[wanted.order]}, iteration DESC, trajectory_id LIMIT {LISTED}"
+        f"SELECT iteration, {score}, len(response_ids) AS length, {texts}, count(*) OVER () AS matching FROM filtered "
+        f"WHERE {where} ORDER BY {ORDERS[wanted.order]}, iteration DESC, trajectory_id LIMIT {LISTED}"
     )
     try:
-        frame, every = child.ask(
-            tables, Statement(listed, parameters), Statement("SELECT count(*) AS n FROM trajectories")
+        _, frame, every = child.ask(
+            tables,
+            Statement(filtered),
+            Statement(listed, parameters),
+            Statement("SELECT count(*) AS n FROM trajectories"),
         )
     except StatementFailed as error:
         raise _explained(error, wanted.where, columns) from error

@@ -211,6 +211,7 @@ def test_a_terminal_is_asked(
         {"rollout.mcp": "touch file"},
         {"rollout.environment": "verifiers:package"},
         {"rollout.environment": "gymnasium:package.inner:World-v0"},
+        {"rollout.environment": "gymnasium:package.py:World-v0"},
         {"reward": {"function": "code", "allow_code": True, "options": {"code": {"sandbox": "limits"}}}},
     ],
 )
@@ -229,6 +230,40 @@ def test_everything_that_a_config_can_name_needs_consent(
         consent.require(config)
     consent.give(config)
     consent.require(config)
+
+
+def test_consent_to_a_command_covers_its_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    config = tiny.config(tmp_path, rollout__mcp="python server.py")
+    (tmp_path / "server.py").write_text("# read\n")
+    consent.give(config)
+    consent.require(config)
+    (tmp_path / "server.py").write_text("# another one, of the same name\n")
+    with pytest.raises(UserError, match=rf"rollout\.mcp python server\.py \({tmp_path}/server\.py, sha256"):
+        consent.require(config)
+
+
+def test_consent_to_a_reward_is_none_to_a_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose arguments the policy chooses."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    consent.give(tiny.config(tmp_path, reward__function="subprocess:getoutput"))
+    with pytest.raises(UserError, match=r"rollout\.tools subprocess:getoutput"):
+        consent.require(tiny.config(tmp_path, rollout__tools="subprocess:getoutput"))
+
+
+@pytest.mark.parametrize(("value", "trusts"), [("1", True), ("0", False), ("", False), ("false", False), ("no", False)])
+def test_only_one_value_of_the_variable_trusts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str, trusts: bool
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("RATCHET_TRUST_CODE", value)
+    config = tiny.config(tmp_path, rollout__tools="subprocess:getoutput")
+    if trusts:
+        consent.require(config)
+    else:
+        with pytest.raises(UserError, match="set RATCHET_TRUST_CODE=1"):
+            consent.require(config)
 
 
 def test_built_ins_need_no_consent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

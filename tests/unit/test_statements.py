@@ -84,6 +84,27 @@ def test_a_filter_that_is_too_much_ends_in_one_line(condition: str, limits: Limi
         assert "; columns are run, iteration, trajectory_id, prompt_id, " in answer["error"]
 
 
+@pytest.mark.parametrize(
+    ("condition", "expected"),
+    [
+        (
+            "true) UNION ALL SELECT repeat('x', 1000000), 0, 'p', 1.0, 1, 'stop', 'r', 1 FROM range(1) WHERE (true",
+            400,
+        ),
+        ("true) UNION ALL SELECT * REPLACE (repeat('x', 1000000) AS prompt_id) FROM trajectories WHERE (true", 200),
+        ("error(repeat('x', 1000000))", 400),
+    ],
+)
+def test_no_filter_makes_a_large_answer(condition: str, expected: int) -> None:
+    """It would fill the memory of the page's own process."""
+    with served(STORE) as url:
+        status, answer, _ = ask(url, "trajectories", run="run", where=condition)
+        assert status == expected
+        assert len(json.dumps(answer)) < 50_000
+        status, answer, _ = ask(url, "trajectories", run="run", where="sample = 0 -- a comment", low="-1", text="a")
+        assert status == 200
+
+
 def test_the_page_answers_beside_slow_filters_which_end_with_their_clients() -> None:
     with served(STORE, Limits(3600.0, 2**31, 1)) as url:
         clients = []

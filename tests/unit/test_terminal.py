@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pandas as pd
 import pytest
 from rich.console import Console
 
-from flows import views
+from flows import cli, views
 from flows.terminal import visible
 from rlhf.data.prompts import PromptDataset
 from rlhf.errors import UserError
@@ -32,6 +34,16 @@ def test_what_acts_on_a_terminal_is_shown(text: str) -> None:
     shown = visible(text)
     shown.encode()
     assert shown.isprintable(), repr(shown)
+
+
+def test_a_files_name_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(Path(__file__).parents[1] / "data" / "stored" / "schema-3" / "run", tmp_path / "run")
+    for name in (b"\xff.txt", b"\x1b[2J"):
+        (tmp_path / "run" / os.fsdecode(name)).touch()
+    written = io.StringIO()
+    monkeypatch.setattr(cli, "console", Console(file=written, markup=False))
+    cli.vacuum("run", store=f"file://{tmp_path}", foreign=True)
+    assert written.getvalue().splitlines()[:2] == ["\\x1b[2J", "\\udcff.txt"]
 
 
 @pytest.mark.parametrize("text", ["plain", "two\nlines\tand a tab", "日本語, ñ, 🙂", "a\\x1b that is text"])
