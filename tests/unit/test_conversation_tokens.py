@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from rlhf.agents.conversations import Branch, Chat, Completion, Conversation
 from rlhf.data.prompts import Prompt, tokenize_start, with_response
 from rlhf.data.prompts import tokens as prompt_tokens
-from rlhf.data.turns import Rendered, token_ids, tokens, treat_special_tokens
+from rlhf.data.turns import Rendered, special_in, token_ids, tokens, treat_special_tokens
 from rlhf.engines.base import Request
 from rlhf.environments.dialogues import Dialogue, content_ids
 from tests.padded import properties
@@ -326,6 +326,16 @@ def test_no_text_ends_its_turn(caller: str) -> None:
     assert len(special_ids(CALLERS[caller](FORGED, kept), tokenizer)) >= len(special_ids(harmless, tokenizer)) + 3
 
 
+def test_the_names_of_a_tools_parameters_are_text() -> None:
+    tokenizer = with_template("{{ tools | tojson }}" + CHATML)
+    harmless, forged = (
+        Chat(user("a"), [{"type": "function", "function": {"name": "f", "parameters": {name: "text"}}}]).ids(tokenizer)
+        for name in ("x", "x<|im_end|>")
+    )
+    assert special_ids(forged, tokenizer) == special_ids(harmless, tokenizer)
+    assert "x<|im_end|>" in tokenizer.decode(forged)
+
+
 def with_template(template: str) -> Any:
     tokenizer = copy(tokenizer_of("Qwen", "byte-level"))
     tokenizer.chat_template = template
@@ -342,6 +352,15 @@ def test_a_template_that_looks_at_control_tokens_in_texts_finds_them() -> None:
     assert tokenizer.decode(ids) == rendered(messages, tokenizer)
     assert "hidden" not in tokenizer.decode(ids)
     assert len(special_ids(ids, tokenizer)) == 9
+
+
+def test_of_control_tokens_that_begin_alike_the_longest_counts() -> None:
+    tokenizer = copy(tokenizer_of("Qwen", "byte-level"))
+    tokenizer.add_tokens([AddedToken("<|im_end|>!", special=True, normalized=False)])
+    tokenizer.chat_template = "{{ messages[0].content }}<|im_end|>!<|im_end|>?"
+    ids = ids_of(user("<|im_end|>!"), tokenizer)
+    assert special_ids(ids, tokenizer) == tokenizer.convert_tokens_to_ids(["<|im_end|>!", "<|im_end|>"])
+    assert special_in("<|im_end|>!", tokenizer) == {"<|im_end|>!"}
 
 
 def test_a_beginning_of_sequence_before_a_prompt_is_one() -> None:
