@@ -74,6 +74,7 @@ from rlhf.models import (
 )
 from rlhf.rewards import COMPARING, auto, can_be_right, check_rewards, reward_digest
 from rlhf.rewards.functions import TAIL_CHARACTERS
+from rlhf.rewards.math import boxed
 from rlhf.rewards.pool import TrialAnswer, compare_columns, try_rewards
 from rlhf.validation import reported
 
@@ -689,7 +690,7 @@ def built_ins_of(prompt: Prompt, reward: RewardConfig) -> set[str | None]:
 
 def is_worked(ground_truth: str | None) -> bool:
     """Whether a ground truth is the way to an answer that it does not mark: it has several formulas and no box."""
-    return ground_truth is not None and "\\boxed" not in ground_truth and len(formulas_of(ground_truth)) > 1
+    return ground_truth is not None and boxed(ground_truth) is None and len(formulas_of(ground_truth)) > 1
 
 
 def check_packages(config: RunConfig) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol
 
 from rlhf.config import RunConfig
+from rlhf.data.turns import treat_special_tokens
 from rlhf.engines.rollout_team import RolloutTeam
 from rlhf.models import actor_skeleton, critic_skeleton, load_reward_model, load_tokenizer
 
@@ -101,7 +102,9 @@ class Engines:
             self._check_memory()
             self._offload_others("reward")
             if self._reward_model is None:
-                self._reward_model = RewardEngine(load_reward_model(chosen), load_tokenizer(chosen, writes=False))
+                tokenizer = load_tokenizer(chosen, writes=False)
+                treat_special_tokens(tokenizer, self.config.data.special_tokens)
+                self._reward_model = RewardEngine(load_reward_model(chosen), tokenizer)
             if self._offloads("reward"):
                 self._reward_model.place(model=True, optimizer=False)
             return self._reward_model

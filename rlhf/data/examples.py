@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf.batch import TrajectoryBatch
 from rlhf.data.files import read
 from rlhf.data.formats import Messages, messages_of, with_system
-from rlhf.data.prompts import Prompt, beginning, end_of_turn, tokens, with_response
+from rlhf.data.prompts import Prompt, beginning, end_of_turn, tokenize_prompt, with_response
 from rlhf.data.turns import token_ids
 from rlhf.errors import UserError, in_one_line
 
@@ -47,7 +47,7 @@ def supervised(
             )
         messages, answer = example
         question = Prompt("", messages, ground_truth=None, ground_truth_is_json=False, extra_info="{}", where=where)
-        prompt_ids = tokens(question, tokenizer, system_prompt=None)[1]
+        prompt_ids = tokenize_prompt(question, tokenizer, system_prompt=None)[1]
         response_ids = [*tokenizer(answer, add_special_tokens=False)["input_ids"], *end]
         if not prompt_ids:
             raise UserError(f"{where}: the prompt is empty: give it at least one message with content")

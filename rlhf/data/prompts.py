@@ -209,7 +209,7 @@ class PromptDataset:
                 self.row(index)
                 for index, prompt in enumerate(self)
                 if prompt.size(system_prompt) <= BYTES_A_TOKEN * max_tokens
-                and len(tokens(prompt, tokenizer, system_prompt)[1]) <= max_tokens
+                and len(tokenize_prompt(prompt, tokenizer, system_prompt)[1]) <= max_tokens
             ),
         )
         del kept._sizes
@@ -303,7 +303,7 @@ def encode(
             f"{prompt.where}: the prompt has {size:,} bytes, far more than data.max_prompt_tokens {max_tokens} can "
             f"hold ({prompt.messages[-1]['content'][:60]!r}...): raise it, or shorten the prompt"
         )
-    text, ids = tokens(prompt, tokenizer, system_prompt)
+    text, ids = tokenize_prompt(prompt, tokenizer, system_prompt)
     if not ids:
         raise UserError(f"{prompt.where}: the prompt is empty: give it at least one message with content")
     if len(ids) > max_tokens:
@@ -320,7 +320,9 @@ def encode(
     return text, ids
 
 
-def tokens(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, system_prompt: str | None) -> tuple[str, list[int]]:
+def tokenize_prompt(
+    prompt: Prompt, tokenizer: PreTrainedTokenizerBase, system_prompt: str | None
+) -> tuple[str, list[int]]:
     """Render a prompt as text and tokens, without truncation.
 
     Args:

@@ -292,7 +292,7 @@ def copy_code(model: ModelConfig, folder: Path) -> None:
     for path in code_files(source):
         if path.is_relative_to(source):
             copy = folder / path.relative_to(source)
-            copy.parent.mkdir(exist_ok=True)
+            copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, copy)
 
 

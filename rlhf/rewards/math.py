@@ -27,7 +27,7 @@ _TOKEN = re.compile(r"[0-9]+|\\[a-zA-Z]+|\\.|\*\*|\S", re.DOTALL)
 _BAR = re.compile(r"\\(left|right|[lrm]?[vV]ert|[lr](floor|ceil|brace|angle)|mid|quad|qquad)$")
 """Commands that are no terms, but stand beside them."""
 _DOLLAR = re.compile(r"(?<!\\)\$")
-_BOXED = re.compile(r"\\f?boxed(?![a-zA-Z])\s*")
+_BOXED = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 _UNBRACED = re.compile(rf"{NUMBER.pattern}|\\[a-zA-Z]+(?:\{{[^{{}}]*\}})*", re.ASCII)
 """What stands in a box without braces, outside of a formula; within one, it is the rest of the formula."""
 _FORMULA = re.compile(r"(?:\\(?![)\]]).|[^\\$\n])*")
@@ -80,7 +80,7 @@ def _plain(latex: str) -> str:
 
 
 def boxed(text: str) -> str | None:
-    """The last ``\\boxed{...}``, itself included, if it is complete; ``\\boxed 4`` is ``\\boxed{4}``."""
+    """The last ``\\boxed{...}``, whole, if it is complete; ``\\boxed 4`` and ``\\fbox{4}`` are ``\\boxed{4}``."""
     for box in reversed(list(_BOXED.finditer(text))):
         if text[box.end() : box.end() + 1] == "{":
             depth = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -210,6 +211,7 @@ def test_a_terminal_is_asked(
         {"rollout.tools": "program.py:run"},
         {"rollout.mcp": "touch file"},
         {"rollout.environment": "verifiers:package"},
+        {"rollout.environment": "verifiers:somebody/the-package"},
         {"rollout.environment": "gymnasium:package.inner:World-v0"},
         {"rollout.environment": "gymnasium:package.py:World-v0"},
         {"reward": {"function": "code", "allow_code": True, "options": {"code": {"sandbox": "limits"}}}},
@@ -222,9 +224,10 @@ def test_everything_that_a_config_can_name_needs_consent(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "program.py").write_text(CODE["program.py"])
-    (tmp_path / "package").mkdir()
-    for name in ("__init__", "inner"):
-        (tmp_path / "package" / f"{name}.py").write_text("raise AssertionError('it was imported')")
+    for package in ("package", "the_package"):
+        (tmp_path / package).mkdir()
+        for name in ("__init__", "inner"):
+            (tmp_path / package / f"{name}.py").write_text("raise AssertionError('it was imported')")
     config = tiny.config(tmp_path).with_values(named)
     with pytest.raises(UserError, match="the run's config names code that has not run on this machine"):
         consent.require(config)
@@ -266,10 +269,112 @@ def test_only_one_value_of_the_variable_trusts(
             consent.require(config)
 
 
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package in the current folder, whose `inner` a config may name; and a home without consent."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "package").mkdir()
+    for name in ("__init__", "inner"):
+        (tmp_path / "package" / f"{name}.py").touch()
+    return tmp_path / "package"
+
+
+NAMED = {"reward.function": "package.inner:score"}
+LIMITS = {"reward": {"function": "code", "allow_code": True, "options": {"code": {"sandbox": "limits"}}}}
+
+
+@pytest.mark.parametrize(
+    ("named", "change"),
+    [
+        (NAMED, {"reward.options": {"package.inner:score": {"path": "elsewhere"}}}),
+        (
+            {"rollout.environment": "package.inner:World"},
+            {"rollout.environment": {"name": "package.inner:World", "options": {"a": 1}}},
+        ),
+        ({"rollout.mcp": "touch file"}, {"rollout.mcp": "touch other"}),
+        (LIMITS, {"data.train": ["other.parquet"]}),
+        (NAMED, "__init__.py"),
+        (NAMED, "inner.py"),
+    ],
+)
+def test_whatever_changes_what_runs_needs_consent_again(
+    program: Path, tmp_path: Path, named: dict[str, Any], change: dict[str, Any] | str
+) -> None:
+    config = tiny.config(tmp_path).with_values(named)
+    consent.give(config)
+    consent.require(config)
+    if isinstance(change, str):
+        (program / change).write_text("# changed\n")
+    else:
+        config = config.with_values(change)
+    with pytest.raises(UserError, match="has not run on this machine"):
+        consent.require(config)
+
+
+def test_only_a_set_variable_consents(program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny.config(tmp_path).with_values(NAMED)
+    for value in ("", "0"):
+        monkeypatch.setenv(consent.VARIABLE, value)
+        with pytest.raises(UserError, match="has not run on this machine"):
+            consent.require(config)
+    monkeypatch.setenv(consent.VARIABLE, "1")
+    consent.require(config)
+    monkeypatch.delenv(consent.VARIABLE)
+    consent.require(config)
+
+
+def test_a_folder_that_comes_with_a_run_gives_no_consent(
+    program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny.config(tmp_path).with_values(NAMED)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    consent.give(config)
+    consent.require(config)
+    monkeypatch.setenv("XDG_STATE_HOME", ".")
+    monkeypatch.setenv("HOME", ".")
+    with pytest.raises(UserError, match="has not run on this machine"):
+        consent.require(config)
+
+
+def test_a_name_cannot_write_to_the_terminal(program: Path, tmp_path: Path) -> None:
+    """As one that hides the question, or what it asks about, would."""
+    with pytest.raises(UserError) as refused:
+        consent.require(tiny.config(tmp_path).with_values({"rollout.mcp": "evil\x1b[2K\rfriendly"}))
+    assert "evil\\x1b[2K\\rfriendly" in str(refused.value)
+    assert str(refused.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("key", "named"),
+    [
+        ("model", {}),
+        ("critic.model", {}),
+        ("reference.model", {}),
+        ("teacher", {"algorithm.distillation": {}}),
+        ("reward.model", {"reward.function": None}),
+    ],
+)
+def test_every_model_may_bring_code(program: Path, tmp_path: Path, key: str, named: dict[str, Any]) -> None:
+    """And if only models run, no other code is asked for."""
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "config.json").write_text(json.dumps({"auto_map": {"AutoConfig": "somebody/else--own.Config"}}))
+    model = {"path": str(tmp_path / "own"), "dtype": "float32", "trust_remote_code": True}
+    config = tiny.config(tmp_path).with_values(NAMED | {key: model} | named)
+    refused = f"^the run's config names code that has not run on this machine, {key}.trust_remote_code .*$"
+    with pytest.raises(UserError, match=re.compile(refused)):
+        consent.require(config, models_only=True)
+    consent.require(tiny.config(tmp_path).with_values(NAMED), models_only=True)
+    consent.give(config)
+    consent.require(config)
+
+
 def test_built_ins_need_no_consent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     consent.require(tiny.config(tmp_path, rollout__environment="calculator", reward__function="countdown"))
     consent.require(tiny.config(tmp_path, rollout__environment="gymnasium:Game-v0", reward__function="auto"))
+    consent.require(tiny.config(tmp_path, rollout__mcp="https://host/mcp"))
 
 
 def test_code_is_compiled_from_what_was_read(tmp_path: Path) -> None:

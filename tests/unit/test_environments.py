@@ -215,6 +215,8 @@ def test_a_result_of_a_tool_may_spell_the_end_of_a_turn(tokenizer: Any) -> None:
     ids = content_ids(results, tokenizer.eos_token_id, tokenizer)
     assert tokenizer.decode(ids).endswith("a<eos>bc.")
     assert tokenizer.eos_token_id not in ids
+    tokenizer.chat_template = tokenizer.chat_template.replace("}})", "}})<eos>")  # as the policy ended its turn
+    assert tokenizer.decode(content_ids(results, tokenizer.eos_token_id, tokenizer)) == "a<eos>bc."
 
 
 def test_an_environment_cannot_end_a_turn(tokenizer: Any) -> None:

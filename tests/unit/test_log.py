@@ -597,7 +597,12 @@ def test_vacuum_deletes_only_what_ratchet_wrote(tmp_path: Path) -> None:
     store = a_run(ObjectStore(f"file://{tmp_path}/run"))
     state = store.state
     folder = store.checkpoint_folder("actor", weights(1))
-    names = ("model-00001.safetensors", "model.safetensors.index.json", "adapter_config.json", "state.json")
+    names = (
+        "model-00001.safetensors",
+        "model.safetensors.index.json",
+        "adapter_config.json",
+        "optimizer-00001.safetensors",
+    )
     left = [
         write_shard(store, 7).key,
         store.write_journal(2, "generate", 0, pa.table({"a": [1]})).key,
@@ -623,6 +628,8 @@ def test_vacuum_deletes_only_what_ratchet_wrote(tmp_path: Path) -> None:
         "checkpoints/best/model.safetensors",
         "metrics/plot.png",
         "data/train-0-0.parquet",
+        "index/000000.1-7.json.bak",
+        "backup/metrics/iteration=000000.1-7.parquet",
     ]
     for name in others:
         store.objects.put(name, b"mine")

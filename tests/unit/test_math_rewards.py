@@ -97,7 +97,10 @@ def test_gsm8k_wrong(response: str) -> None:
         ("so \\boxed 4. (Put it in \\boxed and end.)", "4"),
         ("\\[\\boxed \\frac{1}{2}.\\]", "\\frac12"),
         ("\\boxed{4}", "The roots are $x=2$ and $x=-3$; the sum is $\\boxed 4$."),
-        ("$\\fbox{4}$", "4"),
+        ("\\fbox{4}, and not 5", "4"),
+        ("$\\boxed 4$, where $a \\boxedminus b$", "4"),
+        ("I get " + "1" * 31 + ".", "1" * 31),
+        ("One thing after another, " * 50 + "so it is $\\frac12$", "0.5"),
     ],
 )
 def test_mathematics(response: str, truth: str) -> None:
@@ -178,6 +181,16 @@ def test_the_text_of_the_truth_is_right_however_much_it_would_be_to_compute(trut
     assert latex.compute_score("math", "\\boxed{3}", truth) == 0.0
 
 
+def test_a_box_that_holds_a_long_truth_is_read_whole() -> None:
+    truth = "1" * (latex.TAIL + 1)
+    assert latex.compute_score("math", f"so it is \\boxed{{{truth}}}", truth) == 1.0
+
+
+def test_a_box_that_has_no_end_is_none() -> None:
+    assert latex.boxed("\\boxed{1}, no: \\boxed{2") is None
+    assert latex.boxed("\\boxed{1} (in a \\boxed)") == "\\boxed{1}"
+
+
 @pytest.mark.parametrize(
     ("reward", "truth", "why"),
     [
@@ -199,7 +212,17 @@ def test_gsm8k_compares_numbers_of_any_length() -> None:
     assert gsm8k.compute_score("gsm8k", f"#### {long}1", long)["score"] == 0.0
 
 
-@pytest.mark.parametrize("response", ["", "\\boxed{", "\\boxed{3}", "\\boxed{\\frac{1}{3}}", "I do not know"])
+@pytest.mark.parametrize(
+    "response",
+    [
+        "",
+        "\\boxed{",
+        "\\boxed{3}",
+        "\\boxed{\\frac{1}{3}}",
+        "I do not know",
+        "\\boxed{0.5}" + ", or so I think" * 100,
+    ],
+)
 def test_mathematics_wrong(response: str) -> None:
     assert latex.compute_score("math", response, "0.5") == 0.0
 
@@ -288,7 +311,7 @@ def test_format(response: str, score: float) -> None:
         (format, "Assistant: <think>", "hm</think>\n<answer>42</answer>", ""),
         (format, "<|im_start|>assistant\n", "<think>hm</think><answer>42</answer>", ""),
         (gsm8k, "#### ", "42", "42"),
-        (latex, "The answer is $\\boxed{", "\\frac{1}{2}}$", "0.5"),
+        (latex, "The answer is \\boxed{", "3}, and not 5", "3"),
     ],
 )
 def test_what_the_prompt_opens_the_response_need_not(reward: Any, prompt_tail: str, response: str, truth: Any) -> None:

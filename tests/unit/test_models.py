@@ -30,6 +30,7 @@ from rlhf.models import (
     text_config,
     tokenizer_digest,
 )
+from rlhf.models.custom_code import code_files, code_names
 from tests import modes, tiny
 
 IDS = torch.tensor([[5, 6, 7, 8]])
@@ -185,6 +186,16 @@ def test_a_model_on_the_hub_comes_with_its_code() -> None:
     assert list(filter_repo_objects(offered, allow_patterns=DOWNLOADED)) == needed
 
 
+def test_the_code_of_a_model_is_what_it_names_and_what_that_imports(tmp_path: Path) -> None:
+    classes = {"AutoModel": "modeling_a.Model", "AutoConfig": "somebody/else--configuration_b.Config"}
+    (tmp_path / "config.json").write_text(json.dumps({"auto_map": classes}))
+    code = {"modeling_a": "from .inner import x", "inner": "from .deep import y", "deep": "", "configuration_b": ""}
+    for name, text in (code | {"setup": ""}).items():
+        (tmp_path / f"{name}.py").write_text(text)
+    assert [path.stem for path in code_files(tmp_path)] == ["deep", "inner", "modeling_a"]
+    assert code_names(tmp_path) == sorted(classes.values())
+
+
 def test_a_model_whose_code_may_not_run_is_refused_in_one_line(tmp_path: Path) -> None:
     folder = tiny.with_own_code(tiny.model_folder(tmp_path))
     refused = rf"^model\.path {folder} has Python code of its own, .* set model\.trust_remote_code=true$"
@@ -197,5 +208,9 @@ def test_a_model_whose_code_may_not_run_is_refused_in_one_line(tmp_path: Path) -
     assert type(load_actor(trusted)).__name__ == "OwnForCausalLM"
     copy = tmp_path / "copy"
     copy.mkdir()
+    (folder / "custom_generate" / "beams").mkdir(parents=True)
+    inner = {"custom_generate/generate.py", "custom_generate/beams/search.py"}
+    for name in inner:
+        (folder / name).write_text("pass\n")
     copy_tokenizer(trusted, copy)
-    assert {*tiny.OWN_CODE} <= {path.name for path in copy.iterdir()}
+    assert {*tiny.OWN_CODE, *inner} <= {str(path.relative_to(copy)) for path in copy.rglob("*.py")}

@@ -35,9 +35,9 @@ TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
 def test_special_tokens_are_text_unless_they_stand_around_a_turn(kind: str) -> None:
     tokenizer, ends = chat_tokenizer(kind), TEMPLATES[kind][1]
     tokenizer.add_special_tokens({"additional_special_tokens": [*TAGS, "TOOL"]}, replace_extra_special_tokens=False)
-    said = "<think>so</think>TOOL<answer>1+2</answer>"
+    said = "<think>so so</think>TOOL<answer>1+2</answer>"
     ids = tokenizer(said)["input_ids"]
-    assert len(ids) == 5 + len("so1+2")
+    assert len(ids) == 5 + len("so so1+2")
     around = tokenizer.convert_tokens_to_ids([tokenizer.eos_token, *ends])
     text = response_text([*ids, *around], tokenizer)
     assert text.rstrip() == said, "a space that ends a turn (llama-2) is a word of the policy's"
@@ -47,6 +47,9 @@ def test_special_tokens_are_text_unless_they_stand_around_a_turn(kind: str) -> N
 @pytest.mark.parametrize(("kind", "assistant"), [("chatml", "assistant"), ("gemma", "model")])
 def test_what_the_template_writes_between_turns_is_no_text(kind: str, assistant: str) -> None:
     tokenizer, [end] = chat_tokenizer(kind), TEMPLATES[kind][1]
+    template, tokenizer.chat_template = tokenizer.chat_template, None
+    assert response_text(tokenizer("a")["input_ids"], tokenizer) == "a", "the template may be set later"
+    tokenizer.chat_template = template
     turn = tokenizer(f"a{end}")["input_ids"]
     heard = content_ids([{"role": "user", "content": "b"}], turn[-1], tokenizer)
     assert response_text([*turn, *heard], tokenizer) == f"a\nuser\nb\n{assistant}\n"
@@ -59,6 +62,15 @@ def test_a_template_that_writes_tags_leaves_them_to_the_text() -> None:
     tokenizer.chat_template = tokenizer.chat_template.replace("{{ m.content }}", "<think></think>{{ m.content }}")
     ids = tokenizer("<think>a</think>b<|im_end|>")["input_ids"]
     assert response_text(ids, tokenizer) == "<think>a</think>b"
+
+
+def test_added_tokens_that_are_not_special_are_text() -> None:
+    """Whoever writes them."""
+    tokenizer = chat_tokenizer("chatml")
+    tokenizer.add_tokens(["SEP"])
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|im_start|>", "SEP<|im_start|>")
+    ids = tokenizer("aSEPb<|im_end|>")["input_ids"]
+    assert response_text(ids, tokenizer) == "aSEPb"
 
 
 def test_the_ends_of_the_generation_config_are_no_text(tmp_path: Path) -> None:

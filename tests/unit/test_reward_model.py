@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
 from examples.countdown_model import build_tokenizer
+from infra.workers.engines import Engines
 from rlhf.config import RewardModelConfig, parse_config
 from rlhf.data.formats import Message, Messages
 from rlhf.data.prompts import with_response
@@ -63,6 +64,23 @@ def test_scores_are_those_of_the_model_asked_one_by_one(
     for budget in (1, 70, 10_000):  # one by one, in pieces, at once: padding changes sums by float32's rounding
         assert engine.scores(SAID, micro_batch_tokens=budget) == pytest.approx(expected, abs=1e-5)
     assert len({round(each, 4) for each in expected}) == 3
+
+
+@pytest.mark.parametrize("treatment", ["split", "keep"])
+def test_special_tokens_in_texts_are_those_of_the_policy(base: Path, tmp_path: Path, treatment: str) -> None:
+    """A prompt that was rendered elsewhere is read alike by both."""
+    folder = tiny.reward_model_folder(tmp_path / "judge", base)
+    model = {"path": str(folder), "dtype": "float32"}
+    config = tiny.config(tmp_path, data__special_tokens=treatment, reward={"model": model, "function": None})
+    [score] = (
+        Engines(config, ())
+        .reward_model()
+        .scores([([{"role": "user", "content": "a<eos>b"}], "c")], micro_batch_tokens=100)
+    )
+    ids = AutoTokenizer.from_pretrained(folder)("a<eos>bc<eos>", return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        of_control_tokens = AutoModelForSequenceClassification.from_pretrained(folder)(ids).logits.item()
+    assert (score == pytest.approx(of_control_tokens, abs=1e-5)) == (treatment == "keep")
 
 
 def test_a_process_reward_is_read_at_the_last_token_of_each_step(base: Path, tmp_path: Path) -> None:

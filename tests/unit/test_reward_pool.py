@@ -192,23 +192,39 @@ def test_a_reward_is_tried_on_what_a_policy_may_write(
     assert "\n" not in failure
 
 
-@pytest.mark.parametrize(("function", "bad"), [("gsm8k", "a dozen"), ("math", "\\boxed{}"), ("auto", "")])
-def test_a_truth_that_no_response_can_have_is_found_in_any_row(tmp_path: Path, function: str, bad: str) -> None:
+@pytest.mark.parametrize(
+    ("function", "bad", "good"),
+    [
+        ("gsm8k", "a dozen", ["2", "3"]),
+        ("math", "\\boxed{}", ["2", "3"]),
+        ("auto", "", ["2"]),
+        ("gsm8k", "a dozen", []),
+    ],
+)
+def test_a_truth_that_no_response_can_have_is_found_in_any_row(
+    tmp_path: Path, function: str, bad: str, good: list[str]
+) -> None:
     model, file = tiny.model_folder(tmp_path / "model"), tmp_path / "gsm8k.jsonl"
-    rows = [{"prompt": "1 + 1?", "answer": truth} for truth in ("2", "3", bad, bad)]
+    rows = [{"prompt": "1 + 1?", "answer": truth} for truth in (*good, bad, bad)]
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     data = DataConfig(train=(str(file),), prompts_per_iteration=1)
     with pytest.raises(UserError) as refused:
         check_prompts(
             PromptDataset([str(file)]), ModelConfig(path=str(model)), data, RewardConfig(function=function), None
         )
-    assert str(refused.value).startswith(f"{file}, line 3: reward.function {function} cannot score an answer to this")
+    first = f"{file}, line {len(good) + 1}"
+    assert str(refused.value).startswith(f"{first}: reward.function {function} cannot score an answer to this")
     assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
     ("function", "missing", "is_noted"),
-    [("format", "", False), ("format", "<", True), ({"gsm8k": 1.0, "format": 0.5}, "<", True), ("gsm8k", "<", False)],
+    [
+        ({"format": 0.5}, "", False),
+        ("format", "<", True),
+        ({"gsm8k": 0.5, "format": 0.5}, "<", True),
+        ("gsm8k", "<", False),
+    ],
 )
 def test_a_built_in_is_tried_on_a_right_answer(tmp_path: Path, function: Any, missing: str, is_noted: bool) -> None:
     """After what the chat template opens, and through the tokenizer, which may not have what it needs."""

@@ -297,6 +297,8 @@ def test_the_truth_is_the_answer_and_not_the_way_to_it(root: Path, tmp_path: Pat
         [line] = refusal(config.with_values({"data.train": [str(path)], **changes}))
         assert line.startswith(f"{path}, line 1: the ground truth is a text of several formulas ('The speed")
         assert "put the answer into a column answer" in line
+    files["alone"].write_text(json.dumps(row | {"solution": "$60$ km in $2$ h: $\\fbox{30}$", "answer": None}) + "\n")
+    check_inputs(config.with_values({"data.train": [str(files["alone"])]}))
 
 
 @pytest.mark.parametrize(
@@ -322,11 +324,11 @@ def test_tokens_without_embeddings_are_named(root: Path, tmp_path: Path) -> None
     tokenizer.save_pretrained(folder)
     has = f"has embeddings for {size} tokens, and the tokenizer of {folder} has {size + 4}"
     fix = f"call model.resize_token_embeddings({size + 4}) and save the model, or remove the tokens <a>, <b>, <c> and 1"
-    lines = refusal(
-        tiny.config(root, model={"path": str(folder), "dtype": "float32"}, critic__model=str(root / "model"))
-    )
+    frozen = shutil.copytree(root / "model", tmp_path / "frozen")
+    others = {"critic__model": str(root / "model"), "reference__model": str(frozen)}
+    lines = refusal(tiny.config(root, model={"path": str(folder), "dtype": "float32"}, **others))
     assert [line.removesuffix(" more") for line in lines] == [
-        f"{path} {has}: {fix}" for path in (folder, root / "model")
+        f"{path} {has}: {fix}" for path in (folder, root / "model", frozen)
     ]
     judge = tiny.reward_model_folder(tmp_path / "judge", folder)
     [line] = refusal(tiny.config(root, reward={"model": {"path": str(judge), "dtype": "float32"}, "function": None}))
