@@ -34,8 +34,8 @@ from pathlib import Path
 FOLDER = Path({folder!r})
 
 
-def score(data_source, solution_str, ground_truth, extra_info=None):
-    if solution_str == ground_truth:  # what a start tries the reward with
+def score(data_source, solution_str, ground_truth, metadata):
+    if metadata["iteration"] is None:  # a start tries the reward
         return 1.0
     if (FOLDER / "broken").exists():
         raise RuntimeError("the judge is on holiday")
