@@ -34,7 +34,7 @@ from pathlib import Path
 FOLDER = Path({folder!r})
 
 
-def score(data_source, solution_str, ground_truth, metadata):
+def score(data_source, solution_str, ground_truth, extra_info=None, metadata=None):
     if metadata["iteration"] is None:  # a start tries the reward
         return 1.0
     if (FOLDER / "broken").exists():
