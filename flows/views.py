@@ -315,7 +315,7 @@ def rows(console: Console, frame: pd.DataFrame, format: str, title: str | None =
 def findings(console: Console, all_findings: Sequence[Finding]) -> None:
     """Print the findings of a verification, the harmless ones last."""
     for finding in sorted(all_findings, key=lambda finding: finding.harmless):
-        console.print(f"{finding.key} {finding.what}: {finding.means}", highlight=False)
+        console.print(visible(f"{finding.key} {finding.what}: {finding.means}"), highlight=False)
 
 
 def compare_scores(console: Console, old: Run, new: Run) -> None:

@@ -81,6 +81,7 @@ def require(stored: RunConfig, config: RunConfig | None = None, *, models_only: 
         running = [code for code in running if code.key.endswith(REMOTE_CODE)]
     if not (_trusting.get() or os.environ.get(VARIABLE) == "1"):
         named = {(code.key, code.name) for code in _code_of(stored)}
+        named |= {(code.key, code.name) for code in running if code.key in _models_with_code(stored)}
         strange = [
             code for code in running if (code.key, code.name) in named and not (_folder() / code.digest).is_file()
         ]
@@ -139,15 +140,22 @@ def _code_of(config: RunConfig) -> list[Code]:
                 is_file=agent.name not in ("verifiers", "gymnasium"),
             )
         )
+    found += [_of_model(key, model) for key, model in _models_with_code(config).items()]
+    return [code for code in found if code is not None]
+
+
+def _models_with_code(config: RunConfig) -> dict[str, ModelConfig]:
+    """The models that may bring code, whatever path they have, by the key that says so."""
     models = {
         "model": config.model,
         "critic.model": None if config.critic is None else config.critic.model,
         "reference.model": config.reference.model,
         "teacher": config.teacher,
-        "reward.model": reward.model,
+        "reward.model": config.reward.model,
     }
-    found += [_of_model(key, model) for key, model in models.items() if model is not None and model.trust_remote_code]
-    return [code for code in found if code is not None]
+    return {
+        f"{key}.{REMOTE_CODE}": model for key, model in models.items() if model is not None and model.trust_remote_code
+    }
 
 
 def _of_package(name: str, options: Mapping[str, object]) -> str:
@@ -215,11 +223,11 @@ def _of_model(key: str, model: ModelConfig) -> Code | None:
     from rlhf.models.custom_code import code_files, code_names
 
     try:
-        folder = model_folder(model, key)
+        folder = model_folder(model, key.removesuffix(f".{REMOTE_CODE}"))
     except UserError:  # so that nothing can be loaded
         return None
     files, names = tuple(code_files(folder)), code_names(folder)
-    return Code(f"{key}.{REMOTE_CODE}", model.path, files, _digest(names, files)) if files or names else None
+    return Code(key, model.path, files, _digest(names, files)) if files or names else None
 
 
 def _digest(called: object, files: tuple[Path, ...]) -> str:

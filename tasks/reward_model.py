@@ -17,8 +17,16 @@ from rlhf.stage_config import StageConfig, key
 from tasks.stage import RowsStage
 
 
+class ContentConfig(StageConfig):
+    """How contents become tokens."""
+
+    section = "data"
+    special_tokens: str = key("special_tokens")
+
+
 class RewardModelStageConfig(StageConfig):
     section = "reward.model"
+    contents: ContentConfig
     kind: Literal["outcome", "process"] = key("kind")
     dtype: str = key("dtype")
     step_separator: str = key("step_separator")

@@ -400,3 +400,8 @@ def test_models_bring_their_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (folder / "configuration_own.py").write_text("# imported by modeling_own.py\n")
     with pytest.raises(UserError, match=r"model\.trust_remote_code .* \(.*tokenization_own\.py and 2 more, sha256"):
         consent.require(config)
+    # the store trusts the code of models, the user only names another model
+    elsewhere = tiny.with_own_code(tiny.model_folder(tmp_path / "elsewhere"))
+    (elsewhere / "configuration_own.py").write_text("# of yet another model\n")
+    with pytest.raises(UserError, match=rf"model\.trust_remote_code {elsewhere}"):
+        consent.require(config, config.with_values({"model.path": str(elsewhere)}))
