@@ -15,7 +15,6 @@ from rlhf.config import RunConfig
 from tests import tiny
 from tests.history import History
 from tests.processes import Child, Fault, Processes
-from tests.tiers import sampled
 
 ITERATIONS = 4
 
@@ -65,7 +64,6 @@ CRASHES = {
 }
 
 
-@sampled(8)
 def test_one_step_off_is_the_same_to_the_bit_after_any_crash(start: Any) -> None:
     expected = finished(*start("quiet", rollout__mode="one_step_off"), most=1)
     frame = expected.run.trajectories()

@@ -29,6 +29,7 @@ from rlhf.models import model_folder, reading_tokenizer
 from rlhf.named import load_named
 from tests import tiny
 from tests.integration.test_cli import Ratchet
+from tests.tiers import sampled
 
 STORED = Path(__file__).parents[1] / "data" / "stored" / "schema-3"
 RUN, CANARIES = "run", "canaries"
@@ -130,6 +131,7 @@ def test_every_command_is_tried() -> None:
     assert trusting == {*RUNS, "bisect", "export", "push"}
 
 
+@sampled(2)
 @pytest.mark.parametrize("talks", TALKS)
 def test_no_command_runs_code_of_a_copied_run(
     ratchet: Callable[..., tuple[int, str]], tmp_path: Path, talks: str
