@@ -40,8 +40,8 @@ PAINTED = """[...document.querySelectorAll("#curves canvas")].map(canvas => {
 
 
 def plain(text: str) -> str:
-    """Without the special tokens, as trajectories have responses."""
-    for token in ("<eos>", "<unk>", "<pad>"):
+    """Without the end, as trajectories have responses."""
+    for token in ("<eos>", "<pad>"):
         text = text.replace(token, "")
     return text
 

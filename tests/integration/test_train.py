@@ -244,10 +244,12 @@ def test_a_finished_run_goes_on_and_is_left_alone(ratchet: Ratchet, workspace: P
     then = ratchet.history
     assert then.state.iteration == 2
     assert then.run.validation()["iteration"].unique().tolist() == [2]
-    for iterations in (2, 1):
-        again = ratchet(train__iterations=iterations, **validated)
-        done(again)
-        assert again.engine_calls == []
+    again = ratchet(train__iterations=2, **validated)
+    done(again)
+    fewer = ratchet(train__iterations=1, **validated)
+    assert fewer.wait() == 2
+    assert "has 2 iterations, more than train.iterations 1" in fewer.text
+    assert again.engine_calls == fewer.engine_calls == []
     now = ratchet.history
     assert now.stages == then.stages
     assert now.results == then.results
