@@ -107,7 +107,7 @@ class Child:
         return not self._killed and self._process.poll() is None and self._environment == os.environ
 
     def kill(self) -> None:
-        """Kill the process; any thread may, and whoever waits for an answer is told. `end` must follow."""
+        """Kill the process, from any thread: a caller that waits for an answer gets an error. `end` must follow."""
         self._killed = True
         self._process.kill()
 

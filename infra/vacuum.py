@@ -41,8 +41,7 @@ def vacuum(store: RunStore, take_over: bool = False) -> list[str]:
         Corrupt: the log is incomplete or damaged; nothing was claimed or deleted.
     """
     refuse_if_driven(store, take_over)
-    reached = Reached(store)
-    reached.advance()
+    reached = _reached(store)
     claim = store.state.claim
     assert claim is not None, "a run that can be read was claimed"
     store.log.claim(claim)
@@ -65,9 +64,7 @@ def unreached(store: RunStore) -> list[str]:
     Raises:
         Corrupt: the log is incomplete or damaged.
     """
-    reached = Reached(store)
-    reached.advance()
-    return reached.leftovers()
+    return _reached(store).leftovers()
 
 
 def foreign(store: RunStore) -> list[str]:
@@ -82,9 +79,7 @@ def foreign(store: RunStore) -> list[str]:
     Raises:
         Corrupt: the log is incomplete or damaged.
     """
-    reached = Reached(store)
-    reached.advance()
-    return [key for key in reached.others() if not is_written(key)]
+    return [key for key in _reached(store).others() if not is_written(key)]
 
 
 class Reached:
@@ -181,6 +176,12 @@ class Reached:
     def _will_be_adopted(self, key: str) -> bool:
         """Whether a file has answers that programs of agents got, in an iteration that is not closed."""
         return is_call_file(key) and key >= f"journals/iteration={self.closed:06d}/"
+
+
+def _reached(store: RunStore) -> Reached:
+    reached = Reached(store)
+    reached.advance()
+    return reached
 
 
 def _not_whole(store: RunStore, damage: str) -> Corrupt:

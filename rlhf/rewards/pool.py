@@ -127,7 +127,7 @@ class RewardPool:
             timeout_s: time limit of one response, in seconds; of a request to the judge.
             concurrency: largest number of calls of async functions, and of questions to the judge, at the same time.
             answers: where the judge's answers are kept; None: nowhere.
-            note: is told of each part of a score that is left out, once.
+            note: called once for each part of a score that is left out.
         """
         self.functions = dict(functions)
         self._note, self._noted = note, set[tuple[str, str]]()
@@ -281,7 +281,7 @@ def try_rewards(
         reward: the reward section of the config.
         prompts: a few prompts, such as the first of each file.
         write: makes an answer as the policy would write it.
-        note: is told of a built-in that does not give 1 to a right answer.
+        note: called for each built-in that does not give 1 to a right answer.
 
     Yields:
         One line for each prompt whose answers cannot be scored, with the file, the row and the first failure; and only
@@ -321,7 +321,7 @@ def try_rewards(
         pool.close()
     reported = set[int | str]()
     for number, ((n, kind, prompt, _), score) in enumerate(zip(trials, scores, strict=True)):
-        if number >= len(trials) - len(right):  # a right answer; that it cannot be scored is told of another one
+        if number >= len(trials) - len(right):  # a right answer; another trial reports what cannot be scored
             answer = answers[number * samples]
             if isinstance(score, Score) and _share(score, kind, reward) < 1:
                 note(
