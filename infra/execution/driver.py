@@ -475,6 +475,7 @@ def vllm_supports_heads(size: int) -> bool:
         "from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend as backend\n"
         f"print(backend.supports_head_size({size}))"
     )
+    note(f"asking vLLM whether it supports attention heads of {size} dimensions (10 to 25 s)")
     asked = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=False)
     return asked.stdout.split()[-1:] != ["False"]
 
@@ -593,8 +594,8 @@ def check_prompts(
     comparing = next((name for name in reward.functions if name in COMPARING), None)
     tokenizer, refuses_long = policy_tokenizer(model, environment, data.special_tokens), data.truncation == "error"
     readers = [tokenizer, *([] if reward.model is None else [load_tokenizer(reward.model, writes=False)])]
-    if refuses_long and len(dataset) > MANY_PROMPTS:
-        note(f"checking the lengths of {len(dataset)} prompts")
+    if len(dataset) > MANY_PROMPTS:
+        note(f"checking {len(dataset)} prompts")
     texts = spelling = 0
     first_spelling, special = "", dict[str, None]()
     """The first prompt that spells special tokens, and the tokens that some spell."""
